@@ -24,7 +24,7 @@ REPORT = --junitxml=$(REPORTS)/$@.xml
 FORGET = @rm -f $(REPORTS)/$@.*
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-everything test-cluster test-e2e test-times test-changed images tools requirements audit \
+.PHONY: help install quickstart test test-slow test-everything test-gpu-dry test-cluster test-e2e test-times test-changed images tools requirements audit \
   release release-compare fuzz lint format generate pictures benchmark clean
 
 help: ## Show the targets
@@ -69,10 +69,15 @@ test-slow: install ## Run the slowest of them: every strategy against one proces
 test-everything: install ## Run both with every case of every grid, of which CI runs a selection (about an hour)
 	$(FORGET)
 	$(BIN)/python -m pytest --everything --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE) $(REPORT)
+	$(BIN)/python -m pytest --everything --timeout $(SLOW_SECONDS) tests/tracing
 
 fuzz: install ## Search for input that breaks a rule: random, 25 times as much as in CI (about 20 minutes)
 	$(BIN)/python -m pytest tests/unit tests/trainer tests/cluster/test_generated_specs_accepted.py -m hypothesis \
 	  --hypothesis-profile fuzz --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE)
+
+test-gpu-dry: install ## Trace the training loop on fake GPUs: waits, bytes sent, memory of each strategy (about a minute; needs gcc)
+	$(FORGET)
+	$(BIN)/python -m pytest tests/tracing $(REPORT)
 
 test-cluster: install ## Run the operator's tests on real API servers (about 8 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(FORGET)

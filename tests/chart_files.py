@@ -340,7 +340,7 @@ def _cell(value: Value) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- rights
 
-TOKENS = "tokenreviews"
+TOKENS, NODES = "tokenreviews", "nodes"
 
 
 def rights() -> dict[str, list[Any]]:
@@ -353,7 +353,8 @@ def rights() -> dict[str, list[Any]]:
     rules = by_kind["ClusterRole"]
     users = yaml.safe_load_all((OPERATOR / "user-roles.yaml").read_text(encoding="utf-8"))
     return {
-        "jobs": [rule for rule in rules if TOKENS not in rule["resources"]],
+        "jobs": [rule for rule in rules if not {TOKENS, NODES} & set(rule["resources"])],
+        "nodes": [rule for rule in rules if NODES in rule["resources"]],
         "tokens": [rule for rule in rules if TOKENS in rule["resources"]],
         "own": [rule for rule in by_kind["Role"] if "secrets" not in rule["resources"]],
         "serving": [rule for rule in by_kind["Role"] if "secrets" in rule["resources"]],

@@ -19,6 +19,7 @@ from examples import EXAMPLES
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, launchers_table, names_reference, settings_reference
 from finetune_operator.cli.main import COMMANDS, app
+from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.shell import operator_metrics
 from finetune_trainer.strategies.tensor import tensor_families_json
 from finetune_trainer.training.training_arguments import known_arguments_json
@@ -38,6 +39,18 @@ def command_reference() -> str:
     return "\n".join(parts)
 
 
+def gpu_table() -> str:
+    """The built-in table of GPUs."""
+    rows = ["| product | memory | capability | bf16 | fp8 | half TFLOP/s | fp32 TFLOP/s | links GB/s |"]
+    rows.append("|---|---|---|---|---|---|---|---|")
+    for gpu in GPU_MODELS:
+        yes = [("yes" if has else "no") for has in (gpu.bf16, gpu.fp8)]
+        figures = [f"{each:g}" for each in (gpu.half_tflops, gpu.fp32_tflops, gpu.link_gigabytes)]
+        cells = [f"`{gpu.name}`", f"{gpu.memory_mib:,} MiB", gpu.capability or "-", *yes, *figures]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def argo_health() -> str:
     """The health check as Argo CD's own ConfigMap takes it, to be merged into the one that is there."""
     lua = (ROOT / "manifests" / "gitops" / "argocd" / "health.lua").read_text(encoding="utf-8")
@@ -55,6 +68,13 @@ metadata:
 data:
   resource.customizations.health.finetune.dev_FineTuneJob: |
 {indented}"""
+
+
+def dry_runs() -> str:
+    """What a dry run on fake GPUs leaves off. The table imports torch."""
+    from tracing_support.switched_off import table
+
+    return table()
 
 
 ROOT = Path(__file__).parents[1]
@@ -90,11 +110,13 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_reference,
     "docs/names.md": names_reference,
     "docs/commands.md": command_reference,
+    "docs/gpus.md": between_marks("docs/gpus.md", gpu_table),
     "docs/operator.md": between_marks("docs/operator.md", launchers_table),
     "docs/support.md": support_matrix,
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,
     "manifests/examples/README.md": between_marks("manifests/examples/README.md", table),
     **{f"manifests/examples/{name}.yaml": with_head(name) for name in EXAMPLES},
+    "docs/gpu.md": between_marks("docs/gpu.md", dry_runs),
     "docs/metrics.md": between_marks("docs/metrics.md", operator_metrics.reference),
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
     "trainer_image/contract/finetune_contract/tensor_families.json": tensor_families_json,

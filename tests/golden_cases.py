@@ -23,6 +23,7 @@ from finetune_operator.launchers.launcher_registry import render
 from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.draft import decided
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.rendering.render_types import Manifest, Owner, ProgressEndpoint, RenderContext
@@ -39,8 +40,8 @@ LAUNCHERS = TRAINING
 CASES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
 NAME = "golden"
 """Name of every job on record that is named after its file, so that names are no differences."""
-SPARK = "prepared-by-spark"
-"""The job `gpu-gang-with-everything`, prepared by Spark."""
+SPARK = "by-spark"
+"""The job `gpu-gang-with-everything`, prepared and predicted by Spark."""
 JOBS = (*CASES, SPARK, *(f"examples/{name}" for name in EXAMPLES))
 JSON = TypeAdapter[Any](Any)
 
@@ -62,6 +63,7 @@ def read_case(name: str) -> tuple[FineTuneJob, Facts, Settings]:
         ),
         local=local,
         served=tuple(facts_document.get("served", ("job",))),
+        kserve=facts_document.get("kserve", False),
     )
     base = LOCAL_SETTINGS if local else CLUSTER_SETTINGS
     changes = facts_document.get("settings", {})
@@ -78,7 +80,7 @@ def golden_job(name: str) -> tuple[FineTuneJob, Facts, Settings]:
     """Return a job of JOBS, and what it is planned with."""
     folder, _, file = name.rpartition("/")
     if name == SPARK:
-        job, facts, settings = prepared_by_spark()
+        job, facts, settings = run_by_spark()
     elif not folder:
         job, facts, settings = read_case(file)
     elif file in LOCAL:
@@ -91,10 +93,12 @@ def golden_job(name: str) -> tuple[FineTuneJob, Facts, Settings]:
     return job, facts, settings
 
 
-def prepared_by_spark() -> tuple[FineTuneJob, Facts, Settings]:
+def run_by_spark() -> tuple[FineTuneJob, Facts, Settings]:
     job, facts, settings = read_case("gpu-gang-with-everything")
     preparation = job.spec.preparation.model_copy(update={"engine": "spark", "workers": 4})
-    job = job.model_copy(update={"spec": job.spec.model_copy(update={"preparation": preparation})})
+    predict = decided(job.spec.predict).model_copy(update={"engine": "spark", "workers": 3})
+    changes = {"preparation": preparation, "predict": predict}
+    job = job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
     spark = Spark(image="registry.example.com/team/trainer-spark:1", serviceAccountName="spark-driver")
     return job, replace(facts, served=(*LAUNCHERS, "sparkapplication")), settings.model_copy(update={"spark": spark})
 

@@ -24,9 +24,17 @@ from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
-from finetune_operator.reconcile.endpoint_view import endpoint_view
+from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
 from finetune_operator.reconcile.observed import job_view, leaving, pod_view, wanted_logs
-from finetune_operator.reconcile.reconcile_types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.reconcile.reconcile_types import (
+    Decision,
+    EndpointView,
+    EventNote,
+    JobView,
+    ObjectRef,
+    Observed,
+    Refusal,
+)
 from finetune_operator.reconcile.status_times import stamp
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -85,6 +93,11 @@ def report(stage: str, failure: tuple[FailureClass, float] | None = None, **fiel
     return TrainerReport(job="reviews", stage=Stage(stage), **fields).to_termination_message()
 
 
+def view_of(raw: Any) -> EndpointView | None:
+    """What an object that runs servers is to the operator."""
+    return inference_service_view(raw) if raw["kind"] == "InferenceService" else endpoint_view(raw)
+
+
 @dataclass
 class World:
     """See the module."""
@@ -99,8 +112,13 @@ class World:
     children: dict[str, Any] = field(default_factory=dict)
     pods: dict[str, Any] = field(default_factory=dict)
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
-    server: Any = None
-    """The Deployment of the endpoint."""
+    kserve: bool = False
+    """Whether InferenceServices are served."""
+    servers: dict[str, Any] = field(default_factory=dict)
+    """What runs the servers of the endpoint's revisions: Deployments and InferenceServices."""
+    predictors: dict[str, Any] = field(default_factory=dict)
+    """Deployments that KServe has made, by the name of their InferenceService."""
+    annotations: dict[str, str] = field(default_factory=dict)
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
@@ -132,6 +150,7 @@ class World:
         }
         if self.deleting:
             metadata["deletionTimestamp"] = stamp(self.now)
+        metadata |= {"annotations": self.annotations} if self.annotations else {}
         document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata}
         document |= {"spec": self.spec, "status": self.status}
         # Most of the time of a walk is validation, and most calls see the same job again.
@@ -149,8 +168,9 @@ class World:
             moved=self.moved, heard_since=self.heard_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
-        endpoint = None if self.server is None else endpoint_view(self.server)
-        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoint=endpoint)
+        views = (view_of(raw) for raw in (*self.servers.values(), *self.predictors.values()))
+        endpoints = joined(view for view in views if view is not None)
+        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve)
         for name in leaving(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)
@@ -258,26 +278,35 @@ class World:
         if kind in self.refuse:
             return Refusal(ObjectRef(manifest["apiVersion"], kind, name), *self.refuse[kind])
         raw = json.loads(json.dumps(manifest))
-        if kind != "Deployment":
+        if kind not in ("Deployment", "InferenceService"):
             self.others[kind, name] = raw
             return None
-        before = self.server or {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}}
-        generation = before["metadata"]["generation"] + 1
-        made = {"uid": "uid-server", "creationTimestamp": before["metadata"]["creationTimestamp"]}
+        new = {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}, "spec": None}
+        before = self.servers.get(name, new)
+        generation = before["metadata"]["generation"] + (before["spec"] != raw["spec"])
+        made = {"uid": f"uid-{name}", "creationTimestamp": before["metadata"]["creationTimestamp"]}
         raw["metadata"] |= {**made, "generation": generation}
-        self.server = {**raw, "status": before["status"]}
+        self.servers[name] = {**raw, "status": before["status"]}
         return None
 
     def _remove(self, ref: ObjectRef) -> None:
         self.others.pop((ref.kind, ref.name), None)
         if ref.kind == "Deployment":
-            self.server = None
+            self.servers.pop(ref.name, None)
+        if ref.kind == "InferenceService":
+            self.servers.pop(ref.name, None)
+            self.predictors.pop(ref.name, None)
 
     def _delete(self, ref: ObjectRef) -> None:
         if ref.kind not in CHILD_KINDS:
             self.others.pop((ref.kind, ref.name), None)
             return
         self.delete_child(ref.name)
+
+    @property
+    def server(self) -> Any:
+        """The Deployment of the newest revision; None: there is none."""
+        return next(reversed(self.servers.values()), None)
 
     # -------------------------------------------------------------------------------------------------------- cluster
 

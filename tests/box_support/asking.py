@@ -18,6 +18,10 @@ from suite_plugins.patience import patient
 
 EACH_SECONDS = 0.1
 """Between the beginnings of two requests."""
+MANY_SECONDS = 0.02
+"""The same of clients that ask fifty times a second."""
+MOST_AT_ONCE = 64
+"""Requests without an answer yet; clients of a slow server wait before they ask again."""
 ANSWER_SECONDS = 10
 """After which a client gives a request up: the box's proxy keeps it from learning that a killed server hung up."""
 BACK_OFF = (0.1, 0.2, 0.4, 0.8, 1.5, 2.0)
@@ -34,6 +38,13 @@ class Answers:
     retried: int = 0
     """Tries that failed and were followed by another."""
     labels: Counter[str] = field(default_factory=Counter)
+    revisions: list[tuple[float, int]] = field(default_factory=list)
+    """When each answered request began, on the monotonic clock, and the revision that answered."""
+
+    @property
+    def over(self) -> int:
+        """Requests that were answered or given up."""
+        return len(self.revisions) + len(self.failed)
 
 
 @dataclass(frozen=True)
@@ -59,21 +70,24 @@ class Client:
         assert reply.status_code == 200, reply.text
         return {output["name"]: output["data"] for output in reply.json()["outputs"]}
 
-    def label(self, text: str) -> str:
-        """The likeliest label of a text. OSError when there is no answer."""
+    def label(self, text: str) -> tuple[str, int]:
+        """The likeliest label of a text, and the revision that said so. OSError when there is no answer."""
         reply = self.post("/", {"inputs": text})
         reply.raise_for_status()
-        return str(reply.json()[0][0]["label"])
+        return str(reply.json()[0][0]["label"]), int(reply.headers["X-Endpoint-Revision"])
 
     @contextmanager
-    def asking(self, text: str, back_off: Sequence[float] = ()) -> Iterator[Answers]:
-        """Ask ten times a second while the block runs; what the answers were is complete behind it."""
+    def asking(
+        self, text: str, back_off: Sequence[float] = (), each_seconds: float = EACH_SECONDS
+    ) -> Iterator[Answers]:
+        """Ask that often while the block runs; what the answers were is complete behind it."""
         answers, over, lock = Answers(), Event(), Lock()
 
         def ask() -> None:
             for wait in (*back_off, None):
+                began = time.monotonic()
                 try:
-                    label = self.label(text)
+                    label, revision = self.label(text)
                 except OSError as error:
                     with lock:
                         if wait is None:
@@ -84,14 +98,16 @@ class Client:
                 else:
                     with lock:
                         answers.labels[label] += 1
+                        answers.revisions.append((began, revision))
                     return
 
         def send(pool: ThreadPoolExecutor) -> None:
-            while not over.wait(EACH_SECONDS):
-                answers.sent += 1
-                pool.submit(ask)
+            while not over.wait(each_seconds):
+                if answers.sent - answers.over < MOST_AT_ONCE:
+                    answers.sent += 1
+                    pool.submit(ask)
 
-        with ThreadPoolExecutor(64, "asks") as pool:
+        with ThreadPoolExecutor(MOST_AT_ONCE, "asks") as pool:
             thread = Thread(target=send, args=(pool,), name="steady requests")
             thread.start()
             try:

@@ -13,10 +13,26 @@ import yaml
 
 from cluster_support.api_access import PATIENCE_SECONDS, wait_until
 from cluster_support.control_plane import Cluster
-from cluster_support.told_jobs import FAILED, SUCCEEDED, TRAINING, Jobs
+from cluster_support.told_jobs import FAILED, NOW, SUCCEEDED, TRAINING, Jobs
 from suite_plugins.patience import patient
 
 CANARY = "canary-4f1c9b2e77"
+READY = {"type": "Ready", "status": "True", "reason": "EndpointReady", "lastTransitionTime": NOW}
+_SERVED = {"digest": "d", "startTime": NOW, "readyTime": NOW}
+SERVING: dict[str, Any] = {
+    **TRAINING,
+    "phase": "Serving",
+    "conditions": [*TRAINING["conditions"], READY],
+    "endpoint": {
+        "revision": 2,
+        "target": 2,
+        "revisions": [
+            {"number": 1, "state": "Ended", "endTime": NOW, "endpoint": {"maxQueue": 5}, **_SERVED},
+            {"number": 2, "state": "Serving", "endpoint": {"maxQueue": 7}, **_SERVED},
+        ],
+    },
+}
+"""A job whose second revision answers."""
 
 
 def stored(jobs: Jobs, name: str) -> dict[str, Any]:
@@ -119,6 +135,27 @@ def test_cancel_deletes_what_runs_and_leaves_what_has_ended(jobs: Jobs) -> None:
     assert jobs.api.must("get", "ftj", "-n", jobs.namespace, "-o", "name").split() == ["finetunejob.finetune.dev/done"]
 
 
+# ----------------------------------------------------------------------------------------------------------- rollback
+
+
+def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
+    jobs.make("reviews", SERVING)
+    before = stored(jobs, "reviews")
+    code, out, err = jobs.finetune("rollback", "reviews", "--dry-run", "-o", "json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["change"], told["from"], told["to"]) == ("rolledBack", 2, 1)
+    assert stored(jobs, "reviews") == before
+    code, out, _ = jobs.finetune("rollback", "reviews")
+    assert (code, out) == (0, "FineTuneJob reviews goes back from revision 2 to 1, until spec.endpoint changes.\n")
+    after = stored(jobs, "reviews")
+    assert after["metadata"]["annotations"] == {"finetune.dev/rollback": "2:1"}
+    assert after["spec"] == before["spec"]
+    code, _, err = jobs.finetune("rollback", "reviews", "--to", "7")
+    assert code == 1
+    assert "has no revision 7 of its endpoint; its history has 1, 2." in err
+
+
 # --------------------------------------------------------------------------------------------------------------- wait
 
 
@@ -129,6 +166,7 @@ def test_cancel_deletes_what_runs_and_leaves_what_has_ended(jobs: Jobs) -> None:
         pytest.param(FAILED, "succeeded", 1, "has failed and can no longer be succeeded", id="it cannot any more"),
         pytest.param(FAILED, "ended", 0, "is ended", id="either end"),
         pytest.param(TRAINING, "running", 0, "is running", id="it runs"),
+        pytest.param(SERVING, "ready", 0, "is ready", id="its endpoint answers"),
         pytest.param(TRAINING, "succeeded", 124, "is not succeeded after 1 s", id="the time is over"),
     ],
 )

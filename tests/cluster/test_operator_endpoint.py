@@ -1,23 +1,26 @@
-"""Endpoints on a real API server, whose own controllers make ReplicaSets and pods of the Deployment."""
+"""Endpoints on a real API server, whose own controllers make ReplicaSets and pods of the Deployment; KServe's part is
+played by a stand-in on its real kind.
+"""
 
 from __future__ import annotations
 
 from cluster_support.api_access import Object, wait_until
 from cluster_support.plays import RUNS
-from cluster_support.world import World, condition, conditions, states
+from cluster_support.world import World, condition, conditions, install_kserve, states
 
-ALONE: Object = {"training": None, "dataset": None, "evaluation": None, "predict": None, "endpoint": {}}
+DEPLOYED: Object = {"runtime": "deployment"}
+ALONE: Object = {"training": None, "dataset": None, "evaluation": None, "predict": None, "endpoint": DEPLOYED}
 """A job that only serves a model."""
 APPS = "apps/v1"
 
 
-def deployment(world: World, job: str) -> Object | None:
-    found = world.api.get(world.path(APPS, "deployments", f"{job}-endpoint"))
+def deployment(world: World, job: str, revision: int = 1) -> Object | None:
+    found = world.api.get(world.path(APPS, "deployments", f"{job}-endpoint-{revision}"))
     return found if isinstance(found, dict) else None
 
 
-def of_endpoint(world: World, job: str) -> set[str]:
-    """Kinds of the objects that the job's endpoint has."""
+def of_endpoint(world: World, job: str, revision: int = 1) -> set[str]:
+    """Kinds of the objects that the job's endpoint has, with that revision of its servers."""
     kinds = {
         "Deployment": (APPS, "deployments"),
         "Service": ("v1", "services"),
@@ -26,7 +29,42 @@ def of_endpoint(world: World, job: str) -> set[str]:
         "HorizontalPodAutoscaler": ("autoscaling/v2", "horizontalpodautoscalers"),
         "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
     }
-    return {kind for kind, of in kinds.items() if world.api.get(world.path(*of, f"{job}-endpoint")) is not None}
+    shared = f"{job}-endpoint"
+    names = {kind: f"{shared}-{revision}" if kind in ("Deployment", "ConfigMap") else shared for kind in kinds}
+    return {kind for kind, of in kinds.items() if world.api.get(world.path(*of, names[kind])) is not None}
+
+
+def led_to(world: World, job: str) -> str:
+    """The revision that the job's Service leads to."""
+    service = world.api.get(world.path("v1", "services", f"{job}-endpoint"))
+    assert isinstance(service, dict)
+    return str(service["spec"]["selector"]["finetune.dev/attempt"])
+
+
+def serves(world: World, job: str, revision: int) -> Object:
+    """The status once that revision serves, and no other one has servers."""
+    status = world.wait(
+        job,
+        f"revision {revision} serves",
+        lambda one: (
+            (one.get("endpoint") or {}).get("revision") == revision
+            and conditions(one).get("Ready") == "True"
+            and one["endpoint"]["target"] == revision
+        ),
+    )
+    assert led_to(world, job) == str(revision)
+    wait_until(
+        lambda: (
+            [
+                one["metadata"]["name"]
+                for one in world.of_job(job, APPS, "deployments")
+                if "deletionTimestamp" not in one["metadata"]
+            ]
+            == [f"{job}-endpoint-{revision}"]
+        ),
+        "servers of other revisions are gone",
+    )
+    return status["endpoint"]
 
 
 def answers(world: World, job: str) -> Object:
@@ -36,7 +74,7 @@ def answers(world: World, job: str) -> Object:
 
 def test_trained_model_is_served_once_all_stages_have_succeeded(world: World) -> None:
     world.kubelet.playbook.set("served", "serve", RUNS)
-    world.apply("served", {"endpoint": {}})
+    world.apply("served", {"endpoint": DEPLOYED})
     answers(world, "served")
     status = world.status("served")
     assert status["phase"] == "Serving"
@@ -59,11 +97,11 @@ def test_trained_model_is_served_once_all_stages_have_succeeded(world: World) ->
 
 def test_endpoint_follows_its_spec_and_goes_with_it(world: World) -> None:
     world.kubelet.playbook.set("edited", "serve", RUNS)
-    world.apply("edited", {"endpoint": {}})
+    world.apply("edited", {"endpoint": DEPLOYED})
     answers(world, "edited")
     first = deployment(world, "edited")
     assert first is not None
-    world.change("edited", {"endpoint": {"replicas": 2, "maxReplicas": 3, "maxQueue": 7}})
+    world.change("edited", {"endpoint": {"replicas": 2, "maxReplicas": 3}})
     wait_until(
         lambda: {"HorizontalPodAutoscaler", "PodDisruptionBudget"} <= of_endpoint(world, "edited"),
         "what several servers need is there",
@@ -72,8 +110,7 @@ def test_endpoint_follows_its_spec_and_goes_with_it(world: World) -> None:
     after = deployment(world, "edited")
     assert after is not None
     assert after["metadata"]["uid"] == first["metadata"]["uid"]
-    assert world.order("edited-endpoint")["serving"]["maxQueue"] == 7
-    world.change("edited", {"endpoint": {"replicas": 1, "maxReplicas": None, "maxQueue": None}})
+    world.change("edited", {"endpoint": {"replicas": 1, "maxReplicas": None}})
     wait_until(
         lambda: not {"HorizontalPodAutoscaler", "PodDisruptionBudget"} & of_endpoint(world, "edited"),
         "what one server does not need is gone",
@@ -83,6 +120,29 @@ def test_endpoint_follows_its_spec_and_goes_with_it(world: World) -> None:
     wait_until(lambda: of_endpoint(world, "edited") == set(), "nothing of the endpoint is left")
     status = world.wait_phase("edited", "Succeeded")
     assert "endpointUrl" not in status.get("artifacts", {})
+    assert "endpoint" not in status
+    assert not [one for one in status["plan"]["reasons"] if "server" in one]
+
+
+def test_new_revision_takes_over_when_it_is_ready_and_is_rolled_back(world: World) -> None:
+    world.kubelet.playbook.set("rolled", "serve", RUNS)
+    world.apply("rolled", {**ALONE, "endpoint": {**DEPLOYED, "maxQueue": 5}})
+    serves(world, "rolled", 1)
+    world.change("rolled", {"endpoint": {"maxQueue": 7}})
+    assert [one["state"] for one in serves(world, "rolled", 2)["revisions"]] == ["Ended", "Serving"]
+    assert world.order("rolled-endpoint-2")["serving"]["maxQueue"] == 7
+    world.change("rolled", {"image": None, "endpoint": {"maxQueue": 7, "resources": {"cpu": "4000"}}})
+    world.wait("rolled", "revision 3 finds no node", lambda one: one["endpoint"]["target"] == 3)
+    wait_until(lambda: deployment(world, "rolled", 3) is not None, "revision 3 starts")
+    assert led_to(world, "rolled") == "2"
+    world.cluster.must("annotate", "ftj", "rolled", "-n", world.namespace, "finetune.dev/rollback=3:1")
+    endpoint = serves(world, "rolled", 4)
+    assert endpoint["rolledBackFrom"] == 3
+    assert world.order("rolled-endpoint-4")["serving"]["maxQueue"] == 5
+    assert [(one["number"], one.get("reason")) for one in endpoint["revisions"]] == [
+        (1, "Superseded"), (2, "RolledBack"), (3, "RolledBack"), (4, None),
+    ]  # fmt: skip
+    world.wait_event("rolled", "the rollback is told of", lambda kind, reason, _: reason == "RolledBack")
 
 
 def test_job_that_only_serves_needs_no_claim_and_stops_while_suspended(world: World) -> None:
@@ -104,7 +164,7 @@ def test_deployment_of_somebody_else_is_left_alone(world: World) -> None:
     theirs = {
         "apiVersion": APPS,
         "kind": "Deployment",
-        "metadata": {"name": "taken-endpoint"},
+        "metadata": {"name": "taken-endpoint-1"},
         "spec": {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod},
     }
     world.api.create(world.path(APPS, "deployments"), theirs)
@@ -121,3 +181,35 @@ def test_deployment_of_somebody_else_is_left_alone(world: World) -> None:
     assert after is not None
     assert after["spec"] == before["spec"]
     assert "ownerReferences" not in after["metadata"]
+
+
+def test_endpoint_moves_to_kserve_and_back_without_being_unready(world: World) -> None:
+    install_kserve(world.cluster)
+    world.kubelet.playbook.set("moved", "serve", RUNS)
+    world.apply("moved", ALONE)
+    answers(world, "moved")
+    service = world.path("serving.kserve.io/v1beta1", "inferenceservices", "moved-endpoint-2")
+    predictor = world.path(APPS, "deployments", "moved-endpoint-2-predictor")
+    world.change("moved", {"endpoint": {"runtime": "kserve", "replicas": 2}})
+    wait_until(lambda: deployment(world, "moved") is None, "KServe's servers have taken the place of the Deployment")
+    status = world.wait("moved", "both answer", lambda one: "2 of 2 servers" in condition(one, "Ready")["message"])
+    assert f"http://moved-endpoint-2-{world.namespace}.example.com" in condition(status, "Ready")["message"]
+    assert status["stages"][-1]["child"]["kind"] == "InferenceService"
+    assert led_to(world, "moved") == "2"
+    found = world.api.get(predictor)
+    assert found is not None
+    revision = found["metadata"]["annotations"]["deployment.kubernetes.io/revision"]
+    world.change("moved", {"endpoint": {"replicas": 1}})
+    world.wait("moved", "one is left", lambda one: "1 of 1 server " in condition(one, "Ready")["message"])
+    after = world.api.get(predictor)
+    assert after is not None
+    assert (after["metadata"]["uid"], after["spec"]["replicas"]) == (found["metadata"]["uid"], 1)
+    assert after["metadata"]["annotations"]["deployment.kubernetes.io/revision"] == revision, "none was replaced"
+    world.change("moved", {"endpoint": {"runtime": "deployment"}})
+    wait_until(lambda: world.api.get(service) is None, "the Deployment's servers have taken the place of KServe's")
+    answers(world, "moved")
+    reasons = [reason for _, reason, _ in world.events("moved")]
+    assert reasons.count("RevisionServes") == 2
+    assert "EndpointNotReady" not in reasons
+    everywhere = world.api.items(world.path("v1", "events"))
+    assert [one["message"] for one in everywhere if one["reason"] == "NotOfThisJob"] == []

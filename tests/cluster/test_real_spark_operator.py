@@ -1,4 +1,4 @@
-"""Jobs with `preparation.engine: spark` by the real Spark Operator, whose drivers play scripts on stand-in nodes."""
+"""Jobs with `engine: spark` by the real Spark Operator, whose drivers play scripts on stand-in nodes."""
 
 from __future__ import annotations
 
@@ -73,16 +73,21 @@ def _application(world: World, name: str) -> Object:
     return found
 
 
-def _executor_labels(world: World, driver: Object) -> dict[str, str]:
+def _properties(world: World, driver: Object) -> dict[str, str]:
     """What `spark-submit` has left in the driver's ConfigMap."""
     mounted = [
         one["configMap"]["name"] for one in driver["spec"]["volumes"] if one["name"] == "spark-conf-volume-driver"
     ]
     found = world.api.get(world.path("v1", "configmaps", mounted[0]))
     assert found is not None, mounted
+    lines = [line for line in found["data"]["spark.properties"].splitlines() if "=" in line and line[0] != "#"]
+    return dict(line.replace("\\", "").split("=", 1) for line in lines)
+
+
+def _executor_labels(world: World, driver: Object) -> dict[str, str]:
     prefix = "spark.kubernetes.executor.label."
-    lines = [line for line in found["data"]["spark.properties"].splitlines() if line.startswith(prefix)]
-    return dict(line.removeprefix(prefix).replace("\\", "").split("=", 1) for line in lines)
+    found = _properties(world, driver)
+    return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
 
 
 def test_the_driver_that_it_submits_is_the_pod_of_the_attempt(world: World) -> None:
@@ -102,6 +107,26 @@ def test_the_driver_that_it_submits_is_the_pod_of_the_attempt(world: World) -> N
         "",
     )
     assert _application(world, "by-spark")["status"]["applicationState"]["state"] == "COMPLETED"
+
+
+def test_driver_that_predicts_is_the_pod_of_the_attempt(world: World) -> None:
+    world.kubelet.playbook.set("answers", "predict", Play(lasts=0.5, metrics={"rows": 7, "bad_rows": 2}))
+    predict = {"engine": "spark", "workers": 4}
+    world.apply("answers", {"predict": predict, "evaluation": None, "resources": {"cpu": "1500m", "memory": "3Gi"}})
+    status = world.wait_phase("answers", "Succeeded")
+    assert status["artifacts"]["metrics"]["predict_bad_rows"] == 2
+    assert status["plan"]["predictWorkers"] == 4
+    assert states(status)["predict"] == ("Succeeded", 1)
+    (driver,) = world.pods("answers", "predict")
+    assert driver["metadata"]["name"] == "answers-predict-1-driver"
+    (container,) = driver["spec"]["containers"]
+    assert "predict" in container["args"]
+    assert container["resources"]["limits"] == {"cpu": "1500m", "memory": "4096Mi"}
+    properties = _properties(world, driver)
+    assert properties["spark.executor.instances"] == "3"
+    assert properties["spark.executor.memoryOverhead"] == "3072m"
+    assert properties["spark.kubernetes.executor.request.cores"] == "1500m"
+    assert _executor_labels(world, driver)["finetune.dev/stage"] == ""
 
 
 def test_what_the_driver_refuses_ends_the_job_with_its_words(world: World) -> None:

@@ -32,8 +32,8 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, Progress
 from finetune_operator.api.types import API_VERSION, PLURAL
+from finetune_operator.planning.gpu_table import NVIDIA_LABEL as PRODUCT_LABEL
 from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
-from finetune_operator.rendering.trainer_pod import PRODUCT_LABEL
 from finetune_trainer.progress import kubeflow_update
 from monitoring import names, state, state_config
 from picture_support.replay import Attempt, Run, attempt, cut

@@ -6,6 +6,7 @@ Each test case gets properties, in seconds; what rounds to 0.000 is left out:
     seconds.setup, .call, .teardown
     cpu.process             CPU time of the test process
     cpu.children            CPU time of the processes below it, running or reaped; not of daemons
+    cpu.daemons             CPU time of what it has started and no longer has below it, where a control group counts it
     fixture.NAME            set-up of a fixture, without the fixtures that it requests
     kind.NAME               time inside `spent(NAME)`, see KINDS
     before                  start of this process to its first test: imports and collection
@@ -31,7 +32,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator
-from contextlib import ContextDecorator
+from contextlib import ContextDecorator, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,51 @@ def _ticks_below(process: int, itself: bool = True) -> int:
     return ticks
 
 
+class ControlGroup:
+    """A control group that counts the CPU time of this process and of all that it starts, daemons too.
+
+    Only root can make one, and only where counting (cpuacct of version 1) is apart from sharing out the processor: a
+    group of its own must not change how much of it a test gets.
+    """
+
+    PARENT = Path("/sys/fs/cgroup/cpuacct")
+    PREFIX = "finetune-tests-"
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    def join(self) -> None:
+        if self.PARENT.is_symlink() or not os.access(self.PARENT / "cpuacct.usage", os.R_OK):
+            return
+        for left in self.PARENT.glob(f"{self.PREFIX}*"):
+            with suppress(OSError):
+                left.rmdir()  # It fails as long as a process is in it.
+        folder = self.PARENT / f"{self.PREFIX}{os.getpid()}"
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            (folder / "cgroup.procs").write_text(f"{os.getpid()}\n")
+            self._folder = folder
+
+    def leave(self) -> None:
+        if self._folder is not None:
+            with suppress(OSError):
+                (self.PARENT / "cgroup.procs").write_text(f"{os.getpid()}\n")
+                self._folder.rmdir()
+            self._folder = None
+
+    def seconds(self) -> float | None:
+        """CPU seconds since it was joined; None where there is no such group."""
+        return int((self._folder / "cpuacct.usage").read_text()) / 1e9 if self._folder else None
+
+
 class Recorder:
     """The times of the test that runs."""
 
     def __init__(self) -> None:
+        self.group = ControlGroup()
         self._born: float | None = time.perf_counter()
         self._cpu = (0.0, 0.0)
+        self._cpu_of_group: float | None = None
         self._before: list[tuple[str, float]] = []
         self.phases: dict[str, float] = {}
 
@@ -145,14 +185,20 @@ class Recorder:
             self._before += [(f"before.kind.{kind}", seconds) for kind, seconds in kinds.items()]
             self._born = None
         self._cpu = cpu_seconds()
+        self._cpu_of_group = self.group.seconds()
 
     def end(self) -> list[tuple[str, float]]:
         """Return all properties with seconds."""
         process, children = (now - then for now, then in zip(cpu_seconds(), self._cpu, strict=True))
+        group = self.group.seconds()
+        counted = (
+            [("cpu.daemons", group - self._cpu_of_group - process - children)] if group and self._cpu_of_group else []
+        )
         return [
             *((f"seconds.{phase}", seconds) for phase, seconds in self.phases.items()),
             ("cpu.process", process),
             ("cpu.children", children),
+            *counted,
             *((f"fixture.{name}", seconds) for name, seconds in _fixtures.take().items()),
             *((f"kind.{kind}", seconds) for kind, seconds in _kinds.take().items()),
             *self._before,
@@ -175,6 +221,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if report := _report(config):
         report.unlink(missing_ok=True)  # A run that ends without a report must not leave an older one.
         _exit_file(report).unlink(missing_ok=True)
+    if config.getoption("xmlpath", None):
+        _recorder.group.join()
+
+
+def pytest_unconfigure() -> None:
+    _recorder.group.leave()
 
 
 @pytest.hookimpl(wrapper=True)

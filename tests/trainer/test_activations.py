@@ -130,3 +130,33 @@ def test_activations_that_nobody_was_asked_to_keep_are_an_error(tiny_model: Path
     moving.assert_in_effect("ddp")
     # The device is the host.
     assert moving.moved_bytes == 0
+
+
+def test_copies_of_weights_under_autocast_are_not_moved(monkeypatch):
+    import torch
+
+    from finetune_trainer.training import activations
+
+    monkeypatch.setattr(activations, "_LEAST_BYTES", 0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
+    model[1].requires_grad_(False)  # as beside an adapter: the backward pass goes through it
+    rows = torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(rows).sum().backward()
+    expected = model[0].weight.grad.clone()
+    model.zero_grad()
+    moving = activations.InHostMemory()
+    moving.watch(model)
+    seen: dict[tuple[int, ...], bool] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        seen[tuple(tensor.shape)] = moving.is_activation(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with moving.forward(), hooks, torch.autocast("cpu", torch.bfloat16):
+        loss = model(rows).sum()
+    loss.backward()
+    assert seen == {(3, 8): True, (16, 4): False}
+    assert torch.equal(model[0].weight.grad, expected)

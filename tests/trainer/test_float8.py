@@ -4,6 +4,7 @@ on a CPU as well, with the roundings that GPUs make: what these tests use, and j
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -340,6 +342,27 @@ def test_a_device_without_units_is_refused(device: Any, capability: Any, found: 
     with pytest.raises(StageError, match=found) as error:
         refuse_without_units(device)
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NoFp8Units")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "found"),
+    [("gfx90a:sramecc+:xnack-", "AMD Instinct, of architecture gfx90a:sramecc+:xnack-, has no"), ("gfx942", None)],
+)
+def test_amd_gpu_is_judged_by_its_architecture(architecture: str, found: str | None, monkeypatch):
+    import torch
+
+    from finetune_trainer.float8 import refuse_without_units
+
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct")
+    properties = SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    if found is None:
+        refuse_without_units("cuda")
+        return
+    with pytest.raises(StageError, match=re.escape(found)):
+        refuse_without_units("cuda")
 
 
 def test_without_the_library_the_way_out_is_named_before_a_gpu_is_taken(bench, tmp_path: Path, monkeypatch):

@@ -23,7 +23,8 @@ import uvicorn
 from playwright.sync_api import expect, sync_playwright
 
 from finetune_trainer.serving.batcher import Batcher
-from finetune_trainer.serving.serving_app import ServerState, make_app
+from finetune_trainer.serving.server_state import ServerState
+from finetune_trainer.serving.serving_app import make_app
 from finetune_trainer.serving.serving_engine import ServingEngine
 from finetune_trainer.serving.serving_metrics import ServingMetrics
 

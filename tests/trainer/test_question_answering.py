@@ -238,13 +238,15 @@ def test_an_answer_that_no_window_holds_counts_as_truncated(model: Path, data: P
 # ---------------------------------------------------------------------------------------------------------- results
 
 
-def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
-    """The best span of each row, by trying all, and the mean loss as the model itself computes it; without windows."""
+def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[float], float]:
+    """The best span of each row, by trying all, its share among the best 20 and none, and the mean loss as the model
+    itself computes it; without windows.
+    """
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
     network = AutoModelForQuestionAnswering.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
-    said, losses = [], []
+    said, shares, losses = [], [], []
     for row in rows:
         given = tokenizer(row["question"], row["context"], return_tensors="pt", return_offsets_mapping=True)
         offsets, parts = given.pop("offset_mapping")[0].tolist(), given.sequence_ids(0)
@@ -255,7 +257,10 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str],
         spans = [(float(start[a] + end[b]), a, b) for a in inside for b in inside if a <= b < a + LONGEST_ANSWER]
         score, a, b = max(spans)
         none = float(start[0] + end[0])
-        empty = getattr(network.config, "answers_may_be_missing", False) and none > score
+        may_be_none = getattr(network.config, "answers_may_be_missing", False)
+        empty = may_be_none and none > score
+        best = [each[0] for each in sorted(spans, reverse=True)[:20]] + ([none] if may_be_none else [])
+        shares.append(float(torch.tensor(best, dtype=torch.float64).softmax(0).max()))
         said.append("" if empty else row["context"][offsets[a][0] : offsets[b][1]])
         if row["answers"]["text"]:
             place, text = row["answers"]["answer_start"][0], row["answers"]["text"][0]
@@ -265,7 +270,7 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str],
             where = (torch.tensor([0]), torch.tensor([0]))
         with torch.inference_mode():
             losses.append(float(network(**given, start_positions=where[0], end_positions=where[1]).loss))
-    return said, float(np.mean(losses))
+    return said, shares, float(np.mean(losses))
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["always an answer", "sometimes none"])
@@ -279,7 +284,7 @@ def test_it_answers_and_is_judged_as_a_plain_loop_would(
     facts = PreparedData.open(paths).facts
     assert facts.labels == ((NO_ANSWER,) if without else ())
     assert facts.label_counts == ({NO_ANSWER: 40} if without else {})
-    said, loss = plainly(paths, rows)
+    said, shares, loss = plainly(paths, rows)
     sections = evaluate(job, paths, NoProgress())
     assert sections["evaluate"]["loss"] == pytest.approx(loss, rel=1e-4)
     expected = by_the_rules(said, [row["answers"]["text"] for row in rows])
@@ -289,6 +294,7 @@ def test_it_answers_and_is_judged_as_a_plain_loop_would(
     lines = predictions(paths)
     assert told["rows"] == len(lines) == 40
     assert [line["answer"] for line in lines] == said
+    assert [line["score"] for line in lines] == pytest.approx(shares, abs=1e-5)
     for line, row in zip(lines, rows, strict=True):
         assert line["id"] == row["id"]
         assert line["candidates"][0]["answer"] == line["answer"]

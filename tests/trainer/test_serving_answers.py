@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from finetune_contract.trainer_job import Serving
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 from trainer_support.served import Served, served
 from trainer_support.tasks import predictions, task_job, write_decoder, write_encoder_decoder, write_lines
 
@@ -177,4 +180,32 @@ def test_openai_completions_write_what_predict_writes_streamed_or_not(bench: Ben
     assert "".join(each["choices"][0]["text"] for each in pieces) == wanted["generated_text"]
     assert pieces[-1]["choices"][0]["finish_reason"] == "length"
     assert bench.server.ask("/v1/models").json["data"][0]["id"] == "tiny"
-    assert bench.server.ask("/v1/completions", {**asked, "model": "x"}).json["error"]["code"] == 404
+    unknown = bench.server.ask("/v1/completions", {**asked, "model": "x"})
+    assert (unknown.code, unknown.json["error"]["param"]) == (404, "model")
+
+
+@pytest.mark.parametrize("bench", ["question-answering"], indirect=True)
+def test_wrong_row_is_refused_alone_when_requests_are_tokenised_together(bench: Bench) -> None:
+    hold, entered = threading.Event(), threading.Event()
+    engine, answer = bench.server.state.engine, bench.server.state.engine.answer
+    engine.answer = lambda *given: (entered.set(), hold.wait(patient(30)), answer(*given))[2]  # type: ignore[method-assign]
+    codes: dict[str, int] = {}
+
+    def ask(context: str) -> None:
+        asked = {"inputs": {"question": "the cat saw it", "context": context}}
+        codes[context] = bench.server.ask("/", asked).code
+
+    askers = [threading.Thread(target=ask, args=(context,)) for context in ("a mat", "  ", "the dog", "a cat")]
+    try:
+        askers[0].start()
+        wait_until(entered.is_set, "the first is computed")
+        for each in askers[1:]:
+            each.start()
+        wait_until(lambda: bench.server.state.batcher.queued == 4, "three wait")
+    finally:
+        hold.set()
+        for each in askers:
+            each.join(patient(30))
+        engine.answer = answer  # type: ignore[method-assign]
+
+    assert codes == {"a mat": 200, "  ": 422, "the dog": 200, "a cat": 200}

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.serving import serving_app
+from finetune_trainer.serving import http_json
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 from trainer_support.served import Served, served
@@ -77,7 +77,7 @@ def test_connection_that_is_idle_or_slow_after_an_answer_is_closed(model: Path, 
 def test_body_that_comes_too_slowly_gets_408_and_delays_nobody(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving_app, "BODY_SECONDS", 1.0)
+    monkeypatch.setattr(http_json, "BODY_SECONDS", 1.0)
     with served(job_of(model), JobPaths(tmp_path / "job")) as server, connected(server) as client:
         client.sendall(HEAD + BODY[:3])
         assert server.ask("/", {"inputs": "a"}).code == 200
@@ -85,6 +85,32 @@ def test_body_that_comes_too_slowly_gets_408_and_delays_nobody(
 
     assert found.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 1 s" in found
+
+
+def test_connection_whose_client_does_not_read_is_closed(model: Path, tmp_path: Path) -> None:
+    with served(job_of(model), JobPaths(tmp_path / "job"), unread_seconds=1) as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(patient(60))
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 40)
+            wait_until(lambda: _served_connections(server) == 0, "the connection is closed")
+            found = b""
+            with suppress(ConnectionError):
+                while part := client.recv(65536):
+                    found += part
+        wait_until(lambda: server.state.in_flight == 0, "no request is held")
+
+    assert 0 < found.count(b"HTTP/1.1 200") < 40
+
+
+def _served_connections(server: Served) -> int:
+    """Connections that the server in this process has accepted."""
+    return sum(
+        each.laddr.port == server.port and each.status == psutil.CONN_ESTABLISHED
+        for each in psutil.Process().net_connections("tcp")
+    )
 
 
 def mixed(draw: random.Random) -> tuple[str, bytes, int]:

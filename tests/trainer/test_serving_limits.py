@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from finetune_contract.layout import EXIT_OK, JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.serving.serving_engine import ServingEngine
 from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
-from trainer_support.served import Served, served
+from trainer_support.served import Served, loading, served
 
 WORDS = ["a", "good", "bad", "film"]
 
@@ -142,6 +143,7 @@ def test_full_queue_answers_429_and_keeps_what_it_accepted(server: Served) -> No
         late = "X-Request-Timeout-Ms"
         assert refused.code == 429
         assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["x-endpoint-revision"] == "3"
     finally:
         hold.set()
         for each in askers:
@@ -150,6 +152,68 @@ def test_full_queue_answers_429_and_keeps_what_it_accepted(server: Served) -> No
     assert codes == [200, 200]
     assert server.ask("/", {"inputs": "a"}, {late: "60000"}).code == 200
     assert server.ask("/", {"inputs": "a"}, {late: "soon"}).code == 400
+
+
+def test_requests_that_wait_are_tokenised_and_computed_together(server: Served) -> None:
+    hold, entered = threading.Event(), threading.Event()
+    engine, batches = server.state.engine, []
+    answer, encode = engine.answer, engine.encode
+
+    def held(form: Any, rows: Any, *given: Any) -> Any:
+        entered.set()
+        hold.wait(patient(30))
+        batches.append(("answer", len(rows)))
+        return answer(form, rows, *given)
+
+    def seen(form: Any, rows: Any) -> Any:
+        batches.append(("encode", len(rows)))
+        return encode(form, rows)
+
+    engine.answer, engine.encode = held, seen  # type: ignore[method-assign]  # to see what is done at once
+    replies: dict[str, Any] = {}
+    texts = ["a film", "good", "bad film", "a good film"]
+    askers = [
+        threading.Thread(target=lambda text=text: replies.update({text: server.ask("/", {"inputs": text}).json}))
+        for text in texts
+    ]
+    try:
+        askers[0].start()
+        wait_until(entered.is_set, "the first is computed")
+        for each in askers[1:]:
+            each.start()
+        wait_until(lambda: server.state.batcher.queued == 4, "three wait")
+    finally:
+        hold.set()
+        for each in askers:
+            each.join(patient(30))
+        engine.answer, engine.encode = answer, encode  # type: ignore[method-assign]
+
+    assert batches == [("encode", 1), ("answer", 1), ("encode", 3), ("answer", 3)]
+    for text in texts:
+        alone = {each["label"]: each["score"] for each in server.ask("/", {"inputs": text}).json[0]}
+        assert {each["label"]: each["score"] for each in replies[text][0]} == pytest.approx(alone, abs=1e-5)
+
+
+def test_server_is_alive_and_not_ready_while_it_loads(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, load = threading.Event(), ServingEngine.open
+
+    def slow(engine: ServingEngine) -> None:
+        go.wait(patient(60))
+        load(engine)
+
+    monkeypatch.setattr(ServingEngine, "open", slow)
+    with loading(job_of(model), JobPaths(tmp_path / "job")) as server:
+        before = [server.ask(f"/v2/health/{name}").code for name in ("live", "ready")]
+        refused = [server.ask("/", {"inputs": "a"}), server.ask("/"), server.ask("/v2/models/tiny")]
+        go.set()
+        wait_until(lambda: server.ask("/v2/health/ready").code == 200, "the server is ready")
+        assert server.ask("/", {"inputs": "a"}).code == 200
+
+    assert before == [200, 503]
+    assert [each.code for each in refused] == [503, 503, 503]
+    assert refused[0].headers["retry-after"] == "1"
 
 
 def test_request_whose_time_is_over_gets_504_and_leaves_the_queue(server: Served) -> None:

@@ -109,6 +109,101 @@ def test_text_that_the_model_ends_ends_by_stop(chatting: Served) -> None:
     assert stream[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_text_ends_before_a_stop_streamed_or_not(chatting: Served) -> None:
+    with never_ending(chatting):
+        text = chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 12}).json["choices"][0]["text"]
+        stop = text.split()[5]
+        end = text.index(stop)
+        asked = {"prompt": "the cat", "max_tokens": 12, "stop": [stop, "not there"]}
+        whole = chatting.ask("/v1/completions", asked).json
+        stream = events(chatting.ask("/v1/completions", {**asked, "stream": True}))
+        several = chatting.ask("/v1/completions", {**asked, "prompt": ["the cat", "a dog", "the cat"]}).json
+
+    assert whole["choices"][0]["text"] == text[:end]
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["usage"]["completion_tokens"] < 12
+    assert "".join(each["choices"][0]["text"] for each in stream) == text[:end]
+    assert stream[-1]["choices"][0]["finish_reason"] == "stop"
+    assert [several["choices"][at]["text"] for at in (0, 2)] == [text[:end]] * 2
+
+
+def test_seed_decides_what_is_drawn_also_beside_others(chatting: Served) -> None:
+    asked = {"prompt": "the dog", "max_tokens": 30, "temperature": 1.0}
+
+    def text(**changes: Any) -> str:
+        found: str = chatting.ask("/v1/completions", {**asked, **changes}).json["choices"][0]["text"]
+        return found
+
+    with never_ending(chatting):
+        first, again, other = text(seed=7), text(seed=7), text(seed=8)
+        beside = chatting.ask("/v1/completions", {**asked, "prompt": ["a cat", "the dog"], "seed": 7}).json
+
+    assert first == again == beside["choices"][1]["text"]
+    assert first != other
+
+
+def test_stream_tells_its_usage_when_asked(chatting: Served) -> None:
+    asked = {"messages": CONVERSATION, "max_completion_tokens": 5}
+    usage = chatting.ask("/v1/chat/completions", asked).json["usage"]
+
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = events(chatting.ask("/v1/chat/completions", {**asked, **options}))
+
+    assert stream[-1]["choices"] == []
+    assert stream[-1]["usage"] == usage
+    assert all(each["usage"] is None for each in stream[:-1])
+
+
+@pytest.mark.parametrize("chatting", ["text-generation"], indirect=True)
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("completions", {"tools": [{"type": "function"}]}, "tools"),
+        ("completions", {"n": 2}, "n"),
+        ("completions", {"n": True}, "n"),
+        ("completions", {"logprobs": 3}, "logprobs"),
+        ("completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("completions", {"presence_penalty": 0.5}, "presence_penalty"),
+        ("completions", {"no_such_field": 1}, "no_such_field"),
+        ("completions", {"messages": CONVERSATION}, "messages"),
+        ("completions", {"prompt": [1, 2]}, "prompt"),
+        ("completions", {"prompt": ["a", "b"], "stream": True}, "prompt"),
+        ("completions", {"stop": ["a"] * 17}, "stop"),
+        ("completions", {"stop": ""}, "stop"),
+        ("completions", {"stop": "\ud800"}, "stop"),
+        ("completions", {"seed": 1.5}, "seed"),
+        ("completions", {"stream": 1}, "stream"),
+        ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ("completions", {"temperature": "hot"}, "temperature"),
+        ("chat/completions", {"prompt": None, "messages": []}, "messages"),
+    ],
+)
+def test_wrong_field_gets_an_error_in_the_shape_of_openai(
+    chatting: Served, path: str, change: dict[str, Any], param: str
+) -> None:
+    reply = chatting.ask(f"/v1/{path}", {"prompt": "the cat", "max_tokens": 2, **change})
+
+    assert reply.code == 400
+    error = reply.json["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+    assert param in error["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(chatting: Served) -> None:
+    neutral = {"n": 1, "tools": [], "tool_choice": "none", "logprobs": None, "presence_penalty": 0, "user": "me"}
+    asked = {"messages": [{"role": "developer", "content": "the cat"}, CONVERSATION[1]], "max_tokens": 3}
+
+    reply = chatting.ask("/v1/chat/completions", {**asked, **neutral})
+
+    assert reply.code == 200
+    assert (
+        reply.json["choices"]
+        == chatting.ask("/v1/chat/completions", {"messages": CONVERSATION, "max_tokens": 3}).json["choices"]
+    )
+
+
 class biased:  # noqa: N801 (reads as a function)
     """Let the model of a server see a token as so much likelier than it is."""
 

@@ -258,7 +258,7 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]
 
 
 @pytest.mark.parametrize("kind", ["bert", "longformer"])
-def test_evaluation_is_what_a_plain_loop_and_seqeval_say(
+def test_evaluation_and_predictions_are_what_a_plain_loop_and_seqeval_say(
     kind: str, models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
     from seqeval.metrics import f1_score, precision_score, recall_score
@@ -277,6 +277,11 @@ def test_evaluation_is_what_a_plain_loop_and_seqeval_say(
     right = [a == b for one, other in zip(gold, said, strict=True) for a, b in zip(one, other, strict=True)]
     assert measured["accuracy"] == pytest.approx(np.mean(right))
     assert (measured["rows"], measured["split"]) == (15, "test")
+    predict(job, paths, NoProgress())
+    for line, tags, each in zip(predictions(paths), said, logits, strict=True):
+        assert line["tags"] == tags
+        shares = torch.from_numpy(each).double().softmax(dim=1).max(dim=1).values
+        assert line["scores"] == pytest.approx(shares.tolist(), abs=1e-5)
 
 
 def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_order(

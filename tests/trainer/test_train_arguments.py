@@ -74,7 +74,7 @@ CASES = {
     "dataloader_prefetch_factor": case(3, lambda loop: loader(loop).prefetch_factor, 3, **WORKERS),
     "ddp_broadcast_buffers": case(False, lambda loop: ddp(loop)["broadcast_buffers"], False),
     "ddp_bucket_cap_mb": case(7, lambda loop: ddp(loop)["bucket_cap_mb"], 7),
-    "ddp_find_unused_parameters": case(False, lambda loop: ddp(loop).get("find_unused_parameters", False), False),
+    "ddp_find_unused_parameters": case(True, lambda loop: ddp(loop).get("find_unused_parameters", False), True),
     "ddp_static_graph": case(True, lambda loop: ddp(loop)["static_graph"], True),
     "full_determinism": case(True, is_deterministic, True),
     "lr_scheduler_kwargs": case(
@@ -166,12 +166,12 @@ def test_argument_is_in_effect(name: str, loop_of):
     asked = CASES[name]
     try:
         loop = loop_of(arguments={name: asked.value, **asked.beside}, **asked.training)
-        loop.engine.start()
+        loop.engine.start(loop._first_loss)
         assert asked.seen(loop) == asked.expected
     finally:
         torch.use_deterministic_algorithms(False)
     plain = loop_of(arguments=dict(asked.beside), **asked.training)
-    plain.engine.start()
+    plain.engine.start(plain._first_loss)
     try:
         found = asked.seen(plain)
     except (AttributeError, KeyError):
@@ -213,7 +213,7 @@ def test_liger_kernels_are_applied_with_their_settings(loop_of, monkeypatch):
         "finetune_trainer.training.engine.apply_liger_kernel", lambda model, config: applied.append((model, config))
     )
     loop = loop_of(arguments={"use_liger_kernel": True, "liger_kernel_config": {"rope": False}})
-    loop.engine.start()
+    loop.engine.start(loop._first_loss)
     assert applied == [(loop.engine.model, {"rope": False})]
 
 

@@ -45,8 +45,10 @@ class ForkServer:
     place of the installed ones.
     """
 
-    def __init__(self, *sources: Path) -> None:
+    def __init__(self, *sources: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables of its processes besides those of this one."""
         self._sources = sources
+        self._environment = environment or {}
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as it)
         self._process: subprocess.Popen[str] | None = None
 
@@ -89,6 +91,7 @@ class ForkServer:
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "DS_ACCELERATOR": "cpu",
+                **self._environment,
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

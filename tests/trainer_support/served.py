@@ -13,8 +13,8 @@ from typing import Any
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.serving.batcher import Batcher
-from finetune_trainer.serving.http_server import IDLE_SECONDS, http_server
-from finetune_trainer.serving.serving_app import ServerState
+from finetune_trainer.serving.http_server import IDLE_SECONDS, UNREAD_SECONDS, http_server
+from finetune_trainer.serving.server_state import ServerState
 from finetune_trainer.serving.serving_engine import ServingEngine
 from finetune_trainer.serving.serving_metrics import ServingMetrics
 from suite_plugins.patience import patient
@@ -40,6 +40,8 @@ class Served:
 
     port: int
     state: ServerState
+    listener: Any = None
+    """Socket that listens."""
 
     @property
     def url(self) -> str:
@@ -64,19 +66,34 @@ class Served:
 
 
 @contextmanager
-def served(
-    job: TrainerJob, paths: JobPaths, token: str | None = None, idle_seconds: float = IDLE_SECONDS
+def loading(
+    job: TrainerJob,
+    paths: JobPaths,
+    token: str | None = None,
+    idle_seconds: float = IDLE_SECONDS,
+    unread_seconds: float = UNREAD_SECONDS,
 ) -> Iterator[Served]:
-    """A server of `job` on a free port, warmed up."""
-    engine = ServingEngine.load(job, paths)
+    """A server of `job` on a free port, which may not have its model yet."""
+    engine = ServingEngine.of(job, paths)
     metrics = ServingMetrics(engine.name, job.task, "r1")
-    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1")
-    server = http_server(state, "127.0.0.1", 0, idle_seconds=idle_seconds)
+    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1", "3")
+    server = http_server(state, "127.0.0.1", 0, idle_seconds=idle_seconds, unread_seconds=unread_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        wait_until(lambda: server.started and state.batcher.ready, "the server is warm")
-        yield Served(server.servers[0].sockets[0].getsockname()[1], state)
+        wait_until(lambda: server.started, "the server listens")
+        yield Served(server.servers[0].sockets[0].getsockname()[1], state, server.servers[0].sockets[0])
     finally:
         server.should_exit = True
         thread.join(patient(30))
+
+
+@contextmanager
+def served(job: TrainerJob, paths: JobPaths, token: str | None = None, **seconds: float) -> Iterator[Served]:
+    """A server of `job` on a free port, warmed up. The error of its model where it cannot be loaded."""
+    with loading(job, paths, token, **seconds) as server:
+        batcher = server.state.batcher
+        wait_until(lambda: batcher.ready or batcher.failed is not None, "the server is warm")
+        if batcher.failed is not None:
+            raise batcher.failed
+        yield server

@@ -85,6 +85,7 @@ CHANGES = {
     "workers only prepare faster": Change({"preparation": {"workers": 2}}, None),
     "pods make the same of rows": Change({"preparation": {"engine": "job", "workers": 3}}, None),
     "Spark makes the same of rows": Change({"preparation": {"engine": "spark"}}, None),
+    "Spark answers the same rows": Change({"predict": {"workers": 3, "engine": "spark"}}, None),
     "checkpoints and processes may change between runs": Change(
         {"checkpoints": {"keep": 1}, "resources": {"processesPerNode": 1}}, None
     ),

@@ -52,6 +52,14 @@ CASES: dict[str, Case] = {
         },
         {},
     ),
+    "Spark predicts for a program": (
+        {
+            "training": {"script": {"git": {"url": "https://github.com/a/b", "ref": "main"}, "entryPoint": "a.py"}},
+            "predict": {"workers": "auto", "engine": "spark"},
+        },
+        {},
+    ),
+    "Spark predicts, and is not served and not granted": ({"predict": {"workers": 3, "engine": "spark"}}, {}),
     "a way to compute predictions that is for CPUs": (
         {"predict": {"optimization": "onnx"}, "resources": {"gpusPerNode": "auto"}},
         {"hardware": GPUS},
@@ -61,6 +69,11 @@ CASES: dict[str, Case] = {
         {"hardware": GPUS},
     ),
     "servers without a cluster": ({"training": None, "endpoint": {}}, {"local": True}),
+    "KServe is not served": ({"endpoint": {"runtime": "kserve"}}, {}),
+    "KServe takes the job's own variable": (
+        {"endpoint": {"runtime": "kserve"}, "template": {"env": [{"name": "PYTHONPATH", "value": "/mine"}]}},
+        {"kserve": True},
+    ),
     "Spark is not served and not granted": ({"preparation": {"engine": "spark"}}, {}),
     "rows longer than positions": ({"preparation": {"maxLength": 1024}}, {}),
     "fp8 on a T4": (

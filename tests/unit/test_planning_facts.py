@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_operator.api.quantities import human_bytes, human_count, human_seconds, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
-from finetune_operator.planning.assumed_facts import HardwareError, assumed_hardware, assumed_model, parse_hardware
+from finetune_operator.planning.assumed_facts import HardwareError, assumed_device, assumed_model, parse_hardware
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
 
 GIB = 1 << 30
@@ -169,7 +168,7 @@ def test_letters_that_are_no_size_are_not_read_as_one(name):
 
 # ------------------------------------------------------------------------------------------------------------- hardware
 
-H100 = DeviceFacts(product="H100", memory_bytes=81_559 * MIB, bf16=True)
+H100 = DeviceFacts(product="H100", memory_bytes=81_559 * MIB, bf16=True, capability="9.0")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ H100 = DeviceFacts(product="H100", memory_bytes=81_559 * MIB, bf16=True)
                 cpu_cores=96,
                 memory_bytes=1024 * GIB,
                 gpus_per_node=8,
-                gpu=DeviceFacts(product="H100", memory_bytes=80 * GIB, bf16=True),
+                gpu=DeviceFacts(product="H100", memory_bytes=80 * GIB, bf16=True, capability="9.0"),
                 assumed=True,
             ),
             id="everything given",
@@ -197,7 +196,7 @@ H100 = DeviceFacts(product="H100", memory_bytes=81_559 * MIB, bf16=True)
                 cpu_cores=32,
                 memory_bytes=256 * GIB,
                 gpus_per_node=4,
-                gpu=DeviceFacts(product="T4", memory_bytes=15_360 * MIB, bf16=False),
+                gpu=DeviceFacts(product="T4", memory_bytes=15_360 * MIB, bf16=False, capability="7.5"),
                 assumed=True,
             ),
             id="spaces and the spelling of a node label",
@@ -225,15 +224,22 @@ def test_a_machine_in_words(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("memory", "product", "bf16"),
-    [(None, "T4", False), (16, "T4", False), (24, "A10G", True), (45, "L40S", True), (80, "A100-80GB", True)],
+    ("product", "memory", "sentence"),
+    [
+        (None, None, "which GPU the nodes have is not known; 15 GiB of memory, the least that any has, and units for"),
+        (None, 80 * GIB, "which GPU the nodes have is not known; units for bf16 are assumed"),
+        ("RX9", 24 * GIB, "RX9 is in no table of GPUs; units for bf16 are assumed"),
+    ],
 )
-def test_gpus_of_known_memory_alone_count_as_the_product_nearest_to_it(memory, product, bf16):
-    given = None if memory is None else Decimal(memory * GIB)
-    facts, _ = assumed_hardware(2, None, given, None, None)
-    assert facts.gpu is not None
-    assert (facts.gpu.product, facts.gpu.bf16, facts.assumed) == (product, bf16, True)
-    assert facts.gpu.memory_bytes == (15_360 * MIB if memory is None else memory * GIB)
+def test_of_an_unknown_gpu_it_is_told_what_is_assumed_and_it_is_never_one_without_bf16(product, memory, sentence):
+    device, told = assumed_device(product, memory)
+    assert device == DeviceFacts(product=product or "unknown GPU", memory_bytes=memory or 15_360 * MIB, bf16=True)
+    assert told is not None
+    assert told.startswith(f"hardware: {sentence}")
+
+
+def test_of_a_product_of_the_table_nothing_is_assumed():
+    assert assumed_device("T4") == (parse_hardware("gpu=T4").gpu, None)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +283,16 @@ def test_an_error_names_the_key(text, message):
         ("NVIDIA-L40S", "L40S"),
         ("NVIDIA-L4", "L4"),
         ("A1000", None),
-        ("MI300X", None),
+        ("AMD_Instinct_MI300X_OAM", "MI300X"),
+        ("NVIDIA-H100-PCIe", "H100-PCIE"),
+        ("NVIDIA-A100-80GB-PCIe", "A100-PCIE-80GB"),
+        ("H100 NVL", "H100-NVL"),
+        ("NVIDIA-GH200-480GB", "GH200"),
+        ("NVIDIA-H100-80GB-HBM3-SHARED", "H100"),
+        ("nvidia-tesla-a100", "A100-40GB"),
+        ("p4de.24xlarge", "A100-80GB"),
+        ("NVIDIA-A100-SXM4-80GB-MIG-3g.40gb", "A100-80GB-MIG-3g.40gb"),
+        ("RX9", None),
     ],
 )
 def test_a_product_is_found_however_it_is_spelled_and_never_guessed(product, name):

@@ -11,7 +11,8 @@ import pytest
 from finetune_contract.choices import InferencePrecision, Stage, Task
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
 from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
-from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.launchers.launcher_rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.memory import inference_bytes
@@ -237,7 +238,7 @@ def shared(workers: object, *, rows: int | None = None, local: bool = False, **s
         ("auto", {"rows": 1_000}, 1, "all rows take one pod less than a second"),
         ("auto", {"rows": 1_000_000_000}, 16, "one for each GPU that spec.resources asks for"),
         ("auto", {"local": True}, 1, "prediction by 1 process: one process of this machine predicts"),
-        (4, {"local": True}, 1, "spec.predict.workers holds in one"),
+        (4, {"local": True}, 1, "spec.predict.workers and spec.predict.engine hold in one"),
     ],
 )  # fmt: skip
 def test_workers_are_as_many_as_have_work_and_nodes(
@@ -273,6 +274,53 @@ def test_workers_for_the_model_of_a_program_are_refused() -> None:
     assert shared("auto", training={"script": script}).predict_workers == 1
 
 
+def by_spark(workers: object, *, granted: bool = True, **facts: Any) -> JobPlan:
+    spark = {"spark": {"image": "spark:1", "serviceAccountName": "spark-driver"}}
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://google-bert/bert-base-uncased"},
+        "dataset": {"uri": "hf://org/texts"},
+        "training": None,
+        "predict": {"workers": workers, "engine": "spark"},
+    }
+    return plan(job(whole), Facts(**facts), Settings.model_validate(spark) if granted else CLUSTER_SETTINGS)
+
+
+def test_sparks_driver_is_one_of_the_workers_that_predict() -> None:
+    made = by_spark(4, served=(*BUILT_IN, *ENGINES))
+    asked = made.trainer.predict
+    assert asked is not None
+    assert (asked.engine, asked.workers) == ("spark", 4)
+    assert "the pods that predict are Spark's driver and 3 executors, as asked" in made.reasons
+    alone = by_spark("auto", served=(*BUILT_IN, *ENGINES))
+    assert alone.predict_workers == 2
+    assert "prediction by 2 pods after all: Spark needs an executor" in alone.reasons
+
+
+def test_spark_predicts_where_it_is_served_and_granted_and_nobody_asks_once_it_has() -> None:
+    with pytest.raises(PlanRefused) as refused:
+        by_spark(4, granted=False)
+    assert [(each.path, each.rule, each.way_out) for each in refused.value.problems] == [
+        (
+            "spec.predict.engine",
+            "the cluster has to serve SparkApplication (sparkoperator.k8s.io/v1beta2)",
+            "install the Kubeflow Spark Operator, or leave it out",
+        ),
+        (
+            "spec.predict.engine",
+            "the operator's settings have to name an image with Spark, and an account for its driver",
+            "have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or leave it out",
+        ),
+    ]
+    assert by_spark(4, granted=False, predicted=True).predict_workers == 4
+
+
+def test_one_process_predicts_without_a_cluster_also_where_spark_is_asked_for() -> None:
+    asked = by_spark(4, granted=False, local=True).trainer.predict
+    assert asked is not None
+    assert (asked.engine, asked.workers) == ("job", 1)
+
+
 # --------------------------------------------------------------------------------------------------------- optimization
 
 
@@ -302,10 +350,11 @@ def test_auto_is_measuring_on_a_cpu_and_the_model_as_it_is_elsewhere() -> None:
     ],
 )
 def test_a_tolerance_without_effect_is_told(options: dict[str, Any], why: str) -> None:
-    made = computed({"tolerance": 0.99}, **options)
+    made = computed({"tolerance": 0.99, "metricTolerance": 0.01}, **options)
     assert optimization(made) == ("none", None)
-    (told,) = [reason for reason in made.reasons if reason.startswith("spec.predict.tolerance has no effect")]
-    assert why in told
+    for name in ("tolerance", "metricTolerance"):
+        (told,) = [reason for reason in made.reasons if reason.startswith(f"spec.predict.{name} has no effect")]
+        assert why in told
 
 
 def test_a_way_by_name_is_kept_on_a_cpu_and_refused_where_the_plan_takes_a_gpu() -> None:

@@ -412,7 +412,7 @@ NO_GPU = "needs a GPU, and spec.resources.gpusPerNode gives none"
     ("asked", "gpus", "hardware", "precision"),
     [
         ("auto", 1, EIGHT_H100, "bf16"),
-        ("auto", 1, T4, "fp32"),
+        ("auto", 1, T4, "fp16"),
         ("auto", 0, TWO_CORES, "fp32"),
         ("auto", 0, TWO_CORES.model_copy(update={"cpu_bf16": True}), "bf16"),
         ("bf16", 0, TWO_CORES, "bf16"),

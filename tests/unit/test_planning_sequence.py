@@ -372,10 +372,11 @@ def test_weights_and_gradients_are_sent_as_often_as_the_stage_divides_them():
     ("product", "gigabytes"),
     [
         ("NVIDIA-H100-80GB-HBM3", 450),
-        ("NVIDIA-H100-PCIe", 16),
+        ("NVIDIA-H100-PCIe", 64),
         ("Tesla-V100-SXM2-32GB", 150),
         ("NVIDIA-L4", 32),
-        ("MI300X", None),
+        ("MI300X", 448),
+        ("RX9", None),
     ],
 )
 def test_a_gpu_sends_by_nvlink_where_it_has_it(product: str, gigabytes: float | None):

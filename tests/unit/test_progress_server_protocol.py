@@ -113,6 +113,10 @@ BODIES: dict[str, tuple[bytes, ProgressStatus]] = {
         body({"step": 30, "total_steps": 90, "samples_per_second": 2.5, "rows_per_second": 7.5}),
         ProgressStatus(step=30, total_steps=90, percent=33, samples_per_second=7.5, last_update_time=TIME),
     ),
+    "executors that Spark has replaced": (
+        body({"step": 30, "total_steps": 90, "replaced_pods": 2.0}),
+        ProgressStatus(step=30, total_steps=90, percent=33, replaced_pods=2, last_update_time=TIME),
+    ),
     "transformers' callback at a step": (
         body(
             {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 2e-5, "current_step": 5, "total_steps": 9,

@@ -413,6 +413,61 @@ def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told:
     assert (world.phase, world.job().status.restarts) == ("Succeeded", 0)
 
 
+def test_pod_that_was_gone_before_anybody_looked_is_told_of_by_its_index() -> None:
+    world, child, (_, seen, unseen) = predicting_by_three()
+    world.end_pod(seen, 137, reason="OOMKilled")
+    world.now += timedelta(seconds=11)
+    first = replaced(world, seen)
+    world.settle()
+    world.now += timedelta(seconds=1)
+    second = replaced(world, unseen)
+    del world.pods[unseen]
+    world.settle()
+    about_seen, about_unseen = (note.message for note in world.events if note.reason == "PodReplaced")
+    assert f"pod {seen}: " in about_seen
+    assert f"{child} has created pod {first} in its place" in about_seen
+    assert "The pod of index 2 is gone." in about_unseen
+    assert f"{child} has created pod {second} in its place" in about_unseen
+
+
+def predicting_by_spark() -> World:
+    """Spark's driver predicts with two executors."""
+    world = World(settings=GRANTED, served=("job", "sparkapplication"))
+    world.spec["predict"] = {"workers": 3, "engine": "spark"}
+    world.settle()
+    for _ in ("prepare", "train", "evaluate"):
+        world.succeed()
+        world.settle()
+    assert world.children[world.start()]["kind"] == "SparkApplication"
+    world.settle()
+    return world
+
+
+def test_executors_that_the_driver_counts_as_replaced_are_told_and_cost_no_attempt() -> None:
+    world = predicting_by_spark()
+    for count in (1, 1, 3):
+        world.progress = ProgressStatus(step=5, total_steps=20, percent=25, samples_per_second=7.5, replaced_pods=count)
+        world.settle()
+    assert (world.stage("predict"), world.job().status.stages[-1].replaced_pods) == (("Running", 1), 3)
+    assert [note.message for note in world.events if note.reason == "PodReplaced"] == [
+        f"Stage predict, attempt 1: the driver of SparkApplication reviews-predict-1 has replaced {lost}; what is "
+        "finished is kept."
+        for lost in ("1 lost executor", "2 lost executors")
+    ]
+    world.succeed()
+    world.settle()
+    assert (world.phase, world.job().status.restarts) == ("Succeeded", 0)
+
+
+def test_prediction_by_spark_goes_on_when_its_settings_are_taken_away() -> None:
+    world = predicting_by_spark()
+    world.settings, world.served = Settings(), ("job",)
+    world.settle()
+    world.succeed()
+    world.settle()
+    assert (world.phase, world.job().status.restarts) == ("Succeeded", 0)
+
+
 def test_cause_of_a_failed_attempt_is_no_pod_that_was_replaced() -> None:
     world, child, (first, lost, _) = predicting_by_three()
     world.end_pod(lost, 137, reason="OOMKilled")

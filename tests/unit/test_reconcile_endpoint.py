@@ -11,6 +11,7 @@ from reconcile_world import SPEC, World
 
 ALONE: dict[str, Any] = {"task": SPEC["task"], "model": SPEC["model"], "endpoint": {}}
 NAME = "reviews-endpoint"
+FIRST = "reviews-endpoint-1"
 URL = "http://reviews-endpoint.team.svc"
 
 
@@ -40,7 +41,7 @@ def pod(world: World, status: dict[str, Any], name: str = "reviews-endpoint-a") 
     labels = world.server["spec"]["template"]["metadata"]["labels"]
     metadata = {"name": name, "uid": f"uid-{name}", "labels": labels, "creationTimestamp": world.after(0)}
     status = {"phase": "Pending", "containerStatuses": [{"name": "pytorch", **status}]}
-    world.pods[name] = {"child": NAME, "metadata": metadata, "spec": {"nodeName": "node-0"}, "status": status}
+    world.pods[name] = {"child": FIRST, "metadata": metadata, "spec": {"nodeName": "node-0"}, "status": status}
     world.settle()
 
 
@@ -118,7 +119,7 @@ def test_an_endpoint_that_is_added_to_a_job_that_has_succeeded_is_served_and_tak
     assert world.job().status.completion_time is None
     edit(world, endpoint=None)
     assert (world.server, world.phase, url(world)) == (None, "Succeeded", None)
-    assert {kind for kind, name in world.others if name == NAME} == set()
+    assert {kind for kind, name in world.others if name.startswith(NAME)} == set()
     assert world.created == made
 
 
@@ -127,7 +128,7 @@ def test_a_suspended_job_has_no_servers() -> None:
     world.edit(suspend=True)
     world.settle()
     assert (world.server, world.phase, url(world)) == (None, "Suspended", None)
-    assert {kind for kind, name in world.others if name == NAME} == set()
+    assert {kind for kind, name in world.others if name.startswith(NAME)} == set()
     world.edit(suspend=False)
     world.settle()
     stands(world, 1)
@@ -162,7 +163,7 @@ def test_a_deployment_without_the_labels_of_a_job_is_no_endpoint() -> None:
     world = serving()
     view = endpoint_view(world.server)
     assert view is not None
-    assert view.ref.name == NAME
+    assert (view.ref.name, view.revision) == (FIRST, 1)
     labels = world.server["metadata"]["labels"]
     for changed in ({}, {**labels, "finetune.dev/stage": Stage.TRAIN.value}):
         assert endpoint_view({**world.server, "metadata": {**world.server["metadata"], "labels": changed}}) is None

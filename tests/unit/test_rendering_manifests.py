@@ -21,7 +21,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli.console import emit
 from finetune_operator.launchers.launcher_registry import render, stage
-from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
+from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.rendering import templates
@@ -61,7 +61,7 @@ def planned(
 ) -> tuple[JobPlan, RenderContext]:
     text = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": name}, "spec": spec}
     job = FineTuneJob.model_validate_json(json.dumps(text))
-    result = plan(job, Facts(served=LAUNCHERS), settings)
+    result = plan(job, Facts(served=(*LAUNCHERS, *ENGINES)), settings)
     return result, RenderContext("team-a", job.spec, settings, OWNER, PROGRESS)
 
 
@@ -302,7 +302,7 @@ def test_a_folder_name_with_a_variable_in_it_is_the_folder_of_that_name():
 def test_every_value_of_every_template_goes_through_the_filter():
     files = sorted(Path(templates.__file__).parents[1].glob("*/templates/*.yaml.jinja"))
     values = [value for file in files for value in re.findall(r"\{\{(.*?)\}\}", file.read_text(encoding="utf-8"))]
-    assert len(files) == 14
+    assert len(files) == 15
     assert len(values) > 20
     assert [value for value in values if not re.fullmatch(r" [a-z_.]+ \| tojson ", value)] == []
 
@@ -670,6 +670,43 @@ def test_pods_that_predict_share_the_rows_and_are_replaced_one_by_one():
     assert not any(each["kind"] == "Service" for each in manifests)
     alone = of(rendered(spec_with(predict={"workers": 1})), "Job", "reviews-predict-1")["spec"]
     assert (alone["completions"], alone["backoffLimit"], "successPolicy" in alone) == (1, 0, False)
+
+
+SPARK = Settings.model_validate(
+    {**CLUSTER_SETTINGS.model_dump(by_alias=True), "spark": {"image": "spark:1", "serviceAccountName": "spark-driver"}}
+)
+
+
+def predicted_by_spark(**fields: Any) -> Any:
+    spec = {"predict": {"workers": 5, "engine": "spark"}, **fields}
+    manifests = rendered(spec_with(**spec), SPARK)
+    assert not any((each["kind"], each["metadata"]["name"]) == ("Job", "reviews-predict-1") for each in manifests)  # type: ignore[index, call-overload]
+    return of(manifests, "SparkApplication", "reviews-predict-1")["spec"]
+
+
+def test_sparks_driver_and_executors_predict_as_large_as_a_pod_of_a_job() -> None:
+    spec = predicted_by_spark(resources={"cpu": "6", "memory": "12Gi"})
+    assert (spec["image"], spec["arguments"][0], spec["executor"]["instances"]) == ("spark:1", "predict", 4)
+    for role in ("driver", "executor"):
+        sizes = {name: value for name, value in spec[role].items() if name in ("cores", "memory") or "Over" in name}
+        assert sizes == {"cores": 1, "memory": "1g", "memoryOverhead": "12288m"}
+        assert (spec[role]["coreRequest"], spec[role]["coreLimit"]) == ("6", "6")
+        (container,) = spec[role]["template"]["spec"]["containers"]
+        assert (container["image"], container["command"], container["resources"]) == ("spark:1", [], {"requests": {}})
+    # The stage's own process starts tasks; nothing tells them apart but Spark.
+    assert "FINETUNE_ATTEMPT" not in environment(spec["driver"]["template"])
+
+
+def test_executors_that_predict_get_a_gpu_and_memory_without_being_asked_for_it() -> None:
+    spec = predicted_by_spark(resources={"gpusPerNode": 2})
+    assert "coreRequest" not in spec["executor"]
+    assert int(spec["executor"]["memoryOverhead"].removesuffix("m")) >= 4096
+    for role in ("driver", "executor"):
+        (container,) = spec[role]["template"]["spec"]["containers"]
+        assert container["resources"] == {
+            "requests": {"nvidia.com/gpu": "1"},
+            "limits": {"nvidia.com/gpu": "1"},
+        }
 
 
 @pytest.mark.parametrize(

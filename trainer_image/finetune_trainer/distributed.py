@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,7 @@ from finetune_trainer.allocator import keep_freed_memory
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 T = TypeVar("T")
 Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
@@ -189,8 +189,29 @@ def free_port() -> int:
     raise OSError(errno.EADDRINUSE, f"no free port among 100 from {first} to {first + count - 1}")
 
 
-def connect(world: ProcessWorld, device: Device, threads: int, strategy: StrategyName) -> None:
-    """Joins the process group: gloo on CPU; nccl on GPUs, with gloo beside it for what stays in host memory."""
+@dataclass(frozen=True)
+class Backends:
+    """Backends of all process groups: those that are made later inherit that of the training."""
+
+    training: str
+    """As torch.distributed has it: one name, or one for each kind of device."""
+    waiting: str
+    """Of the group in which processes wait for each other, with `PATIENCE`."""
+    store: Store | None = None
+    """Where processes find each other; None: at MASTER_ADDR."""
+
+
+BACKENDS: Mapping[Device, Backends] = {
+    "cpu": Backends("gloo", "gloo"),
+    # gloo beside nccl: for what stays in host memory, and so makes no host wait for its GPU.
+    "cuda": Backends("cpu:gloo,cuda:nccl", "gloo"),
+}
+
+
+def connect(
+    world: ProcessWorld, device: Device, threads: int, strategy: StrategyName, backends: Backends | None = None
+) -> None:
+    """Joins the process groups. `backends`: in place of those of the device; a dry run has one that sends nothing."""
     import torch
 
     torch.set_num_threads(threads)
@@ -200,9 +221,10 @@ def connect(world: ProcessWorld, device: Device, threads: int, strategy: Strateg
         refuse_missing_gpu(world.rank, world.local_rank)
         torch.cuda.set_device(world.local_rank)
     if strategy != "single":
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+        used = backends or BACKENDS[device]
+        place = {} if used.store is None else {"store": used.store, "rank": world.rank, "world_size": world.size}
+        torch.distributed.init_process_group(used.training, timeout=COLLECTIVE_TIMEOUT, **place)
+        group = torch.distributed.new_group(backend=used.waiting, timeout=PATIENCE)
         assert not isinstance(group, int), "a group of all processes has this one"
         _Barrier.group = group
 
@@ -246,6 +268,20 @@ def gathered(mine: T) -> list[T]:
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     return everyone
+
+
+def summed(mine: Sequence[float]) -> list[float]:
+    """Each of the numbers added up over all processes. Every rank must call it.
+
+    In host memory, also on GPUs: to read them from its device, a process would wait for all that runs there.
+    """
+    import torch
+
+    told = torch.tensor(mine, dtype=torch.float64)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(told)
+    total: list[float] = told.tolist()
+    return total
 
 
 def disconnect() -> None:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 _UNITS_FROM = (8, 9)
 """Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
+_AMD_UNITS = ("gfx94", "gfx95", "gfx12")
+"""How AMD's architectures begin whose units multiply in fp8: MI300, MI350 and RDNA 4 (torch's `_scaled_mm` asks for the
+same). Their compute capability tells nothing: it is 9.0 for an MI250, which has none.
+"""
 _MULTIPLE = 16
 """Of both sides of a weight: what torch's scaled product asks for."""
 _ROUTERS = frozenset({"gate", "router", "wg"})
@@ -98,13 +102,20 @@ def refuse_without_units(device: Device) -> None:
     found = "a CPU has no units for it"
     if device == "cuda":
         capability = torch.cuda.get_device_capability()
-        if capability >= _UNITS_FROM:
+        kind = f"compute capability {_dotted(capability)}"
+        if torch.version.hip is None:
+            has_units = capability >= _UNITS_FROM
+        else:
+            architecture: str = torch.cuda.get_device_properties().gcnArchName
+            kind, has_units = f"architecture {architecture}", architecture.startswith(_AMD_UNITS)
+        if has_units:
             return
-        found = f"{torch.cuda.get_device_name()}, of compute capability {_dotted(capability)}, has no units for it"
+        found = f"{torch.cuda.get_device_name()}, of {kind}, has no units for it"
     raise StageError(
         FailureClass.CONFIG,
         "NoFp8Units",
-        f"training.precision is fp8, and {found}, as GPUs have from compute capability {_dotted(_UNITS_FROM)} on.",
+        f"training.precision is fp8, and {found}, as GPUs have from compute capability {_dotted(_UNITS_FROM)} on "
+        "(AMD's: from MI300 on).",
         "Set training.precision to auto, or train on GPUs that have them.",
     )
 

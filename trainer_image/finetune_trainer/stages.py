@@ -213,8 +213,11 @@ def _evaluate(given: StageInput) -> StageResult:
 
 def _predict(given: StageInput) -> StageResult:
     from finetune_trainer.inference.predict import predict
+    from finetune_trainer.inference.prediction_spark import predict_by_spark
 
     job = _inference_job(given)
+    if job.predict is not None and job.predict.engine == "spark":
+        return StageResult(predict_by_spark(job, given.paths, given.progress), {})
     return StageResult(predict(job, given.paths, given.progress, given.world, os.environ), {})
 
 

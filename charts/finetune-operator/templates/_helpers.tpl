@@ -47,7 +47,7 @@ annotations:
 {{- with .image.digest }}@{{ . }}{{ end -}}
 {{- end }}
 
-{{/* settings.yaml. Without the right to review tokens, those of pods that report progress are verified by the API server's public keys. */}}
+{{/* settings.yaml. Without the right to review tokens, those of pods that report progress are verified by the API server's public keys; without that to read nodes, none are read. */}}
 {{- define "finetune-operator.settings" -}}
 {{- $settings := deepCopy .Values.settings -}}
 {{- $image := include "finetune-operator.image" (dict "root" . "image" .Values.trainer.image) -}}
@@ -56,6 +56,9 @@ annotations:
 {{- $_ := set $settings "namespaces" .Values.watchNamespaces -}}
 {{- if not .Values.rbac.tokenReview -}}
 {{- $_ := set $settings "progress" (merge (dict) ($settings.progress | default dict) (dict "tokens" "keys")) -}}
+{{- end -}}
+{{- if not .Values.rbac.nodes -}}
+{{- $_ := set $settings "nodes" (merge (dict "read" false) ($settings.nodes | default dict)) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $settings -}}

@@ -51,6 +51,93 @@ class Price(SpecModel):
     )
 
 
+LabelKey: TypeAlias = Annotated[
+    str, StringConstraints(pattern=r"^([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", max_length=317)
+]
+ResourceName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[-a-z0-9.]+/[-A-Za-z0-9_.]+$", max_length=253)]
+
+
+class HardwareLabel(SpecModel):
+    """A node label that tells of a product."""
+
+    key: LabelKey = Field(description="Key, e.g. nvidia.com/gpu.product. Required.")
+    values: Annotated[tuple[Text, ...], Field(min_length=1, max_length=64)] = Field(
+        description="Values that nodes with the product have. Required."
+    )
+
+
+class HardwareRow(SpecModel):
+    """A GPU that the built-in table lacks, or what differs from it."""
+
+    name: Text = Field(
+        description="Product, e.g. RTX-6000. One of the built-in table: the fields that are given take the place of "
+        "its own. Required."
+    )
+    aliases: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
+        default=(), description="Other names that jobs, prices and node labels have for it. Left out: none."
+    )
+    memory: Quantity | None = Field(
+        default=None,
+        description="Memory of one as the driver reports it, e.g. 48Gi. Left out for a product that the built-in table "
+        "lacks: 15 GiB are assumed.",
+    )
+    capability: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]$")] | None = Field(
+        default=None,
+        description="CUDA compute capability, e.g. 8.9: bf16 from 8.0, fp8 from 8.9, fp16 with a scaled loss from 7.0. "
+        "Left out: bf16 and no fp8, unless precisions says otherwise.",
+    )
+    precisions: Annotated[tuple[Literal["bf16", "fp16", "fp8"], ...], Field(max_length=3)] | None = Field(
+        default=None, description="Precisions that it has units for, in place of what capability says."
+    )
+    half_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Dense peak in bf16, in 10^12 operations a second. Left out: no times are estimated for it.",
+    )
+    fp32_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Peak in plain fp32, likewise. Left out: no times are estimated in fp32."
+    )
+    link_gigabytes: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="What one sends to the others of its node, in 10^9 bytes a second and direction. Left out: not "
+        "known.",
+    )
+    labels: Annotated[tuple[HardwareLabel, ...], Field(max_length=16)] = Field(
+        default=(), description="Labels of nodes with it; pods go to nodes that have one of them. Left out: none."
+    )
+    gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Price of one GPU for one hour, in `currency`, for nodes that prices has no row for. Left out: "
+        "none.",
+    )
+    spot_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="The same on spot capacity. Left out: not offered."
+    )
+
+
+NODE_LABELS = (
+    "nvidia.com/gpu.product",
+    "amd.com/gpu.product-name",
+    "cloud.google.com/gke-accelerator",
+    "karpenter.k8s.aws/instance-gpu-name",
+    "node.kubernetes.io/instance-type",
+)
+
+
+class Nodes(SpecModel):
+    """How the operator learns which GPUs nodes have."""
+
+    read: bool = Field(
+        default=True,
+        description="Whether it reads nodes, which is a right in the cluster: plans then rest on what nodes with the "
+        "job's labels have. Default true; the chart with watchNamespaces says false, unless rbac.nodes is true.",
+    )
+    product_labels: Annotated[tuple[LabelKey, ...], Field(max_length=16)] = Field(
+        default=NODE_LABELS,
+        description="Labels that name a node's product; the first that a node has, and whose value is known, counts. "
+        "Default: those of GPU feature discovery, AMD's node labeller, GKE, Karpenter and cloud instance types.",
+    )
+
+
 class Defaults(SpecModel):
     """What a job gets that does not say otherwise."""
 
@@ -78,7 +165,12 @@ class Defaults(SpecModel):
     termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
         default=120, description="Seconds that a pod has to save a checkpoint when it is told to stop. Default 120."
     )
-    rdma_resource: Annotated[str, StringConstraints(pattern=r"^[-a-z0-9.]+/[-A-Za-z0-9_.]+$", max_length=253)] = Field(
+    gpu_resource: ResourceName = Field(
+        default="nvidia.com/gpu",
+        description="Resource by which pods ask for GPUs, for jobs without accelerator.resource, e.g. amd.com/gpu. "
+        "Default nvidia.com/gpu.",
+    )
+    rdma_resource: ResourceName = Field(
         default="rdma/ib",
         description="Device that pods of jobs with resources.network rdma ask for, as the nodes' device plugin names "
         "it. Default rdma/ib.",
@@ -215,10 +307,10 @@ class Spot(SpecModel):
 
 
 class Spark(SpecModel):
-    """What preparation.engine spark runs with. It is refused until both are set."""
+    """What engine spark of preparation and predict runs with. It is refused until both are set."""
 
     image: Image | None = Field(
-        default=None, description="Image with Java, Spark and the trainer, for this stage alone. Left out: none."
+        default=None, description="Image with Java, Spark and the trainer, for these stages alone. Left out: none."
     )
     service_account_name: ObjectName | None = Field(
         default=None,
@@ -351,7 +443,7 @@ class Settings(SpecModel):
     limits: Limits = Field(default=Limits(), description="How long the operator waits.")
     progress: Progress = Field(default=Progress(), description="How pods report progress.")
     spot: Spot = Field(default=Spot(), description="Spot nodes.")
-    spark: Spark = Field(default=Spark(), description="What preparation.engine spark runs with.")
+    spark: Spark = Field(default=Spark(), description="What engine spark of preparation and predict runs with.")
     network_policy: Network = Field(default=Network(), description="What the pods of jobs may reach.")
 
     allow: Allow = Field(default=Allow(), description="What jobs may use of their namespace, and their largest size.")
@@ -368,6 +460,10 @@ class Settings(SpecModel):
         default="USD", description="ISO 4217 code of the prices."
     )
     prices: tuple[Price, ...] = Field(default=(), description="Price table. Left out: costs are not estimated.")
+    hardware: Annotated[tuple[HardwareRow, ...], Field(max_length=256)] = Field(
+        default=(), description="GPUs beside those of the built-in table (docs/gpus.md), or in place of its figures."
+    )
+    nodes: Nodes = Field(default=Nodes(), description="How the operator learns which GPUs nodes have.")
 
     def progress_deadline(self, policy: RunPolicySpec) -> int:
         """Seconds after which an attempt that tells nothing new is stopped: the job's, or else ours; 0: never."""

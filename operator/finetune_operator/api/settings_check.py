@@ -60,6 +60,8 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
             "add the prices of your nodes, or leave it out", reason="Required",
         )  # fmt: skip
     yield from _spot(settings, whole)
+    if whole(("hardware",)):
+        yield from _hardware(settings)
     for number, resolver in enumerate(settings.network_policy.dns):
         yield from _peer(("networkPolicy", "dns", number), resolver)
     for number, rule in enumerate(settings.network_policy.extra_egress):
@@ -73,6 +75,26 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
     ):
         if whole(tuple(name.split("."))):
             yield from _twice(tuple(name.split(".")), keys, what)
+
+
+def _hardware(settings: Settings) -> Iterator[Problem]:
+    """Labels that no node can have, and names that are there twice."""
+    names: list[str] = []
+    for index, row in enumerate(settings.hardware):
+        for place, name in enumerate((row.name, *row.aliases)):
+            field = ("name",) if place == 0 else ("aliases", place - 1)
+            if name.casefold() in names:
+                yield Problem(
+                    format_path(("hardware", index, *field)), describe_value(name), "a product is named once",
+                    "remove one of the two", reason="Duplicate",
+                )  # fmt: skip
+            names.append(name.casefold())
+        for place, label in enumerate(row.labels):
+            for value in label.values:
+                yield from label_problems(
+                    {label.key: value}, ("hardware", index, "labels", place),
+                    "write the label as kubectl get nodes shows it",
+                )  # fmt: skip
 
 
 def _spot(settings: Settings, whole: Callable[[Path], bool]) -> Iterator[Problem]:

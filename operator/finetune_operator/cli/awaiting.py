@@ -11,6 +11,7 @@ from typing import Any
 from finetune_operator.cli.cluster_jobs import Cluster, ClusterJob
 from finetune_operator.cli.jobview import phase_of
 from finetune_operator.cli.watching import JobDeletedError, versions
+from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 
 class Goal(StrEnum):
@@ -21,6 +22,7 @@ class Goal(StrEnum):
     ENDED = "ended"
     PLANNED = "planned"
     RUNNING = "running"
+    READY = "ready"
     SUSPENDED = "suspended"
     DELETED = "deleted"
 
@@ -51,15 +53,29 @@ def _holds(job: ClusterJob, kind: str) -> bool:
     return any(one.type == kind and one.status == "True" for one in job.status.conditions)
 
 
+def _rolls_out(job: ClusterJob) -> bool:
+    """Return whether another revision of the endpoint is to take over, or may be: the operator has not seen the
+    annotation yet.
+    """
+    status, asked = job.status.endpoint, job.metadata.annotations.get(ROLLBACK_ANNOTATION)
+    return status is not None and (status.revision != status.target or status.observed_rollback != asked)
+
+
 _REACHED: dict[Goal, Callable[[ClusterJob], bool]] = {
     Goal.SUCCEEDED: lambda job: job.outcome == "Succeeded",
     Goal.FAILED: lambda job: job.outcome == "Failed",
     Goal.ENDED: lambda job: job.outcome is not None,
     Goal.PLANNED: lambda job: _holds(job, "Planned"),
     Goal.RUNNING: lambda job: _holds(job, "Running"),
+    Goal.READY: lambda job: _holds(job, "Ready") and not _rolls_out(job),
     Goal.SUSPENDED: lambda job: job.status.phase == "Suspended",
     Goal.DELETED: lambda job: False,
 }
+
+
+def has_reached(job: ClusterJob, goal: Goal) -> bool:
+    """Return whether the job is as far as that."""
+    return _REACHED[goal](job)
 
 
 async def wait_for(
@@ -94,7 +110,7 @@ async def _until(cluster: Cluster, name: str, goal: Goal) -> Wait:
             # What an operator says of the spec before is no answer.
             if (job.status.observed_generation or 0) < job.metadata.generation:
                 continue
-            if _REACHED[goal](job):
+            if has_reached(job, goal):
                 return Wait(name, True, f"is {goal}", job)
             if job.outcome is not None and goal is not Goal.DELETED:
                 return Wait(name, False, f"has {job.outcome.lower()} and can no longer be {goal}", job)

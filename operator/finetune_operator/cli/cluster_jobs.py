@@ -25,7 +25,6 @@ from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError, No
 from finetune_operator.kubernetes_api.resources import EVENT, FINETUNE_JOB, POD, Resource
 from finetune_operator.reconcile.observed import pod_view
 from finetune_operator.reconcile.reconcile_types import PodView
-from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL, Manifest
 
 if TYPE_CHECKING:
@@ -190,6 +189,14 @@ class Cluster:
                 await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
             )
 
+    async def annotate(self, job: ClusterJob, key: str, value: str | None, dry_run: bool = False) -> ClusterJob:
+        """Write an annotation of this very job; None takes it away."""
+        body: Manifest = {"metadata": {"uid": job.metadata.uid, "annotations": {key: value}}}
+        with self._in_words():
+            return parse_job(
+                await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
+            )
+
     async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
         """Delete this very job; what it has made goes in the background."""
         meta = job.metadata
@@ -221,6 +228,33 @@ class Cluster:
         with self._in_words():
             return await self._client.document("/version", "version")
 
+    @property
+    def server(self) -> str:
+        """URL of the API server."""
+        return self._client.server
+
+    async def document(self, path: str) -> Manifest:
+        """What the API server has at a path that is no resource's."""
+        with self._in_words():
+            return await self._client.document(path, "discovery")
+
+    async def serves(self, resource: Resource) -> bool:
+        """Whether the API server has this kind."""
+        with self._in_words():
+            return await self._client.serves(resource)
+
+    async def object(self, resource: Resource, name: str) -> dict[str, Any]:
+        """One object that is in no namespace."""
+        with self._in_words():
+            return await self._client.get(resource, None, name)
+
+    async def listed(
+        self, resource: Resource, namespace: str | None = None, labels: str | None = None
+    ) -> tuple[dict[str, Any], ...]:
+        """Objects of any kind, of one namespace or of all."""
+        with self._in_words():
+            return tuple((await self._client.list_objects(resource, namespace, labels))[0])
+
     async def job_changes(self, job: ClusterJob) -> AsyncGenerator[Change, None]:
         """What becomes of the job after this version; ends when the server ends the watch, and is then begun anew
         from the job as it is by then.
@@ -251,7 +285,7 @@ class Cluster:
         self, job: ClusterJob, pod: PodView, *, follow: bool = False, tail: int | None = None, since: str | None = None
     ) -> AsyncGenerator[str, None]:
         """The lines of a pod's log, each with its time in front."""
-        query = {"container": CONTAINER_NAME, "timestamps": "true"}
+        query = {"container": pod.container, "timestamps": "true"}
         query |= {"follow": "true"} if follow else {}
         query |= {} if tail is None else {"tailLines": str(tail)}
         query |= {} if since is None else {"sinceTime": since}

@@ -14,7 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune_operator.api.quantities import human_bytes, human_seconds
-from finetune_operator.api.types import Condition, CostStatus, FailureStatus, PlanStatus, ProgressStatus, StageStatus
+from finetune_operator.api.types import (
+    Condition,
+    CostStatus,
+    EndpointStatus,
+    FailureStatus,
+    PlanStatus,
+    ProgressStatus,
+    StageStatus,
+)
 from finetune_operator.cli.cluster_jobs import ClusterJob, Happening
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
@@ -26,7 +34,7 @@ EVENTS = 5
 LOG_LINES = 12
 BAR_WIDTH = 24
 PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Suspended": "yellow", "Queued": "yellow"}
-STATE_STYLES = {"Succeeded": "green", "Failed": "red", "Running": "bold", "Suspended": "yellow"}
+STATE_STYLES = {"Succeeded": "green", "Failed": "red", "Running": "bold", "Serving": "bold", "Suspended": "yellow"}
 
 
 def ago(then: datetime, now: datetime) -> str:
@@ -68,6 +76,8 @@ class Page:
             parts.append(Padding(facts, (0, 0, 0, 2)))
         if status.stages:
             parts.append(self._titled("Stages", self._stages()))
+        if status.endpoint is not None and len(status.endpoint.revisions) > 1:
+            parts.append(self._titled("Revisions of the endpoint", self._revisions(status.endpoint)))
         conditions = notable(status.conditions, failure_is_shown=status.failure is not None)
         if conditions:
             parts.append(self._titled("Conditions", self._conditions(conditions)))
@@ -97,10 +107,24 @@ class Page:
             table.add_row(
                 stage.name,
                 Text(stage.state, style=STATE_STYLES.get(stage.state, "dim")),
-                f"attempt {stage.attempt}{words(stage.capacity)}" if stage.attempt else "",
+                f"{_try(stage)}{words(stage.capacity)}" if stage.attempt else "",
                 stage_time(stage, self.now),
                 Text(child, style="dim"),
             )
+        return table
+
+    def _revisions(self, endpoint: EndpointStatus) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for one in endpoint.revisions:
+            started = moment(one.start_time)
+            table.add_row(
+                str(one.number),
+                Text(one.state, style=STATE_STYLES.get(one.state, "dim")),
+                "" if started is None else f"{ago(started, self.now)} ago",
+                Text(": ".join(text for text in (one.reason, one.message) if text), style="dim"),
+            )
+        if endpoint.rollback is not None:
+            table.add_row("", "", "", Text(endpoint.rollback, style="yellow"))
         return table
 
     def _conditions(self, conditions: Sequence[Condition]) -> Table:
@@ -156,6 +180,10 @@ def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
     if cost is not None and cost.amount is not None:
         rows.append(("cost", f"{cost.amount:,.2f} {cost.currency or ''}".rstrip() + _saved(cost)))
     return rows
+
+
+def _try(stage: StageStatus) -> str:
+    return f"{'revision' if stage.name == 'serve' else 'attempt'} {stage.attempt}"
 
 
 def stage_time(stage: StageStatus, now: datetime) -> str:
@@ -332,7 +360,7 @@ def one_line(job: ClusterJob, now: datetime) -> str:
     parts = [phase_of(job)]
     running = next((stage for stage in status.stages if stage.state in ("Running", "Failed")), None)
     if running is not None:
-        parts.append(f"{running.name} {running.state.lower()}, attempt {running.attempt}{words(running.capacity)}")
+        parts.append(f"{running.name} {running.state.lower()}, {_try(running)}{words(running.capacity)}")
     if status.progress is not None and running is not None and running.state == "Running" and job.outcome is None:
         parts.append(figures(status.progress, now))
     told = notable(status.conditions, failure_is_shown=status.failure is not None)

@@ -15,6 +15,7 @@ from finetune_operator.cli.awaiting import Goal, wait_for
 from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob
 from finetune_operator.cli.jobview import phase_of
 from finetune_operator.cli.watching import JobDeletedError, versions
+from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 STOP_SECONDS = 600.0
 """How long an attempt may take to save its checkpoint and end; `template`'s grace period is far below that."""
@@ -128,7 +129,9 @@ async def _anew(cluster: Cluster, job: ClusterJob, dry_run: bool) -> Change:
 def manifest_of(job: ClusterJob) -> dict[str, Any]:
     """The job as its owner would apply it: without what the API server and the operator have added."""
     raw = job.raw
-    annotations = {k: v for k, v in raw["metadata"].get("annotations", {}).items() if k != KEPT_ANNOTATION}
+    found = raw["metadata"].get("annotations", {})
+    # Revisions of an endpoint begin anew with the job.
+    annotations = {k: v for k, v in found.items() if k not in (KEPT_ANNOTATION, ROLLBACK_ANNOTATION)}
     metadata = {"name": job.name, "namespace": job.metadata.namespace}
     labels = raw["metadata"].get("labels", {})
     return {

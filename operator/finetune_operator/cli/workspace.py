@@ -113,8 +113,9 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
     if stage is Stage.EVALUATE:
         parts["evaluation"] = spec.evaluation
     if stage is Stage.PREDICT:
-        # How many share the rows makes no difference to the result.
-        parts["predict"] = None if spec.predict is None else spec.predict.model_copy(update={"workers": 1})
+        # Who shares the rows makes no difference to the result.
+        shared = {"workers": 1, "engine": "job"}
+        parts["predict"] = None if spec.predict is None else spec.predict.model_copy(update=shared)
     if stage in AFTER_TRAINING and spec.generation != GenerationSpec():
         parts["generation"] = spec.generation
     plain = {

@@ -118,6 +118,17 @@ class KubernetesClient:
         """Return what is at a path that belongs to no resource; `counted`: what requests are counted as."""
         return await self._json(Request("get", path, counted))
 
+    async def serves(self, resource: Resource) -> bool:
+        """Whether the API server has this kind."""
+        try:
+            found = await self.document(f"/apis/{resource.api_version}", f"{resource.plural}/discovery")
+        except errors.NotFoundError:
+            return False
+        kinds = found.get("resources")
+        return isinstance(kinds, list) and any(
+            isinstance(each, dict) and each.get("name") == resource.plural for each in kinds
+        )
+
     async def list_objects(
         self, resource: Resource, namespace: str | None = None, labels: str | None = None, fields: str | None = None
     ) -> tuple[list[Manifest], int]:

@@ -62,7 +62,7 @@ def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Mani
     if attempt.stage is Stage.TRAIN and plan.launcher not in TRAINING:
         raise _refused("spec.launcher", plan.launcher, "it cannot be rendered", f"set launcher to {any_of(TRAINING)}")
     pods = StagePods(plan, context, attempt)
-    name = launcher_of(attempt.stage, plan.launcher, plan.trainer.preparation.engine).name
+    name = launcher_of(attempt.stage, plan.launcher, plan.engine_of(attempt.stage)).name
     return (config_map(pods), *MODULES[name].render(pods))
 
 

@@ -45,7 +45,7 @@ class Launcher:
     built_in: bool = False
     """True: Kubernetes serves it everywhere."""
     engine: Literal["spark"] | None = None
-    """The value of preparation.engine that asks for it."""
+    """The value of preparation.engine or predict.engine that asks for it."""
     starter: Literal["torchrun", "mpirun"] = "torchrun"
     """What starts the ranks of a training."""
     starter_pod: tuple[str, str] | None = None
@@ -115,7 +115,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         "sparkapplication", "sparkoperator.k8s.io/v1beta2", "SparkApplication", "sparkapplications",
-        installed_by="the Kubeflow Spark Operator", stages=("prepare",), engine="spark",
+        installed_by="the Kubeflow Spark Operator", stages=("prepare", "predict"), engine="spark",
         pod_suffix="-driver", driver="-driver",
     ),
 )  # fmt: skip
@@ -126,7 +126,7 @@ TRAINING: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if "t
 """Supported launchers of a training, by preference."""
 BUILT_IN: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.built_in)
 ENGINES: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.engine is not None)
-"""Launchers that a job asks for by preparation.engine."""
+"""Launchers that a job asks for by the engine of a stage."""
 LONGEST_POD_SUFFIX = max(len(each.pod_suffix) for each in SUPPORTED)
 
 
@@ -139,7 +139,9 @@ def launcher(name: str) -> Launcher:
 
 
 def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Launcher:
-    """Return what runs `stage` where `training` runs the training and `engine` prepares. LookupError as `launcher`."""
+    """Return what runs `stage`: `training` is the launcher of the training, `engine` what the stage asks for.
+    LookupError as `launcher`.
+    """
     if stage == "train":
         return launcher(training)
     asked = (each for each in SUPPORTED if stage in each.stages and engine == each.engine)

@@ -17,7 +17,7 @@ from finetune_contract.choices import Task
 from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
 from finetune_operator.api.quantities import human_count, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
-from finetune_operator.planning.devices import GPU_MODELS, GpuModel, find_gpu
+from finetune_operator.planning.devices import GPU_MODELS, Rows, find_gpu
 
 __all__ = [
     "ARCHITECTURES",
@@ -38,8 +38,10 @@ HOST_MEMORY_PER_GPU = 64 * GIB
 ASSUMED_NODE_MEMORY = 32 * GIB
 """Of a node without GPUs."""
 ASSUMED_CORES = 8
-ASSUMED_GPU = "T4"
-"""The smallest GPU in the table: a plan that fits it fits the others."""
+UNKNOWN_GPU = "unknown GPU"
+"""In place of a product: no table has it, so that no speed and no price is found for it."""
+LEAST_GPU_MEMORY = 15_360 << 20
+"""Of a GPU of which nobody has said anything: that of the smallest in the table; what fits it fits the others."""
 
 # --------------------------------------------------------------------------------------------------------------- models
 
@@ -246,7 +248,7 @@ _KEYS: dict[str, Callable[[str, str], Any]] = {
 }
 
 
-def parse_hardware(text: str) -> HardwareFacts:
+def parse_hardware(text: str, rows: Rows = ()) -> HardwareFacts:
     """One node in words, e.g. `gpu=H100,memory=80Gi,gpus=8,cpu=96,hostMemory=1Ti`.
 
     Keys: `gpu` (product), `memory` (of one GPU; needed when the product is not in the table), `gpus` (1 when only `gpu`
@@ -270,7 +272,7 @@ def parse_hardware(text: str) -> HardwareFacts:
         cpu_cores=parsed.get("cpu", CORES_PER_GPU * gpus or ASSUMED_CORES),
         memory_bytes=parsed.get("hostMemory", assumed_memory(gpus)),
         gpus_per_node=gpus,
-        gpu=_device(parsed) if gpus else None,
+        gpu=_device(parsed, rows) if gpus else None,
         cpu_bf16=parsed.get("cpuBf16", False),
         assumed=True,
     )
@@ -288,11 +290,11 @@ def _read_pairs(text: str) -> dict[str, str]:
     return values
 
 
-def _device(parsed: dict[str, Any]) -> DeviceFacts:
+def _device(parsed: dict[str, Any], rows: Rows) -> DeviceFacts:
     product: str = parsed["gpu"]
-    known = find_gpu(product)
+    known = find_gpu(product, rows)
     memory: int | None = parsed.get("memory")
-    if known is None:
+    if known is None or not known.memory_mib:
         if memory is None:
             names = ", ".join(gpu.name for gpu in GPU_MODELS)
             raise HardwareError(f"gpu={product}: not in the table ({names}); give its memory too, e.g. memory=80Gi")
@@ -310,41 +312,33 @@ def assumed_memory(gpus: int) -> int:
     return HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY
 
 
-def assumed_device(product: str | None, memory: Decimal | None = None) -> tuple[DeviceFacts, str]:
-    """The GPU called `product` from the table, or the smallest one under that name, and the sentence that says so.
+def assumed_device(product: str | None, memory: int | None = None, rows: Rows = ()) -> tuple[DeviceFacts, str | None]:
+    """The GPU called `product` from the tables, with `memory` bytes where that is given, and the sentence that says
+    what was assumed; None: nothing was.
 
-    Without a product, it is the GPU whose memory is the nearest to `memory` bytes; None: the smallest.
+    Of one that is in no table the memory is the least that any has. It is taken to compute in bf16, as all have done
+    since 2020: plans for the others are far slower, and the trainer measures what is there.
     """
-    named = product or (ASSUMED_GPU if memory is None else _nearest_gpu(int(memory)).name)
-    known, fallback = find_gpu(named), find_gpu(ASSUMED_GPU)
-    assert fallback is not None
-    device = (known or fallback).facts()
-    if known is None and product is not None:
-        device = device.model_copy(update={"product": product})
-    return (
-        device,
-        f"hardware: the GPU was not measured; {device.product} with {device.memory_bytes / GIB:.1f} GiB is taken",
-    )
-
-
-def _nearest_gpu(memory: int) -> GpuModel:
-    """The first GPU of the table with that much memory, or with the nearest to it."""
-    return min(GPU_MODELS, key=lambda gpu: abs(gpu.memory_gb * GIB - memory))
+    known = None if product is None else find_gpu(product, rows)
+    if known is not None and known.memory_mib:
+        facts = known.facts()
+        return (facts if memory is None else facts.model_copy(update={"memory_bytes": memory})), None
+    which = "which GPU the nodes have is not known" if product is None else f"{product} is in no table of GPUs"
+    taken = [] if memory is not None else [f"{LEAST_GPU_MEMORY / GIB:.0f} GiB of memory, the least that any has,"]
+    facts = DeviceFacts(product=product or UNKNOWN_GPU, memory_bytes=memory or LEAST_GPU_MEMORY)
+    return facts, f"hardware: {which}; {' and '.join([*taken, 'units for bf16'])} are assumed"
 
 
 def assumed_hardware(
-    gpus: int, product: str | None, device_memory: Decimal | None, cores: Decimal | None, memory: Decimal | None
+    gpus: int, device: DeviceFacts | None, cores: Decimal | None, memory: Decimal | None
 ) -> tuple[HardwareFacts, str]:
-    """One node as a job asks for it (None: it does not say), and the sentence that says what was assumed beyond
-    that.
+    """One node as a job asks for it (None: it does not say) with such GPUs, and the sentence that says what was assumed
+    beyond that.
     """
     cpu_cores = max(1, int(cores)) if cores is not None else (CORES_PER_GPU * gpus or ASSUMED_CORES)
     node_memory = int(memory) if memory is not None else assumed_memory(gpus)
     facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, assumed=True)
     if gpus:
-        device, _ = assumed_device(product, device_memory)
-        if device_memory is not None:
-            device = device.model_copy(update={"memory_bytes": int(device_memory)})
         facts = facts.model_copy(update={"gpus_per_node": gpus, "gpu": device})
     return facts, f"hardware: no node was measured; {node_words(facts)} are taken"
 

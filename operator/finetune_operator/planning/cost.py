@@ -15,6 +15,7 @@ from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.planning.adapter_sizes import trained_parameters
+from finetune_operator.planning.assumed_facts import UNKNOWN_GPU
 from finetune_operator.planning.devices import find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.memory import compute_bytes, weight_bytes
@@ -92,10 +93,10 @@ def process_speed(draft: Draft) -> Speed | None:
             peak * CPU_UTILISATION,
             f"{CPU_UTILISATION:.0%} of {threads} x {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s",
         )
-    gpu = find_gpu(decided(draft.hardware.gpu).product)
-    if gpu is None:
+    gpu = find_gpu(decided(draft.hardware.gpu).product, draft.settings.hardware)
+    peak = 0.0 if gpu is None else gpu.peak_flops(precision)
+    if gpu is None or not peak:
         return None
-    peak = gpu.peak_flops(precision)
     match precision:
         case "fp32":
             share = GPU_UTILISATION_FP32
@@ -166,7 +167,7 @@ def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None
     """Of a draft with these; None where the device's speed or that of its links is not known, as on a CPU."""
     world, speed = decided(draft.world), process_speed(draft)
     precision: Precision = decided(draft.precision)
-    link = link_bytes(decided(draft.hardware.gpu).product) if world.device == "cuda" else None
+    link = link_bytes(decided(draft.hardware.gpu).product, draft.settings.hardware) if world.device == "cuda" else None
     if speed is None or link is None:
         return None
     tokens, parts = batch.global_batch_size * draft.lengths.row, trained_parameters(draft.model, draft.adapter)
@@ -194,6 +195,10 @@ def estimate_training(draft: Draft) -> Estimate:
     speed = process_speed(draft)
     if speed is None:
         product = decided(draft.hardware.gpu).product
+        if product == UNKNOWN_GPU:
+            return Estimate(
+                basis="no estimate: which GPU it runs on is not known; resources.accelerator.product names it"
+            )
         return Estimate(basis=f"no estimate: the speed of {product} is not in the table of GPUs")
     tokens = batch.global_batch_size * steps.total * draft.lengths.row
     # Selective checkpointing repeats no matrix product.
@@ -224,10 +229,12 @@ def cost_problems(draft: Draft, estimate: Estimate) -> tuple[Problem, ...]:
     problem: Problem | None = None
     if price is None or (spot and price.spot_per_hour is None):
         node = f"{product} with {gpus} GPUs" if gpus else "nodes without GPUs"
+        named = "set resources.accelerator.product, " * (product == UNKNOWN_GPU)
         problem = Problem(
             "spec.spot.enabled" if price is not None else "spec.resources", None,
             f"asks for {'spot ' * spot}nodes without a price ({node}), and the settings bound what a job may cost",
-            "ask for other nodes, or ask the administrator to add their price to the settings", reason="Forbidden",
+            f"{named}ask for other nodes, or ask the administrator to add their price to the settings",
+            reason="Forbidden",
         )  # fmt: skip
     elif estimate.cost is not None and estimate.cost > most:
         problem = Problem(
@@ -266,11 +273,13 @@ def _with_cost(draft: Draft, seconds: float, basis: str) -> Estimate:
 
 def find_price(settings: Settings, product: str, gpus: int) -> Price | None:
     """The price of a node with `gpus` GPUs of `product` (`cpu` for a node without); None: it is not in the table."""
-    rows = (price for price in settings.prices if _same(price.product, product) and price.gpus == gpus)
-    return next(rows, None)
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two spellings mean one product."""
-    known = find_gpu(one)
-    return one.casefold() == other.casefold() or (known is not None and known == find_gpu(other))
+    known = find_gpu(product, settings.hardware)
+    for price in settings.prices:
+        same = price.product.casefold() == product.casefold()
+        if price.gpus == gpus and (same or (known is not None and known == find_gpu(price.product, settings.hardware))):
+            return price
+    if known is None or known.gpu_hour is None or not gpus:
+        return None
+    spot = None if known.spot_gpu_hour is None else gpus * known.spot_gpu_hour
+    given = {"product": product, "gpus": gpus, "perHour": gpus * known.gpu_hour, "spotPerHour": spot}
+    return Price.model_validate(given)

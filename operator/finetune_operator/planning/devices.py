@@ -1,105 +1,224 @@
-"""What is publicly known about common GPUs, so that a plan can be made for a machine that is not here.
+"""GPUs by name: the built-in table with what the settings' `hardware` adds to it.
 
-Memory is what the driver reports as total (a little below the number in the product's name). Throughput is the dense
-peak of the data sheet: with sparsity, sheets show twice as much. A product that is not in the table is not guessed from
-its name.
+A product that neither has is not guessed from its name; what is then taken for granted is `assumed_facts`' business.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 
-from finetune_contract.choices import Precision
 from finetune_contract.facts import DeviceFacts
+from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.settings import HardwareRow
+from finetune_operator.planning.gpu_table import GPU_MODELS, KARPENTER_LABEL, MIB, NVIDIA_LABEL, GpuModel, Labels
 
-MIB = 1 << 20
+__all__ = [
+    "GPU_MODELS",
+    "GpuModel",
+    "find_gpu",
+    "has_bf16",
+    "has_fp8",
+    "link_bytes",
+    "mig_memory",
+    "mig_product",
+    "product_labels",
+    "scales_fp16",
+]
 
-
-@dataclass(frozen=True)
-class GpuModel:
-    """One product."""
-
-    name: str
-    chip: str
-    """The word that every spelling of the product holds, e.g. `A100` in `NVIDIA-A100-SXM4-80GB`."""
-    memory_gb: int
-    """The number in the product's name; tells variants of a chip apart."""
-    memory_mib: int
-    bf16: bool
-    half_tflops: float
-    """Dense peak of bf16 (of fp16 where there is no bf16) matrix products with fp32 sums, in 10^12 operations a
-    second.
-    """
-    fp32_tflops: float
-    """Peak of plain fp32; TF32 is not counted, as PyTorch leaves it off."""
-    link_gigabytes: float
-    """What one GPU sends to others of its node, in 10^9 bytes a second: one direction of NVLink as on the boards with 8
-    of them (half of what data sheets add up), of 16 lanes of PCIe where there is none.
-    """
-
-    def facts(self) -> DeviceFacts:
-        """This product as the planner sees a device."""
-        return DeviceFacts(product=self.name, memory_bytes=self.memory_mib * MIB, bf16=self.bf16)
-
-    def peak_flops(self, precision: Precision) -> float:
-        """Operations a second at `precision`; bf16 without units for it runs as fp32 does. In fp8 there are twice as
-        many as in bf16, by the data sheets of all products that have it.
-        """
-        if precision == "fp8":
-            return 2 * self.half_tflops * 1e12
-        half = precision == "fp16" or (precision == "bf16" and self.bf16)
-        return (self.half_tflops if half else self.fp32_tflops) * 1e12
-
-
-GPU_MODELS: tuple[GpuModel, ...] = (
-    GpuModel("T4", "T4", 16, 15_360, False, 65.0, 8.1, 16.0),
-    GpuModel("V100-16GB", "V100", 16, 16_160, False, 125.0, 15.7, 150.0),
-    GpuModel("V100-32GB", "V100", 32, 32_510, False, 125.0, 15.7, 150.0),
-    GpuModel("A10G", "A10G", 24, 23_028, True, 70.0, 35.0, 32.0),
-    GpuModel("L4", "L4", 24, 23_034, True, 121.0, 30.3, 32.0),
-    GpuModel("L40S", "L40S", 48, 46_068, True, 362.0, 91.6, 32.0),
-    GpuModel("A100-40GB", "A100", 40, 40_960, True, 312.0, 19.5, 300.0),
-    GpuModel("A100-80GB", "A100", 80, 81_920, True, 312.0, 19.5, 300.0),
-    GpuModel("H100", "H100", 80, 81_559, True, 989.0, 67.0, 450.0),
-    GpuModel("H200", "H200", 141, 143_771, True, 989.0, 67.0, 450.0),
-    GpuModel("B200", "B200", 180, 183_359, True, 2250.0, 75.0, 900.0),
-)
-"""Ordered by chip and memory: a name that does not tell variants apart means the smaller one."""
-
-
-def find_gpu(product: str) -> GpuModel | None:
-    """The table's entry for a product however it is spelled (`a100-80gb`, `NVIDIA-H100-80GB-HBM3`); None when it is not
-    there.
-    """
-    words = set(re.split(r"[^A-Z0-9]+", product.upper()))
-    variants = [gpu for gpu in GPU_MODELS if gpu.chip in words]
-    for gpu in variants:
-        if words & {f"{gpu.memory_gb}GB", f"{gpu.memory_gb}G", str(gpu.memory_gb)}:
-            return gpu
-    return variants[0] if variants else None
-
-
+Rows = tuple[HardwareRow, ...]
+"""`hardware` of the settings."""
 PCIE_GIGABYTES = 16.0
 """Of 16 lanes of the third generation, in 10^9 bytes a second and direction; later ones have twice that and more."""
+FP16_FROM = 7
+"""Compute capability of Volta, the first chips whose tensor cores multiply in fp16."""
+BF16_FROM = (8, 0)
+"""Compute capability of Ampere, the first chips with units for bf16."""
+FP8_FROM = (8, 9)
+"""Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
+_FORMS = ("PCIE", "NVL")
+_SLICE = re.compile(r"MIG-([1-7])[CG]\.([0-9]+)GB(?:[.+].*)?$")
+SLICES = 7
+"""Of a whole GPU; a MIG profile names how many it has."""
+MIG_SHARE = 5 / 6
+"""Of the memory in a MIG profile's name, what an instance has at least: 4.75 of 5 GiB on an A100, 20 of 24 on a
+GB200.
+"""
 
 
-def link_bytes(product: str) -> float | None:
+def find_gpu(product: str, rows: Rows = ()) -> GpuModel | None:
+    """The entry for a product however it is spelled (`a100-80gb`, `NVIDIA-H100-80GB-HBM3`, `nvidia-tesla-a100`); None
+    when neither table has it. A MIG instance is a part of its GPU.
+    """
+    upper = product.upper()
+    found = _SLICE.search(upper)
+    if found is not None:
+        whole = find_gpu(product[: found.start()].rstrip("-."), rows)
+        return None if whole is None else _part(whole, int(found[1]), int(found[2]))
+    # The settings' names come first, and label values before words: p4d.24xlarge has no word of its GPU.
+    for row in rows:
+        if _plain(product) in (_plain(name) for name in _names(row)):
+            return _of_row(row)
+    exact = (gpu for gpu in GPU_MODELS for values in gpu.labels.values() if product in values)
+    built_in = next(exact, None) or next(_variants(upper), None)
+    return None if built_in is None else _overridden(built_in, rows)
+
+
+def _names(row: HardwareRow) -> Iterator[str]:
+    yield row.name
+    yield from row.aliases
+    for label in row.labels:
+        yield from label.values
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Z0-9]+", "-", name.upper()).strip("-")
+
+
+def _variants(upper: str) -> Iterator[GpuModel]:
+    """Entries of the built-in table that a spelling may mean, the likeliest first."""
+    words = set(re.split(r"[^A-Z0-9]+", upper))
+    forms = {gpu.form for gpu in GPU_MODELS if gpu.chip in words} & (words & set(_FORMS) or {""})
+    found = [gpu for gpu in GPU_MODELS if gpu.chip in words and gpu.form in (forms or {""})]
+    named = [gpu for gpu in found if words & {f"{gpu.memory_gb}GB", f"{gpu.memory_gb}G", str(gpu.memory_gb)}]
+    yield from named or found
+
+
+def _part(whole: GpuModel, slices: int, memory_gb: int) -> GpuModel:
+    """A MIG instance of a GPU: it reaches no other one by NVLink."""
+    share = slices / SLICES
+    return replace(
+        whole,
+        name=f"{whole.name}-MIG-{slices}g.{memory_gb}gb",
+        memory_gb=memory_gb,
+        memory_mib=round(memory_gb * 1024 * MIG_SHARE),
+        half_tflops=whole.half_tflops * share,
+        fp32_tflops=whole.fp32_tflops * share,
+        link_gigabytes=min(whole.link_gigabytes, PCIE_GIGABYTES),
+        labels={},
+        gpu_hour=None,
+        spot_gpu_hour=None,
+    )
+
+
+def mig_memory(resource: str) -> int | None:
+    """Bytes that an instance of a MIG resource (`nvidia.com/mig-3g.40gb`) has at least; None for other resources."""
+    found = _SLICE.search(resource.upper())
+    return None if found is None else round(int(found[2]) * 1024 * MIG_SHARE) * MIB
+
+
+def mig_product(product: str | None, resource: str) -> str | None:
+    """The product of an instance, where a job names that of the whole GPU."""
+    if product is None or mig_memory(resource) is None:
+        return product
+    return f"{product}-MIG-{resource.rpartition('/mig-')[2]}"
+
+
+# --------------------------------------------------------------------------------------------------- the settings' rows
+
+
+def _overridden(gpu: GpuModel, rows: Rows) -> GpuModel:
+    """A built-in entry with what the settings say of it under its own name."""
+    row = next((row for row in rows if _plain(row.name) == _plain(gpu.name)), None)
+    return gpu if row is None else _with(gpu, row)
+
+
+def _of_row(row: HardwareRow) -> GpuModel:
+    built_in = next((gpu for gpu in GPU_MODELS if _plain(gpu.name) == _plain(row.name)), None)
+    return _with(built_in or GpuModel(row.name, "", 0, 0, "", 0.0, 0.0, 0.0), row)
+
+
+def _with(gpu: GpuModel, row: HardwareRow) -> GpuModel:
+    changes: dict[str, object] = {
+        name: value
+        for name, value in (
+            ("capability", row.capability),
+            ("half_tflops", row.half_tflops),
+            ("fp32_tflops", row.fp32_tflops),
+            ("link_gigabytes", row.link_gigabytes),
+            ("gpu_hour", row.gpu_hour),
+            ("spot_gpu_hour", row.spot_gpu_hour),
+        )
+        if value is not None
+    }
+    if row.memory is not None:
+        memory = parse_quantity(row.memory)
+        changes |= {"memory_mib": int(memory) // MIB, "memory_gb": round(memory / 10**9)}
+    capability = row.capability
+    if capability is not None:
+        changes |= {"bf16": _numbers(capability) >= BF16_FROM, "fp8": _numbers(capability) >= FP8_FROM}
+    if row.precisions is not None:
+        changes |= {"bf16": "bf16" in row.precisions, "fp8": "fp8" in row.precisions}
+    if row.labels:
+        changes["labels"] = {**gpu.labels, **{label.key: label.values for label in row.labels}}
+    return replace(gpu, **changes)  # type: ignore[arg-type]
+
+
+def _numbers(capability: str) -> tuple[int, int]:
+    major, _, minor = capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- facts
+
+
+def link_bytes(product: str, rows: Rows = ()) -> float | None:
     """Bytes a second that a GPU sends to others of its node; None for a product that is not in the table. One that is
     named a PCIe card has no NVLink to all others.
     """
-    gpu = find_gpu(product)
-    if gpu is None:
+    gpu = find_gpu(product, rows)
+    if gpu is None or not gpu.link_gigabytes:
         return None
-    is_card = "PCIE" in product.upper()
+    is_card = "PCIE" in product.upper() and gpu.form != "PCIE"
     return 1e9 * (min(gpu.link_gigabytes, PCIE_GIGABYTES) if is_card else gpu.link_gigabytes)
 
 
-_WITHOUT_FP8 = frozenset({"T4", "V100", "A10G", "A100"})
-"""Chips below compute capability 8.9 (Ada), from which on tensor cores multiply in fp8."""
+def has_fp8(device: DeviceFacts, rows: Rows = ()) -> bool | None:
+    """Whether a device has units for fp8; None where nobody knows."""
+    gpu = find_gpu(device.product, rows)
+    if gpu is not None:
+        return gpu.fp8
+    if not device.bf16:
+        return False
+    return None if device.capability is None else _numbers(device.capability) >= FP8_FROM
 
 
-def has_fp8(product: str) -> bool:
-    """Whether a product of the table has units for fp8; False for one that is not there."""
-    gpu = find_gpu(product)
-    return gpu is not None and gpu.chip not in _WITHOUT_FP8
+def has_bf16(capability: str | None) -> bool:
+    """Whether a device of this compute capability has units for bf16; one that nobody knows is taken to."""
+    return not capability or _numbers(capability) >= BF16_FROM
+
+
+def scales_fp16(device: DeviceFacts, rows: Rows = ()) -> bool:
+    """Whether a device has units for fp16 and none for bf16: Volta and Turing, compute capability 7.x."""
+    gpu = find_gpu(device.product, rows)
+    capability = device.capability or (None if gpu is None else gpu.capability)
+    return not device.bf16 and bool(capability) and _numbers(str(capability))[0] == FP16_FROM
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+
+def product_labels(product: str, rows: Rows = ()) -> Labels:
+    """Label values, by key, of nodes with a product: of all variants that the name leaves open, so that `A100` means
+    those of 40 and of 80 GB. A value of a label itself means that value alone; so does what neither table has, as the
+    value of GPU feature discovery's label.
+    """
+    given = [label for row in rows if _plain(product) in map(_plain, (row.name, *row.aliases)) for label in row.labels]
+    if given:
+        return {label.key: label.values for label in given}
+    for values in (gpu.labels for gpu in _all(rows)):
+        for key, known in values.items():
+            if product in known and key != KARPENTER_LABEL:  # whose values are names as people write them
+                return {key: (product,)}
+    found: dict[str, list[str]] = {}
+    if _SLICE.search(product.upper()) is None:
+        for gpu in _variants(product.upper()):
+            for key, known in _overridden(gpu, rows).labels.items():
+                found[key] = [*found.get(key, ()), *(value for value in known if value not in found.get(key, ()))]
+    return {key: tuple(known) for key, known in found.items()} or {NVIDIA_LABEL: (product,)}
+
+
+def _all(rows: Rows) -> Iterator[GpuModel]:
+    yield from map(_of_row, rows)
+    yield from GPU_MODELS

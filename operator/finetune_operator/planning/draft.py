@@ -18,7 +18,7 @@ from finetune_operator.api.problems import PathPart, Problem, Reason, describe_v
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.planning.plan_types import Adaptation, MemoryEstimate, PlanLauncher, Servers
+from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, MemoryEstimate, PlanLauncher, Servers
 
 Value = TypeVar("Value")
 
@@ -66,8 +66,14 @@ class Draft:
     local: bool
     served: tuple[LauncherName, ...]
     """Launchers whose kinds the cluster serves."""
+    kserve: bool
+    """Whether the cluster serves InferenceServices of KServe."""
+    runtime_there: EndpointRuntime | None
+    """What runs the job's endpoint already."""
     prepared: bool
     """Whether prepare has succeeded."""
+    predicted: bool
+    """Whether predict has succeeded."""
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts
@@ -84,10 +90,12 @@ class Draft:
     stages: tuple[Stage, ...] = ()
     engine: Literal["local", "job", "spark"] = "local"
     """What prepares."""
+    predict_engine: Literal["job", "spark"] = "job"
+    """What runs the workers that predict."""
     inference_precision: InferencePrecision = "fp32"
     predict_workers: int = 1
-    predict_optimization: Optimization = "none"
     """Processes that share the rows to predict."""
+    predict_optimization: Optimization = "none"
     serve_optimization: Optimization = "none"
     servers: Servers | None = None
     launcher: PlanLauncher | None = None
@@ -95,6 +103,8 @@ class Draft:
     adapter: Adapter | None = None
     """None: all weights are trained."""
     precision: Precision | None = None
+    scaled: bool = True
+    """Whether `auto` may take fp16, which wants its loss scaled."""
     packing: bool = False
     strategy: Strategy | None = None
     batch: Batch | None = None

@@ -1,4 +1,4 @@
-"""Memory of the host that a process of inference requests, and the name of its GPU: for stages and servers alike."""
+"""Memory of the host that a process of inference requests: for stages and servers alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ MEMORY_STEP = 128 * MIB
 """Requests are rounded up to whole steps, so that they stay readable and a small change of a plan does not show."""
 INFERENCE_BATCH_BYTES = 512 * MIB
 """Activations of one inference batch on CPU: 2,048 tokens are 50 to 400 MiB for BERT base to XLM-R large."""
-GPU = "nvidia.com/gpu"
 
 
 def inference_bytes(parameters: int) -> int:

@@ -27,7 +27,8 @@ UNREAD_SLACK = 1.25
 batch that does not fit after all is halved.
 """
 ONE_PROCESS_HERE = (
-    "one process of this machine predicts, as there are no pods without a cluster; spec.predict.workers holds in one"
+    "one process of this machine predicts, as there are no pods without a cluster; spec.predict.workers and "
+    "spec.predict.engine hold in one"
 )
 WORKER_SECONDS = 300
 """Least work of a worker with `predict.workers: auto`: a pod starts, imports and loads a model in 20 to 60 s."""
@@ -130,9 +131,10 @@ def choose_optimization(draft: Draft) -> Draft:
             "predictions are computed in the way that is fastest on a sample of the rows, in a small job by the model "
             "as it is (spec.predict.optimization is auto)"
         )
-    if asked.tolerance is None:
-        return draft
-    return draft.because(f"spec.predict.tolerance has no effect: {why}, and the model as it is predicts")
+    told = {"tolerance": asked.tolerance, "metricTolerance": asked.metric_tolerance}
+    for name in [name for name, value in told.items() if value is not None]:
+        draft = draft.because(f"spec.predict.{name} has no effect: {why}, and the model as it is predicts")
+    return draft
 
 
 def _automatic_workers(draft: Draft) -> tuple[int, str]:
@@ -168,8 +170,9 @@ def _seconds_to_predict(draft: Draft) -> float | None:
     operations = forward_flops(draft.model, split.tokens, split.tokens / split.rows)
     if draft.hardware.gpu is None or draft.inference_device == "cpu":
         return operations / (draft.hardware.cpu_cores * CPU_FLOPS_PER_CORE * CPU_UTILISATION)
-    gpu = find_gpu(draft.hardware.gpu.product)
-    return None if gpu is None else operations / (gpu.peak_flops(draft.inference_precision) * GPU_UTILISATION)
+    gpu = find_gpu(draft.hardware.gpu.product, draft.settings.hardware)
+    peak = 0.0 if gpu is None else gpu.peak_flops(draft.inference_precision)
+    return operations / (peak * GPU_UTILISATION) if peak else None
 
 
 def check_inference(draft: Draft) -> Draft:

@@ -60,8 +60,16 @@ class JobNames:
 
     @property
     def endpoint(self) -> str:
-        """The servers, their Service, and what belongs to them."""
+        """The Service of the servers, and what else all revisions of an endpoint share."""
         return f"{self.base}-endpoint"
+
+    def servers(self, revision: int) -> str:
+        """The servers of a revision (1 to 99,999) of the endpoint, and what they are told."""
+        return f"{self.endpoint}-{revision}"
+
+    def predictor(self, revision: int) -> str:
+        """The Deployment and the Service that KServe makes of the InferenceService of a revision."""
+        return f"{self.servers(revision)}-predictor"
 
     def service(self, attempt: int) -> str:
         """The headless Service through which the processes of a training attempt find each other."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from finetune_contract.choices import Precision, Stage, Task
+from finetune_contract.facts import DeviceFacts
 from finetune_contract.trainer_job import (
     Columns,
     DataSource,
@@ -33,7 +34,6 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
-from finetune_operator.launchers.launcher_rows import launcher_of
 from finetune_operator.planning.adapter_sizes import choose_adapter
 from finetune_operator.planning.assumed_facts import (
     assumed_device,
@@ -45,9 +45,10 @@ from finetune_operator.planning.assumed_facts import (
 from finetune_operator.planning.capacity import choose_capacity
 from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
-from finetune_operator.planning.devices import has_fp8
+from finetune_operator.planning.devices import has_fp8, mig_memory, mig_product, scales_fp16
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.endpoint_plan import choose_servers, serving_order
+from finetune_operator.planning.engines import choose_engine, choose_predict_engine
 from finetune_operator.planning.inference import (
     check_inference,
     choose_inference,
@@ -57,7 +58,7 @@ from finetune_operator.planning.inference import (
 )
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
-from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, NodesTold, PlanRefused
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence_plan import check_sequence
@@ -88,6 +89,7 @@ def plan(
         choose_engine,
         choose_inference,
         choose_workers,
+        choose_predict_engine,
         choose_optimization,
         choose_servers,
         check_place,
@@ -97,9 +99,7 @@ def plan(
     if draft.script is not None:
         draft = _walk(draft, choose_world, check_rules, choose_script, choose_capacity, check_inference)
     elif draft.loops:
-        draft = _walk(draft, choose_world, choose_precision, check_rules, choose_adapter, choose_steps)
-        draft = _walk(draft, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
-        draft = _walk(draft, choose_strategy, check_inference)
+        draft = _walk_training(draft)
     else:
         draft = _walk(draft, check_rules, check_inference)
     return _finish(draft)
@@ -112,6 +112,21 @@ def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem
     except PlanRefused as refused:
         return refused.problems
     return ()
+
+
+def _walk_training(draft: Draft) -> Draft:
+    """The phases of the built-in loop. Where `auto` has taken fp16 and nothing fits that goes together with it, fp32 is
+    tried, with which layers can be split.
+    """
+    begun = _walk(draft, choose_world, choose_precision)
+    try:
+        formed = _walk(begun, check_rules, choose_adapter, choose_steps)
+        formed = _walk(formed, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
+        return _walk(formed, choose_strategy, check_inference)
+    except PlanRefused:
+        if begun.precision != "fp16" or draft.training.precision != "auto":
+            raise
+    return _walk_training(replace(draft, scaled=False))
 
 
 def _walk(draft: Draft, *phases: Phase) -> Draft:
@@ -139,15 +154,10 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
     cores = None if resources.cpu is None else parse_quantity(resources.cpu)
     node_memory = None if resources.memory is None else parse_quantity(resources.memory)
     if hardware is None:
-        accelerator = resources.accelerator
-        hardware, sentence = assumed_hardware(
-            gpus=0 if resources.gpus_per_node == "auto" else resources.gpus_per_node,
-            product=accelerator.product,
-            device_memory=None if accelerator.memory is None else parse_quantity(accelerator.memory),
-            cores=cores,
-            memory=node_memory,
-        )
-        assumptions.append(sentence)
+        gpus = 0 if resources.gpus_per_node == "auto" else resources.gpus_per_node
+        device, sentences = _device_of(job.spec, facts.nodes if gpus else None, settings) if gpus else (None, [])
+        hardware, sentence = assumed_hardware(gpus, device, cores, node_memory)
+        assumptions += [sentence, *sentences]
     else:
         # A pod gets what it asks for, and no more than the node has.
         limited = {
@@ -158,9 +168,9 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         }
         hardware = hardware.model_copy(update=limited)
         if hardware.gpus_per_node and hardware.gpu is None:
-            device, sentence = assumed_device(resources.accelerator.product)
+            device, sentences = _device_of(job.spec, facts.nodes, settings)
             hardware = hardware.model_copy(update={"gpu": device})
-            assumptions.append(sentence)
+            assumptions += sentences
         if hardware.assumed:
             assumptions.append(
                 f"hardware: the node was not measured, or only in part; {node_words(hardware)} are taken"
@@ -169,7 +179,10 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         job=job,
         local=facts.local,
         served=facts.served,
+        kserve=facts.kserve,
+        runtime_there=facts.runtime_there,
         prepared=facts.prepared,
+        predicted=facts.predicted,
         settings=settings,
         adaptation=adaptation,
         hardware=hardware,
@@ -184,6 +197,21 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         assumptions=tuple(assumptions),
     )
     return _with_lengths(draft)
+
+
+def _device_of(spec: FineTuneJobSpec, nodes: NodesTold | None, settings: Settings) -> tuple[DeviceFacts, list[str]]:
+    """The GPU of nodes that nobody has measured: as they tell it, or as the job and the tables do; and what was assumed
+    for it, in sentences.
+    """
+    if nodes is not None and nodes.gpu is not None:
+        return nodes.gpu, [f"hardware: {nodes.words}"]
+    accelerator = spec.resources.accelerator
+    memory = None if accelerator.memory is None else int(parse_quantity(accelerator.memory))
+    resource = accelerator.resource or settings.defaults.gpu_resource
+    product = mig_product(accelerator.product, resource)
+    device, sentence = assumed_device(product, memory or mig_memory(resource), settings.hardware)
+    told = [] if nodes is None else [f"hardware: {nodes.words}"]
+    return device, told + ([] if sentence is None else [sentence])
 
 
 def _with_lengths(draft: Draft) -> Draft:
@@ -231,67 +259,6 @@ def choose_stages(draft: Draft) -> Draft:
         draft = draft.because("spec.endpoint: without a cluster nothing is served")
     return replace(draft, stages=tuple(stages)).because(
         f"stages {' -> '.join(stage.value for stage in stages)}: what the job asks for and what that needs"
-    )
-
-
-def choose_engine(draft: Draft) -> Draft:
-    """What tokenises. The choice makes no difference to the result."""
-    asked, workers = draft.spec.preparation.engine, draft.spec.preparation.workers
-    path = ("preparation", "engine")
-    match asked:
-        case "auto":
-            return draft
-        case "spark" if draft.local:
-            return replace(draft, engine="spark")
-        case "job" | "spark" if draft.script is not None:
-            return draft.refusing(
-                path,
-                asked,
-                "the rows on which a program's model is evaluated are prepared by the stage that evaluates, in one pod",
-                "set it to auto",
-                "NotSupported",
-            )
-        case "job" if draft.local:
-            return draft.because(
-                f"preparation by {workers} process{'es' if workers > 1 else ''} of this machine: there is no cluster "
-                "here; in one, pods would do it"
-            )
-        case "job":
-            return replace(draft, engine="job").because(
-                "preparation by 1 pod, as asked"
-                if workers == 1
-                else f"preparation by {workers} pods, as asked: one reads and checks the rows, all tokenise shards of "
-                "them; they write to one claim, which the nodes have to share"
-            )
-        case "spark":
-            return _by_spark(draft)
-
-
-def _by_spark(draft: Draft) -> Draft:
-    """A SparkApplication, and what it needs of the cluster and of the settings until it has succeeded."""
-    path, instead = ("preparation", "engine"), "set it to job or auto"
-    row = launcher_of(Stage.PREPARE, engine="spark")
-    if not (row.name in draft.served or draft.prepared):
-        draft = draft.refusing(
-            path,
-            "spark",
-            f"the cluster has to serve {row.served_as}",
-            f"install {row.installed_by}, or {instead}",
-            "NotSupported",
-        )
-    granted = draft.settings.spark.image is not None and draft.settings.spark.service_account_name is not None
-    if not (granted or draft.prepared):
-        draft = draft.refusing(
-            path,
-            "spark",
-            "the operator's settings have to name an image with Spark, and an account for its driver",
-            f"have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or {instead}",
-            "Forbidden",
-        )
-    workers = draft.spec.preparation.workers
-    return replace(draft, engine="spark").because(
-        f"preparation by Spark's driver and {workers} executor{'s' if workers > 1 else ''}, as asked; they write to "
-        "one claim, which the nodes have to share"
     )
 
 
@@ -350,17 +317,13 @@ def choose_precision(draft: Draft) -> Draft:
     on_gpu = world.device == "cuda"
     has_bf16 = decided(hardware.gpu).bf16 if on_gpu else hardware.cpu_bf16
     device = decided(hardware.gpu).product if on_gpu else "the CPU"
+    fp8 = has_fp8(decided(hardware.gpu), draft.settings.hardware) if on_gpu else False
     path = ("training", "precision")
     match asked:
         case "auto":
-            chosen: Precision = "bf16" if has_bf16 else "fp32"
-            why = f"{device} has {'' if has_bf16 else 'no '}units for bf16"
-            if not has_bf16 and on_gpu:
-                why += ", and fp16 would need its loss scaled"
-            elif not has_bf16:
-                why += ", and emulated it is 2 to 4 times slower"
+            chosen, why = _automatic_precision(draft, device, has_bf16)
             return replace(draft, precision=chosen).because(f"precision {chosen}: {why}")
-        case "fp8" if on_gpu and not has_fp8(device):
+        case "fp8" if on_gpu and fp8 is False:
             return draft.refusing(
                 path,
                 asked,
@@ -371,8 +334,9 @@ def choose_precision(draft: Draft) -> Draft:
         case "fp8" if on_gpu:
             compiled = draft.training.arguments.get("torch_compile")
             slower = "" if compiled else "; without training.arguments.torch_compile that is slower than bf16"
+            has = "has units for it" if fp8 else "is taken to have units for it, which the training checks"
             return replace(draft, precision="fp8").because(
-                f"precision fp8: as asked; {device} has units for it, and linear layers of the blocks multiply in it, "
+                f"precision fp8: as asked; {device} {has}, and linear layers of the blocks multiply in it, "
                 f"with all else in bf16{slower}"
             )
         case "bf16" if on_gpu and not has_bf16:
@@ -388,6 +352,30 @@ def choose_precision(draft: Draft) -> Draft:
                 "; the CPU has no units for it, so it is slower than fp32" if asked == "bf16" and not has_bf16 else ""
             )
             return replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}")
+
+
+BEYOND_FP16 = ("t5", "mt5", "umt5", "longt5", "gemma", "gemma2", "gemma3", "gemma3_text")
+"""Model types that were trained in bf16 and whose activations are beyond what fp16 holds, so that no scale of the loss
+helps.
+"""
+
+
+def _automatic_precision(draft: Draft, device: str, has_bf16: bool) -> tuple[Precision, str]:
+    """What is taken, and why."""
+    if has_bf16:
+        return "bf16", f"{device} has units for bf16"
+    if decided(draft.world).device == "cpu":
+        return "fp32", f"{device} has no units for bf16, and emulated it is 2 to 4 times slower"
+    if not scales_fp16(decided(draft.hardware.gpu), draft.settings.hardware):
+        return "fp32", f"{device} has no units for bf16, and no known ones for fp16"
+    if draft.model.model_type in BEYOND_FP16:
+        return "fp32", f"{device} has no units for bf16, and {draft.model.model_type} exceeds what fp16 holds"
+    tried = check_rules(replace(draft, precision="fp16", problems=())).problems
+    if any(problem.path == "spec.training.precision" for problem in tried):
+        return "fp32", f"{device} has no units for bf16, and fp16 does not go together with what is asked for"
+    if not draft.scaled:
+        return "fp32", f"{device} has no units for bf16, and no way to spread the model in fp16 fits"
+    return "fp16", f"{device} has units for fp16 and none for bf16; the loss is scaled, so that small gradients stay"
 
 
 # --------------------------------------------------------------------------------------------------------------- finish
@@ -499,10 +487,12 @@ def _prediction(draft: Draft) -> Prediction | None:
         batch_tokens=inference_tokens(draft),
         precision=draft.inference_precision,
         workers=draft.predict_workers,
+        engine=draft.predict_engine,
         format=asked.format,
         id_column=asked.id_column,
         optimization=draft.predict_optimization,
         tolerance=None if draft.predict_optimization == "none" else asked.tolerance,
+        metric_tolerance=None if draft.predict_optimization == "none" else asked.metric_tolerance,
     )
 
 

@@ -13,13 +13,24 @@ from pydantic import Field, JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_contract.contract_models import Message
-from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts
+from finetune_contract.facts import DataFacts, DeviceFacts, HardwareFacts, ModelFacts
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import Capacity
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 
 PlanLauncher: TypeAlias = LauncherName | Literal["local"]
+EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
+"""What runs an endpoint's servers."""
+
+
+class NodesTold(Message):
+    """What the nodes that a job's pods can go to tell of their GPUs."""
+
+    gpu: DeviceFacts | None = None
+    """Of the weakest of them; None: they tell nothing, or there are none."""
+    words: str
+    """How that is known, or why it is not."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +40,22 @@ class Facts:
     model: ModelFacts | None = None
     data: DataFacts | None = None
     hardware: HardwareFacts | None = None
+    nodes: NodesTold | None = None
+    """What the cluster's nodes tell of their GPUs; None: nobody has asked them."""
     model_revision: str | None = None
     """Commit of the Hub that the model was at when prepare took it; the later stages take that one, too."""
     local: bool = False
     """True when the job runs as processes of this machine: the launcher is then `local`."""
     served: tuple[LauncherName, ...] = BUILT_IN
     """Launchers whose kinds the cluster serves."""
+    kserve: bool = False
+    """Whether the cluster serves InferenceServices of KServe."""
+    runtime_there: EndpointRuntime | None = None
+    """What runs the job's endpoint already; None: nothing does."""
     prepared: bool = False
     """Whether prepare has succeeded, so that nothing is asked any more of what only it runs with."""
+    predicted: bool = False
+    """The same of predict."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,7 @@ class Estimate(Message):
 class Servers(Message):
     """The endpoint's servers."""
 
+    runtime: EndpointRuntime = "deployment"
     replicas: int = Field(ge=1)
     most: int = Field(ge=1)
     """Servers under load; as many as `replicas` where nothing scales."""
@@ -94,6 +114,8 @@ class Servers(Message):
     """Requests of one server that have no limit; quantities by Kubernetes' names."""
     limits: dict[str, str] = Field(default_factory=dict)
     """Limits of one server, and equal requests."""
+    ceilings: dict[str, str] = Field(default_factory=dict, exclude_if=lambda ceilings: not ceilings)
+    """Limits of one server above what it requests: KServe sets limits of its own where there are none."""
     threads: int = Field(ge=1)
     cost_per_hour: float | None = None
     """Of all `replicas`; None: there is no price for such nodes."""
@@ -129,6 +151,12 @@ class JobPlan(Message):
     def predict_workers(self) -> int:
         """Processes that share the rows to predict; 1 where nothing is predicted."""
         return 1 if self.trainer.predict is None else self.trainer.predict.workers
+
+    def engine_of(self, stage: Stage) -> Literal["local", "job", "spark"]:
+        """What runs the processes of a stage that shares its rows out; `local` for any other stage."""
+        if stage is Stage.PREPARE:
+            return self.trainer.preparation.engine
+        return "local" if stage is not Stage.PREDICT or self.trainer.predict is None else self.trainer.predict.engine
 
 
 class PlanRefused(Exception):  # noqa: N818 - it names an answer, as a plan does, not a defect

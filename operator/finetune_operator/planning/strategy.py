@@ -21,7 +21,7 @@ from finetune_operator.api.rules.processes import asked_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.adapter_sizes import choose_adapter
-from finetune_operator.planning.assumed_facts import assumed_memory
+from finetune_operator.planning.assumed_facts import UNKNOWN_GPU, assumed_memory
 from finetune_operator.planning.batch import (
     batch_arithmetic,
     batch_of,
@@ -388,7 +388,7 @@ def _assumed_less(draft: Draft, fit: Fit) -> Iterator[str]:
         else:
             yield f"set resources.memory where a node has {least} or more"
     if needed.total_bytes > needed.capacity_bytes and _gpu_is_assumed(draft):
-        yield f"set resources.accelerator.product where the GPU is another than {decided(draft.hardware.gpu).product}"
+        yield "set resources.accelerator.product, as which GPU it is is not known"
 
 
 def _host_is_assumed(draft: Draft) -> bool:
@@ -398,9 +398,9 @@ def _host_is_assumed(draft: Draft) -> bool:
 
 
 def _gpu_is_assumed(draft: Draft) -> bool:
-    accelerator = draft.spec.resources.accelerator
+    memory = draft.spec.resources.accelerator.memory
     on_gpu = decided(draft.world).device == "cuda"
-    return on_gpu and not draft.hardware_known and (accelerator.product, accelerator.memory) == (None, None)
+    return on_gpu and memory is None and decided(draft.hardware.gpu).product == UNKNOWN_GPU
 
 
 def _lacking(draft: Draft, fit: Fit) -> str:

@@ -33,6 +33,11 @@ from finetune_operator.reconcile.status_times import earliest
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 
 
+def has_started(status: FineTuneJobStatus) -> bool:
+    """Return whether any stage has begun."""
+    return any(stage.attempt > 0 for stage in status.stages)
+
+
 @dataclass(frozen=True)
 class Stalled:
     """Nothing moves until somebody changes something outside of the job."""
@@ -97,12 +102,12 @@ class Course:
     @property
     def started(self) -> bool:
         """Whether any stage has begun; from then on the API server keeps the spec as it is."""
-        return any(stage.attempt > 0 for stage in self.status.stages)
+        return has_started(self.status)
 
     @property
     def begun(self) -> bool:
         """The same of the stored status, by which the API server goes."""
-        return any(stage.attempt > 0 for stage in self.job.status.stages)
+        return has_started(self.job.status)
 
     @property
     def current(self) -> StageStatus | None:

@@ -20,8 +20,23 @@ from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.attempts import gone_after, settle
 from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
-from finetune_operator.reconcile.endpoint_phase import SERVE, reopened, serve, suspended, with_serve_stage, withdraw
-from finetune_operator.reconcile.planned import context, plan_now, plan_sentence, plan_status, problems_text
+from finetune_operator.reconcile.endpoint_phase import (
+    SERVE,
+    reopened,
+    serve,
+    suspended,
+    with_serve_stage,
+    withdraw,
+    without_servers,
+)
+from finetune_operator.reconcile.planned import (
+    context,
+    plan_now,
+    plan_sentence,
+    plan_status,
+    problems_text,
+    with_nodes,
+)
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
@@ -144,7 +159,9 @@ def plan_ahead(course: Course) -> Course:
         # They are followed in this order, whatever the order is that somebody has stored them in.
         order = [stage.value for stage in Stage]
         stages = tuple(sorted(course.status.stages, key=lambda one: order.index(one.name)))
-        return course.with_status(stages=with_serve_stage(course, stages))
+        return without_servers(course.with_status(stages=with_serve_stage(course, stages)))
+    if not course.started:
+        course = with_nodes(course)
     try:
         made = plan_now(course)
     except PlanRefused as problems:

@@ -60,7 +60,7 @@ def stage_succeeded(course: Course, stage: StageStatus, report: TrainerReport, a
     course = course.tell("StageSucceeded", f"Stage {stage.name} succeeded{took}{f': {figure}' if figure else ''}.")
     if report.measured is None:
         return course
-    return _replanned(course.with_status(measured=measured_status(report.measured)), done)
+    return _replanned(course.with_status(measured=measured_status(report.measured, course.status.measured)), done)
 
 
 def _replanned(course: Course, stage: StageStatus) -> Course:

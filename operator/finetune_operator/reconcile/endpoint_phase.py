@@ -1,6 +1,7 @@
 """The stage that serves: no attempts, but an endpoint that is kept as the spec asks for, for as long as it asks.
 
-It begins once every stage before it has succeeded, and never ends by itself. A server that cannot start is reported by
+It begins once every stage before it has succeeded, and never ends by itself. Its attempts are the revisions of the
+endpoint (endpoint_rollout.py). A server that cannot start is reported by
 the condition Ready and an event, while Kubernetes keeps trying; the job and its model stay as they are. Without
 `spec.endpoint`, and while the job is suspended, everything of the endpoint is deleted.
 """
@@ -11,30 +12,32 @@ from dataclasses import replace
 from datetime import timedelta
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.types import ArtifactsStatus, StageStatus
+from finetune_operator.api.types import ArtifactsStatus, EndpointStatus, StageStatus
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.course import Course, Serves, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds
+from finetune_operator.reconcile.endpoint_rollout import Rollout, asked, rollout, stopped, told, with_trouble
+from finetune_operator.reconcile.endpoint_trouble import WAITING, start_trouble, view_of, volume_deadline, why_not_ready
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
-from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef, PodView
+from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.status import condition
 from finetune_operator.reconcile.status_times import moment, stamp
 from finetune_operator.rendering.endpoint_objects import (
-    KINDS,
     OPTIONAL_KINDS,
+    RUNTIMES,
+    SHARED_KINDS,
     EndpointObjects,
     endpoint_objects,
     endpoint_url,
+    revision_digest,
 )
 from finetune_operator.rendering.manifests import shared
 
 SERVE = Stage.SERVE.value
 LEAST_DELAY_SECONDS = 1.0
 """Before something that was refused is applied again, also where restarts have no delay."""
-MOST_TOLD = 1024
-"""Characters of a server's own word on its end."""
 
 
 def reopened(course: Course) -> Course:
@@ -58,21 +61,34 @@ def withdraw(course: Course) -> Course:
     wanted = course.job.job is not None and course.spec.endpoint is not None and course.end is None
     if wanted and not course.suspended:
         return course
-    artifacts = course.status.artifacts
+    artifacts, history = course.status.artifacts, course.status.endpoint
+    course = course.with_status(endpoint=stopped(history, course) if course.suspended else None)
     if artifacts is not None and artifacts.endpoint_url is not None:
         course = course.with_status(artifacts=artifacts.model_copy(update={"endpoint_url": None}))
         why = "runPolicy.suspend is true" if course.suspended else "spec.endpoint is not there any more"
         course = course.tell("EndpointRemoved", f"The endpoint is removed: {why}.")
-    there = course.observed.endpoint
-    if there is None or there.deleting:
+    there = [one for one in course.observed.endpoints if not one.deleting]
+    if not there:
         return course
-    # The Deployment last: as long as it is there, what was before it is looked for again.
-    return replace(course, remove=tuple(_ref(course, one, there) for one in KINDS))
+    # What runs servers goes last: as long as it is there, what was before it is looked for again.
+    name = JobNames.of(course.job.name).endpoint
+    beside = tuple(ObjectRef(*kind, name) for kind in SHARED_KINDS)
+    return replace(course, remove=(*beside, *(ref for one in there for ref in _own(one))))
 
 
-def _ref(course: Course, kind: tuple[str, str], there: EndpointView | None = None) -> ObjectRef:
-    uid = there.ref.uid if there is not None and there.ref.kind == kind[1] else None
-    return ObjectRef(*kind, JobNames.of(course.job.name).endpoint, uid)
+def _own(there: EndpointView) -> tuple[ObjectRef, ...]:
+    """Return the objects of one revision, what runs its servers last."""
+    return ObjectRef("v1", "ConfigMap", there.ref.name), there.ref
+
+
+def without_servers(course: Course) -> Course:
+    """Plan anew, once, for a job whose endpoint was removed: its plan names servers no more."""
+    if course.stored(SERVE) is None or course.spec.endpoint is not None:
+        return course
+    try:
+        return course.with_status(plan=plan_status(plan_now(course)))
+    except PlanRefused:
+        return course
 
 
 def suspended(course: Course, current: StageStatus) -> Course:
@@ -82,13 +98,16 @@ def suspended(course: Course, current: StageStatus) -> Course:
 
 def serve(course: Course) -> Course:
     """Keep the endpoint as the spec asks for it, and say how it is."""
-    current, there = course.current, course.observed.endpoint
+    current = course.current
     assert current is not None, "finish comes first"
     if course.suspended:
         return course
+    want = asked(course)
+    asking = want.of(course)
     try:
-        made = plan_now(course)
-        wanted = endpoint_objects(made, context(course), None if there is None else there.replicas)
+        made, surroundings = plan_now(asking), context(asking)
+        rolled = rollout(course, want, revision_digest(made, surroundings))
+        wanted = endpoint_objects(made, surroundings, rolled.running, rolled.target)
     except PlanRefused as refused:
         return _said(_held_back(course, "PlanRefused", problems_text(refused.problems)))
     if (after := plan_status(made)) != course.status.plan:
@@ -100,13 +119,11 @@ def serve(course: Course) -> Course:
         before = condition(course.job.status, "Stalled")
         stalled = None if before is None or before.status != "True" else Stalled(before.reason, before.message)
         return _said(replace(course.wake(at), stalled=stalled))
-    if there is not None and there.deleting:
-        return _said(course)
-    if there is None or there.digest != wanted.digest or (not wanted.scales and there.replicas != wanted.replicas):
-        if not course.started:
-            course = replace(course, create=shared(made, context(course)))
-        course = _applied(course, current, wanted)
-    return _said(course)
+    if not course.started:
+        course = replace(course, create=shared(made, surroundings))
+    course = told(course, rolled, want).with_status(endpoint=rolled.status)
+    course = replace(course, remove=tuple(ref for one in rolled.leaving for ref in _own(one)))
+    return _said(_applied(course, current, rolled, wanted))
 
 
 def _held_back(course: Course, reason: str, message: str) -> Course:
@@ -130,33 +147,56 @@ def _refused(course: Course, current: StageStatus) -> Course:
     return _held_back(course.with_stage(held).wake(at), reason, message)
 
 
-def _applied(course: Course, current: StageStatus, wanted: EndpointObjects) -> Course:
-    """Create the endpoint, or change it."""
-    kinds = {(one["apiVersion"], one["kind"]) for one in wanted.manifests}
-    unwanted = tuple(_ref(course, kind) for kind in OPTIONAL_KINDS if kind not in kinds)
-    name = JobNames.of(course.job.name).endpoint
-    new = course.observed.endpoint is None
+def _applied(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
+    """Create or change what the wanted revision needs; all of the endpoint once the URL leads to it."""
+    there = rolled.there
+    scaled = there is not None and _scaled(there, wanted)
+    if rolled.leads != rolled.target:
+        # Until it takes over, what all revisions share is that of the one that serves.
+        course = replace(course, apply=wanted.servers if there is None or scaled else ())
+        return _running(course, current, rolled, wanted)
+    if there is not None and not rolled.takes_over and there.digest == wanted.digest and not scaled:
+        return _running(course, current, rolled, wanted)
+    names, kinds = JobNames.of(course.job.name), {(one["apiVersion"], one["kind"]) for one in wanted.manifests}
+    unwanted = tuple(ObjectRef(*kind, names.endpoint) for kind in OPTIONAL_KINDS if kind not in kinds)
+    what = f"{RUNTIMES[wanted.runtime][1]} {names.servers(rolled.target)}"
+    if rolled.serving is None and there is None:
+        course, unwanted = course.tell("StageStarted", f"Stage serve runs as {what}."), ()
+    elif there is not None and not rolled.takes_over and there.digest == wanted.digest:
+        course = course.tell("EndpointUpdated", f"{what} is scaled to {wanted.replicas} as spec asks.")
+    elif not rolled.takes_over:
+        course = course.tell("EndpointUpdated", f"{what} follows the changed spec or settings.")
+    course = replace(course, remove=(*course.remove, *unwanted), apply=wanted.manifests)
+    return _running(course, current, rolled, wanted)
+
+
+def _scaled(there: EndpointView, wanted: EndpointObjects) -> bool:
+    """Return whether another number of servers is asked for than what runs them says."""
+    if wanted.runtime == "kserve":
+        return (there.replicas, there.most) != (wanted.replicas, wanted.most)
+    return there.replicas != wanted.replicas
+
+
+def _running(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
+    """Return the course with the stage that runs the wanted revision."""
+    new = current.state != "Running" or current.attempt != rolled.target or current.start_time is None
     running = current.model_copy(
         update={
             "state": "Running",
-            "attempt": 1,
-            "start_time": stamp(course.now) if new or current.start_time is None else current.start_time,
+            "attempt": rolled.target,
+            "start_time": stamp(course.now) if new else current.start_time,
             "completion_time": None,
             "next_attempt_time": None,
             "failures_in_row": 0,
-            "child": reference(ObjectRef("apps/v1", "Deployment", name)),
+            "child": reference(
+                ObjectRef(*RUNTIMES[wanted.runtime], JobNames.of(course.job.name).servers(rolled.target))
+            ),
         }
     )
     course = course.with_stage(running).with_status(start_time=course.status.start_time or stamp(course.now))
     if len(course.status.stages) > 1:
         course = course.with_status(artifacts=with_report(course.status.artifacts, course.spec, course.job.name))
-    if new:
-        course = course.tell("StageStarted", f"Stage serve runs as Deployment {name}.")
-    elif course.observed.endpoint is not None and course.observed.endpoint.digest == wanted.digest:
-        course = course.tell("EndpointUpdated", f"Deployment {name} is scaled back to {wanted.replicas} as spec asks.")
-    else:
-        course = course.tell("EndpointUpdated", f"Deployment {name} follows the changed spec or settings.")
-    return replace(course, remove=unwanted if not new else (), apply=wanted.manifests)
+    return course
 
 
 # ------------------------------------------------------------------------------------------------------ how it is
@@ -164,15 +204,22 @@ def _applied(course: Course, current: StageStatus, wanted: EndpointObjects) -> C
 
 def _said(course: Course) -> Course:
     """The course with what is to be said of the endpoint, and events when it became ready or stopped being so."""
-    there, url = course.observed.endpoint, endpoint_url(course.job.name, course.job.namespace)
-    serves = _serves(course, there, url)
-    course = replace(course, serves=serves)
+    status, url = course.status.endpoint, endpoint_url(course.job.name, course.job.namespace)
+    target = None if status is None else view_of(course, status.target)
+    serves = _serves(course, url)
+    course = replace(course.wake(volume_deadline(course)), serves=serves)
     if not serves.ready:
         course = replace(course, waiting=serves.message, waiting_reason=serves.reason)
-    elif course.stalled is None and there is not None and there.stuck is not None:
-        message = f"The newest revision does not become available, and the one before answers: {_trouble(course)}"
+    elif course.stalled is None and target is not None and target.stuck is not None:
+        message = (
+            f"The newest revision does not become available, and the one before answers: {why_not_ready(course)[1]}"
+        )
         course = _held_back(course, "RolloutStuck", message)
-    if not serves.ready and course.stalled is None and there is not None and there.stuck is not None:
+    if serves.ready and status is not None and status.target != status.revision:
+        reason, message = why_not_ready(course)
+        if reason != WAITING:
+            course = with_trouble(course, reason, message)
+    if not serves.ready and course.stalled is None and target is not None and target.stuck is not None:
         course = replace(course, stalled=Stalled(serves.reason, serves.message))
     before = condition(course.job.status, "Ready")
     was = before is not None and before.status == "True" and before.reason == "EndpointReady"
@@ -182,48 +229,39 @@ def _said(course: Course) -> Course:
         return course if was else course.tell("EndpointReady", serves.message)
     if was:
         return course.tell("EndpointNotReady", serves.message, warning=True)
-    told = (None, "") if before is None else (before.reason, before.message)
-    if serves.reason not in ("WaitingForPods", told[0]) and course.stalled is None:
+    said = (None, "") if before is None else (before.reason, before.message)
+    if serves.reason not in (WAITING, "WaitingForKServe", said[0]) and course.stalled is None:
         course = course.tell("EndpointNotReady", serves.message, warning=True)
     return course
 
 
-def _serves(course: Course, there: EndpointView | None, url: str) -> Serves:
-    if there is not None and not there.deleting and there.available > 0:
+def _serves(course: Course, url: str) -> Serves:
+    status = course.status.endpoint
+    there = None if status is None else view_of(course, status.revision)
+    if status is not None and there is not None and there.available > 0:
         some = f"{there.available} of {there.replicas} server{'s' * (there.replicas > 1)}"
-        return Serves(True, "EndpointReady", f"The endpoint answers at {url}: {some} available.")
+        return Serves(
+            True,
+            "EndpointReady",
+            f"The endpoint answers at {url}: {some} of revision {there.revision} available."
+            f"{_beside(course, there)}{_next(course, status)}",
+        )
     if course.stalled is not None:
         return Serves(False, course.stalled.reason, course.stalled.message)
-    reason, message = _why(course)
+    reason, message = why_not_ready(course)
     return Serves(False, reason, message)
 
 
-def _trouble(course: Course) -> str:
-    return _why(course)[1]
+def _beside(course: Course, there: EndpointView) -> str:
+    """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
+    own = "" if there.url is None else f" KServe gives it the address {there.url}."
+    trouble = start_trouble(course, there.revision)
+    return own if trouble is None else f"{own} {trouble}"
 
 
-def _why(course: Course) -> tuple[str, str]:
-    """Why no server answers: by the pods, the newest first, else by the Deployment."""
-    pods = sorted(course.pods(SERVE, 1), key=lambda pod: (pod.created, pod.name), reverse=True)
-    for pod in pods:
-        if not pod.gone and pod.deleting_until is None and (found := _pod_trouble(pod)) is not None:
-            return found
-    there = course.observed.endpoint
-    if there is not None and there.stuck is not None:
-        return "ProgressDeadlineExceeded", there.stuck
-    name = JobNames.of(course.job.name).endpoint
-    return "WaitingForPods", f"Waiting for a server of Deployment {name} to be ready."
-
-
-def _pod_trouble(pod: PodView) -> tuple[str, str] | None:
-    if pod.unschedulable is not None:
-        return "Unschedulable", f"Pod {pod.name} gets no node: {pod.unschedulable}"
-    ended = pod.ended
-    if ended is not None:
-        own = ended.report.failure.message if ended.report and ended.report.failure else ended.message.strip()
-        last = own[-MOST_TOLD:] or ended.reason
-        reason = pod.waiting.reason if pod.waiting is not None else "ServerEnded"
-        return reason, f"The server in pod {pod.name} ended with exit code {ended.exit_code}: {last}"
-    if pod.waiting is not None:
-        return pod.waiting.reason, f"Pod {pod.name} cannot start: {pod.waiting.reason}: {pod.waiting.message}"
-    return None
+def _next(course: Course, status: EndpointStatus) -> str:
+    """Return a sentence on the revision that is to take over."""
+    if status.target == status.revision:
+        return "" if status.rolled_back_from is None else f" Revision {status.rolled_back_from} is rolled back."
+    reason, message = why_not_ready(course)
+    return f" Revision {status.target} is not ready: {message}" if reason != WAITING else f" {message}"

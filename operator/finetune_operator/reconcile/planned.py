@@ -21,8 +21,9 @@ from finetune_operator.api.types import AdaptationStatus, EstimateStatus, Measur
 from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
+from finetune_operator.planning.gpu_nodes import told_by
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesTold, PlanRefused
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
@@ -67,10 +68,26 @@ def _facts(course: Course) -> Facts:
     return Facts(
         model=_read(ModelFacts, measured.model),
         data=_read(DataFacts, measured.data),
+        nodes=_read(NodesTold, measured.nodes),
         model_revision=None if course.status.artifacts is None else course.status.artifacts.model_revision,
         served=_launchers(course),
-        prepared=any((one.name, one.state) == (Stage.PREPARE.value, "Succeeded") for one in course.status.stages),
+        kserve=course.observed.kserve,
+        runtime_there=_runtime_there(course),
+        prepared=_succeeded(course, Stage.PREPARE),
+        predicted=_succeeded(course, Stage.PREDICT),
     )
+
+
+def _succeeded(course: Course, stage: Stage) -> bool:
+    return any((one.name, one.state) == (stage.value, "Succeeded") for one in course.status.stages)
+
+
+def _runtime_there(course: Course) -> EndpointRuntime | None:
+    """Return what runs the servers that the URL leads to; of any revision where none does."""
+    status = course.status.endpoint
+    there = [one for one in course.observed.endpoints if not one.deleting]
+    leading = [one for one in there if status is not None and one.revision == status.revision]
+    return next((one.runtime for one in (*leading, *there)), None)
 
 
 def _launchers(course: Course) -> tuple[LauncherName, ...]:
@@ -99,13 +116,33 @@ def _adaptation(course: Course) -> Adaptation:
     return Adaptation(told.micro_batch_limit, told.skipped_strategies, told.checkpoint_form)
 
 
-def measured_status(measured: MeasuredFacts) -> MeasuredStatus:
-    """As the status keeps it."""
+def with_nodes(course: Course) -> Course:
+    """Keep what nodes tell of their GPUs, until the first stage begins: plans of later stages rest on the same."""
+    read, asked = course.observed.nodes, course.spec.resources.gpus_per_node
+    told: NodesTold | None = None
+    if asked == 0 or (read is None and not course.settings.nodes.read):
+        told = None
+    elif read is None:
+        return course  # nobody has asked yet
+    elif read.failure is not None:
+        told = NodesTold(words=read.failure)
+    else:
+        told = told_by(read.nodes, course.spec, course.settings)
+    kept = None if told is None else told.model_dump(mode="json", by_alias=True, exclude_none=True)
+    before = course.status.measured
+    if kept == (None if before is None else before.nodes):
+        return course
+    return course.with_status(measured=(before or MeasuredStatus()).model_copy(update={"nodes": kept}))
+
+
+def measured_status(measured: MeasuredFacts, before: MeasuredStatus | None = None) -> MeasuredStatus:
+    """As the status keeps it, beside what nodes told."""
 
     def dumped(facts: BaseModel | None) -> dict[str, JsonValue] | None:
         return None if facts is None else facts.model_dump(mode="json", by_alias=True, exclude_none=True)
 
-    return MeasuredStatus(model=dumped(measured.model), data=dumped(measured.data))
+    nodes = None if before is None else before.nodes
+    return MeasuredStatus(model=dumped(measured.model), data=dumped(measured.data), nodes=nodes)
 
 
 def plan_status(made: JobPlan) -> PlanStatus:

@@ -15,6 +15,9 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, ProgressStatus
 from finetune_operator.launchers.kinds.launcher_status import ChildState
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
+from finetune_operator.planning.gpu_nodes import Node
+from finetune_operator.planning.plan_types import EndpointRuntime
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import Manifest
 
 
@@ -48,6 +51,8 @@ class JobView:
     """What was stored last; everything that has to survive a restart of the operator is in it."""
     marks: str = ""
     """Digest of labels and annotations, which validation reads beside the spec."""
+    rollback: str | None = None
+    """The annotation that asks for an earlier revision of the endpoint, as written."""
 
     @property
     def id(self) -> tuple[str, str]:
@@ -136,6 +141,8 @@ class PodView:
     """When its grace period is over; None: it is not being deleted."""
     deleting_since: datetime | None = None
     """When somebody asked for its deletion, in whole seconds."""
+    container: str = CONTAINER_NAME
+    """Name of the trainer's container."""
     gone: bool = False
     """It is not there any more: this is the last that was seen of it."""
 
@@ -154,21 +161,40 @@ class PodView:
 
 @dataclass(frozen=True)
 class EndpointView:
-    """The Deployment of the endpoint's servers."""
+    """What runs the servers of one revision of the endpoint: a Deployment of ours, or an InferenceService with the
+    Deployment that KServe makes of it.
+    """
 
     ref: ObjectRef
+    revision: int
     created: datetime
     replicas: int
     """Servers that it asks for."""
+    runtime: EndpointRuntime = "deployment"
+    most: int | None = None
+    """Servers that it may come to, of an InferenceService."""
     available: int = 0
-    """Servers that answer, of any revision."""
+    """Servers that answer."""
     updated: int = 0
-    """Pods of the newest revision."""
+    """Pods that are made as it says now; 0 while its controller has not seen its last change."""
     digest: str | None = None
     """Of all objects of the endpoint that were applied with it."""
+    made_of: str | None = None
+    """Digest of what its pods are made of."""
     stuck: str | None = None
-    """Its controller's word when the newest revision has not become available in time."""
+    """Its controller's word when its servers have not become available in time."""
     deleting: bool = False
+    made: bool = True
+    """Whether there is a Deployment; False: KServe has not made it yet, or its controller does not run."""
+    trouble: tuple[str, str] | None = None
+    """Reason and message of KServe where something cannot be done."""
+    url: str | None = None
+    """Where KServe says that clients from outside of the cluster reach it."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether all servers that it asks for answer, after their warm-up."""
+        return not self.deleting and min(self.available, self.updated) >= self.replicas
 
 
 @dataclass(frozen=True)
@@ -179,6 +205,15 @@ class Refusal:
     code: int
     """HTTP status; 409: the name belongs to an object that is not this job's."""
     message: str
+
+
+@dataclass(frozen=True)
+class NodesRead:
+    """The cluster's nodes, as far as they could be read."""
+
+    nodes: tuple[Node, ...] = ()
+    failure: str | None = None
+    """Why they could not; None: they could."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +232,16 @@ class Observed:
     """The same for pods that `leaving` named, read when their deletion began: with a pod its log goes."""
     served: tuple[LauncherName, ...] = BUILT_IN
     """Launchers whose kinds the API server serves, as `planning.types.Facts.served` takes them."""
+    nodes: NodesRead | None = None
+    """The cluster's nodes; None: nobody has asked for them."""
     refusals: tuple[Refusal, ...] = ()
     """What went wrong when the decision before this one was carried out."""
     pods_before: tuple[PodView, ...] = ()
     """Of an earlier job of the same name, whose results lie in the same place."""
-    endpoint: EndpointView | None = None
-    """What serves the model."""
+    endpoints: tuple[EndpointView, ...] = ()
+    """What serves the model, by revision."""
+    kserve: bool = False
+    """Whether the API server serves InferenceServices."""
     moved: datetime | None = None
     """When a report of the running attempt told something new last; None: this operator has heard none."""
 

@@ -1,7 +1,8 @@
 """Pods that a child's own controller replaces: they are told of as events, and are no failure of their attempt.
 
 A Job with `backoffLimitPerIndex` creates another pod for an index whose pod was lost, a bounded number of times. Of
-each index the newest pod counts; an attempt fails when the Job does, and then the newest pods say why.
+each index the newest pod counts; an attempt fails when the Job does, and then the newest pods say why. Spark replaces
+its executors itself, which are no pods of the attempt: its driver counts those that it has lost in its progress.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from collections.abc import Sequence
 
 from finetune_contract.causes import ECHOES
 from finetune_operator.api.types import StageStatus
+from finetune_operator.launchers.launcher_rows import SUPPORTED
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.failure_diagnosis import first_cause
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
+
+_WITH_DRIVERS = tuple(each.kind for each in SUPPORTED if each.driver is not None)
 
 
 def standing(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
@@ -36,21 +40,44 @@ def tell_replaced(
     course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]
 ) -> tuple[Course, StageStatus]:
     """Tell an event for each of the attempt's `pods` that was replaced since the status was written."""
+    if child.ref.kind in _WITH_DRIVERS:
+        return _tell_executors(course, stage, child)
     newest = _newest(pods)
     count = sum(pod.lost_before for pod in newest.values())
     if not child.replaces_pods or count <= stage.replaced_pods:
         return course, stage
-    lost = [pod for pod in pods if pod.index is not None and newest[pod.index] is not pod]
-    latest = sorted(lost, key=lambda pod: pod.created)[stage.replaced_pods - count :]
-    for pod in latest:
-        cause = first_cause(child.stage, child, [pod])
+    later = sorted((pod for pod in pods if pod.index is not None and pod.lost_before), key=lambda pod: pod.created)
+    for pod in later[stage.replaced_pods - count :]:
+        lost = _before(pod, pods)
+        cause = first_cause(child.stage, child, [lost]).message if lost else f"The pod of index {pod.index} is gone."
         message = (
-            f"Stage {stage.name}, attempt {stage.attempt}: {cause.message} {child.ref.kind} {child.ref.name} has "
-            f"created pod {newest[pod.index or 0].name} in its place; what is finished is kept."
+            f"Stage {stage.name}, attempt {stage.attempt}: {cause} {child.ref.kind} {child.ref.name} has "
+            f"created pod {pod.name} in its place; what is finished is kept."
         )
         course = course.tell("PodReplaced", message, warning=True)
     stage = stage.model_copy(update={"replaced_pods": count})
     return course.with_stage(stage), stage
+
+
+def _before(pod: PodView, pods: Sequence[PodView]) -> PodView | None:
+    """The pod in whose place `pod` was created; None if it was gone before anybody looked."""
+    same = (other for other in pods if other.index == pod.index and other.lost_before < pod.lost_before)
+    return max(same, key=lambda other: other.created, default=None)
+
+
+def _tell_executors(course: Course, stage: StageStatus, child: ChildView) -> tuple[Course, StageStatus]:
+    """Tell an event of the executors that a driver has replaced since the status was written."""
+    progress = course.observed.progress
+    count = 0 if progress is None or progress.replaced_pods is None else progress.replaced_pods
+    more = count - stage.replaced_pods
+    if more <= 0:
+        return course, stage
+    message = (
+        f"Stage {stage.name}, attempt {stage.attempt}: the driver of {child.ref.kind} {child.ref.name} has replaced "
+        f"{more} lost executor{'s' if more > 1 else ''}; what is finished is kept."
+    )
+    stage = stage.model_copy(update={"replaced_pods": count})
+    return course.tell("PodReplaced", message, warning=True).with_stage(stage), stage
 
 
 def _newest(pods: Sequence[PodView]) -> dict[int, PodView]:

@@ -29,6 +29,10 @@ PROGRESS_PORT = 8443
 HASH_ANNOTATION = "finetune.dev/config-sha256"
 ENDPOINT_ANNOTATION = "finetune.dev/endpoint-sha256"
 """On a Deployment of servers: digest of all that belongs to the endpoint, which was applied before it."""
+REVISION_ANNOTATION = "finetune.dev/revision-sha256"
+"""On a Deployment of servers: digest of what its pods are made of."""
+ROLLBACK_ANNOTATION = "finetune.dev/rollback"
+"""On a FineTuneJob, `FROM:TO`: as long as spec.endpoint asks for revision FROM, revision TO is served."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "finetune-operator"}
 """Label of every object that the operator makes."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from finetune_contract.choices import Device, Stage
 from finetune_operator.api.settings import Defaults
 from finetune_operator.api.types import FineTuneJobSpec
-from finetune_operator.planning.host_memory import GPU, inference_bytes, memory_request
+from finetune_operator.planning.gpu_nodes import gpu_resource
+from finetune_operator.planning.host_memory import inference_bytes, memory_request
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.pod_parts import Resources
@@ -73,7 +74,7 @@ def stage_resources(
 ) -> Resources:
     """Of one pod of `stage` (of one worker, for an MPIJob), with room on the node's disk where state lies in files."""
     if stage is Stage.SERVE and plan.servers is not None:
-        return Resources(plan.servers.requests, plan.servers.limits)
+        return Resources(plan.servers.requests, plan.servers.limits, plan.servers.ceilings)
     gpus, asked = stage_gpus(plan, spec, stage), spec.resources
     limits: dict[str, str] = {}
     if gpus == node_gpus(plan, spec):
@@ -82,7 +83,7 @@ def stage_resources(
     if offloads_to_files and plan.memory is not None:
         requests["ephemeral-storage"] = memory_request(plan.memory.disk_bytes)
     if gpus:
-        limits[GPU] = str(gpus)
+        limits[gpu_resource(spec, defaults)] = str(gpus)
     if stage is Stage.TRAIN:
         limits |= network_devices(spec, defaults)
     return Resources(requests, limits)

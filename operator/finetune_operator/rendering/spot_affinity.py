@@ -1,4 +1,5 @@
-"""Keeping pods on spot nodes: a required node affinity that holds beside whatever the user's own template asks for.
+"""Keeping pods on spot nodes and on those with the GPU that is asked for: a required node affinity that holds beside
+whatever the user's own template asks for.
 
 Required terms of node affinity are alternatives, and what stands in one term holds together. A term of ours beside the
 user's would therefore let pods on nodes that the user has ruled out: each of the user's is combined with each of ours.
@@ -33,6 +34,11 @@ def spot_tolerations(settings: Settings) -> tuple[Manifest, ...]:
 
 def only_on(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, str]]) -> Manifest:
     """`affinity`, but only to nodes that have all labels of one of `nodes`; none: as it is."""
+    return only_with(affinity, [{key: (value,) for key, value in labels.items()} for labels in nodes])
+
+
+def only_with(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, Sequence[str]]]) -> Manifest:
+    """`affinity`, but only to nodes that for one of `nodes` have each label with one of its values; none: as it is."""
     if not nodes:
         return dict(affinity)
     of_nodes = _object(affinity.get("nodeAffinity"))
@@ -46,9 +52,9 @@ def only_on(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, str]
     return {**affinity, "nodeAffinity": {**of_nodes, _REQUIRED: {**required, "nodeSelectorTerms": terms}}}
 
 
-def _both(term: Manifest, labels: Mapping[str, str]) -> Manifest:
+def _both(term: Manifest, labels: Mapping[str, Sequence[str]]) -> Manifest:
     given = term.get("matchExpressions")
-    ours: list[JsonValue] = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]
+    ours: list[JsonValue] = [{"key": key, "operator": "In", "values": list(values)} for key, values in labels.items()]
     return {**term, "matchExpressions": [*(given if isinstance(given, list) else ()), *ours]}
 
 

@@ -14,6 +14,7 @@ from finetune_contract.layout import (
     ENV_ATTEMPT,
     ENV_CACHE,
     ENV_CHECKPOINT_SECRET,
+    ENV_ENDPOINT_REVISION,
     ENV_GRACE_SECONDS,
     ENV_KUBEFLOW_CA,
     ENV_KUBEFLOW_TOKEN,
@@ -22,7 +23,7 @@ from finetune_contract.layout import (
     ENV_STACKS_SECONDS,
 )
 from finetune_operator.launchers.launcher_rows import launcher
-from finetune_operator.planning.host_memory import GPU
+from finetune_operator.planning.gpu_nodes import asked_labels, gpu_resource, gpu_taints
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.claims import Storage, storage
@@ -79,7 +80,6 @@ HOME = "/tmp/home"
 RENDEZVOUS_PORT = 29400
 JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"
 """Which the Job controller sets (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
-PRODUCT_LABEL = "nvidia.com/gpu.product"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class StagePods:
     def name(self) -> str:
         """Of the child, and of its ConfigMap."""
         if self.stage is Stage.SERVE:
-            return self.names.endpoint
+            return self.names.servers(self.attempt.number)
         return self.names.stage(self.attempt.stage, self.attempt.number)
 
     @property
@@ -179,9 +179,8 @@ class StagePods:
         """Whether the pods of an Indexed Job share the rows. The first one ends well once all rows are done, whoever
         did them.
         """
-        if self.stage is Stage.PREPARE:
-            return self.plan.trainer.preparation.engine == "job"
-        return self.stage is Stage.PREDICT and self.nodes > 1
+        by_job = self.plan.engine_of(self.stage) == "job"
+        return by_job and (self.stage is Stage.PREPARE or self.nodes > 1)
 
     @property
     def starter(self) -> Starter:
@@ -200,22 +199,25 @@ def stage_pod(pods: StagePods, role: Role = TRAINER) -> Pod:
     spec, settings, defaults = pods.context.spec, pods.context.settings, pods.context.settings.defaults
     folders, on_spot = storage(spec, pods.names, pods.stage), pods.attempt.capacity == "spot"
     gpus = stage_gpus(pods.plan, spec, pods.stage) if role.computes else 0
-    product = spec.resources.accelerator.product
-    template = spec.template
+    resource, template = gpu_resource(spec, defaults), spec.template
+    labels = asked_labels(spec, settings) if gpus else {}
+    # One value of one label is a selector, which people know better than an affinity.
+    only = {key: values[0] for key, values in labels.items()} if len(labels) == 1 == len(*labels.values()) else {}
     return Pod(
         labels=pods.labels,
         annotations={HASH_ANNOTATION: fingerprint(pods.files)},
         container=_container(pods, role, folders),
         volumes=_volumes(pods, folders),
         termination_grace_seconds=defaults.termination_grace_seconds,
-        node_selector={PRODUCT_LABEL: product} if gpus and product is not None else {},
+        node_selector=only,
         tolerations=(
-            *(({"key": GPU, "operator": "Exists"},) if gpus else ()),
+            *({"key": key, "operator": "Exists"} for key in gpu_taints(resource) if gpus),
             *(spot_tolerations(settings) if on_spot else ()),
             *template.tolerations,
         ),
         affinity=avoiding(pods.attempt.avoid_nodes),
         only_nodes=settings.spot.nodes if on_spot else (),
+        one_label={} if only else labels,
         image_pull_secrets=(*defaults.image_pull_secrets, *template.image_pull_secrets),
         service_account=template.service_account_name,
         priority_class=spec.run_policy.priority_class_name or defaults.priority_class_name,
@@ -285,6 +287,8 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
     variables |= {**_rendezvous(pods), **_progress(pods), **role.env}
     # Of the Job itself: another one has another uid, also when its name comes again.
     attempt = (EnvVar(ENV_ATTEMPT, PodLabel(JOB_UID_LABEL)),) if pods.starter == "index" else ()
+    if pods.stage is Stage.SERVE:
+        attempt = (EnvVar(ENV_ENDPOINT_REVISION, PodLabel(ATTEMPT_LABEL)),)
     return (*(EnvVar(name, value) for name, value in variables.items()), *attempt)
 
 

@@ -12,11 +12,13 @@ What is used, and so what the Roles in manifests/operator grant:
 | networking.k8s.io | networkpolicies | get create patch delete | jobs | before the first attempt, and beside servers |
 | apps | deployments | get list watch create patch delete | jobs | servers |
 | apps | replicasets | get | jobs | whether a pod is a server's |
+| serving.kserve.io | inferenceservices | get list watch create patch delete | jobs | servers by KServe |
 | autoscaling | horizontalpodautoscalers | get create patch delete | jobs | beside servers |
 | policy | poddisruptionbudgets | get create patch delete | jobs | beside servers |
 | "" | pods | list watch | jobs | reports, causes |
 | "" | pods/log | get | jobs | end of a failed pod's log |
 | "" | events | create | jobs | the story |
+| "" | nodes | list | cluster | GPUs, for plans of jobs with some (nodes.read) |
 | authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts (progress.tokens: review) |
 | none | /.well-known/openid-configuration /openid/v1/jwks | get | cluster | the same (progress.tokens: keys) |
 | coordination.k8s.io | leases | get create update | own | leadership (leader.py) |
@@ -44,14 +46,13 @@ from typing import Protocol
 from pydantic import JsonValue
 
 from finetune_operator.kubernetes_api.client import KubernetesClient, Request
-from finetune_operator.kubernetes_api.errors import AlreadyExistsError, ApiError, NotFoundError
+from finetune_operator.kubernetes_api.errors import AlreadyExistsError, ApiError
 from finetune_operator.kubernetes_api.resources import (
     EVENT,
     FINETUNE_JOB,
     LAUNCHER_RESOURCES,
     OPENID,
     POD,
-    Resource,
     resource_of,
 )
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
@@ -148,17 +149,6 @@ class Kube(KubernetesClient):
             if launcher in BUILT_IN or await self.serves(resource):
                 served.append(launcher)
         return tuple(served)
-
-    async def serves(self, resource: Resource) -> bool:
-        """Whether the API server has this kind."""
-        try:
-            found = await self.document(f"/apis/{resource.api_version}", f"{resource.plural}/discovery")
-        except NotFoundError:
-            return False
-        kinds = found.get("resources")
-        return isinstance(kinds, list) and any(
-            isinstance(each, dict) and each.get("name") == resource.plural for each in kinds
-        )
 
     async def token_issuer(self) -> tuple[Manifest, Manifest]:
         """Who signs the tokens of service accounts, as OpenID Connect's discovery tells it, and their public keys, a

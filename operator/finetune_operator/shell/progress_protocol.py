@@ -38,6 +38,7 @@ _EPOCH = ("epoch", "current_epoch")
 _LOSS = ("loss", "train_loss")
 _SAMPLES = ("rows_per_second", "samples_per_second", "train_samples_per_second")
 _TOKENS = ("tokens_per_second", "train_tokens_per_second")
+_REPLACED = ("replaced_pods",)
 
 
 _RATES = frozenset({*_SAMPLES, *_TOKENS})
@@ -104,6 +105,7 @@ def progress_of(told: KubeflowStatus, now: datetime) -> ProgressStatus:
         loss=_number(values, _LOSS),
         samples_per_second=_number(values, _SAMPLES, least=0.0),
         tokens_per_second=_number(values, _TOKENS, least=0.0),
+        replaced_pods=_steps(values, _REPLACED),
         remaining_seconds=None if remaining is None else float(min(remaining, _MOST_STEPS)),
         last_update_time=stamp(now),
     )

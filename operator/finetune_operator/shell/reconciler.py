@@ -40,12 +40,14 @@ from finetune_operator.kubernetes_api.resources import (
     CLAIM,
     DEPLOYMENT,
     FINETUNE_JOB,
+    INFERENCE_SERVICE,
     JOB,
     LAUNCHER_RESOURCES,
     POD,
     REPLICA_SET,
     resource_of,
 )
+from finetune_operator.reconcile.course import has_started
 from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
@@ -60,6 +62,7 @@ from finetune_operator.reconcile.reconcile_types import (
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
+from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.owners import controller_of
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.rates import Rate
@@ -93,7 +96,7 @@ TOLD = float("-inf")
 """In place of the time: the event was told."""
 TAKEN = 409
 """HTTP status of a create whose name is taken."""
-_STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT))
+_STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT, INFERENCE_SERVICE))
 
 
 @dataclass
@@ -120,9 +123,10 @@ class JobMemory:
 class Reconciler:
     """Looks at jobs, one pass at a time each."""
 
-    def __init__(self, state: OperatorState, discovery: Discovery, decide: Decide) -> None:
+    def __init__(self, state: OperatorState, discovery: Discovery, nodes: NodeReading, decide: Decide) -> None:
         self._state = state
         self._discovery = discovery
+        self._nodes = nodes
         self._decide = decide
         self._memories: dict[JobKey, JobMemory] = {}
         self._rests: asyncio.Queue[tuple[JobKey, Rest]] = asyncio.Queue()
@@ -207,8 +211,10 @@ class Reconciler:
         memory = self._memory(key, job.uid)
         await self._resolve_owners(job.id)
         self._tell_claims(key)
-        if job.job is not None and job.status.plan is None:
+        if job.job is not None and (job.status.plan is None or self._state.store.lacks_servers(key)):
             await self._discovery.refresh()
+        if job.job is not None and job.job.spec.resources.gpus_per_node != 0 and not has_started(job.status):
+            await self._nodes.refresh()
         await self._read_logs(key, memory)
         await self._break_silence(key, memory)
         # Read without awaiting in between: a view and the version that belongs to it.
@@ -250,9 +256,22 @@ class Reconciler:
             try:
                 resource = REPLICA_SET if owner.kind == REPLICA_SET.kind else JOB
                 found = await self._state.kube.get(resource, namespace, owner.name)
+                if resource is REPLICA_SET:
+                    await self._learn_deployment(namespace, found)
             except NotFoundError:
                 found = None
             self._state.store.resolve(job, owner, found)
+
+    async def _learn_deployment(self, namespace: str, replica_set: Manifest) -> None:
+        """Read the Deployment of a ReplicaSet where it is not known. KServe makes it, so that its pods may be told of
+        first. NotFoundError.
+        """
+        metadata = replica_set.get("metadata")
+        owner = controller_of(metadata) if isinstance(metadata, dict) else None
+        if owner is None or owner.kind != DEPLOYMENT.kind:
+            return
+        if self._state.store.get(DEPLOYMENT.kind, namespace, owner.name) is None:
+            self._state.store.put(await self._state.kube.get(DEPLOYMENT, namespace, owner.name))
 
     def _tell_claims(self, key: JobKey) -> None:
         """Have those told that label an object as a job's which is not: by an event of that object, not of the job."""
@@ -275,12 +294,14 @@ class Reconciler:
         return Observed(
             children=self._state.store.children(job.id),
             pods=self._state.store.pods(job.id),
-            endpoint=self._state.store.endpoint(job.id),
+            endpoints=self._state.store.endpoints(job.id),
+            kserve=self._discovery.kserve,
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
+            nodes=self._nodes.answer,
             refusals=memory.refusals,
             moved=None if attempt is None else book.moved(*attempt),
             heard_since=self._state.heard_since(),
@@ -376,6 +397,7 @@ class Reconciler:
         try:
             made = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
+            self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
         log.info("%s/%s: applied %s %s", job.namespace, job.name, ref.kind, ref.name)
         if ref.kind in _STORED_KINDS:

@@ -29,6 +29,7 @@ from finetune_operator.shell.endpoints import HTTP_PORT
 from finetune_operator.shell.following import Followers
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import Leader
+from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.progress_server import PORT
 from finetune_operator.shell.queue import WorkQueue
@@ -50,7 +51,7 @@ STATUS_WRITERS = 4
 """Fewer than workers: under load, what jobs need to run comes before words about them."""
 SPARE_CONNECTIONS = 8
 """Beside one for each worker: for lists, the Lease, tokens, events."""
-FOLLOWED_KINDS = 6
+FOLLOWED_KINDS = 8
 """At most; each has a connection for each namespace that is followed."""
 
 
@@ -95,7 +96,7 @@ class Operator:
             measurements=measurements,
         )
         self._syncer = Syncer(self.state, discovery)
-        self._reconciler = Reconciler(self.state, discovery, decide)
+        self._reconciler = Reconciler(self.state, discovery, NodeReading(kube, options.settings.nodes.read), decide)
         self._leader: Leader | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._others: list[asyncio.Task[None]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import pytest
 from huggingface_hub import InferenceClient
 
-from box_support.asking import BACK_OFF, Answers, Client
+from box_support.asking import BACK_OFF, MANY_SECONDS, Answers, Client
 from box_support.box import Box
 from box_support.faults import kill_pod
 from box_support.team import INPUTS, Team, stage_of, tiny_spec
 from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.control_plane import ROOT
 from finetune_contract.layout import JobPaths
+from finetune_operator.api.types import API_VERSION, PLURAL
 from finetune_operator.reconcile.status_times import moment
-from finetune_operator.rendering.endpoint_objects import KINDS
+from finetune_operator.rendering.endpoint_objects import KINDS, REVISION_KINDS
+from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 APPS = "apps/v1"
 PLURALS = {
@@ -58,10 +61,14 @@ class Served:
     def url(self) -> str:
         return url_of(self.team, self.name)
 
-    def deployment(self) -> Object:
-        found = self.team.box.api.get(path_of(APPS, "deployments", self.team.namespace, f"{self.name}-endpoint"))
-        assert found is not None
-        return dict(found)
+    def deployment(self, revision: int) -> Object:
+        name = f"{self.name}-endpoint-{revision}"
+        found = self.team.box.api.get(path_of(APPS, "deployments", self.team.namespace, name))
+        return dict(found or {})
+
+    def revisions(self) -> Object:
+        """What the status tells of revisions."""
+        return dict(self.team.status(self.name)["endpoint"])
 
     def pods(self) -> set[str]:
         """Names of servers that are ready and stay."""
@@ -72,23 +79,28 @@ class Served:
             and any(one["ready"] for one in pod["status"].get("containerStatuses", []))
         }
 
-    def change(self, **endpoint: Any) -> None:
-        """Edit the endpoint, and wait until all of its servers are as it says and others are gone."""
-        before = self.deployment()["metadata"]["generation"]
-        self.team.patch(self.name, {"endpoint": endpoint})
+    def change(self, revision: int, servers: int, **endpoint: Any) -> None:
+        """Edit the endpoint, and wait until that revision serves with so many servers and others are gone."""
+        if endpoint:
+            self.team.patch(self.name, {"endpoint": endpoint})
 
         def rolled() -> bool:
-            found = self.deployment()
-            wanted, status = found["spec"]["replicas"], found.get("status", {})
+            found = self.deployment(revision)
+            status = found.get("status", {})
             return (
-                found["metadata"]["generation"] > before
+                self.revisions()["revision"] == revision
                 and status.get("observedGeneration") == found["metadata"]["generation"]
-                and status.get("updatedReplicas") == status.get("availableReplicas") == wanted
-                and status.get("replicas") == wanted
-                and len(self.team.pods(self.name, "serve")) == wanted
+                and status.get("updatedReplicas") == status.get("availableReplicas") == servers
+                and status.get("replicas") == servers
+                and len(self.team.pods(self.name, "serve")) == servers
             )
 
-        wait_until(rolled, f"{self.name}: the servers follow {endpoint}", 600, lambda: self.team.tell(self.name))
+        wait_until(rolled, f"{self.name}: revision {revision} serves", 600, lambda: self.team.tell(self.name))
+
+    def roll_back(self, request: str) -> None:
+        """Annotate the job as `finetune rollback` does."""
+        path = path_of(API_VERSION, PLURAL, self.team.namespace, self.name)
+        self.team.box.api.patch(path, {"metadata": {"annotations": {ROLLBACK_ANNOTATION: request}}})
 
 
 def url_of(team: Team, job: str) -> str:
@@ -98,12 +110,14 @@ def url_of(team: Team, job: str) -> str:
     return f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
 
 
-def of_endpoint(team: Team, job: str) -> set[str]:
-    """Kinds of the objects that the job's endpoint has."""
+def of_endpoint(team: Team, job: str, revision: int = 1) -> set[str]:
+    """Kinds of the objects that the job's endpoint has, with that revision of its servers."""
+    shared = f"{job}-endpoint"
+    names = {kind: f"{shared}-{revision}" if (version, kind) in REVISION_KINDS else shared for version, kind in KINDS}
     return {
         kind
         for version, kind in KINDS
-        if team.box.api.get(path_of(version, PLURALS[kind], team.namespace, f"{job}-endpoint")) is not None
+        if team.box.api.get(path_of(version, PLURALS[kind], team.namespace, names[kind])) is not None
     }
 
 
@@ -161,32 +175,46 @@ def condition(status: Object, kind: str) -> Object:
 
 @dataclass(frozen=True)
 class Changed:
-    """The endpoint after it was scaled and rolled under requests."""
+    """The endpoint after it was scaled, rolled out and rolled back under requests."""
 
     answers: Answers
     before: set[str]
     scaled: set[str]
     rolled: set[str]
+    rolled_at: float
+    """When the second revision served alone, on the monotonic clock."""
+    back_asked_at: float
+    """When the rollback was asked for."""
+    back_at: float
+    """When the revision of the rollback served alone."""
+    history: list[tuple[int, str, str]]
+    """Number, state and reason of each revision then."""
 
 
 @pytest.fixture(scope="module")
 def changed(served: Served) -> Changed:
     before = served.pods()
-    with Client(served.url).asking(TEXTS[0]) as answers:
+    with Client(served.url).asking(TEXTS[0], each_seconds=MANY_SECONDS) as answers:
         asked(answers, LEAST_ASKED)
-        served.change(replicas=2)
+        served.change(1, 2, replicas=2)
         scaled = served.pods()
         asked(answers, LEAST_ASKED)
-        served.change(maxQueue=200)
-        rolled = served.pods()
+        served.change(2, 2, maxQueue=200)
+        rolled, rolled_at = served.pods(), time.monotonic()
         asked(answers, LEAST_ASKED)
-    return Changed(answers, before, scaled, rolled)
+        back_asked_at = time.monotonic()
+        served.roll_back("2:1")
+        served.change(3, 2)
+        back_at = time.monotonic()
+        asked(answers, LEAST_ASKED)
+    history = [(one["number"], one["state"], one.get("reason", "")) for one in served.revisions()["revisions"]]
+    return Changed(answers, before, scaled, rolled, rolled_at, back_asked_at, back_at, history)
 
 
 @pytest.fixture(scope="module")
 def killed(served: Served, changed: Changed) -> Answers:
     """Of clients that try again while one of two servers is killed and starts again."""
-    pod = min(changed.rolled)
+    pod = min(served.pods())
     with Client(served.url).asking(TEXTS[0], BACK_OFF) as answers:
         asked(answers, LEAST_ASKED)
         kill_pod(served.team, pod)
@@ -201,9 +229,9 @@ def killed(served: Served, changed: Changed) -> Answers:
 
 
 def asked(answers: Answers, more: int) -> None:
-    """Wait until that many more requests were sent."""
-    until = answers.sent + more
-    wait_until(lambda: answers.sent >= until, f"{more} more requests are sent")
+    """Wait until that many more requests have come to their end."""
+    until = answers.over + more
+    wait_until(lambda: answers.over >= until, f"{more} more requests are answered or given up")
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +241,7 @@ def guarded(served: Served, killed: Answers) -> dict[str, int | str]:
     team.apply_manifest(
         {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret}, "stringData": {"token": TOKEN}}
     )
-    served.change(token={"name": secret, "key": "token"})
+    served.change(4, 2, token={"name": secret, "key": "token"})
     body = {"inputs": TEXTS[0]}
     return {
         "without": Client(served.url).post("/", body).status_code,
@@ -230,7 +258,7 @@ def removed(served: Served, guarded: dict[str, int | str]) -> Object:
     team = served.team
     team.patch(served.name, {"endpoint": None})
     status = team.succeeds(served.name)
-    wait_until(lambda: of_endpoint(team, served.name) == set(), "nothing of the endpoint is left", 120)
+    wait_until(lambda: of_endpoint(team, served.name, 4) == set(), "nothing of the endpoint is left", 120)
     wait_until(lambda: team.pods(served.name, "serve") == [], "the servers are gone", 300)
     return status
 
@@ -259,19 +287,35 @@ def test_clients_get_the_labels_that_transformers_gives(served: Served) -> None:
     assert [max(json.loads(row).values()) for row in served.by_protocol[1]] == pytest.approx(scores, abs=1e-4)
 
 
-def test_no_request_fails_while_servers_are_added_and_replaced(
+def test_no_request_fails_while_revisions_are_rolled_out_and_back(
     served: Served, changed: Changed, record_testsuite_property: Any
 ) -> None:
     answers = changed.answers
-    record_testsuite_property("endpoint requests during changes", f"{answers.sent} sent, {len(answers.failed)} failed")
+    told = ", ".join(f"{len(by)} by revision {number}" for number, by in by_revision(answers).items())
+    record_testsuite_property("endpoint requests during rollouts", f"{told}, {len(answers.failed)} failed")
     assert len(changed.before) == 1
     assert len(changed.scaled) == 2
     assert changed.before < changed.scaled
     assert len(changed.rolled) == 2
     assert not changed.rolled & changed.scaled
     assert answers.failed == []
-    assert answers.sent >= 3 * LEAST_ASKED
+    assert answers.sent >= 4 * LEAST_ASKED
     assert answers.labels == {served.expected[0][0]: answers.sent}
+
+
+def by_revision(answers: Answers) -> dict[int, list[float]]:
+    """When the requests that each revision answered began."""
+    return {
+        number: [began for began, by in answers.revisions if by == number]
+        for number in sorted({by for _, by in answers.revisions})
+    }
+
+
+def test_only_the_revision_that_serves_answers_once_it_has_taken_over(changed: Changed) -> None:
+    after = {by for began, by in changed.answers.revisions if changed.rolled_at <= began < changed.back_asked_at}
+    assert after == {2}
+    assert {by for began, by in changed.answers.revisions if began >= changed.back_at} == {3}
+    assert changed.history == [(1, "Ended", "Superseded"), (2, "Ended", "RolledBack"), (3, "Serving", "")]
 
 
 def test_clients_that_try_again_see_nothing_of_a_server_that_is_killed(

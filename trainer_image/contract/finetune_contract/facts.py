@@ -125,6 +125,8 @@ class DeviceFacts(Message):
     """Memory of one device in bytes."""
     bf16: bool = True
     """Whether the device computes in bf16 natively."""
+    capability: str | None = Field(default=None, exclude_if=lambda capability: capability is None)
+    """CUDA compute capability, e.g. `8.0`; None: nobody has said, or it is no GPU of NVIDIA's."""
 
 
 class HardwareFacts(Message):

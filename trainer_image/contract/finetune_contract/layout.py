@@ -38,6 +38,8 @@ SERVE_PORT = 8080
 """Where a server of the model listens in its pod."""
 ENV_SERVE_TOKEN = "FINETUNE_SERVE_TOKEN"
 """Bearer token that requests to a server of the model must carry, of a Secret that the job names; unset: none."""
+ENV_ENDPOINT_REVISION = "FINETUNE_ENDPOINT_REVISION"
+"""Number of the endpoint's revision that a server belongs to, which it sends with each answer; unset: it has none."""
 MPI_HOSTFILE = "/etc/mpi/hostfile"
 SSH_PORT = 2222
 """Where the MPI workers' sshd listens: a process that is not root cannot have 22."""

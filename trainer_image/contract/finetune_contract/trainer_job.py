@@ -395,7 +395,9 @@ class Prediction(Order):
     id_column: Annotated[str | None, Field(exclude_if=lambda column: column is None)] = None
     """Input column that identifies a row, written as `id`."""
     workers: Annotated[int, Field(ge=1, exclude_if=lambda workers: workers == 1)] = 1
-    """Pods of an Indexed Job that answer the rows together; 1: one process."""
+    """Processes that answer the rows together; 1: one process."""
+    engine: Annotated[Literal["job", "spark"], Field(exclude_if=lambda engine: engine == "job")] = "job"
+    """What the workers are: pods of an Indexed Job, or Spark's driver and its executors."""
     max_bad_rows: int = Field(default=0, ge=0)
     """Rows that cannot be read or answered before the stage fails."""
     max_bad_share: float = Field(default=0.0, ge=0, le=1)
@@ -407,8 +409,10 @@ class Prediction(Order):
     optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
     tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
     """Share of rows whose labels have to be those of the plain model; None: rungs whose labels can differ are only
-    taken by name.
+    taken by name, or by `metric_tolerance`.
     """
+    metric_tolerance: Annotated[float | None, Field(ge=0, le=1, exclude_if=lambda most: most is None)] = None
+    """Most by which a metric may be worse than the plain model's, on labelled rows of the prepared data."""
 
 
 class Serving(Order):

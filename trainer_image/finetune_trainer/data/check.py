@@ -23,7 +23,6 @@ from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
 from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.prepare import Part, parts_of, predict_part, set_aside
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.metric_names import refuse_unknown_metrics
@@ -224,7 +223,7 @@ def _check_labels(
 def _described(
     task: TaskModule, part: Part, role: Role, split: RawSplit, labels: Mapping[str, int], model: _Model | None
 ) -> CheckedSplit:
-    table = arrow_table(split.rows)
+    table = split.table
     words, characters = {}, {}
     for name in dict.fromkeys(task.inputs(part.columns).values()):
         texts = [_texts(value) for value in table[name].to_pylist()] if _has_text(table[name].type) else []

@@ -59,8 +59,8 @@ class PreparedInputs(Message):
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """Features that lie together, as views of their file."""
+class FeatureBatch:
+    """Features that lie together, in memory or as views of their file."""
 
     lists: dict[str, tuple[NDArray[np.int32], NDArray[np.int32]]]
     """Column of lists -> all its values, and where each feature starts in them, with the end behind the last one."""
@@ -68,7 +68,7 @@ class _Batch:
     """Column of numbers -> its values."""
 
     @classmethod
-    def of(cls, batch: pa.RecordBatch) -> _Batch:
+    def of(cls, batch: pa.RecordBatch) -> FeatureBatch:
         """Copies nothing."""
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         lists = {name: column for name, column in columns.items() if pa.types.is_list(column.type)}
@@ -85,25 +85,37 @@ class _Batch:
         numbers = {name: values[at].item() for name, values in self.numbers.items() if name not in (ROW, POSITION)}
         return feature | numbers
 
+    def part(self, start: int, stop: int, row: int) -> FeatureBatch:
+        """Some of the features, as those of the row with that number alone."""
+        at = np.full(stop - start, row, np.int64)
+        numbers = {name: values[start:stop] for name, values in self.numbers.items()}
+        lists = {name: (values, starts[start : stop + 1]) for name, (values, starts) in self.lists.items()}
+        return FeatureBatch(lists, {**numbers, POSITION: at, ROW: at})
+
+    def head(self, count: int) -> FeatureBatch:
+        """The first features, or all."""
+        lists = {name: (values, starts[: count + 1]) for name, (values, starts) in self.lists.items()}
+        return FeatureBatch(lists, {name: values[:count] for name, values in self.numbers.items()})
+
 
 @dataclass(frozen=True)
-class _Features:
+class FeatureSet:
     """All features of one role."""
 
-    batches: tuple[_Batch, ...]
+    batches: tuple[FeatureBatch, ...]
     first: NDArray[np.int64]
     """Index of the first feature of each batch, with the end behind the last one."""
 
     @classmethod
-    def of(cls, parts: Iterable[pa.RecordBatch]) -> _Features:
+    def of(cls, parts: Iterable[FeatureBatch]) -> FeatureSet:
         """Those of the parts, in their order."""
-        found = tuple(map(_Batch.of, parts))
+        found = tuple(parts)
         return cls(found, np.cumsum([0, *(len(each.numbers[POSITION]) for each in found)], dtype=np.int64))
 
     def __len__(self) -> int:
         return int(self.first[-1])
 
-    def place(self, at: int) -> tuple[_Batch, int]:
+    def place(self, at: int) -> tuple[FeatureBatch, int]:
         """The batch that a feature is in, and where in it."""
         number = int(np.searchsorted(self.first, at, "right")) - 1
         return self.batches[number], at - int(self.first[number])
@@ -129,10 +141,12 @@ class PreparedData:
     """Role of a split -> role of a column that was encoded -> its name in the data."""
     shards: Mapping[str, int]
     """Role of a split -> files of its features."""
-    _read: dict[str, _Features] = field(default_factory=dict, repr=False, compare=False)
+    _read: dict[str, FeatureSet] = field(default_factory=dict, repr=False, compare=False)
     """Roles mapped so far: training asks for rows at every micro-batch."""
     _raw: dict[str, datasets.Dataset] = field(default_factory=dict, repr=False, compare=False)
     """The same of raw rows, which predictions ask for by chunks."""
+    _tables: dict[str, pa.Table] = field(default_factory=dict, repr=False, compare=False)
+    """Raw rows that are in no file."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process maps the files by itself; views would go there as copies of all rows."""
@@ -161,16 +175,15 @@ class PreparedData:
     def in_memory(
         cls,
         role: str,
-        features: pa.Table,
-        raw: datasets.Dataset,
+        features: FeatureSet,
+        raw: pa.Table,
         facts: DataFacts,
         pad_token_id: int,
         task: Task,
         inputs: Mapping[str, str],
     ) -> PreparedData:
         """Features of one role and their rows, which are in no file; `inputs` as the role's of the class."""
-        found = _Features.of(features.combine_chunks().to_batches())
-        return cls(Path(), facts, pad_token_id, task, {role: inputs}, {}, {role: found}, {role: raw})
+        return cls(Path(), facts, pad_token_id, task, {role: inputs}, {}, {role: features}, _tables={role: raw})
 
     def split(self, role: str) -> datasets.Dataset:
         """All columns: what `collate` takes, `row` and `position`."""
@@ -184,6 +197,8 @@ class PreparedData:
 
     def raw(self, role: str) -> datasets.Dataset:
         """The inputs and what predictions copy, one row for each of the role's rows; not kept for train."""
+        if role not in self._raw and role in self._tables:
+            self._raw[role] = dataset_of(self._tables[role])
         if role not in self._raw:
             file = self.folder / raw_name(role)
             try:
@@ -191,6 +206,16 @@ class PreparedData:
             except (pa.ArrowInvalid, OSError) as error:
                 raise _damaged(file, error) from error
         return self._raw[role]
+
+    def raw_values(self, role: str, name: str, rows: range) -> list[Any]:
+        """One column of some neighbouring raw rows. A `Dataset` takes longer than a small model takes for a row, so
+        none is made of a table.
+        """
+        table = self._tables.get(role)
+        if table is None:
+            return list(self.raw(role).select(rows)[name])
+        values: list[Any] = table[name].slice(rows.start, len(rows)).to_pylist()
+        return values
 
     def lengths(self, role: str) -> NDArray[np.int64]:
         """Tokens of each feature."""
@@ -201,11 +226,11 @@ class PreparedData:
         features = self._features(role)
         return [batch.feature(at) for batch, at in map(features.place, wanted)]
 
-    def _features(self, role: str) -> _Features:
+    def _features(self, role: str) -> FeatureSet:
         if role not in self._read:
             files = self._files(role)
             try:
-                found = _Features.of(batch for file in files for batch in batches(file))
+                found = FeatureSet.of(FeatureBatch.of(batch) for file in files for batch in batches(file))
             except (pa.ArrowInvalid, OSError) as error:
                 raise _damaged(files[0], error) from error
             if len(found) != self.facts.splits[role].rows:
@@ -226,7 +251,7 @@ class PreparedSplit:
     role: str
     position: NDArray[np.int64]
     """Index of each feature's row among the rows of this split; neighbours are of one row or of the next."""
-    _features: _Features = field(repr=False)
+    _features: FeatureSet = field(repr=False)
 
     @property
     def facts(self) -> DataFacts:
@@ -277,6 +302,22 @@ class PreparedSplit:
     def raw(self) -> datasets.Dataset:
         """The rows themselves, see `PreparedData.raw`."""
         return self.data.raw(self.role)
+
+    def raw_values(self, name: str, rows: slice) -> list[Any]:
+        """One column of some neighbouring rows."""
+        return self.data.raw_values(self.role, name, range(*rows.indices(self.rows)))
+
+    def head(self, rows: int) -> PreparedSplit:
+        """Return the first rows alone."""
+        left, parts = int(np.searchsorted(self.position, rows)), []
+        for batch in self._features.batches:
+            if left > 0:
+                parts.append(batch.head(left))
+            left -= len(batch.numbers[POSITION])
+        raw = arrow_table(self.raw().select(range(min(rows, self.rows))))
+        data, features = self.data, FeatureSet.of(parts)
+        inputs = (data.facts, data.pad_token_id, data.task, self.inputs)
+        return PreparedData.in_memory(self.role, features, raw, *inputs).of(self.role)
 
 
 def arrow_table(rows: datasets.Dataset) -> pa.Table:

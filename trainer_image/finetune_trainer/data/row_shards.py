@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from finetune_contract.layout import FailureClass
-from finetune_trainer.data.prepared import PreparedSplit, arrow_table, dataset_of
+from finetune_trainer.data.prepared import PreparedSplit, arrow_table
 from finetune_trainer.data.readers import (
     ReadRow,
     Rejected,
@@ -92,7 +92,7 @@ class ShardRows:
     def checked(self, chosen: Sequence[int], check: Callable[[RawSplit], None]) -> pa.Table:
         """Wanted columns of some of the readable rows. StageError DATA when `check` does not take them."""
         table = self.table_of(chosen)
-        check(RawSplit("", "", dataset_of(table), one_row=len(chosen) == 1))
+        check(RawSplit("", "", table, one_row=len(chosen) == 1))
         return table
 
 

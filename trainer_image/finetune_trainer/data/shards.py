@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from finetune_contract.facts import SplitFacts
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.packing import packed
-from finetune_trainer.data.prepared import POSITION, ROW, shard_name
+from finetune_trainer.data.prepared import POSITION, ROW, FeatureBatch, FeatureSet, shard_name
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.tasks.task_protocol import Coding, Encoded, TaskModule
@@ -164,26 +164,19 @@ class Encoder:
             partial.unlink(missing_ok=True)
         return facts
 
-    def features(self, rows: pa.Table, inputs: Mapping[str, str]) -> tuple[pa.Table, int]:
+    def features(self, rows: pa.Table, inputs: Mapping[str, str]) -> tuple[FeatureSet, int]:
         """Features of rows without targets, and how many of the rows have lost text."""
         index = np.arange(len(rows))
         parts = [
-            self._encoded(part, inputs, None, index[start : start + len(part)], start)
+            (self._encoded(part, inputs, None), index[start : start + len(part)], start)
             for start, part in _bounded(0, rows)
         ]
-        return pa.concat_tables([table for table, _ in parts]), sum(encoded.truncated for _, encoded in parts)
+        found = FeatureSet.of(_batch(*part) for part in parts)
+        return found, sum(encoded.truncated for encoded, _, _ in parts)
 
-    def _encoded(
-        self,
-        rows: pa.Table,
-        inputs: Mapping[str, str],
-        targets: NDArray[Any] | None,
-        index: NDArray[np.int64],
-        before: int,
-    ) -> tuple[pa.Table, Encoded]:
+    def _encoded(self, rows: pa.Table, inputs: Mapping[str, str], targets: NDArray[Any] | None) -> Encoded:
         given = {role: rows[name].to_pylist() for role, name in inputs.items()}
-        encoded = self.task.encode(given, targets, self.coding)
-        return _table(encoded, index, before), encoded
+        return self.task.encode(given, targets, self.coding)
 
     def _tables(self, shard: Shard, facts: ShardFacts, progressed: Callable[[int], None]) -> Iterator[pa.Table]:
         """The chunks in the order of the rows; adds to `facts`."""
@@ -191,7 +184,8 @@ class Encoder:
             stop = start + len(chunk)
             targets = None if shard.rows.targets is None else shard.rows.targets[start:stop]
             index = shard.rows.index[start:stop]
-            table, encoded = self._encoded(chunk, shard.inputs, targets, index, shard.first + start)
+            encoded = self._encoded(chunk, shard.inputs, targets)
+            table = _table(encoded, _batch(encoded, index, shard.first + start))
             features = len(table)
             if self.packing and shard.role == "train":
                 table = packed(table, self.task.packed, self.coding.max_length)
@@ -219,24 +213,36 @@ def _bounded(start: int, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
     yield from _bounded(start + half, table.slice(half))
 
 
-def _table(encoded: Encoded, index: NDArray[np.int64], before: int) -> pa.Table:
+def _batch(encoded: Encoded, index: NDArray[np.int64], before: int) -> FeatureBatch:
     """Features of rows that are at `index` in the raw split, which `before` others of their role came before."""
-    columns = {name: _array(values) for name, values in encoded.features.items()}
+    lists, numbers = {}, {}
+    for name, values in encoded.features.items():
+        if isinstance(values[0], Sequence):
+            lists[name] = _flat(values)
+        else:
+            numbers[name] = np.array(values, np.float64 if isinstance(values[0], float) else np.int64)
     of = np.arange(len(index)) if encoded.rows is None else np.asarray(encoded.rows, np.int64)
-    return pa.table({**columns, POSITION: pa.array(of + before), ROW: pa.array(index[of])})
+    return FeatureBatch(lists, {**numbers, POSITION: of + before, ROW: index[of]})
 
 
-def _array(values: Sequence[Any]) -> pa.Array:
-    if isinstance(values[0], Sequence):
-        return _list_array(values)
-    return pa.array(values, pa.float64() if isinstance(values[0], float) else pa.int64())
-
-
-def _list_array(values: Sequence[Sequence[int]]) -> pa.Array:
-    """Rows of token ids as one list<int32>; ten times faster than letting Arrow look at every Python int."""
+def _flat(values: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """All values of lists of token ids, and where each list starts; ten times faster than letting Arrow look at every
+    Python int.
+    """
     offsets = np.cumsum([0, *(len(each) for each in values)], dtype=np.int64)
-    flat = np.fromiter(chain.from_iterable(values), np.int32, count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
+    return np.fromiter(chain.from_iterable(values), np.int32, count=int(offsets[-1])), offsets.astype(np.int32)
+
+
+def _table(encoded: Encoded, batch: FeatureBatch) -> pa.Table:
+    """The features as a file has them."""
+    columns = {}
+    for name in (*encoded.features, POSITION, ROW):
+        if name in batch.lists:
+            values, starts = batch.lists[name]
+            columns[name] = pa.ListArray.from_arrays(pa.array(starts), pa.array(values))
+        else:
+            columns[name] = pa.array(batch.numbers[name])
+    return pa.table(columns)
 
 
 # -------------------------------------------------------------------------------------------------------- all shards

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import DataSource
+from finetune_trainer.data.prepared import arrow_table, dataset_of
 from finetune_trainer.data.readers import ENDINGS, SUFFIXES, format_of, read
 from finetune_trainer.data.spool import Spool
 from finetune_trainer.failures import StageError
@@ -54,7 +55,8 @@ class RawSplit:
     """The split as the user or its file calls it."""
     origin: str
     """Where it came from, for errors."""
-    rows: datasets.Dataset
+    source: datasets.Dataset | pa.Table
+    """A table stays one: a `Dataset` takes longer to make than a small model takes for a row."""
     notes: tuple[str, ...] = ()
     """Sentences for people on how its files were read."""
     partial: bool = False
@@ -63,6 +65,16 @@ class RawSplit:
     """All its columns."""
     one_row: bool = False
     """Whether it is a row by itself, whose place others tell."""
+
+    @cached_property
+    def rows(self) -> datasets.Dataset:
+        """The rows with what a `Dataset` knows of their columns."""
+        return dataset_of(self.source) if isinstance(self.source, pa.Table) else self.source
+
+    @property
+    def table(self) -> pa.Table:
+        """The rows as Arrow has them; not kept, as a selection of rows would be a copy of them."""
+        return self.source if isinstance(self.source, pa.Table) else arrow_table(self.source)
 
 
 class SplitSource(Protocol):

@@ -11,15 +11,12 @@ never through the job's folder.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from finetune_contract.layout import FailureClass
 from finetune_trainer.data.orders import (
     RowFolder,
     read_recipe_text,
@@ -31,9 +28,7 @@ from finetune_trainer.data.orders import (
 )
 from finetune_trainer.data.shards import Encoder, Recipe, Shard, ShardFacts
 from finetune_trainer.failures import StageError
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from finetune_trainer.spark_session import Asked, spark_session
 
 _COLUMNS = "number long, value binary"
 
@@ -51,9 +46,15 @@ def write_by_spark(
     A session that runs already, of a notebook or a larger program, is used and left running. StageError CONFIG
     `SparkMissing` without pyspark or Java; those of the task as they are.
     """
-    session, started = _session(partitions)
-    try:
-        kept = RowFolder(scratch)
+    kept = RowFolder(scratch)
+    asked = Asked(
+        "finetune-prepare",
+        "preparation.engine",
+        "set preparation.engine to auto",
+        f"local[{partitions}]",
+        {"spark.sql.execution.arrow.maxRecordsPerBatch": "1"},
+    )
+    with spark_session(asked) as session:
         orders = [(number, shard_text(shard, kept)) for number, shard in enumerate(shards)]
         cut = [orders[start::partitions] for start in range(partitions)]
         rows = session.sparkContext.parallelize(cut, partitions).flatMap(lambda part: part)
@@ -61,9 +62,6 @@ def write_by_spark(
             _Writer(folder, scratch, recipe_text(recipe)), _COLUMNS
         )
         found = {row["number"]: read_result_text(bytes(row["value"])) for row in written.collect()}
-    finally:
-        if started:
-            session.stop()
     for number, shard in enumerate(shards):
         result = found[number]
         if isinstance(result, StageError):
@@ -101,47 +99,3 @@ class _Writer:
 def _encoder(recipe: bytes) -> Encoder:
     """Spark keeps its Python processes from task to task."""
     return read_recipe_text(recipe).encoder()
-
-
-def _session(partitions: int) -> tuple[SparkSession, bool]:
-    """Return the session that runs, or a new one, and whether it is new."""
-    try:
-        from pyspark import SparkConf
-        from pyspark.errors import PySparkRuntimeError
-        from pyspark.sql import SparkSession
-    except ImportError as error:
-        raise _missing("pyspark is not installed") from error
-    running = SparkSession.getActiveSession()
-    if running is not None:
-        return running, False
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    try:
-        settings = SparkConf()
-        for name, value in _settings(settings, partitions).items():
-            settings = settings.set(name, value)
-        return SparkSession.builder.config(conf=settings).getOrCreate(), True
-    except PySparkRuntimeError as error:
-        raise _missing(f"Spark does not start ({error}); it needs Java 17 or newer") from error
-
-
-def _settings(given: Any, partitions: int) -> dict[str, str]:
-    """Ours, beside those of spark-submit: with a master of its own Spark runs where it was submitted."""
-    ours = {"spark.app.name": "finetune-prepare", "spark.sql.execution.arrow.maxRecordsPerBatch": "1"}
-    if given.contains("spark.master"):
-        return ours
-    here = {
-        "spark.master": f"local[{partitions}]",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.ui.enabled": "false",
-    }
-    return {**ours, **here}
-
-
-def _missing(what: str) -> StageError:
-    return StageError(
-        FailureClass.CONFIG,
-        "SparkMissing",
-        f"preparation.engine is 'spark', and {what}.",
-        "Install finetune-trainer[spark] and Java where the stage runs, or set preparation.engine to auto.",
-    )

@@ -19,7 +19,7 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.batches import inference_batches
-from finetune_trainer.data.prepared import PreparedData, PreparedSplit, dataset_of
+from finetune_trainer.data.prepared import FeatureSet, PreparedData, PreparedSplit
 from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardKey, ShardRows, most_of
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
@@ -73,6 +73,8 @@ class Answerer:
     asked: Asked
     forward: ForwardPass | None = None
     """What computes in the model's place."""
+    settled: bool = False
+    """Whether the model is on its device and in evaluation mode for good."""
 
     def answers(self, shard: RowShard, rows: ShardRows, progress: ProgressSink) -> ShardAnswers:
         """Predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` when the rows
@@ -82,7 +84,7 @@ class Answerer:
 
         inputs = self.encoder.task.inputs(self.asked.columns)
 
-        def encoded_of(chosen: Sequence[int]) -> tuple[pa.Table, pa.Table, int]:
+        def encoded_of(chosen: Sequence[int]) -> tuple[pa.Table, FeatureSet, int]:
             table = rows.checked(chosen, self._check)
             features, truncated = self.encoder.features(table, inputs)
             return table, features, truncated
@@ -93,13 +95,13 @@ class Answerer:
         if found is None:
             return ShardAnswers(pa.table({}), every, 0)
         table, features, truncated = found
-        answered = self._predicted(shard.key, table, features, inputs, progress)
+        answered = self.predicted(shard.key, self.split(table, features, inputs), progress)
         numbers = pa.array(rows.numbers[np.asarray(kept)])
         copies = {name: table[column] for name, column in self.asked.copies.items() if column in table.column_names}
         own = dict(zip(answered.column_names, answered.columns, strict=True))
         return ShardAnswers(pa.table({ROW: numbers, **copies, **own}), every, truncated)
 
-    def _encoded(self, table: pa.Table, rows: Sequence[int], inputs: Mapping[str, str]) -> pa.Table:
+    def _encoded(self, table: pa.Table, rows: Sequence[int], inputs: Mapping[str, str]) -> FeatureSet:
         return self.encoder.features(table.take(pa.array(rows, pa.int64())), inputs)[0]
 
     def _check(self, split: RawSplit) -> None:
@@ -131,12 +133,12 @@ class Answerer:
     def _sample(self, table: pa.Table, inputs: Mapping[str, str]) -> Sample:
         kept, features = most_of(list(range(len(table))), lambda rows: self._encoded(table, rows, inputs), {})
         assert features is not None
-        split = self._split(table.take(pa.array(kept, pa.int64())), features, inputs)
+        split = self.split(table.take(pa.array(kept, pa.int64())), features, inputs)
         task, data = self.encoder.task, split.data
         batches = inference_batches(task.widths(data, split.role), batch_tokens=self.means.batch_tokens)
 
         def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
-            found = self._answers(split, NoProgress(), forward, self.job.seed)
+            found = self.answered(split, NoProgress(), forward, self.job.seed)
             rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
             return rows
 
@@ -152,14 +154,13 @@ class Answerer:
         ]
         return Sample(split.rows, collated, answers)
 
-    def _predicted(
-        self, key: ShardKey, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
-    ) -> pa.Table:
-        split = self._split(table, features, inputs)
-        answers = self._answers(split, progress, self.forward, seed_of(self.job.seed, key))
+    def predicted(self, key: ShardKey, split: PreparedSplit, progress: ProgressSink) -> pa.Table:
+        """The task's columns of the predictions for all rows of `split`, which draw by `key`."""
+        answers = self.answered(split, progress, self.forward, seed_of(self.job.seed, key))
         return self.encoder.task.predictions(answers, split, slice(0, split.rows))
 
-    def _split(self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str]) -> PreparedSplit:
+    def split(self, table: pa.Table, features: FeatureSet, inputs: Mapping[str, str]) -> PreparedSplit:
+        """Rows and their features, as the stages' code reads them. `inputs`: see `TaskModule.inputs`."""
         tokenizer = self.encoder.coding.tokenizer
         assert isinstance(tokenizer.pad_token_id, int)
         facts = DataFacts(
@@ -171,12 +172,10 @@ class Answerer:
         )
         judged = {**inputs, **self.encoder.task.judged(self.asked.columns)}
         named = {role: name for role, name in judged.items() if name in table.column_names}
-        data = PreparedData.in_memory(
-            _ROLE, features, dataset_of(table), facts, tokenizer.pad_token_id, self.job.task, named
-        )
+        data = PreparedData.in_memory(_ROLE, features, table, facts, tokenizer.pad_token_id, self.job.task, named)
         return data.of(_ROLE)
 
-    def _answers(
+    def answered(
         self, split: PreparedSplit, progress: ProgressSink, forward: ForwardPass | None, seed: int
     ) -> list[Answer]:
         return answers_of(
@@ -190,6 +189,7 @@ class Answerer:
             tokenizer=self.encoder.coding.tokenizer,
             forward=forward,
             seed=seed,
+            settled=self.settled,
         )
 
 

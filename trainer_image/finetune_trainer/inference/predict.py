@@ -85,10 +85,22 @@ def predict(
     COLLECTIVE when another worker has failed, WORLD_SIZE, or CONFIG for an output that cannot be written; an earlier
     result stays when it fails.
     """
+    return predict_as(Worker.of(job, world, environment), job, paths, progress)
+
+
+def predict_as(
+    worker: Worker | None,
+    job: TrainerJob,
+    paths: JobPaths,
+    progress: ProgressSink,
+    watch: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Do what `worker` does of a prediction, or the whole of it where there is none; `watch` as of a `Crew`. Result and
+    errors as of `predict`.
+    """
     output = output_of(job, paths)
     if job.predict is None or job.predict.optimization == "none":
         _forget_table(paths)
-    worker = Worker.of(job, world, environment)
     if worker is not None and (result := result_of(worker, paths)) is not None:
         if not worker.leads:
             return {"rows": 0}  # it comes late
@@ -99,7 +111,7 @@ def predict(
     if worker is None:
         done = _Done(progress, given.source.weight, parts, others=False)
         return _led(given, parts, Alone(parts.there), done, paths, output, lambda _result: None)
-    with Crew(worker, paths, parts.folder) as crew:
+    with Crew(worker, paths, parts.folder, watch) as crew:
         if worker.leads:
             done = _Done(progress, given.source.weight, parts, others=True)
             return _led(given, parts, crew, done, paths, output, crew.tell_done)
@@ -208,6 +220,8 @@ class _Given:
             "trained": weights_version(job, paths),
             "optimization": None if job.predict is None else [job.predict.optimization, job.predict.tolerance],
         }
+        if job.predict is not None and job.predict.metric_tolerance is not None:
+            basis["metric_tolerance"] = job.predict.metric_tolerance
         return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Literal, Protocol, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError
@@ -414,8 +414,10 @@ def _parsed(kind: type[M], text: str | None) -> M | None:
 class Crew:
     """`Sharing` with the other workers; gives signs of life while it is entered, and at its end tells how it ended."""
 
-    def __init__(self, worker: Worker, paths: JobPaths, parts: Path) -> None:
+    def __init__(self, worker: Worker, paths: JobPaths, parts: Path, watch: Callable[[], None] = lambda: None) -> None:
+        """`watch` is called now and then, as `check` is, to raise what else ends the attempt."""
         self.leads = worker.leads
+        self._watch = watch
         self._worker = worker
         self._paths = paths
         self._parts = parts
@@ -445,12 +447,12 @@ class Crew:
         # A folder that is gone needs no word, and without a word the others miss the signs of life.
         with suppress(OSError):
             self._beat(ended=True)
-        if error is None or isinstance(error, _OtherFailedError):
+        if error is None or isinstance(error, OtherFailedError):
             return
         failure = classify(error)
-        if not _would_help(failure):
+        if not would_help(failure):
             with suppress(OSError):
-                self._say("failed", failure)
+                tell_failure(self._worker, self._paths, failure)
 
     def takes(self, number: int, key: ShardKey) -> bool:
         self._measure()
@@ -490,6 +492,7 @@ class Crew:
             return
         self._checked = time.monotonic()
         result_of(self._worker, self._paths)
+        self._watch()
 
     def ended_by_leader(self) -> bool:
         """Return whether the folder of the parts is gone since worker 0 has joined them. StageError COLLECTIVE when it
@@ -505,28 +508,14 @@ class Crew:
 
     def tell_done(self, result: Mapping[str, JsonValue]) -> None:
         """Tell the others that the parts are joined and will be gone."""
-        self._say("done", None, result)
+        word = Word(attempt=self._worker.attempt, state="done", worker=self._worker.index, result=dict(result))
+        self._files.write(WORD, word.to_json())
 
     def _measure(self) -> None:
         """The shard that was taken before, if any, is answered."""
         if self._began is not None:
             self._taker.longest = max(self._taker.longest, time.monotonic() - self._began)
         self._began = None
-
-    def _say(
-        self,
-        state: Literal["done", "failed"],
-        failure: FailureReport | None,
-        result: Mapping[str, JsonValue] = MappingProxyType({}),
-    ) -> None:
-        word = Word(
-            attempt=self._worker.attempt,
-            state=state,
-            worker=self._worker.index,
-            failure=failure,
-            result=dict(result),
-        )
-        self._files.write(WORD, word.to_json())
 
     def _beat(self, *, ended: bool = False) -> None:
         self._beats += 1
@@ -545,6 +534,12 @@ class Crew:
                     warned = True
 
 
+def tell_failure(worker: Worker, paths: JobPaths, failure: FailureReport) -> None:
+    """Have all workers of the attempt end, as another one would fail in the same way."""
+    word = Word(attempt=worker.attempt, state="failed", worker=worker.index, failure=failure)
+    FolderFiles(paths.root).write(WORD, word.to_json())
+
+
 def result_of(worker: Worker, paths: JobPaths) -> Mapping[str, JsonValue] | None:
     """Return what worker 0 of this attempt reports; None while it has not made the output. StageError COLLECTIVE when a
     worker has failed.
@@ -553,11 +548,11 @@ def result_of(worker: Worker, paths: JobPaths) -> Mapping[str, JsonValue] | None
     if word is None or word.attempt != worker.attempt:
         return None
     if word.failure is not None:
-        raise _OtherFailedError(worker, word.worker, word.failure)
+        raise OtherFailedError(worker, word.worker, word.failure)
     return word.result
 
 
-class _OtherFailedError(StageError):
+class OtherFailedError(StageError):
     """The error of a worker that ends as another one has failed; it is never taken for the cause."""
 
     def __init__(self, worker: Worker, index: int, failure: FailureReport) -> None:
@@ -567,8 +562,9 @@ class _OtherFailedError(StageError):
             f"Pod {index} of the {worker.count} that predict has failed ({failure.reason}): {failure.message}",
             f"The first cause is in the report of pod {index}.",
         )
+        self.failure = failure
 
 
-def _would_help(failure: FailureReport) -> bool:
+def would_help(failure: FailureReport) -> bool:
     """Whether another worker can do what this one could not. A row that does not fit the memory fits none of them."""
     return retryable(failure.exit_code) and failure.failure_class is not FailureClass.OUT_OF_MEMORY

@@ -139,6 +139,7 @@ def answers_of(
     tokenizer: PreTrainedTokenizerBase | None = None,
     forward: ForwardPass | None = None,
     seed: int | None = None,
+    settled: bool = False,
 ) -> list[Answer]:
     """One answer for each feature of the split and in its order; what the model writes is in that of each row's last
     feature. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` counts on.
@@ -147,24 +148,21 @@ def answers_of(
     does, and StageError OUT_OF_MEMORY tells of a single row that it does not hold. The model keeps its dtype;
     `progress` counts features, twice where they are both judged and written to. Drawing begins with `seed`, the job's
     where it is None. `tokenizer`: the job's, where the caller has loaded it. `forward`: what computes in the model's
-    place, but for what the model writes.
+    place, but for what the model writes. `settled`: the model is on `device` and in evaluation mode; walking through
+    its modules takes longer than a small model takes for a row.
     """
     import torch
-    from torch import nn
 
-    if device == "cuda":
-        refuse_missing_gpu()
     was_training = model.training
-    module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
-    module.to(device)
-    module.eval()
+    if not settled:
+        settle(model, device)
     result: list[Answer] = [{}] * len(split.position)
     rounds = _rounds(stage, job, model, split, batch_tokens, tokenizer, forward)
     total = sum(len(wanted) for _, batches in rounds for wanted in batches)
     done = 0
     try:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(job.seed if seed is None else seed)
+            _seed(job.seed if seed is None else seed, device)
             for answering, batches in rounds:
                 for wanted, said in _asked(answering, batches, split):
                     for at, answer in zip(wanted, said, strict=True):
@@ -172,8 +170,31 @@ def answers_of(
                     done += len(wanted)
                     progress.update(done, total)
     finally:
-        model.train(was_training)
+        if was_training:
+            model.train()
     return result
+
+
+def _seed(seed: int, device: Device) -> None:
+    """Begin to draw anew, on the CPU and on the device that computes."""
+    import torch
+
+    if device == "cpu":
+        # `torch.manual_seed` seeds all kinds of devices: it formats a stack for each that is not there, 1 ms in sum.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def settle(model: PreTrainedModel, device: Device) -> None:
+    """Move the model to `device`, in evaluation mode; StageError `DeviceMissing` without the GPU that is asked for."""
+    from torch import nn
+
+    if device == "cuda":
+        refuse_missing_gpu()
+    module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
+    module.to(device)
+    module.eval()
 
 
 def _rounds(

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 from finetune_trainer.failures import StageError
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
@@ -72,6 +73,9 @@ class Ticket:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
+_Result: TypeAlias = list[dict[str, Any]] | Exception
+
+
 class Batcher:
     """The queue and its thread."""
 
@@ -93,7 +97,7 @@ class Batcher:
         self.failed: Exception | None = None
 
     def start(self) -> None:
-        """Warm up, then take requests."""
+        """Load the model and warm up, then take requests."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -129,6 +133,7 @@ class Batcher:
 
     def _work(self) -> None:
         try:
+            self._engine.open()
             self._token_seconds = self._engine.warm_up()
         except Exception as error:  # whatever it is, the server must end and say so
             self.failed = error
@@ -142,22 +147,36 @@ class Batcher:
                     return
                 arrived = list(self._inbox)
                 self._inbox.clear()
-            for ticket in arrived:
-                self._take(ticket)
+            self._take(arrived)
             self._drop_gone()
             if self._waiting and self._writing < _WRITING:
                 self._begin()
 
-    def _take(self, ticket: Ticket) -> None:
-        if self._over(ticket):
-            return
-        try:
-            with self._turns.taken():
-                ticket.encoded = self._engine.encode(ticket.form, ticket.rows)
-            with self._wake:
-                self._waiting += [(ticket, at) for at in range(len(ticket.rows))]
-        except Exception as error:
-            self._settle(ticket, _refusal(error))
+    def _take(self, arrived: Sequence[Ticket]) -> None:
+        """Encode the rows of requests, those alike in one go: each call costs as much as many rows."""
+        alike: dict[object, list[Ticket]] = {}
+        for ticket in arrived:
+            if not self._over(ticket):
+                # Arrow would give messages the fields that other requests' messages have.
+                texts = all(isinstance(each, str) for row in ticket.rows for each in row.values())
+                alike.setdefault(ticket.form if texts else ticket, []).append(ticket)
+        for tickets in alike.values():
+            try:
+                self._encode(tickets)
+            except Exception as error:
+                for ticket in tickets if len(tickets) > 1 else ():
+                    self._take([ticket])
+                if len(tickets) == 1:
+                    self._settle([(tickets[0], _refusal(error))])
+
+    def _encode(self, tickets: Sequence[Ticket]) -> None:
+        rows = [row for ticket in tickets for row in ticket.rows]
+        with self._turns.taken():
+            encoded = iter(self._engine.encode(tickets[0].form, rows))
+        for ticket in tickets:
+            ticket.encoded = list(islice(encoded, len(ticket.rows)))
+        with self._wake:
+            self._waiting += [(ticket, at) for ticket in tickets for at in range(len(ticket.rows))]
 
     def _drop_gone(self) -> None:
         for ticket in {id(ticket): ticket for ticket, _ in self._waiting}.values():
@@ -165,9 +184,9 @@ class Batcher:
 
     def _over(self, ticket: Ticket) -> bool:
         if ticket.gone:
-            self._settle(ticket, RequestError(499, "The client is gone."))
+            self._settle([(ticket, RequestError(499, "The client is gone."))])
         elif ticket.late:
-            self._settle(ticket, RequestError(504, "The request's time is over before its answer was computed."))
+            self._settle([(ticket, RequestError(504, "The request's time is over before its answer was computed."))])
         else:
             return False
         return True
@@ -176,7 +195,7 @@ class Batcher:
         """The oldest row and those of its form that fit beside it, the most alike in length first."""
         first, at = self._waiting[0]
         width = first.encoded[at].width
-        if first.put is not None:
+        if first.put is not None or first.form.seed is not None:
             return [self._waiting[0]]
         alike = [each for each in self._waiting if each[0].form == first.form and each[0].put is None]
         alike[1:] = sorted(alike[1:], key=lambda each: abs(each[0].encoded[each[1]].width - width))
@@ -226,8 +245,8 @@ class Batcher:
             if self._stop:
                 raise RequestError(503, "The server has stopped.")
         except Exception as error:
-            for ticket in tickets:
-                self._settle(ticket, _refusal(error))
+            refusal = _refusal(error)
+            self._settle([(ticket, refusal) for ticket in tickets])
             return
         seconds = time.perf_counter() - began - (0.0 if writing is None else writing.others_seconds)
         padded = max(each.width for each in rows) * len(rows)
@@ -240,27 +259,38 @@ class Batcher:
                 writing.put(answers[0]["generated_text"])
         for (ticket, at), answer in zip(chosen, answers, strict=True):
             ticket.answers[at] = answer
-        for ticket in tickets:
-            if len(ticket.answers) == len(ticket.rows) and not (writing is not None and self._over(ticket)):
-                self._settle(ticket, [ticket.answers[each] for each in range(len(ticket.rows))])
+        self._settle(
+            [
+                (ticket, [ticket.answers[each] for each in range(len(ticket.rows))])
+                for ticket in tickets
+                if len(ticket.answers) == len(ticket.rows) and not (writing is not None and self._over(ticket))
+            ]
+        )
 
-    def _settle(self, ticket: Ticket, result: list[dict[str, Any]] | Exception) -> None:
+    def _settle(self, results: Sequence[tuple[Ticket, _Result]]) -> None:
+        """Answer requests; their event loop is woken once."""
         with self._wake:
-            if ticket.settled:  # by another batch that has rows of it
-                return
-            ticket.settled = True
-            self._rows -= len(ticket.rows)
-            self._waiting = [each for each in self._waiting if each[0] is not ticket]
+            # Another batch that has rows of a ticket may have settled it.
+            fresh = [each for each in results if not each[0].settled]
+            for ticket, _ in fresh:
+                ticket.settled = True
+                self._rows -= len(ticket.rows)
+            if any(isinstance(result, Exception) for _, result in fresh):
+                self._waiting = [each for each in self._waiting if not each[0].settled]
+        if not fresh:
+            return
         self._metrics.queue.set(self._rows)
 
         def tell() -> None:
-            if not ticket.done.done():
+            for ticket, result in fresh:
+                if ticket.done.done():
+                    continue
                 if isinstance(result, Exception):
                     ticket.done.set_exception(result)
                 else:
                     ticket.done.set_result(result)
 
-        ticket.done.get_loop().call_soon_threadsafe(tell)
+        fresh[0][0].done.get_loop().call_soon_threadsafe(tell)
 
 
 def _refusal(error: Exception) -> RequestError:

@@ -1,4 +1,6 @@
-"""uvicorn as the server runs it: idle connections are closed, and SIGTERM lets a moment pass."""
+"""uvicorn as the server runs it: idle connections, and those whose clients do not read, are closed; SIGTERM lets a
+moment pass.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,30 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from finetune_trainer.serving.serving_app import ServerState, make_app
+from finetune_trainer.serving.server_state import ServerState
+from finetune_trainer.serving.serving_app import make_app
 
 log = logging.getLogger("finetune_trainer")
 
 IDLE_SECONDS = 10.0
 """Time that a connection may be without a request, or need for the head of one."""
+UNREAD_SECONDS = 30.0
+"""Time in which a client has to read some of what it is sent: memory for it is held as long, and its request as well.
+"""
 LINGER_SECONDS = 3.0
 """Time after SIGTERM in which requests are still taken: those who send them learn of it a little later."""
 
 
 class GuardedProtocol(H11Protocol):
-    """Closes connections that send no whole request head for too long; uvicorn only looks after an answer."""
+    """Closes connections that send no whole request head for too long, while uvicorn only looks after an answer; and
+    those whose clients leave the answer unread. A request that is being answered is then over, as of a client that
+    disconnects.
+    """
 
     _closing: asyncio.TimerHandle | None = None
+    _aborting: asyncio.TimerHandle | None = None
     idle_seconds = IDLE_SECONDS
+    unread_seconds = UNREAD_SECONDS
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -39,12 +50,42 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._forget()
+        self._read_on()
+
+    def pause_writing(self) -> None:
+        """Give the client a time to read."""
+        super().pause_writing()
+        self._aborting = self._aborting or self.loop.call_later(self.unread_seconds, self._abort)
+
+    def resume_writing(self) -> None:
+        """Forget the time: enough was read."""
+        super().resume_writing()
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if self._aborting is not None:
+            self._aborting.cancel()
+            self._aborting = None
+
+    def _abort(self) -> None:
+        log.info("A connection is closed: its client has read too little for %g s.", self.unread_seconds)
+        self.transport.abort()
 
     def _look(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._closing is None:
-            self._closing = self.loop.call_later(self.idle_seconds, self.transport.close)
+            self._closing = self.loop.call_later(self.idle_seconds, self._close)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection whose client asks nothing more."""
+        super().timeout_keep_alive_handler()
+        self._close()
+
+    def _close(self) -> None:
+        """Send what is left of the answer if the client reads it."""
+        self.transport.close()
+        self._aborting = self._aborting or self.loop.call_later(self.unread_seconds, self._abort)
 
     def _forget(self) -> None:
         if self._closing is not None:
@@ -79,7 +120,14 @@ class DrainingServer(uvicorn.Server):
                 log.info("Serving %s at http://%s:%d", self._state.engine.name, *socket.getsockname()[:2])
 
 
-def http_server(state: ServerState, host: str, port: int, *, idle_seconds: float = IDLE_SECONDS) -> DrainingServer:
+def http_server(
+    state: ServerState,
+    host: str,
+    port: int,
+    *,
+    idle_seconds: float = IDLE_SECONDS,
+    unread_seconds: float = UNREAD_SECONDS,
+) -> DrainingServer:
     """The server of `state`, which does not listen yet."""
     drain = state.engine.serving.drain_seconds
     linger = min(LINGER_SECONDS, drain / 3)
@@ -87,7 +135,7 @@ def http_server(state: ServerState, host: str, port: int, *, idle_seconds: float
         make_app(state),
         host=host,
         port=port,
-        http=type("Guarded", (GuardedProtocol,), {"idle_seconds": idle_seconds}),
+        http=type("Guarded", (GuardedProtocol,), {"idle_seconds": idle_seconds, "unread_seconds": unread_seconds}),
         ws="none",
         log_config=None,
         access_log=False,

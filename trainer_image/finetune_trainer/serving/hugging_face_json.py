@@ -53,6 +53,8 @@ def _question(one: Any) -> dict[str, Any]:
 
 def generation_of(base: Generation, parameters: Mapping[str, Any]) -> Generation:
     """How to write by a request. RequestError 422 names a value that cannot be."""
+    if not parameters:
+        return base
     changes: dict[str, Any] = {}
     if parameters.get("do_sample") is False:
         changes["temperature"] = 0.0

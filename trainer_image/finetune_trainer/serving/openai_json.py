@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from finetune_contract.trainer_job import Generation
@@ -13,13 +14,47 @@ from finetune_trainer.serving.hugging_face_json import generation_of as by_param
 from finetune_trainer.serving.request_rows import RequestError
 from finetune_trainer.serving.watched_writing import Finish
 
+MOST_STOPS = 16
+LONGEST_STOP = 256
+_READ = {
+    *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
+    *("stop", "seed", "stream", "stream_options"),
+}
+_WITHOUT_EFFECT = {"user", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+"""Fields that change nothing in what is written: about who asks, and about tools, which are refused."""
+_NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
+    **dict.fromkeys(("logprobs", "echo", "store"), (False,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0, 0.0)),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "suffix": ("",),
+}
+"""Field -> values that ask for nothing, and are taken beside null."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a request wants its text."""
+
+    generation: Generation
+    stop: tuple[str, ...]
+    seed: int | None
+    stream: bool
+    usage: bool
+    """Whether a stream ends with the tokens that were used."""
+
 
 def prompts(body: Mapping[str, Any]) -> list[str]:
     """The prompts of a request for completions."""
     given = body.get("prompt")
     found: list[Any] = given if isinstance(given, list) else [given]
     if not found or not all(isinstance(each, str) for each in found):
-        raise RequestError(422, "prompt must be a text or a list of texts.")
+        raise _wrong("prompt", "a text or a list of texts", given)
     return found
 
 
@@ -27,41 +62,92 @@ def messages(body: Mapping[str, Any]) -> list[Any]:
     """The conversation of a request; parts of a content that are text are joined."""
     given = body.get("messages")
     if not isinstance(given, list) or not given:
-        raise RequestError(422, "messages must be a list of messages.")
+        raise _wrong("messages", "a list of messages", given)
     return [_message(each) for each in given]
 
 
 def _message(message: Any) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message if content is None else {"role": message.get("role"), "content": content}
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
-        raise RequestError(422, "content must be text, or a list of parts of the type text.")
-    return {"role": message.get("role"), "content": "".join(map(str, texts))}
+    if not isinstance(message, dict) or message.get("content") is None:
+        return message
+    content = message["content"]
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if not content or len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+            raise _wrong("messages", "messages whose content is text, or a list of parts of the type text", content)
+        content = "".join(map(str, texts))
+    # Templates of chats know the older of the two names.
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    return {"role": role, "content": content}
 
 
-def generation_of(base: Generation, body: Mapping[str, Any]) -> Generation:
-    """How to write. RequestError 422 for what is not offered."""
-    if body.get("n") not in (None, 1):
-        raise RequestError(422, f"n must be 1; found {str(body['n'])[:40]!r}.")
-    for name in ("tools", "functions", "logprobs", "stop"):
-        if body.get(name):
-            raise RequestError(422, f"{name} is not supported: leave it out.")
-    longest = body.get("max_completion_tokens") or body.get("max_tokens")
-    given = {"max_new_tokens": longest, "temperature": body.get("temperature"), "top_p": body.get("top_p")}
-    return by_parameters(base, given)
+def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> Wanted:
+    """How to write. RequestError 400 for what is not offered, and for values that cannot be."""
+    for name, value in body.items():
+        if name in _READ or name in _WITHOUT_EFFECT or value is None:
+            continue
+        taken = _NOT_OFFERED.get(name)
+        if taken is None or not any(type(each) is type(value) and each == value for each in taken):
+            raise RequestError(400, f"{str(name)[:80]} is not supported: leave it out.", param=str(name)[:80])
+    if ("prompt" if chat else "messages") in body:
+        other = "/v1/completions takes prompt, /v1/chat/completions messages"
+        name = "prompt" if chat else "messages"
+        raise RequestError(400, f"{name} is not a field of this path: {other}.", param=name)
+    longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    given = {"max_new_tokens": body.get(longest), "temperature": body.get("temperature"), "top_p": body.get("top_p")}
+    try:
+        generation = by_parameters(base, given)
+    except RequestError as error:
+        name, _, rest = error.message.partition(" ")
+        name = longest if name == "max_new_tokens" else name
+        raise RequestError(400, f"{name} {rest}", param=name) from error
+    stream, options = body.get("stream"), body.get("stream_options")
+    if stream is not None and not isinstance(stream, bool):
+        raise _wrong("stream", "true or false", stream)
+    if options is not None and (not stream or not isinstance(options, dict)):
+        raise _wrong("stream_options", "an object, and stream true", options)
+    usage = (options or {}).get("include_usage")
+    if usage is not None and not isinstance(usage, bool):
+        raise _wrong("stream_options.include_usage", "true or false", usage)
+    return Wanted(generation, _stop(body.get("stop")), _seed(body.get("seed")), bool(stream), bool(usage))
+
+
+def _stop(given: Any) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    found = [given] if isinstance(given, str) else given
+    texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
+    if not texts or len(found) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in found):
+        rule = f"a text, or a list of at most {MOST_STOPS}, each of 1 to {LONGEST_STOP} characters"
+        raise _wrong("stop", rule, given)
+    try:
+        "".join(found).encode()
+    except UnicodeEncodeError as error:
+        raise _wrong("stop", "text without halves of surrogate pairs", given) from error
+    return tuple(dict.fromkeys(found))
+
+
+def _seed(given: Any) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or not -(2**63) <= given < 2**63:
+        raise _wrong("seed", "a whole number of 64 bits", given)
+    return given
+
+
+def _wrong(name: str, rule: str, value: Any) -> RequestError:
+    return RequestError(400, f"{name} must be {rule}; found {str(value)[:40]!r}.", param=name)
 
 
 class Told:
-    """Answers to one request."""
+    """Answers to one request. `usage`: whether a stream tells the tokens that were used."""
 
-    def __init__(self, model: str, chat: bool) -> None:
-        self._chat = chat
+    def __init__(self, model: str, revision: str, chat: bool, usage: bool) -> None:
+        self._chat, self._usage = chat, usage
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": revision,
         }
         self._first = True
 
@@ -71,33 +157,43 @@ class Told:
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text} for text in texts
         ]
         ended = zip(named, finishes, strict=True)
-        choices = [{"index": at, **each, "finish_reason": how.reason} for at, (each, how) in enumerate(ended)]
-        tokens = sum(each.tokens for each in finishes)
-        usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": prompt_tokens + tokens,
-        }
+        choices = [
+            {"index": at, **each, "logprobs": None, "finish_reason": how.reason} for at, (each, how) in enumerate(ended)
+        ]
         kind = "chat.completion" if self._chat else "text_completion"
+        usage = _used(prompt_tokens, sum(each.tokens for each in finishes))
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
     def piece(self, text: str) -> bytes:
         """An event with a piece of text."""
-        said: dict[str, Any] = {"text": text}
-        if self._chat:
-            said = {"delta": {**({"role": "assistant"} if self._first else {}), "content": text}}
-        self._first = False
-        return self._event(said, None)
+        return self._event(text, None)
 
-    def last(self, finish: Finish) -> bytes:
-        """The event that says why the text ends."""
-        return self._event({"delta": {}} if self._chat else {"text": ""}, finish.reason)
+    def last(self, finish: Finish, prompt_tokens: int) -> bytes:
+        """The event that says why the text ends, and one with the tokens that were used."""
+        event = self._event("", finish.reason)
+        if not self._usage:
+            return event
+        return event + self._chunk([], {"usage": _used(prompt_tokens, finish.tokens)})
 
     def failed(self, why: str) -> bytes:
         """The event of an error after the stream began."""
         return f"data: {json.dumps({'error': {'message': why, 'type': 'server_error'}})}\n\n".encode()
 
-    def _event(self, said: Mapping[str, Any], reason: str | None) -> bytes:
+    def _event(self, text: str, reason: str | None) -> bytes:
+        said: dict[str, Any] = {"text": text}
+        if self._chat:
+            role = {"role": "assistant"} if self._first else {}
+            said = {"delta": {**role, **({"content": text} if text else {})}}
+        self._first = False
+        return self._chunk(
+            [{"index": 0, **said, "logprobs": None, "finish_reason": reason}], {"usage": None} if self._usage else {}
+        )
+
+    def _chunk(self, choices: list[Any], usage: Mapping[str, Any]) -> bytes:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        body = {**self._head, "object": kind, "choices": [{"index": 0, **said, "finish_reason": reason}]}
+        body = {**self._head, "object": kind, "choices": choices, **usage}
         return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+def _used(prompt: int, written: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}

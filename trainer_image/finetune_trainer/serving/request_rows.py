@@ -21,11 +21,15 @@ Row = Mapping[str, Any]
 class RequestError(Exception):
     """A request that cannot be answered; its message is for the client."""
 
-    def __init__(self, code: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, code: int, message: str, headers: Mapping[str, str] | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.headers = dict(headers or {})
+        self.param = param
+        """Field of the request that is wrong, for clients that are told."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,10 @@ class Form:
 
     roles: tuple[str, ...]
     generation: Generation
+    stop: tuple[str, ...] = ()
+    """Texts that end what is written, and are no part of it."""
+    seed: int | None = None
+    """Of what is drawn for each row; None: the job's, from which rows of a batch draw one after the other."""
 
     @property
     def columns(self) -> Columns:

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune_contract.layout import ENV_SERVE_TOKEN, EXIT_OK, SERVE_PORT, FailureClass, JobPaths
+from finetune_contract.layout import (
+    ENV_ENDPOINT_REVISION,
+    ENV_SERVE_TOKEN,
+    EXIT_OK,
+    SERVE_PORT,
+    FailureClass,
+    JobPaths,
+)
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, classify, needed_library
 from finetune_trainer.jobs import read_job
@@ -28,6 +35,8 @@ def serve(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     settle_console(0)
     quiet_libraries()
+    # A batch of a few texts is done before other threads have woken up; on a busy machine they cost many times as much.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         job = read_job(arguments.job)
         leave_out_unused(job)
@@ -54,15 +63,17 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
         import fastapi  # noqa: F401
     from finetune_trainer.serving.batcher import Batcher
     from finetune_trainer.serving.http_server import http_server
-    from finetune_trainer.serving.serving_app import ServerState, settle_access_log
+    from finetune_trainer.serving.server_state import ServerState
+    from finetune_trainer.serving.serving_app import settle_access_log
     from finetune_trainer.serving.serving_engine import ServingEngine
     from finetune_trainer.serving.serving_metrics import ServingMetrics
 
-    engine = ServingEngine.load(job, paths)
+    engine = ServingEngine.of(job, paths)
     revision = revision_of(job, paths)
     metrics = ServingMetrics(engine.name, job.task, revision)
     batcher = Batcher(engine, metrics)
-    state = ServerState(engine, batcher, metrics, os.environ.get(ENV_SERVE_TOKEN) or None, revision)
+    token, number = os.environ.get(ENV_SERVE_TOKEN) or None, os.environ.get(ENV_ENDPOINT_REVISION) or None
+    state = ServerState(engine, batcher, metrics, token, revision, number)
     settle_access_log()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server = http_server(state, host, port)
@@ -79,7 +90,7 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
 
 
 def _watch(batcher: Any, server: Any) -> None:
-    """End the server when its warm-up fails."""
+    """End the server when it cannot load the model or warm up."""
     while not batcher.ready and batcher.failed is None:
         time.sleep(0.05)
     if batcher.failed is not None:

@@ -1,101 +1,56 @@
 """The HTTP application: protocols in front of one queue.
 
-Handlers take and return bytes: FastAPI routes, and makes the OpenAPI document, but validates no answers.
+Requests go by plain routes: FastAPI's own take as long for each as a small model does. FastAPI makes the OpenAPI
+document.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from finetune_contract.choices import WRITING_TASKS
-from finetune_trainer.serving import hugging_face_json, open_inference, openai_json
+from finetune_trainer.serving import hugging_face_json, open_inference
 from finetune_trainer.serving import page as page_of
-from finetune_trainer.serving.batcher import Batcher, Ticket
-from finetune_trainer.serving.request_rows import Form, RequestError, check_rows
-from finetune_trainer.serving.serving_engine import ServingEngine, refuse_roles
-from finetune_trainer.serving.serving_metrics import CONTENT_TYPE, ServingMetrics
+from finetune_trainer.serving.http_json import json_response, parameters_of, read_json
+from finetune_trainer.serving.openai_handlers import TASKS as OPENAI_TASKS
+from finetune_trainer.serving.openai_handlers import OpenAIHandlers
+from finetune_trainer.serving.openapi_document import openapi_document
+from finetune_trainer.serving.queue_client import QueueClient
+from finetune_trainer.serving.request_rows import RequestError
+from finetune_trainer.serving.server_state import ServerState
+from finetune_trainer.serving.serving_metrics import CONTENT_TYPE
 
-MAX_BODY = 4 << 20
-MOST_DISCARDED = 64 << 20
-"""Bytes of a body that is too large after which the connection is closed."""
-BODY_SECONDS = 10.0
-"""Time that a client has to send a body."""
-DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms")
 _OPEN = ("/v2/health/live", "/v2/health/ready", "/metrics")
 """Paths without a token: those who probe and scrape have none."""
 _PAGE = ("GET /", "GET /page/{name}")
 """Open as well: a browser loads the page first, and the page asks for the token."""
+_OPENAI_CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
 access = logging.getLogger("finetune_trainer.access")
+log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-@dataclass
-class ServerState:
-    """What handlers share."""
-
-    engine: ServingEngine
-    batcher: Batcher
-    metrics: ServingMetrics
-    token: str | None
-    revision: str
-    draining: bool = False
-    drain_deadline: float | None = None
-    in_flight: int = 0
-    started: float = field(default_factory=time.time)
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests should be sent here."""
-        return self.batcher.ready and not self.draining
-
-
-def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Compact JSON."""
-    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    return Response(content, code, dict(headers or {}), "application/json")
-
-
-def make_app(state: ServerState) -> FastAPI:
+def make_app(state: ServerState) -> Starlette:
     """The routes of one server."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         state.batcher.start()
         yield
         state.batcher.stop()
-
-    app = FastAPI(
-        title=f"{state.engine.name}: {state.engine.job.task}",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-    )
-    handlers = _Handlers(state)
-    for method, path, handler in handlers.routes():
-        app.add_api_route(
-            path, _guarded(state, path, handler, method), methods=[method], response_model=None, summary=handler.__doc__
-        )
-
-    async def openapi(request: Request) -> Response:
-        """Document of these paths, in the OpenAPI format."""
-        return json_response(app.openapi())
-
-    app.add_api_route("/openapi.json", _guarded(state, "/openapi.json", openapi), methods=["GET"], response_model=None)
 
     async def told(request: Request, error: Exception) -> Response:
         code = getattr(error, "status_code", 404)
@@ -103,18 +58,23 @@ def make_app(state: ServerState) -> FastAPI:
         why = "There is no such path; see /openapi.json." if code == 404 else "The path does not take this method."
         return _error(request.url.path, RequestError(code, why, allowed))
 
-    for code in (404, 405):
-        app.add_exception_handler(code, told)
-    return app
+    handlers = _Handlers(state)
+    routes = [
+        Route(path, _guarded(state, path, handler, method), methods=[method])
+        for method, path, handler in handlers.routes()
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: told, 405: told})
 
 
 def _error(path: str, error: RequestError) -> Response:
     """An error in the form of the path's protocol."""
     if path.startswith("/v1/"):
-        kind = "invalid_request_error" if error.code < 500 else "server_error"
-        return json_response(
-            {"error": {"message": error.message, "type": kind, "code": error.code}}, error.code, error.headers
-        )
+        # That API answers 400 to all that is wrong with a request.
+        status = 400 if error.code == 422 else error.code
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        code = _OPENAI_CODES.get(status)
+        told = {"message": error.message, "type": kind, "param": error.param, "code": code}
+        return json_response({"error": told}, status, error.headers)
     return json_response({"error": error.message}, error.code, error.headers)
 
 
@@ -134,11 +94,16 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
                 response = await handler(request)
             except RequestError as error:
                 response = _error(path, error)
+            except Exception:
+                log.exception("A request has failed.")
+                response = _error(path, RequestError(500, "The server failed on this request; its log has the reason."))
         finally:
             state.in_flight -= 1
             state.metrics.in_flight.set(state.in_flight)
         seconds = time.perf_counter() - began
         response.headers["X-Request-Id"] = identity if identity.isascii() and identity.isprintable() else "-"
+        if state.endpoint_revision is not None:
+            response.headers["X-Endpoint-Revision"] = state.endpoint_revision
         if state.draining:
             response.headers["Connection"] = "close"
         state.metrics.requests.labels(path, str(response.status_code)).inc()
@@ -166,60 +131,14 @@ def _check_token(state: ServerState, request: Request) -> None:
         raise RequestError(401, "Send the server's token: Authorization: Bearer TOKEN.", {"WWW-Authenticate": "Bearer"})
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body as a JSON object. RequestError 408, 413 or 400."""
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size > MOST_DISCARDED:
-                    raise _too_large()
-                if size > MAX_BODY:
-                    parts.clear()  # read on: a client that still sends would not see the answer
-                else:
-                    parts.append(part)
-    except TimeoutError as error:
-        raise RequestError(
-            408, f"The body did not arrive within {BODY_SECONDS:g} s.", {"Connection": "close"}
-        ) from error
-    if size > MAX_BODY:
-        raise _too_large()
-    try:
-        body = json.loads(b"".join(parts), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise RequestError(400, f"The body is not UTF-8: {error.reason} at byte {error.start}.") from error
-    except RecursionError as error:
-        raise RequestError(400, "The body is nested too deeply.") from error
-    except ValueError as error:
-        raise RequestError(400, f"The body is not JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise RequestError(400, f"The body must be a JSON object; found {type(body).__name__}.")
-    return body
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _too_large() -> RequestError:
-    return RequestError(413, f"The body has more than {MAX_BODY:,} bytes: split the request.", {"Connection": "close"})
-
-
-def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:
-    found = body.get("parameters") or {}
-    if not isinstance(found, dict):
-        raise RequestError(422, f"parameters must be an object; found {type(found).__name__}.")
-    return found
-
-
 class _Handlers:
     """One method for each path."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._engine = state.engine
+        self._queue = QueueClient(state)
+        self._document: dict[str, Any] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler."""
@@ -235,12 +154,14 @@ class _Handlers:
             ("POST", "/", self.hugging_face),
             ("POST", "/models/{name}", self.hugging_face),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi),
         ]
-        if self._engine.job.task in ("text-generation", "preference-tuning"):
+        if self._engine.job.task in OPENAI_TASKS:
+            openai = OpenAIHandlers(self._state, self._queue, self._writes)
             found += [
-                ("GET", "/v1/models", self.models),
-                ("POST", "/v1/completions", self.completions),
-                ("POST", "/v1/chat/completions", self.chat),
+                ("GET", "/v1/models", openai.models),
+                ("POST", "/v1/completions", openai.completions),
+                ("POST", "/v1/chat/completions", openai.chat),
             ]
         return found
 
@@ -269,8 +190,17 @@ class _Handlers:
         """Whether requests should be sent here: after the warm-up, until it drains."""
         return json_response({"ready": self._state.ready}, 200 if self._state.ready else 503)
 
+    async def openapi(self, request: Request) -> Response:
+        """Document of these paths, in the OpenAPI format."""
+        if self._document is None:
+            described = [(method, path, handler.__doc__ or "") for method, path, handler in self.routes()]
+            title = f"{self._engine.name}: {self._engine.job.task}"
+            self._document = openapi_document(title, self._engine.job.task, described, self._state.token is not None)
+        return json_response(self._document)
+
     def told(self) -> dict[str, Any]:
         """Metadata of the model."""
+        self._queue.require_model()
         state, engine = self._state, self._engine
         roles = sorted(engine.answerer.asked.columns.model_dump(exclude_none=True))
         schema = engine.answerer.encoder.task.answer_schema(engine.answerer.labels)
@@ -331,8 +261,9 @@ class _Handlers:
         identity = body.get("id")
         if identity is not None and not isinstance(identity, str):
             raise RequestError(400, "id must be text.")
-        generation = hugging_face_json.generation_of(self._engine.generation, _parameters(body))
-        found = await self._answered(request, open_inference.rows_of(body), generation)
+        generation = hugging_face_json.generation_of(self._engine.generation, parameters_of(body))
+        rows = open_inference.rows_of(body)
+        found = await self._queue.answered(request, self._queue.form(rows, generation), rows)
         return json_response(open_inference.answer_of(self._engine.name, self._state.revision, identity, found))
 
     async def hugging_face(self, request: Request) -> Response:
@@ -341,10 +272,10 @@ class _Handlers:
         body, task = await read_json(request), self._engine.job.task
         if "inputs" not in body:
             raise RequestError(422, "The request has no inputs.")
-        parameters = _parameters(body)
+        parameters = parameters_of(body)
         rows, texts = hugging_face_json.rows_of(task, body["inputs"], self._writes)
         generation = hugging_face_json.generation_of(self._engine.generation, parameters)
-        found = await self._answered(request, rows, generation)
+        found = await self._queue.answered(request, self._queue.form(rows, generation), rows)
         single = not isinstance(body["inputs"], list)
         return json_response(
             hugging_face_json.answer_of(task, found, texts, parameters, self._engine.tokenizer, single)
@@ -358,130 +289,6 @@ class _Handlers:
         if task == "text-generation" and (dataset is None or dataset.columns.source is None):
             return "text"
         return {"masked-lm": "text", "preference-tuning": "prompt"}.get(task, "source")
-
-    # -------------------------------------------------------------------------------------------------------- OpenAI
-
-    async def models(self, request: Request) -> Response:
-        """Models of the server, as the OpenAI API lists them."""
-        model = {
-            "id": self._engine.name,
-            "object": "model",
-            "created": int(self._state.started),
-            "owned_by": "finetune",
-        }
-        return json_response({"object": "list", "data": [model]})
-
-    async def completions(self, request: Request) -> Response:
-        """Write on behind prompts, as the OpenAI API does."""
-        body = await read_json(request)
-        self._check_model(body)
-        rows = [{self._writes: prompt} for prompt in openai_json.prompts(body)]
-        return await self._written(request, body, rows, chat=False)
-
-    async def chat(self, request: Request) -> Response:
-        """Write the next message of a conversation, as the OpenAI API does."""
-        body = await read_json(request)
-        self._check_model(body)
-        role = "prompt" if self._engine.job.task == "preference-tuning" else "messages"
-        return await self._written(request, body, [{role: openai_json.messages(body)}], chat=True)
-
-    def _check_model(self, body: Mapping[str, Any]) -> None:
-        if body.get("model") not in (None, self._engine.name):
-            raise RequestError(
-                404, f"There is no model {str(body['model'])[:80]!r}; this server has {self._engine.name!r}."
-            )
-
-    async def _written(
-        self, request: Request, body: Mapping[str, Any], rows: list[dict[str, Any]], *, chat: bool
-    ) -> Response:
-        generation = openai_json.generation_of(self._engine.generation, body)
-        told = openai_json.Told(self._engine.name, chat)
-        if not body.get("stream"):
-            found = await self._answered(request, rows, generation)
-            texts = [row["generated_text"] for row in found]
-            return json_response(told.whole(texts, request.state.tokens, request.state.finishes))
-        if len(rows) != 1:
-            raise RequestError(422, "A stream has one prompt: send others in requests of their own.")
-        self._check(rows)
-        pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def put(text: str) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, text)
-
-        form = Form(tuple(rows[0]), generation)
-        ticket = self._state.batcher.submit(form, rows, self._deadline(request), put)
-        ticket.done.add_done_callback(lambda _: pieces.put_nowait(None))
-        request.state.rows = 1
-        # The code of the answer goes first: wait for the first piece, or the reason why there is none.
-        first = await pieces.get()
-        if ticket.done.done() and ticket.done.exception() is not None:
-            raise ticket.done.exception() or RequestError(500, "")
-        return StreamingResponse(_events(told, first, pieces, ticket), media_type="text/event-stream")
-
-    # --------------------------------------------------------------------------------------------------- the queue
-
-    def _check(self, rows: list[Any]) -> None:
-        if not self._state.batcher.ready:
-            raise RequestError(503, "The model is being loaded.", {"Retry-After": "1"})
-        check_rows(rows)
-        refuse_roles(self._engine.job.task, tuple(rows[0]))
-
-    async def _answered(self, request: Request, rows: list[dict[str, Any]], generation: Any) -> list[dict[str, Any]]:
-        self._check(rows)
-        if self._engine.job.task not in WRITING_TASKS:
-            generation = self._engine.generation
-        ticket = self._state.batcher.submit(Form(tuple(sorted(rows[0])), generation), rows, self._deadline(request))
-        request.state.rows = len(rows)
-        gone = asyncio.create_task(_disconnected(request))
-        left = None if ticket.deadline is None else max(0.0, ticket.deadline - time.monotonic())
-        try:
-            waiting: set[asyncio.Future[Any]] = {ticket.done, gone}
-            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            request.state.tokens = ticket.tokens
-            if ticket.done.done():
-                request.state.finishes = ticket.finishes
-                return ticket.done.result()
-            if gone.done():
-                raise RequestError(499, "The client is gone.")
-            if self._state.draining:
-                raise RequestError(503, "The server is stopping.", {"Retry-After": "1"})
-            raise RequestError(504, "The request's time is over before its answer was computed.")
-        finally:
-            ticket.gone = True
-            ticket.done.cancel()
-            gone.cancel()
-
-    def _deadline(self, request: Request) -> float | None:
-        given = next((request.headers[name] for name in DEADLINE_HEADERS if name in request.headers), None)
-        if given is None:
-            return None
-        if not (given.isascii() and given.isdigit() and 0 < len(given) <= 9 and int(given)):
-            raise RequestError(400, f"X-Request-Timeout-Ms must be whole milliseconds from 1; found {given[:40]!r}.")
-        return time.monotonic() + int(given) / 1000
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _events(
-    told: openai_json.Told, first: str | None, pieces: asyncio.Queue[str | None], ticket: Ticket
-) -> AsyncIterator[bytes]:
-    """Server-sent events; a client that goes ends the writing."""
-    try:
-        piece = first
-        while piece is not None:
-            yield told.piece(piece)
-            piece = await pieces.get()
-        error = ticket.done.exception()
-        yield told.last(ticket.finishes[0]) if error is None else told.failed(str(error))
-        yield b"data: [DONE]\n\n"
-    finally:
-        ticket.gone = True
-        with suppress(asyncio.CancelledError):
-            ticket.done.cancel()
 
 
 def settle_access_log() -> None:

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,20 @@ from finetune_contract.choices import WRITING_TASKS
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Columns, Generation, Prediction, Serving, TrainerJob
 from finetune_trainer.data.prepare import labels_of_model
-from finetune_trainer.data.prepared import POSITION, ROW, PreparedSplit, dataset_of
+from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, PreparedSplit
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.inference.answering import Answerer, Asked, coding_of, seed_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
-from finetune_trainer.inference.runner import Means, used_model, weights_version
+from finetune_trainer.inference.runner import Means, settle, used_model, weights_version
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.scripts.trained import job_of_trained_model
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
+from finetune_trainer.serving.stop_texts import first_stop
 from finetune_trainer.serving.watched_writing import WatchedWriting
 from finetune_trainer.tasks.task_registry import task_of
-from finetune_trainer.tasks.writing import ends, watch
+from finetune_trainer.tasks.writing import WRITTEN, ends, watch
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,11 @@ class EncodedRow:
     """A row that is ready for a batch."""
 
     row: Row
-    features: pa.Table
+    features: FeatureBatch
+    """Those of all rows that were encoded with it."""
+    first: int
+    last: int
+    """Its features: from `first` up to `last`, exclusive."""
     width: int
     """Padded tokens that it takes at least."""
     tokens: int
@@ -63,23 +69,40 @@ class EncodedRow:
 
 @dataclass
 class ServingEngine:
-    """Answers rows, one batch at a time; for several threads only where models write, by turns."""
+    """Answers rows, one batch at a time; for several threads only where models write, by turns.
+
+    It can tell of itself at once, and answers once `open` has loaded the model.
+    """
 
     job: TrainerJob
     serving: Serving
-    answerer: Answerer
     trained: bool
     """Whether the job trained the model."""
+    paths: JobPaths
+    answerer: Answerer = field(init=False)
+    _opened: bool = False
     _of_form: dict[Form, Answerer] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, job: TrainerJob, paths: JobPaths) -> ServingEngine:
-        """StageErrors of the model and of the rung."""
+    def of(cls, job: TrainerJob, paths: JobPaths) -> ServingEngine:
+        """The engine of a job, without its model."""
         serving = job.serving or Serving(model_name=job.name, device="cpu", max_batch_tokens=8192)
+        return cls(job.model_copy(update={"serving": serving}), serving, job.trains, paths)
+
+    @classmethod
+    def load(cls, job: TrainerJob, paths: JobPaths) -> ServingEngine:
+        """`of` and `open`."""
+        engine = cls.of(job, paths)
+        engine.open()
+        return engine
+
+    def open(self) -> None:
+        """Load the model, once, and convert it where the job asks for it. StageErrors of the model and of the rung."""
+        if self._opened:
+            return
+        serving, paths, job = self.serving, self.paths, self.job
         version = weights_version(job, paths)
-        job = job.model_copy(update={"serving": serving})
-        trained = job.trains
-        if trained:
+        if self.trained:
             # The tokenizer, too, is read from the trained model's folder: nothing is fetched.
             found = job_of_trained_model(job, paths)
             job = found.model_copy(update={"training": None})
@@ -90,16 +113,17 @@ class ServingEngine:
             optimization=serving.optimization,
             tolerance=serving.tolerance,
         )
-        job = job.model_copy(update={"predict": predict})
+        self.job = job = job.model_copy(update={"predict": predict})
         task = task_of(job)
         model, _ = used_model(job, paths, serving.precision)
         labels = labels_of_model(job, task, model.config)
         encoder = Encoder(task, coding_of(job), packing=False)
         asked = Asked(Columns(**{role: role for role in _warm_row(job, encoder)}), "inputs", {})
-        answerer = Answerer(job, encoder, model, labels, Means.of(predict), asked)
-        engine = cls(job, serving, answerer, trained)
-        engine.answerer = replace(answerer, forward=engine._forward(paths, version))
-        return engine
+        self.answerer = Answerer(job, encoder, model, labels, Means.of(predict), asked)
+        forward = self._forward(paths, version)
+        settle(model, serving.device)
+        self.answerer = replace(self.answerer, forward=forward, settled=True)
+        self._opened = True
 
     def _forward(self, paths: JobPaths, version: object) -> Any:
         """Choose the rung as predict does, measured on rows of several lengths. `version`: of the weights."""
@@ -149,20 +173,21 @@ class ServingEngine:
     def encode(self, form: Form, rows: Sequence[Row]) -> list[EncodedRow]:
         """Tokenise rows. StageError DATA of the first row that the task does not take."""
         answerer = self._answerer(form)
-        table = pa.Table.from_pylist([dict(row) for row in rows])
-        answerer.encoder.task.check(
-            RawSplit("", "the request", dataset_of(table), one_row=len(rows) == 1), form.columns, "inputs"
-        )
-        features, _ = answerer.encoder.features(table, answerer.encoder.task.inputs(form.columns))
-        numbers = features[ROW].to_numpy()
-        lengths = np.diff(features["input_ids"].combine_chunks().offsets.to_numpy())
+        task, columns = answerer.encoder.task, answerer.asked.columns
+        table = pa.Table.from_pylist(rows)
+        task.check(RawSplit("", "the request", table, one_row=len(rows) == 1), columns, "inputs")
+        features, _ = answerer.encoder.features(table, task.inputs(columns))
         extra = form.generation.max_new_tokens if self.writes else 0
-        encoded = []
-        for at, row in enumerate(rows):
-            first, last = np.searchsorted(numbers, [at, at + 1])
-            own = lengths[first:last]
-            width = (int(own.max()) + extra) * (form.generation.num_beams if extra else 1) * (1 if extra else len(own))
-            encoded.append(EncodedRow(row, features.slice(first, last - first), width, int(own.sum())))
+        encoded: list[EncodedRow] = []
+        for batch in features.batches:
+            lengths = np.diff(batch.lists["input_ids"][1])
+            starts = [*np.flatnonzero(np.diff(batch.numbers[POSITION], prepend=-1)).tolist(), len(lengths)]
+            for first, last in pairwise(starts):
+                longest, count = int(lengths[first:last].max()), last - first
+                width = (longest + extra) * form.generation.num_beams if extra else longest * count
+                encoded.append(
+                    EncodedRow(rows[len(encoded)], batch, first, last, width, int(lengths[first:last].sum()))
+                )
         return encoded
 
     def answer(
@@ -170,33 +195,36 @@ class ServingEngine:
     ) -> list[dict[str, Any]]:
         """Return the columns of predict for each of the rows. `writing`: for models that write, by turns."""
         answerer = self._answerer(form)
-        table = pa.Table.from_pylist([dict(each.row) for each in rows])
-        counts = [len(each.features) for each in rows]
-        features = pa.concat_tables([each.features for each in rows])
-        numbers = np.repeat(np.arange(len(rows)), counts)
-        for name in (ROW, POSITION):
-            at = features.column_names.index(name)
-            features = features.set_column(at, name, pa.array(numbers, features.schema.field(name).type))
-        inputs = answerer.encoder.task.inputs(form.columns)
+        table = pa.Table.from_pylist([each.row for each in rows])
+        features = FeatureSet.of(each.features.part(each.first, each.last, at) for at, each in enumerate(rows))
+        split = answerer.split(table, features, answerer.encoder.task.inputs(answerer.asked.columns))
         if writing is None:
-            answered = answerer._predicted(_KEY, table, features, inputs, NoProgress())
-        else:
-            answered = self._watched(answerer, writing, answerer._split(table, features, inputs))
-        found: list[dict[str, Any]] = answered.to_pylist()
-        return found
+            found: list[dict[str, Any]] = answerer.predicted(_KEY, split, NoProgress()).to_pylist()
+            return found
+        return self._watched(answerer, writing, split, form)
 
-    def _watched(self, answerer: Answerer, writing: WatchedWriting, split: PreparedSplit) -> pa.Table:
-        """As `_predicted` of the answerer, by turns with others, and with tokens told."""
+    def _watched(
+        self, answerer: Answerer, writing: WatchedWriting, split: PreparedSplit, form: Form
+    ) -> list[dict[str, Any]]:
+        """As `predicted` of the answerer, by turns with others, with tokens told, and up to a text that stops it."""
         writing.tokenizer, writing.beams = self.tokenizer, answerer.job.generation.num_beams
-        writing.ends = frozenset(ends(answerer.model, self.tokenizer))
+        writing.ends, writing.stops = frozenset(ends(answerer.model, self.tokenizer)), form.stop
+        seed = seed_of(self.job.seed if form.seed is None else form.seed, _KEY)
         with writing.turns.taken():
             before = watch.set(writing)
             try:
-                answers = answerer._answers(split, NoProgress(), answerer.forward, seed_of(self.job.seed, _KEY))
+                answers = answerer.answered(split, NoProgress(), answerer.forward, seed)
             finally:
                 watch.reset(before)
             writing.finish([answers[each[-1]] for each in split.features_by_row])
-            return answerer.encoder.task.predictions(answers, split, slice(0, split.rows))
+            found: list[dict[str, Any]] = answerer.encoder.task.predictions(
+                answers, split, slice(0, split.rows)
+            ).to_pylist()
+        for at, row in enumerate(found if form.stop else ()):
+            if (end := first_stop(row[WRITTEN], form.stop)) is not None:
+                row[WRITTEN] = row[WRITTEN][:end]
+                writing.finishes[at] = replace(writing.finishes[at], ended=True)
+        return found
 
     def _answerer(self, form: Form) -> Answerer:
         """The answerer of a form; few are kept, as clients choose how to write."""

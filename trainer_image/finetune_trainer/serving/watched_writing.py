@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune_trainer.serving.stop_texts import StopFilter, first_stop
 from finetune_trainer.serving.turns import Turns
 from finetune_trainer.tasks.task_protocol import Answer
 
 if TYPE_CHECKING:
     import torch
 
+_SPARE_TOKENS = 8
+"""Tokens without text that may stand among those of a stop."""
 _TOKENS, _ENDED = "written_tokens", "ended"
 
 
@@ -46,7 +49,14 @@ class WatchedWriting:
     beams: int = 1
     others_seconds: float = 0.0
     """Time in which others computed."""
+    stops: Sequence[str] = ()
+    """See `Form.stop`."""
     finishes: list[Finish] = field(default_factory=list)
+    _prompt: int | None = None
+    """Tokens that were there before the first that was written."""
+    _stopped_after: dict[int, int] = field(default_factory=dict)
+    """Row of those written together -> tokens after which a stop was there."""
+    _rows_told: int = 0
 
     @property
     def streams(self) -> bool:
@@ -57,15 +67,18 @@ class WatchedWriting:
         """See `writing.Watch`."""
         from transformers import StoppingCriteriaList
 
+        self._prompt, self._stopped_after, self._rows_told = None, {}, 0
         found: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([self._between])}
         if self.streams:
             found["streamer"] = self._streamer()
         return found
 
     def told(self, tokens: torch.Tensor) -> Answer:
-        """See `writing.Watch`."""
+        """See `writing.Watch`. Rows are told in the order in which they were written."""
+        stopped_after = self._stopped_after.get(self._rows_told)
+        self._rows_told += 1
         for count, token in enumerate(tokens.tolist(), 1):
-            if token in self.ends:
+            if token in self.ends or count == stopped_after:
                 return {_TOKENS: np.array(count), _ENDED: np.array(True)}
         return {_TOKENS: np.array(len(tokens)), _ENDED: np.array(False)}
 
@@ -78,18 +91,34 @@ class WatchedWriting:
         import torch
 
         self.others_seconds += self.turns.hand_on()
-        return torch.full((len(tokens),), self.stopped(), device=tokens.device)
+        if self.stops and self.beams == 1:
+            self._look_for_stops(tokens)
+        over = torch.full((len(tokens),), self.stopped(), device=tokens.device)
+        if self._stopped_after:
+            over[list(self._stopped_after)] = True
+        return over
+
+    def _look_for_stops(self, tokens: torch.Tensor) -> None:
+        """In the end of each row: a token is a byte of text or more, or special."""
+        if self._prompt is None:
+            self._prompt = tokens.shape[1] - 1
+        written = tokens.shape[1] - self._prompt
+        tail = min(written, max(len(stop.encode()) for stop in self.stops) + _SPARE_TOKENS)
+        texts = self.tokenizer.batch_decode(tokens[:, -tail:], skip_special_tokens=True)
+        for row, text in enumerate(texts):
+            if row not in self._stopped_after and first_stop(text, self.stops) is not None:
+                self._stopped_after[row] = written
 
     def _streamer(self) -> Any:
         from transformers import TextStreamer
 
-        put = self.put
+        put, stops = self.put, StopFilter(self.stops)
 
         class Pieces(TextStreamer):
             """Hands text to the request instead of printing it."""
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                if text and put is not None:
-                    put(text)
+                if put is not None and (shown := stops.passed(text, last=stream_end)):
+                    put(shown)
 
         return Pieces(self.tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -194,8 +194,8 @@ class ModelParallel(FullState):
         parameters = [parameter for parameter in held.values() if parameter.requires_grad]
         # A weight that no row of any replica has used is left alone, as in one process: a gradient of 0 would have it
         # decay.
+        # Agreed on in host memory: the host would wait for the device to read it.
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        used = used.to(self._device)
         distributed.all_reduce(used, op=distributed.ReduceOp.MAX, group=group)
         wanted = [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
         for bucket in _buckets([_local_gradient(parameter) for parameter in wanted]):

@@ -38,7 +38,9 @@ class _Stage(nn.Module):
         self.shell = shell
         self.first = first
         self.last = last
-        self._dtype = dtype
+        self._computed = dtype
+        self.sent = dtype
+        """Type of the hidden states on their way between processes."""
         self.precision: Precision = "fp32"
         self._accepts = frozenset(inspect.signature(shell.body.forward).parameters)
         # Not modules of this one: they are those of the model.
@@ -63,13 +65,15 @@ class _Stage(nn.Module):
 
     def _take(self, batch: Batch, *hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.shell.received is not None:
-            (self.shell.received.hidden,) = hidden
+            # What is added to hidden states in the layers of this stage adds up in the type of the weights, as in one
+            # process.
+            self.shell.received.hidden = hidden[0].to(self._computed)
         return {name: value for name, value in batch.items() if name not in self.shell.skips}
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         said = self.shell.body(**{name: value for name, value in batch.items() if name in self._accepts})
         states: torch.Tensor = said.last_hidden_state
-        return states.to(self._dtype)
+        return states.to(self.sent)
 
     def _autocast(self, batch: Batch) -> AbstractContextManager[Any]:
         if self.precision != "bf16":
@@ -89,23 +93,27 @@ class Pipeline:
         self.cuts = cuts_of(model, self.layout, settings.stages)
         self.own = tuple(range(self._rank, settings.stages, settings.degree))
         self.width: int = model.config.get_text_config().hidden_size
-        self.dtype = model.dtype
+        self._sent = model.dtype
         self._schedules: dict[tuple[int, int], Any] = {}
         self._stages = {
             stage: _Stage(
                 shell_of(model, self.layout, self.cuts[stage], self.cuts[stage + 1]),
                 first=stage == 0,
                 last=stage == settings.stages - 1,
-                dtype=self.dtype,
+                dtype=model.dtype,
             )
             for stage in self.own
         }
         keep_stages(model, self.layout, self.cuts, self.own)
 
     def compute_in(self, precision: Precision) -> None:
-        """From now on by autocast when it is bf16; until then everything is computed in fp32."""
+        """From now on by autocast when it is bf16, and hidden states and their gradients travel in it; until then
+        everything is computed in fp32.
+        """
+        if precision == "bf16":
+            self._sent = torch.bfloat16
         for stage in self._stages.values():
-            stage.precision = precision
+            stage.precision, stage.sent = precision, self._sent
 
     @property
     def _last_rank(self) -> int:
@@ -155,7 +163,7 @@ class Pipeline:
         from torch.distributed.pipelining import PipelineStage
 
         shape = (rows, length, self.width)
-        hidden = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(shape, dtype=self._sent, device="meta", requires_grad=True)
         stage = self._stages[index]
         return PipelineStage(
             stage,
@@ -206,7 +214,7 @@ class Pipeline:
         return made
 
     def _empty(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.empty((*ids.shape, self.width), dtype=self.dtype, device=ids.device)
+        return torch.empty((*ids.shape, self.width), dtype=self._sent, device=ids.device)
 
 
 def make_schedule(name: PipelineSchedule, stages: Sequence[Any], micro_batches: int) -> Any:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from finetune_contract.choices import LabelForm
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError, first_of
 from finetune_trainer.tasks.class_figures import class_scores, cross_entropy, softmax
@@ -114,7 +113,7 @@ class OneClass:
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Ints, or texts; whole numbers written as text stay text."""
-        values = arrow_table(split.rows)[column]
+        values = split.table[column]
         empty = pc.is_null(values)
         if is_text(values.type):
             empty = pc.or_(empty, pc.equal(pc.fill_null(values, ""), ""))
@@ -212,7 +211,7 @@ class SeveralClasses:
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Lists of ints or of texts."""
-        values = arrow_table(split.rows)[column]
+        values = split.table[column]
         kind = values.type.value_type
         if not (is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
             rule = f"the column is of type {values.type}, not a list of words or of class ids"
@@ -307,7 +306,7 @@ class ANumber:
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Finite fractions."""
-        values = arrow_table(split.rows)[column]
+        values = split.table[column]
         found: list[Any] = []
         for row, value in enumerate(values.to_pylist()):
             number = None if value is None or value == "" else float(value)
@@ -382,7 +381,7 @@ FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (OneClass(), Seve
 
 def form_of(split: RawSplit, column: str, given: Mapping[str, str]) -> Form:
     """The form of a column, by what it holds; one whose values have names (`given`) holds classes."""
-    values = arrow_table(split.rows)[column]
+    values = split.table[column]
     if is_list(values.type):
         return FORMS["multi_label_classification"]
     if given:

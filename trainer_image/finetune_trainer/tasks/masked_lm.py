@@ -18,7 +18,6 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Columns, Generation, TrainerJob
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
@@ -124,7 +123,7 @@ class MaskedLm(LanguageTask):
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Every text is there and is text."""
         name = self.inputs(columns)["text"]
-        refuse_not_text(split, f"{setting}.columns.text", name, arrow_table(split.rows)[name])
+        refuse_not_text(split, f"{setting}.columns.text", name, split.table[name])
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """All texts are learnt, but those to predict."""

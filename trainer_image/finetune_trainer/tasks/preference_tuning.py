@@ -18,7 +18,6 @@ from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Columns, Preference, TrainerJob
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
@@ -99,7 +98,7 @@ class PreferenceTuning(DecoderTask):
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Prompts are text or conversations, and none is missing."""
         name = self.inputs(columns)["prompt"]
-        values = arrow_table(split.rows)[name]
+        values = split.table[name]
         refuse = refuse_not_messages if is_list(values.type) else refuse_not_text
         refuse(split, f"{setting}.columns.prompt", name, values)
 
@@ -110,7 +109,7 @@ class PreferenceTuning(DecoderTask):
             chosen, rejected = columns.chosen, columns.rejected
             if chosen is None or rejected is None or not {chosen, rejected} <= set(split.rows.column_names):
                 continue
-            talks = is_list(arrow_table(split.rows)[self.inputs(columns)["prompt"]].type)
+            talks = is_list(split.table[self.inputs(columns)["prompt"]].type)
             read = _replies if talks else wanted_texts
             pairs = zip(read(split, chosen, "chosen"), read(split, rejected, "rejected"), strict=True)
             found[role] = np.empty(len(split.rows), object)
@@ -318,7 +317,7 @@ def _fitted(sequences: Sequence[_Sequence], room: int) -> tuple[list[_Sequence],
 def _replies(split: RawSplit, column: str, role: str) -> list[Mapping[str, Any]]:
     """The message that each row's answer is; StageError DATA for the first row whose answer is something else."""
     path = f"dataset.columns.{role}"
-    values = arrow_table(split.rows)[column]
+    values = split.table[column]
     refuse_not_messages(split, path, column, values)
     found = values.to_pylist()
     for row, messages in enumerate(found):

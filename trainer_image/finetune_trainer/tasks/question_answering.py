@@ -25,7 +25,6 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Columns, TrainerJob
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
@@ -149,7 +148,7 @@ class QuestionAnswering(heads.WithHead):
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Every question and paragraph is there and is text."""
-        table = arrow_table(split.rows)
+        table = split.table
         for role, name in self.inputs(columns).items():
             path, values = f"{setting}.columns.{role}", table[name]
             refuse_not_text(split, path, name, values)
@@ -342,7 +341,7 @@ class QuestionAnswering(heads.WithHead):
         """What is answered to each of some rows."""
         may_be_none = NO_ANSWER in split.facts.labels
         chosen = range(*rows.indices(split.rows))
-        contexts = split.raw().select(chosen)[split.inputs["context"]]
+        contexts = split.raw_values(split.inputs["context"], rows)
         for row, context in zip(chosen, contexts, strict=True):
             spans: list[_Span] = []
             none = np.inf
@@ -501,7 +500,7 @@ def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:
     """Texts and starts of each row's answers; StageError DATA for those that are not in their paragraph."""
     assert columns.answers is not None
     path, column = "dataset.columns.answers", columns.answers
-    table = arrow_table(split.rows)
+    table = split.table
     values = table[column]
     kinds = {field.name: field.type for field in values.type} if pa.types.is_struct(values.type) else {}
     texts, starts = kinds.get("text"), kinds.get("answer_start")

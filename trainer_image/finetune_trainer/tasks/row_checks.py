@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Columns
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
 
@@ -99,7 +98,7 @@ def refuse_not_messages(split: RawSplit, path: str, column: str, values: pa.Chun
 
 def wanted_texts(split: RawSplit, column: str, role: str = "target") -> NDArray[Any]:
     """The texts of `dataset.columns.<role>`, dtype object; StageError DATA as `refuse_not_text`."""
-    texts = arrow_table(split.rows)[column]
+    texts = split.table[column]
     refuse_not_text(split, f"dataset.columns.{role}", column, texts)
     return np.array(texts.to_pylist(), object)
 

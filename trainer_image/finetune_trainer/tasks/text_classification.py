@@ -17,7 +17,6 @@ from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Columns, TrainerJob
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
@@ -92,7 +91,7 @@ class TextClassification(heads.WithHead):
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Every text is there and is text."""
-        table = arrow_table(split.rows)
+        table = split.table
         for role, name in self.inputs(columns).items():
             path = f"{setting}.columns.{'textPair' if role == 'text_pair' else role}"
             refuse_not_text(split, path, name, table[name])
@@ -301,14 +300,14 @@ def _is_secret(values: Sequence[Any]) -> bool:
 
 def _refuse_other_form(split: RawSplit, column: str, form: Form, given: Mapping[str, str]) -> None:
     """StageError DATA for a split whose labels are of another form than those that decide it."""
-    kind = arrow_table(split.rows)[column].type
+    kind = split.table[column].type
     found = form_of(split, column, given)
     # Whole numbers may stand for fractions, and words of one split may happen to look like them.
     lists = "multi_label_classification"
     if (found.name == lists) != (form.name == lists) or (
         found.name == "regression" and form.name == "single_label_classification" and not is_text(kind)
     ):
-        value = arrow_table(split.rows)[column][0].as_py()
+        value = split.table[column][0].as_py()
         rule = f"the column is of type {kind}, and the labels are those of {form.name.replace('_', ' ')}"
         raise row_error("LabelType", split, 0, PATH, column, value, rule)
 

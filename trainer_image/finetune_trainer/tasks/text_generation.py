@@ -21,7 +21,6 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.packing import SIZES
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
@@ -97,7 +96,7 @@ class TextGeneration(DecoderTask):
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Texts are text, messages have a role and a content each, and none is missing."""
-        table = arrow_table(split.rows)
+        table = split.table
         for role, name in self.inputs(columns).items():
             if role == "messages":
                 refuse_not_messages(split, f"{setting}.columns.messages", name, table[name])
@@ -112,7 +111,7 @@ class TextGeneration(DecoderTask):
             if columns.text is not None:
                 found[role] = np.ones(count, bool)
             elif columns.messages is not None:
-                replied = [_replied(each) for each in arrow_table(split.rows)[columns.messages].to_pylist()]
+                replied = [_replied(each) for each in split.table[columns.messages].to_pylist()]
                 if all(replied):
                     found[role] = np.ones(count, bool)
                 elif role != "test":

@@ -13,7 +13,6 @@ from finetune_contract.choices import LabelForm, Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Columns, Generation, TrainerJob
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
@@ -115,7 +114,7 @@ class TextToText(LanguageTask):
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Every source is there and is text."""
         assert columns.source is not None
-        refuse_not_text(split, f"{setting}.columns.source", columns.source, arrow_table(split.rows)[columns.source])
+        refuse_not_text(split, f"{setting}.columns.source", columns.source, split.table[columns.source])
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """The wanted texts."""

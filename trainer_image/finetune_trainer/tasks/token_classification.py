@@ -27,7 +27,6 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Columns, TrainerJob
-from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
@@ -109,7 +108,7 @@ class TokenClassification(heads.WithHead):
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Every row is a list of at least one word, and every word is text."""
         path, name = f"{setting}.columns.tokens", self.inputs(columns)["tokens"]
-        values = arrow_table(split.rows)[name]
+        values = split.table[name]
         if not is_list(values.type) or not is_text(values.type.value_type):
             rule = f"the column is of type {values.type}, not a list of words"
             raise row_error("NotWords", split, 0, path, name, values[0].as_py(), rule)
@@ -249,9 +248,9 @@ class TokenClassification(heads.WithHead):
         word (counted from 0), text and the least probability of their words. A word without tokens has the score 0, and
         no tag (null) where no tag is `O`.
         """
-        names, raw = split.facts.labels, split.raw().select(range(*rows.indices(split.rows)))
+        names, raw = split.facts.labels, split.raw_values(split.inputs["tokens"], rows)
         tags, scores, found = [], [], []
-        for said, words in zip(_said(answers, split, rows), raw[split.inputs["tokens"]], strict=True):
+        for said, words in zip(_said(answers, split, rows), raw, strict=True):
             tags.append([None if at == _NO_TAG else names[at] for at in said.ids])
             scores.append(said.scores)
             found.append(_entities([tag or _OUTSIDE for tag in tags[-1]], words, said.scores))
@@ -383,7 +382,7 @@ def _said(answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Itera
     """Yield the answer to each of some rows."""
     names = split.facts.labels
     absent = names.index(_OUTSIDE) if _OUTSIDE in names else _NO_TAG
-    raw = split.raw().select(range(*rows.indices(split.rows)))[split.inputs["tokens"]]
+    raw = split.raw_values(split.inputs["tokens"], rows)
     answered = _by_row(split, lambda at: answers[at]["logits"], rows)
     for (words, logits), tokens in zip(answered, raw, strict=True):
         said = _Said(np.full(len(tokens), absent, np.int32), np.zeros(len(tokens)))
@@ -441,7 +440,7 @@ def _entities(tags: Sequence[str], words: Sequence[str], scores: NDArray[np.floa
 
 def _check_tags(split: RawSplit, column: str, words: str) -> None:
     """A tag for each word: a word or a class id."""
-    path, table = "dataset.columns.tags", arrow_table(split.rows)
+    path, table = "dataset.columns.tags", split.table
     values = table[column]
     kind = values.type.value_type if is_list(values.type) else None
     if kind is None or not (is_text(kind) or pa.types.is_integer(kind)):
@@ -461,7 +460,7 @@ def _check_tags(split: RawSplit, column: str, words: str) -> None:
 
 
 def _names(split: RawSplit, column: str) -> tuple[str, ...]:
-    distinct = pc.unique(pc.list_flatten(arrow_table(split.rows)[column])).to_pylist()
+    distinct = pc.unique(pc.list_flatten(split.table[column])).to_pylist()
     if not isinstance(distinct[0], int):
         return tuple(sorted(distinct, key=lambda name: (name != _OUTSIDE, name)))
     count = next(i for i in range(len(distinct) + 1) if i not in distinct)
@@ -474,7 +473,7 @@ def _names(split: RawSplit, column: str) -> tuple[str, ...]:
 
 def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
     """One array of ids for each row."""
-    values = arrow_table(split.rows)[column].combine_chunks()
+    values = split.table[column].combine_chunks()
     flat = values.flatten()
     known: dict[Any, int] = {name: i for i, name in enumerate(names)}
     if pa.types.is_integer(flat.type):
@@ -494,6 +493,6 @@ def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
 
 def _tag_error(split: RawSplit, column: str, value: object, rule: str) -> StageError:
     """For the first row that has the tag."""
-    values = arrow_table(split.rows)[column]
+    values = split.table[column]
     row = next(number for number, tags in enumerate(values.to_pylist()) if value in tags)
     return row_error("LabelOutOfRange", split, row, "dataset.columns.tags", column, values[row].as_py(), rule)

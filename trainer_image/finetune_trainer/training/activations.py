@@ -16,12 +16,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from finetune_contract.choices import CheckpointingMode, StrategyName
 from finetune_trainer.strategies.strategy_protocol import expect
 
 _LEAST_BYTES = 1 << 16
 """A copy of less costs more time than its room is worth."""
+_PRODUCTS = frozenset({nn.functional.linear, torch.addmm, torch.matmul, torch.bmm})
+"""Calls of torch that multiply with the weights of a module, and that autocast computes in 16 bits."""
 _FUSED_ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -102,8 +105,8 @@ class InHostMemory:
     """Copied to page-locked host memory after their layer, and back before its backward pass.
 
     Weights, which autograd saves as well, stay where they are. They are told by their storage while their module
-    computes: ZeRO-3 and FSDP give a weight another storage each time it is gathered. On a CPU nothing is copied, as
-    the device is the host.
+    computes: ZeRO-3 and FSDP give a weight another storage each time it is gathered. Under autocast products save a
+    16-bit copy of a weight, which is made here to be known. On a CPU nothing is copied, as the device is the host.
     """
 
     def __init__(self) -> None:
@@ -111,6 +114,7 @@ class InHostMemory:
         """Storage -> modules that compute with it now."""
         self._running: list[list[int]] = []
         """Storages of the modules that compute now, the innermost last."""
+        self._casts = _WeightCasts()
         self.moved_bytes = 0
         """Of the forward passes so far."""
         self._seen = False
@@ -123,7 +127,7 @@ class InHostMemory:
                 module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
-        self._running.append([each.untyped_storage().data_ptr() for each in _local(module)])
+        self._running.append([_storage(each) for each in module.parameters(recurse=False)])
         self._weights.update(self._running[-1])
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -132,13 +136,18 @@ class InHostMemory:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """What autograd saves within it is moved."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-            yield
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self._casts:
+            try:
+                yield
+            finally:
+                self._casts.forget()
 
     def is_activation(self, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor is neither a weight nor too small to move."""
-        small = tensor.numel() * tensor.element_size() < _LEAST_BYTES
-        return not small and not self._weights[tensor.untyped_storage().data_ptr()]
+        if tensor.numel() * tensor.element_size() < _LEAST_BYTES:
+            return False
+        storage = _storage(tensor)
+        return not self._weights[storage] and storage not in self._casts.storages
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
         self._seen = True
@@ -161,9 +170,39 @@ def _unpack(packed: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
     return tensor if device is None else tensor.to(device, non_blocking=True)
 
 
-def _local(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Weights of the module itself, as this process holds them now."""
+class _WeightCasts(TorchFunctionMode):
+    """The 16-bit copies of weights in a forward pass under autocast: one of each weight, as autocast itself keeps."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        self.storages: set[int] = set()
+        """Of the copies."""
+
+    def forget(self) -> None:
+        """Ends the forward pass; what autograd has saved lives on."""
+        self._copies, self.storages = {}, set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _PRODUCTS:
+            args = tuple(self._cast(each) if isinstance(each, nn.Parameter) else each for each in args)
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, weight: nn.Parameter) -> torch.Tensor:
+        device = weight.device.type
+        # A copy that is made without a gradient would keep it from the weight where it is used again.
+        if weight.dtype != torch.float32 or not (torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
+            return weight
+        if id(weight) not in self._copies:
+            copy = weight.to(torch.get_autocast_dtype(device))
+            self._copies[id(weight)] = weight, copy
+            self.storages.add(_storage(copy))
+        return self._copies[id(weight)][1]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of the memory that this process holds of it."""
     from torch.distributed.tensor import DTensor
 
-    for parameter in module.parameters(recurse=False):
-        yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata

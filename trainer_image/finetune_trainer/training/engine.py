@@ -31,9 +31,11 @@ from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_pt_utils import get_parameter_names
 
 from finetune_contract.choices import OptimizerName
+from finetune_trainer.distributed import summed
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy, expect
 from finetune_trainer.tasks.task_protocol import REFERENCE
 from finetune_trainer.training.training_arguments import is_optimizer
+from finetune_trainer.training.unused_weights import LossOf, may_leave_weights_unused
 
 _NOT_DECAYED = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Patterns of the names of weights without weight decay, besides all of `nn.LayerNorm`; those of transformers' Trainer,
@@ -84,8 +86,10 @@ class Engine:
     def _inner_optimizer(self) -> Any:
         return self.optimizer.optimizer
 
-    def start(self) -> None:
-        """Build the optimizer, wrap the model, and build the schedule."""
+    def start(self, first_loss: LossOf) -> None:
+        """Build the optimizer, wrap the model, and build the schedule. `first_loss`: of the micro-batch that this rank
+        begins with, on the device.
+        """
         args = self.args
         if args.use_liger_kernel:
             apply_liger_kernel(self.model, args.liger_kernel_config)  # type: ignore[no-untyped-call]
@@ -95,12 +99,27 @@ class Engine:
             )
         if args.neftune_noise_alpha is not None:
             activate_neftune(self.model, args.neftune_noise_alpha)  # type: ignore[no-untyped-call]
+        self._look_for_unused_weights(first_loss)
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
         self._wrap(kind(parameter_groups(self.model, args.weight_decay), **settings))
         further: Any = args.lr_scheduler_kwargs
         warmup = args.get_warmup_steps(args.max_steps)
         self.schedule = get_scheduler(args.lr_scheduler_type, self.optimizer, warmup, args.max_steps, further)
         self.wrapped.train()
+
+    def _look_for_unused_weights(self, first_loss: LossOf) -> None:
+        """Have DistributedDataParallel look in each step for weights without a gradient where there are any: it walks
+        through the graph then, and reduces a map of the weights besides their gradients.
+        """
+        args = self.args
+        if self._strategy.name != "ddp" or self._strategy.spreads_itself:
+            return
+        # It cannot look where activations are recomputed, and need not where the graph never changes.
+        if args.ddp_find_unused_parameters is not None or args.activation_checkpointing or args.ddp_static_graph:
+            return
+        with self.accelerator.autocast():
+            mine = may_leave_weights_unused(self.model, first_loss)
+        self.accelerator.ddp_handler.find_unused_parameters = summed([mine])[0] > 0
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
         if self._strategy.spreads_itself:
@@ -135,8 +154,10 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------------ step
 
     def to_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the batch on the device."""
-        return {name: value.to(self.args.device) for name, value in batch.items()}
+        """Return the batch on its way to the device: from page-locked memory, as the loader leaves it for a GPU, the
+        host does not wait for it.
+        """
+        return {name: value.to(self.args.device, non_blocking=True) for name, value in batch.items()}
 
     def accumulating(self) -> AbstractContextManager[Any]:
         """Return the context of every micro-batch of a step but the last."""
@@ -167,9 +188,16 @@ class Engine:
         self.wrapped.zero_grad()
         return done
 
-    def mean_over_ranks(self, value: torch.Tensor) -> float:
-        """Return the mean of a number that each rank has one of. Every rank must call it."""
-        return float(self.accelerator.gather(value).mean())
+    def figures(self, loss: torch.Tensor, done: OptimizerStep) -> tuple[float, float | None]:
+        """Return the mean over all ranks of their `loss`, and the norm of the gradients. Every rank must call it. Both
+        come in one copy, for which the host waits.
+        """
+        mean = self.accelerator.gather(loss).mean().double()
+        if not isinstance(done.grad_norm, torch.Tensor):
+            return float(mean), None if done.grad_norm is None else float(done.grad_norm)
+        norm = done.grad_norm.to(mean.device, torch.float64).reshape(())
+        value, of_gradients = torch.stack([mean, norm]).cpu().tolist()
+        return value, of_gradients
 
 
 class DeepSpeedEngine(Engine):
@@ -229,9 +257,9 @@ def _accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accelerator
         "broadcast_buffers": args.ddp_broadcast_buffers,
         "static_graph": args.ddp_static_graph,
     }
-    # DistributedDataParallel cannot look for unused parameters where activations are recomputed.
-    default = {"find_unused_parameters": not args.activation_checkpointing}
-    ddp = DistributedDataParallelKwargs(**default | {name: value for name, value in asked.items() if value is not None})
+    given = {name: value for name, value in asked.items() if value is not None}
+    # Gradients lie in the buckets that are reduced, or there would be a second copy of all of them.
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, **given)
     return Accelerator(
         mixed_precision=args.mixed_precision,
         deepspeed_plugin=args.deepspeed_plugin,

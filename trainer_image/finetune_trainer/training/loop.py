@@ -6,7 +6,8 @@ takes no part (`training.script` runs programs that use one).
 
 - The loss of a step is the mean over the whole global batch whatever the ranks and the accumulation.
 - Validation and checkpoints come after the step has been reported, so that a checkpoint holds a finished step.
-- One small all-reduce at the start of a step tells every rank of it whether any was asked to stop.
+- One small all-reduce in host memory at the start of a step tells every rank of it whether any was asked to stop.
+- On a GPU the host runs ahead of the device, and waits for it once a step: for the figures that it reports.
 - A clock is told which part of a step begins where.
 """
 
@@ -31,13 +32,15 @@ from finetune_contract.report import TimePart
 from finetune_trainer.adapters import Adapted
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.data.slices import LABELS
+from finetune_trainer.distributed import summed
 from finetune_trainer.failures import StageError
 from finetune_trainer.float8 import InFloat8
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
-from finetune_trainer.tasks.task_protocol import Objective
+from finetune_trainer.tasks.task_protocol import REFERENCE, Objective
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
-from finetune_trainer.training.engine import OptimizerStep, engine_of
+from finetune_trainer.training.engine import engine_of
 from finetune_trainer.training.interruption import Interruption, preempted
+from finetune_trainer.training.known_padding import KnownPadding, known_padding
 from finetune_trainer.training.objective import objective_of
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows, micro_batches
 from finetune_trainer.training.reference_answers import NoReference, Reference
@@ -148,7 +151,7 @@ class LoopParts:
 class _Agreed:
     """What all ranks know at the start of a step."""
 
-    items: torch.Tensor
+    items: float
     """Labelled items of the step, over all ranks."""
     stop: bool
     """Whether any process was asked to stop."""
@@ -201,7 +204,7 @@ class TrainingLoop:
             state.global_step += 1
             state.epoch = state.global_step / order.steps
             clock.enter("rest")
-            self._report(started, engine.mean_over_ranks(loss), done)
+            self._report(started, *engine.figures(loss, done), done.learning_rate)
             self._validate_and_save(agreed)
         self._tell_trackers("on_train_end")
 
@@ -209,7 +212,7 @@ class TrainingLoop:
 
     def _set_up(self, resume: bool) -> None:
         parts, engine = self.parts, self.engine
-        engine.start()
+        engine.start(self._first_loss)
         placed = engine.placed
         engine.assert_in_effect(parts.optimizer)
         if parts.adapted is not None:
@@ -223,6 +226,15 @@ class TrainingLoop:
             parts.saver.resume(self)
             self._stopped = parts.stopper.stopped
         self._tell_trackers("on_train_begin")
+
+    def _first_loss(self, model: torch.nn.Module) -> torch.Tensor:
+        """The loss of the first micro-batch of an epoch; the reference, which is asked later, says nothing in it."""
+        parts = self.parts
+        batch = parts.collate(parts.rows.__getitems__(next(iter(parts.order))))
+        if parts.objective is not None:
+            pairs = torch.zeros(parts.collate.items(batch))
+            batch |= {f"{REFERENCE}{name}": pairs for name in parts.objective.compares}
+        return self.objective.loss(model, self.engine.to_device(batch))
 
     def _ask_reference(self) -> None:
         """Before the first step and before anything is read from a checkpoint the model is what it began with."""
@@ -256,11 +268,10 @@ class TrainingLoop:
         """Sum `items` over all ranks; on the way these agree on stopping and saving after the step."""
         wanted = self.args.process_index == 0 and self.parts.saver.wants()
         asked = self.parts.interruption.requested
-        told = torch.tensor([items, asked, wanted], dtype=torch.float64, device=self.args.device)
         if torch.distributed.is_initialized():
             self.parts.clock.enter("communication")
-            torch.distributed.all_reduce(told)
-        return _Agreed(told[0], bool(told[1] > 0), bool(told[2] > 0))
+        of_step, asks, wants = summed([items, asked, wanted])
+        return _Agreed(of_step, asks > 0, wants > 0)
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Divide a batch of the loader into the micro-batches of one pass through a pipeline; elsewhere it is one."""
@@ -271,12 +282,13 @@ class TrainingLoop:
         return [{name: part[index] for name, part in parts.items()} for index in range(own.passed)]
 
     def _forward_and_backward(
-        self, batch: Mapping[str, torch.Tensor], items: Sequence[int], of_step: torch.Tensor, *, last: bool
+        self, batch: Mapping[str, torch.Tensor], items: Sequence[int], of_step: float, *, last: bool
     ) -> torch.Tensor:
         """Add the gradients of a batch, and return its share in the loss of the step. `items`: of its micro-batches,
         counted before they came to the device, which need not be waited for.
         """
         clock, own = self.parts.clock, self.parts.strategy.replica_step
+        padding = KnownPadding.of(batch)
         clock.enter("data")  # on its way to the device
         batch = self.engine.to_device(batch)
         counts = iter(items)
@@ -286,10 +298,12 @@ class TrainingLoop:
             def share_of(stage: Any, micro: dict[str, torch.Tensor]) -> torch.Tensor:
                 return self._share(stage, micro, next(counts), of_step)
 
-            loss = own.pipeline.step(self._passed(batch), share_of)
+            with known_padding(padding.of_each(own.passed) if padding is not None else None):
+                loss = own.pipeline.step(self._passed(batch), share_of)
         else:
             clock.enter("forward")
-            loss = self._share(self.engine.wrapped, batch, next(counts), of_step)
+            with known_padding(padding):
+                loss = self._share(self.engine.wrapped, batch, next(counts), of_step)
             if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
                 clear_device_cache()
             clock.enter("backward")
@@ -297,7 +311,7 @@ class TrainingLoop:
         clock.enter("rest")
         return loss.detach()
 
-    def _share(self, model: Any, batch: dict[str, torch.Tensor], items: int, of_step: torch.Tensor) -> torch.Tensor:
+    def _share(self, model: Any, batch: dict[str, torch.Tensor], items: int, of_step: float) -> torch.Tensor:
         """The micro-batch's share in the mean over the global batch, times the ranks, because gradients are averaged
         over them; processes of one replica read the same rows, and are counted as often on both sides. Of rows whose
         tokens are divided each process counts its own.
@@ -307,7 +321,7 @@ class TrainingLoop:
         with self.parts.activations.forward():
             if items:
                 mean = self.objective.loss(model, batch)
-                share: torch.Tensor = mean * (items * self.args.world_size / of_step.to(mean.dtype))
+                share: torch.Tensor = mean * (items * self.args.world_size / of_step)
             else:
                 # A window may hold no item; the mean over none is no number, and all ranks have to go backward.
                 said = model(**{name: value for name, value in batch.items() if name not in LABELS})
@@ -323,14 +337,14 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------------------------------------------- after a step
 
-    def _report(self, started: float, loss: float, done: OptimizerStep) -> None:
+    def _report(self, started: float, loss: float, grad_norm: float | None, learning_rate: float) -> None:
         """Report the step; `loss` is the mean over all ranks. Raise StageError when it is not finite."""
         step = self.state.global_step
         if not math.isfinite(loss):
             raise StageError(
                 FailureClass.LOSS_NOT_FINITE,
                 "LossNotFinite",
-                f"The loss is {loss} at step {step} with learning rate {done.learning_rate:.3g}.",
+                f"The loss is {loss} at step {step} with learning rate {learning_rate:.3g}.",
                 "Lower training.learningRate, lengthen training.warmupSteps, or train in fp32.",
             )
         order, of_epoch = self.parts.order, (step - 1) % self.parts.order.steps
@@ -338,8 +352,8 @@ class TrainingLoop:
             step=step,
             epoch=self.state.epoch,
             loss=loss,
-            learning_rate=done.learning_rate,
-            grad_norm=None if done.grad_norm is None else float(done.grad_norm),
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
             seconds=time.monotonic() - started,
             samples=order.step_rows,
             tokens=order.step_tokens(of_epoch),

@@ -361,6 +361,15 @@ RULES: tuple[Rule, ...] = (
         advice=_format_advice,
     ),
     Rule(
+        "spark-has-executors",
+        "predict.workers",
+        "!has(self.predict) || self.predict.engine != 'spark' || type(self.predict.workers) != int"
+        " || int(self.predict.workers) > 1",
+        lambda spec: spec.predict is None or spec.predict.engine != "spark" or spec.predict.workers != 1,
+        "leaves no executor, as spec.predict.engine is spark and Spark's driver is one of the workers",
+        "set it to auto or 2 at least, or leave spec.predict.engine out",
+    ),
+    Rule(
         "no-rungs-for-texts",
         "predict.optimization",
         f"!has(self.predict) || self.predict.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",
@@ -384,6 +393,24 @@ RULES: tuple[Rule, ...] = (
         lambda spec: spec.predict is None or spec.predict.tolerance is None or spec.predict.optimization != "none",
         "has no effect while spec.predict.optimization is none",
         "leave one of the two out",
+    ),
+    Rule(
+        "metric-tolerance-is-measured",
+        "predict.metricTolerance",
+        "!has(self.predict) || !has(self.predict.metricTolerance) || self.predict.optimization != 'none'",
+        lambda spec: (
+            spec.predict is None or spec.predict.metric_tolerance is None or spec.predict.optimization != "none"
+        ),
+        "has no effect while spec.predict.optimization is none",
+        "leave one of the two out",
+    ),
+    Rule(
+        "metric-tolerance-needs-labels",
+        "predict.metricTolerance",
+        "!has(self.predict) || !has(self.predict.metricTolerance) || has(self.dataset)",
+        lambda spec: spec.predict is None or spec.predict.metric_tolerance is None or spec.dataset is not None,
+        "compares on rows with labels, and spec.dataset, which has them, is not set",
+        "set spec.dataset, or leave it out",
     ),
     _hub_only_rule(
         "model.revision",

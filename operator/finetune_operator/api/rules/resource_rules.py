@@ -11,7 +11,7 @@ from pydantic.alias_generators import to_snake
 from finetune_contract.choices import RUNG_TASKS
 from finetune_operator.api.quantities import below_least, parse_quantity, size_hint
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
-from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.api.types import AcceleratorSpec, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 RESERVED_PREFIXES = (
@@ -121,14 +121,25 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "accelerator-needs-gpus",
         "resources.accelerator",
-        "(!has(self.resources.accelerator.product) && !has(self.resources.accelerator.memory))"
+        "(!has(self.resources.accelerator.product) && !has(self.resources.accelerator.memory)"
+        " && !has(self.resources.accelerator.resource))"
         " || self.resources.gpusPerNode != 0",
-        lambda spec: (
-            (spec.resources.accelerator.product is None and spec.resources.accelerator.memory is None)
-            or spec.resources.gpus_per_node != 0
-        ),
+        lambda spec: spec.resources.accelerator == AcceleratorSpec() or spec.resources.gpus_per_node != 0,
         "has no effect while spec.resources.gpusPerNode is 0",
         "set spec.resources.gpusPerNode, or leave spec.resources.accelerator out",
+    ),
+    Rule(
+        "mig-is-one-a-pod",
+        "resources.accelerator.resource",
+        "!has(self.resources.accelerator.resource)"
+        " || !self.resources.accelerator.resource.startsWith('nvidia.com/mig-')"
+        " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) <= 1",
+        lambda spec: (
+            not (spec.resources.accelerator.resource or "").startswith("nvidia.com/mig-")
+            or spec.resources.gpus_per_node in ("auto", 0, 1)
+        ),
+        "is a MIG profile, and a process sees one instance, so that spec.resources.gpusPerNode is 1 with it",
+        "set spec.resources.gpusPerNode to 1 and take a larger profile, or leave it out for whole GPUs",
     ),
     Rule(
         "elastic-bounds-in-order",

@@ -61,6 +61,7 @@ from finetune_operator.api.types.job_status import (
     Condition,
     ConditionType,
     CostStatus,
+    EndpointStatus,
     EstimateStatus,
     FailureStatus,
     FineTuneJobStatus,
@@ -68,6 +69,7 @@ from finetune_operator.api.types.job_status import (
     Phase,
     PlanStatus,
     ProgressStatus,
+    RevisionStatus,
     SpotStatus,
     StageStatus,
 )

@@ -42,6 +42,8 @@ HTTPS_PATTERN = r"^https://[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
 CURRENCY_PATTERN = r"^[A-Z]{3}$"
 URI_PATTERN = r"^(hf|s3|gs|az|pvc|file|pkg)://.+$"
 
+GPU_RESOURCE_PATTERN = r"^(nvidia|amd)\.com/[a-z0-9][-a-z0-9.]*$"
+
 # What git-check-ref-format leaves, as far as a pattern can say it, without what git takes for an option or a refspec.
 GIT_REF_PATTERN = r"^[^-+/.\s~^:?*\[\\][^\s~^:?*\[\\]*$"
 HYPERPARAMETER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
@@ -56,6 +58,7 @@ PATTERN_WORDS = {
     FOLDER_PATTERN: "a folder below /, such as /mnt/data, without :",
     HTTPS_PATTERN: "https://host or https://host:port, without a path",
     CURRENCY_PATTERN: "a currency's ISO 4217 code, such as USD",
+    GPU_RESOURCE_PATTERN: "a resource of nvidia.com or amd.com, such as nvidia.com/mig-3g.40gb",
     GIT_REF_PATTERN: "a branch, tag or commit, without spaces and ~ ^ : ? * [ \\",
     HYPERPARAMETER_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit or -",
     RELATIVE_PATTERN: "a path without / in front and without :",

@@ -155,10 +155,13 @@ class AdaptationStatus(StatusModel):
 
 
 class MeasuredStatus(StatusModel):
-    """What the prepare stage measured. The plan of the later stages rests on it."""
+    """What was measured or read. The plan rests on it."""
 
     model: dict[str, JsonValue] | None = Field(default=None, description="Shape of the model.")
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
+    nodes: dict[str, JsonValue] | None = Field(
+        default=None, description="What the cluster's nodes told of their GPUs before the first stage began."
+    )
 
 
 class ProgressStatus(StatusModel):
@@ -172,6 +175,9 @@ class ProgressStatus(StatusModel):
     samples_per_second: float | None = Field(default=None, ge=0, description="Rows a second over all processes.")
     tokens_per_second: float | None = Field(default=None, ge=0, description="Tokens a second over all processes.")
     remaining_seconds: float | None = Field(default=None, ge=0, description="Expected time left in seconds.")
+    replaced_pods: int | None = Field(
+        default=None, ge=0, description="Executors that Spark has lost and replaced, a count. Left out: none is known."
+    )
     last_update_time: str | None = Field(default=None, description="When this was reported, RFC 3339.")
 
 
@@ -245,6 +251,42 @@ class ArtifactsStatus(StatusModel):
     dataset_fingerprint: str | None = Field(default=None, description="Fingerprint of the prepared data.")
 
 
+class RevisionStatus(StatusModel):
+    """One state of what the endpoint serves."""
+
+    number: int = Field(ge=1, description="Number, from 1; the servers' Deployment has it in its name.")
+    state: Literal["Starting", "Serving", "Ended"] = Field(description="State.")
+    digest: str = Field(description="sha256 of what its pods are made of.")
+    model: str | None = Field(default=None, description="URI of the model.")
+    endpoint: dict[str, JsonValue] = Field(
+        default_factory=dict, description="spec.endpoint of this revision, without the number of servers."
+    )
+    start_time: str = Field(description="When its servers were created, RFC 3339.")
+    ready_time: str | None = Field(default=None, description="When the URL led to it first, RFC 3339.")
+    end_time: str | None = Field(default=None, description="When it ended, RFC 3339.")
+    reason: str | None = Field(default=None, description="CamelCase word for why it ended or is not ready yet.")
+    message: str | None = Field(default=None, max_length=1024, description="The same in a sentence.")
+
+
+class EndpointStatus(StatusModel):
+    """Revisions of the endpoint."""
+
+    revision: int | None = Field(default=None, ge=1, description="Number of the revision that the URL leads to.")
+    target: int | None = Field(
+        default=None, ge=1, description="Number of the revision that is wanted; it takes over once it is ready."
+    )
+    rolled_back_from: int | None = Field(
+        default=None, ge=1, description="Revision of spec.endpoint that a rollback holds back. Left out: none."
+    )
+    observed_rollback: str | None = Field(
+        default=None, description="Annotation finetune.dev/rollback that this status speaks of."
+    )
+    rollback: str | None = Field(default=None, max_length=1024, description="What became of that annotation.")
+    revisions: tuple[RevisionStatus, ...] = Field(
+        default=(), max_length=8, description="History, the oldest first: the newest five, and those of a rollback."
+    )
+
+
 class FineTuneJobStatus(StatusModel):
     """What the operator knows."""
 
@@ -267,9 +309,12 @@ class FineTuneJobStatus(StatusModel):
     )
     completion_time: str | None = Field(default=None, description="When the job succeeded or failed, RFC 3339.")
     adaptation: AdaptationStatus | None = Field(default=None, description="How the plan was changed after failures.")
-    measured: MeasuredStatus | None = Field(default=None, description="What the prepare stage measured.")
+    measured: MeasuredStatus | None = Field(default=None, description="What prepare measured, and nodes told.")
     spot: SpotStatus | None = Field(
         default=None, description="How the training on spot nodes goes. Left out: the job does not ask for them."
     )
     cost: CostStatus | None = Field(default=None, description="What the job has used.")
     artifacts: ArtifactsStatus | None = Field(default=None, description="What the job made.")
+    endpoint: EndpointStatus | None = Field(
+        default=None, description="Revisions of the endpoint. Left out: the job has none."
+    )

@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints
 
 from finetune_operator.api.types.field_types import (
     DATA_KEY_PATTERN,
+    GPU_RESOURCE_PATTERN,
     Auto,
     Count,
     ObjectName,
@@ -22,12 +23,19 @@ class AcceleratorSpec(SpecModel):
     """The GPU to ask for."""
 
     product: Text | None = Field(
-        default=None, description="Product as the node label nvidia.com/gpu.product has it. Left out: any."
+        default=None,
+        description="Product by its name, e.g. H100 or A100-80GB (all: docs/gpus.md), or as a node label has it, e.g. "
+        "NVIDIA-A100-SXM4-80GB. Pods go to nodes with it. Left out: any.",
     )
     memory: Quantity | None = Field(
         default=None,
-        description="Memory of one device, e.g. 80Gi, for plans made before a node is measured; it chooses no node. "
-        "Left out: that of the product in the planner's table, or of a T4 for one that is not there.",
+        description="Memory of one device, e.g. 80Gi, for plans made before a node is known; it chooses no node. "
+        "Left out: what nodes or tables say of the product, or else 15 GiB.",
+    )
+    resource: Annotated[str, StringConstraints(pattern=GPU_RESOURCE_PATTERN, max_length=253)] | None = Field(
+        default=None,
+        description="Resource by which pods ask for the devices: a MIG profile such as nvidia.com/mig-3g.40gb, or "
+        "amd.com/gpu. Left out: that of the operator's settings, usually nvidia.com/gpu.",
     )
 
 

@@ -139,7 +139,7 @@ def wait(
         typer.Option(
             "--for",
             metavar="STATE",
-            help="succeeded, failed, ended, planned, running, suspended or deleted.",
+            help="succeeded, failed, ended, planned, running, ready, suspended or deleted.",
         ),
     ] = "succeeded",
     timeout: Annotated[
@@ -159,6 +159,7 @@ def wait(
       finetune wait reviews
       finetune wait reviews ratings --for ended --timeout 2h
       finetune wait reviews --for running --timeout 10m -o json
+      finetune wait reviews --for ready   # its endpoint answers; without one: it has succeeded
     """
     from finetune_operator.cli.awaiting import Goal, wait_for
     from finetune_operator.cli.cluster_jobs import Connection

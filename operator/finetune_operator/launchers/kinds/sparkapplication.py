@@ -1,14 +1,18 @@
-"""sparkoperator.k8s.io/v1beta2 SparkApplication: Spark's driver runs the stage, its executors tokenise."""
+"""sparkoperator.k8s.io/v1beta2 SparkApplication: Spark's driver runs the stage, its executors tokenise or predict."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from pydantic import JsonValue
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.objects import Raw, RawCondition, Time
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.launchers.kinds.launcher_status import PodTemplate, Verdict
+from finetune_operator.planning.host_memory import MIB
 from finetune_operator.rendering.manifests import metadata
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, Pod, Resources
 from finetune_operator.rendering.render_types import ATTEMPT_LABEL, MANAGED_BY, STAGE_LABEL, Manifest
@@ -28,7 +32,8 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
         image=settings.image,
         arguments=list(program_arguments(pods)),
         container=CONTAINER_NAME,
-        executors=pods.plan.trainer.preparation.workers,
+        executors=pods.nodes - 1,
+        **_size(pods),
         executor_labels=dict.fromkeys((STAGE_LABEL, ATTEMPT_LABEL), ""),
         # The driver asks the API server for executors.
         driver=replace(pod, service_account=settings.service_account_name, api_token=True).manifest(),
@@ -38,9 +43,24 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
 
 
 def _pod(pods: StagePods, image: str) -> Pod:
-    """Spark adds command and sizes."""
+    """Spark adds command and sizes, and keeps what else the container asks for: devices, whose names have a domain."""
     pod = stage_pod(pods)
-    return replace(pod, container=replace(pod.container, image=image, command=(), resources=Resources({})))
+    limits = {name: count for name, count in pod.container.resources.limits.items() if "/" in name}
+    return replace(pod, container=replace(pod.container, image=image, command=(), resources=Resources({}, limits)))
+
+
+def _size(pods: StagePods) -> dict[str, JsonValue]:
+    """CPU and Python's memory of the driver and of an executor.
+
+    Spark makes its request of memory a limit, too. So where the job names none, prediction gets twice what it is
+    expected to take: measuring ways to compute holds a converted model beside the first.
+    """
+    if pods.stage is Stage.PREPARE:
+        return {"cpu": None, "python_memory": "2g"}
+    asked = stage_pod(pods).container.resources
+    limit = asked.limits.get("memory")
+    count = 2 * parse_quantity(asked.requests["memory"]) if limit is None else parse_quantity(limit)
+    return {"cpu": asked.limits.get("cpu"), "python_memory": f"{math.ceil(count / MIB)}m"}
 
 
 class _Driver(Raw):

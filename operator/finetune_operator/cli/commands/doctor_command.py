@@ -1,0 +1,80 @@
+"""`finetune doctor`: what a cluster has and lacks for jobs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from finetune_operator.cli.commands.options import (
+    ClusterSettings,
+    Context,
+    Filenames,
+    Files,
+    Form,
+    Kubeconfig,
+    Namespace,
+)
+from finetune_operator.cli.console import Output, UsageError, emit, out
+
+if TYPE_CHECKING:
+    from finetune_operator.api.types import FineTuneJob
+    from finetune_operator.cli.cluster_jobs import Cluster
+    from finetune_operator.cli.doctor_findings import Surroundings
+
+
+def doctor(
+    files: Files = None,
+    filename: Filenames = None,
+    settings: ClusterSettings = None,
+    operator_namespace: Annotated[
+        str | None,
+        typer.Option("--operator-namespace", help="Where the operator runs. Left out: looked for."),
+    ] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Tell what a cluster has and lacks for jobs.
+
+    Launchers and queue, GPU nodes with product, memory and links and how they are known, shared storage,
+    PodSecurity and quota of the namespace, network policies, images, and the operator with its version. With job
+    files, for jobs like these. It only reads, with your own rights, and says what they do not allow. Exit code 0
+    when nothing is lacking, 1 when something is or the cluster does not answer.
+
+    \b
+    Examples:
+      finetune doctor
+      finetune doctor job.yaml
+      finetune doctor job.yaml -n team-a --settings settings.yaml
+      finetune doctor job.yaml -o json
+    """
+    from finetune_operator.cli.cluster_jobs import Connection
+    from finetune_operator.cli.commands.cluster_commands import in_cluster
+    from finetune_operator.cli.commands.steps import checked_jobs, settings_of
+    from finetune_operator.cli.doctor import as_data, print_findings, survey
+    from finetune_operator.cli.doctor_findings import judge
+
+    limits = settings_of(settings, cluster=True)
+    names = [*(files or []), *(filename or [])]
+    entries = checked_jobs(names, limits, output) if names else ()
+    own = {entry.job.metadata.namespace for entry in entries} - {None}
+    if namespace is None and len(own) > 1:
+        raise UsageError("the jobs are of several namespaces; choose one with -n")
+    connection = Connection(kubeconfig, context, namespace or next(iter(own), None))
+
+    async def ask(cluster: Cluster) -> Surroundings:
+        return await survey(cluster, operator_namespace)
+
+    there = in_cluster(connection, ask)
+    jobs: list[FineTuneJob | None] = [*(entry.job for entry in entries)] or [None]
+    found = [(None if job is None else job.name, judge(there, job, limits)) for job in jobs]
+    if output is Output.TEXT:
+        for name, findings in found:
+            if name is not None:
+                out().print(f"For {name}", style="bold cyan")
+            print_findings(out(), findings)
+    else:
+        emit([as_data(there, name, findings) for name, findings in found], output)
+    raise typer.Exit(1 if any(one.state == "gap" for _, findings in found for one in findings) else 0)

@@ -1,0 +1,88 @@
+"""`finetune rollback`: which revision of an endpoint is to be served again, and the annotation that asks for it.
+
+The annotation names the revision that spec.endpoint asks for and the one to serve in its place. The spec stays as it
+is: what applies manifests from a repository does not undo a rollback, and the next change of spec.endpoint ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_operator.api.types import EndpointStatus, RevisionStatus
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob
+from finetune_operator.cli.steering import Change
+from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
+
+
+@dataclass(frozen=True)
+class Rollback(Change):
+    """What was done to one endpoint."""
+
+    source: int
+    """Revision that spec.endpoint asks for."""
+    target: int
+    """Revision to serve in its place."""
+
+    def data(self) -> dict[str, Any]:
+        """For `-o json`."""
+        return {**super().data(), "from": self.source, "to": self.target}
+
+
+async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: bool = False) -> Rollback:
+    """Ask for revision `to`, or for the one that served before; ClusterError when there is no such one."""
+    job = await cluster.job(name)
+    if job.metadata.deletion_timestamp is not None:
+        raise ClusterError(f"FineTuneJob {name} is being deleted")
+    status = job.status.endpoint
+    if status is None or status.target is None:
+        raise ClusterError(f"FineTuneJob {name} has no endpoint that could be rolled back")
+    source = status.rolled_back_from or status.target
+    target = _before(name, status, source) if to is None else to
+    history = {one.number: one for one in status.revisions}
+    if target not in history:
+        raise ClusterError(f"FineTuneJob {name} has no revision {target} of its endpoint; {_choices(status.revisions)}")
+    asked = job.metadata.annotations.get(ROLLBACK_ANNOTATION)
+    if target == source:
+        return await _followed(cluster, job, source, asked, dry_run)
+    if source in history and history[target].endpoint == history[source].endpoint:
+        raise ClusterError(
+            f"revisions {target} and {source} of FineTuneJob {name} have the same spec.endpoint: they differ by the "
+            f"operator or its settings, which a rollback does not change; {_choices(status.revisions)}"
+        )
+    request = f"{source}:{target}"
+    if asked == request and status.rolled_back_from == source:
+        return Rollback(job, "unchanged", f"is rolled back to revision {target} already", source, target)
+    changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, request, dry_run)
+    text = f"goes back from revision {source} to {target}, until spec.endpoint changes"
+    return Rollback(changed, "rolledBack", text, source, target)
+
+
+async def _followed(cluster: Cluster, job: ClusterJob, source: int, asked: str | None, dry_run: bool) -> Rollback:
+    """End a rollback: spec.endpoint is followed again."""
+    if asked is None:
+        return Rollback(job, "unchanged", f"is not rolled back from revision {source}", source, source)
+    changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, None, dry_run)
+    return Rollback(changed, "followed", f"follows spec.endpoint again: revision {source}", source, source)
+
+
+def _before(name: str, status: EndpointStatus, source: int) -> int:
+    """Return the revision that served last before the wanted one, and is another one."""
+    history = {one.number: one for one in status.revisions}
+    same = [history[number].endpoint for number in (source, status.target) if number in history]
+    if status.revision != status.target and status.revision in history:
+        # A rollout goes on: what serves is what was there before it.
+        same = [history[source].endpoint] if source in history else []
+    served = [one for one in status.revisions if one.ready_time is not None and one.endpoint not in same]
+    if not served:
+        raise ClusterError(
+            f"FineTuneJob {name} has no revision of its endpoint that served before; {_choices(status.revisions)}"
+        )
+    return max(served, key=lambda one: (one.state == "Serving", one.end_time or "", one.number)).number
+
+
+def _choices(revisions: Sequence[RevisionStatus]) -> str:
+    if len(revisions) < 2:
+        return "its history has no other one"
+    return f"its history has {', '.join(str(one.number) for one in revisions)}"

@@ -1,0 +1,303 @@
+"""The GPUs of a cluster's nodes, as labels and allocatable resources tell them: which ones a job's pods can go to, and
+what they have.
+
+Nothing is asked here: nodes come as values. What a node does not say is told as not known, never guessed: a node that
+has GPUs and no label of theirs is one with an unknown GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from finetune_contract.facts import DeviceFacts
+from finetune_operator.api.quantities import human_bytes, parse_quantity
+from finetune_operator.api.settings import Defaults, Settings
+from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.planning.assumed_facts import LEAST_GPU_MEMORY, UNKNOWN_GPU
+from finetune_operator.planning.devices import (
+    GpuModel,
+    find_gpu,
+    has_bf16,
+    link_bytes,
+    mig_memory,
+    mig_product,
+    product_labels,
+)
+from finetune_operator.planning.gpu_table import MIB, Labels
+from finetune_operator.planning.plan_types import NodesTold
+
+MEMORY_LABELS = ("nvidia.com/gpu.memory", "karpenter.k8s.aws/instance-gpu-memory")
+"""In MiB."""
+AMD_MEMORY_LABEL = "amd.com/gpu.vram"
+"""With a unit, e.g. 192G."""
+CAPABILITY_LABELS = ("nvidia.com/gpu.compute.major", "nvidia.com/gpu.compute.minor")
+SHARES_LABEL = "nvidia.com/gpu.replicas"
+"""How many pods share one GPU by time-slicing or MPS; the allocatable count is that of the shares."""
+MOST_NAMED = 4
+_NEVER = frozenset({"NoSchedule", "NoExecute"})
+
+
+def gpu_resource(spec: FineTuneJobSpec, defaults: Defaults) -> str:
+    """The resource by which pods of a job ask for GPUs."""
+    return spec.resources.accelerator.resource or defaults.gpu_resource
+
+
+def gpu_taints(resource: str) -> tuple[str, ...]:
+    """Keys of taints that keep nodes for pods with GPUs: the resource's name, and its vendor's for whole GPUs."""
+    return tuple(dict.fromkeys((f"{resource.partition('/')[0]}/gpu", resource)))
+
+
+def asked_labels(spec: FineTuneJobSpec, settings: Settings) -> Labels:
+    """Labels of which nodes with the product that a job names have one; {}: it names none."""
+    product = spec.resources.accelerator.product
+    if product is None:
+        return {}
+    labels = product_labels(product, settings.hardware)
+    ours = {*settings.nodes.product_labels, *(label.key for row in settings.hardware for label in row.labels)}
+    return {key: values for key, values in labels.items() if key in ours} or labels
+
+
+# ---------------------------------------------------------------------------------------------------------------- nodes
+
+
+@dataclass(frozen=True)
+class Node:
+    """What is read of one node."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    allocatable: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[Mapping[str, str], ...] = ()
+
+
+def read_node(value: Mapping[str, JsonValue]) -> Node:
+    """A node as the API server has it; what is missing is left out."""
+    metadata, spec, status = (_object(value.get(part)) for part in ("metadata", "spec", "status"))
+    taints = spec.get("taints")
+    return Node(
+        str(metadata.get("name", "")),
+        _texts(metadata.get("labels")),
+        _texts(status.get("allocatable")),
+        tuple(_texts(taint) for taint in taints) if isinstance(taints, list) else (),
+    )
+
+
+def _object(value: JsonValue) -> Mapping[str, JsonValue]:
+    return value if isinstance(value, dict) else {}
+
+
+def _texts(value: JsonValue) -> dict[str, str]:
+    return {key: str(text) for key, text in _object(value).items()}
+
+
+# -------------------------------------------------------------------------------------------------- kinds of GPU nodes
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """Nodes that are alike in their GPUs."""
+
+    device: DeviceFacts
+    count: int
+    """GPUs of one of them; of MIG instances and shares, those."""
+    shares: int
+    """Pods that share one GPU; 1: none do."""
+    how: str
+    """What tells the product."""
+    speed: float
+    """Peak in bf16, or 0 where it is not known."""
+    link: float | None
+    """Bytes a second to the others of the node; None: not known."""
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """`2 nodes with 8 x H100 of 79.6 GiB (label nvidia.com/gpu.product)`."""
+        many = f"{len(self.nodes)} node{'s' * (len(self.nodes) > 1)}"
+        shared = f", each shared by {self.shares} pods" if self.shares > 1 else ""
+        memory = human_bytes(self.device.memory_bytes)
+        return f"{many} with {self.count} x {self.device.product} of {memory}{shared} ({self.how})"
+
+
+def gpu_kinds(nodes: Iterable[Node], resource: str, settings: Settings) -> tuple[GpuKind, ...]:
+    """The kinds of nodes that have the resource, the weakest first."""
+    found: dict[GpuKind, list[str]] = {}
+    for node in nodes:
+        if (kind := _kind(node, resource, settings)) is not None:
+            found.setdefault(kind, []).append(node.name)
+    kinds = [GpuKind(k.device, k.count, k.shares, k.how, k.speed, k.link, tuple(sorted(n))) for k, n in found.items()]
+    return tuple(sorted(kinds, key=lambda kind: (kind.device.bf16, kind.device.memory_bytes, kind.speed, kind.words)))
+
+
+def _kind(node: Node, resource: str, settings: Settings) -> GpuKind | None:
+    count = _whole(node.allocatable.get(resource, "0"))
+    if count <= 0:
+        return None
+    product, model, how = _product(node, settings)
+    part = mig_memory(resource)
+    if part is not None:
+        product = mig_product(product, resource)
+        model = None if product is None else find_gpu(product, settings.hardware)
+        how = f"resource {resource}" if product is None else f"resource {resource}, {how}"
+    shares = max(1, _whole(node.labels.get(SHARES_LABEL, "1"))) if part is None else 1
+    told = None if part is not None else _memory(node)
+    known = None if model is None else model.memory_mib * MIB
+    capability = _capability(node) or (None if model is None else model.capability or None)
+    device = DeviceFacts(
+        product=product or UNKNOWN_GPU,
+        memory_bytes=(told or part or known or LEAST_GPU_MEMORY) // shares,
+        bf16=model.bf16 if model is not None else has_bf16(capability),
+        capability=capability,
+    )
+    speed = 0.0 if model is None else model.half_tflops
+    link = None if product is None else link_bytes(product, settings.hardware)
+    return GpuKind(device, count, shares, how, speed, link)
+
+
+def _product(node: Node, settings: Settings) -> tuple[str | None, GpuModel | None, str]:
+    """The product, its entry of the tables, and what tells it: the first label whose value is in a table counts, and
+    else what GPU feature discovery or AMD's labeller say, whose values are the product's own name.
+    """
+    own = (label.key for row in settings.hardware for label in row.labels)
+    named: tuple[str, str] | None = None
+    for key in dict.fromkeys((*settings.nodes.product_labels, *own)):
+        value = node.labels.get(key)
+        if value is None:
+            continue
+        model = find_gpu(value, settings.hardware)
+        if model is not None and model.memory_mib:
+            return model.name, model, f"label {key}"
+        if named is None and not key.endswith("/instance-type"):
+            named = (value, key)
+    if named is not None:
+        return named[0], None, f"label {named[1]}, in no table of GPUs"
+    return None, None, "no label tells the product"
+
+
+def _memory(node: Node) -> int | None:
+    """Bytes of one GPU, where a label tells them."""
+    for key in MEMORY_LABELS:
+        if mib := _whole(node.labels.get(key, "0")):
+            return mib * MIB
+    try:
+        return int(parse_quantity(node.labels[AMD_MEMORY_LABEL].removesuffix("B"))) or None
+    except (KeyError, ValueError):
+        return None
+
+
+def _capability(node: Node) -> str | None:
+    numbers = [node.labels.get(key, "") for key in CAPABILITY_LABELS]
+    return ".".join(numbers) if all(text.isdecimal() for text in numbers) else None
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+# ----------------------------------------------------------------------------------------------------- nodes of one job
+
+
+def told_by(nodes: Sequence[Node], spec: FineTuneJobSpec, settings: Settings) -> NodesTold:
+    """What the nodes that a job's pods can go to tell of their GPUs; of several kinds, the weakest."""
+    resource, asked = gpu_resource(spec, settings.defaults), spec.resources.gpus_per_node
+    least = 1 if asked == "auto" else asked
+    fitting = tuple(node for node in nodes if can_run(node, spec, settings))
+    kinds = gpu_kinds(fitting, resource, settings)
+    large = tuple(kind for kind in kinds if kind.count >= least)
+    if not kinds:
+        there = gpu_kinds(nodes, resource, settings)
+        if not there:
+            return NodesTold(words=f"no node of the cluster has {resource} now")
+        return NodesTold(
+            words=f"no node with {resource} fits the job's labels and tolerations now; there are {_listed(there)}"
+        )
+    small = "" if large else f"no node has {least} GPUs, and pods wait for one; "
+    chosen = large or kinds
+    if len({kind.device for kind in chosen}) == 1:
+        return NodesTold(gpu=chosen[0].device, words=f"{small}{_listed(chosen)}")
+    return NodesTold(
+        gpu=chosen[0].device,
+        words=f"{small}pods can go to several kinds of nodes: {_listed(chosen)}; the plan is for the weakest, "
+        f"{chosen[0].device.product}; resources.accelerator.product chooses one",
+    )
+
+
+def _listed(kinds: Sequence[GpuKind]) -> str:
+    more = len(kinds) - MOST_NAMED
+    return ", ".join(kind.words for kind in kinds[:MOST_NAMED]) + (f" and {more} more kinds" if more > 0 else "")
+
+
+def can_run(node: Node, spec: FineTuneJobSpec, settings: Settings) -> bool:
+    """Whether the scheduler may place a pod of the training on a node, as far as labels and taints go."""
+    template, labels = spec.template, asked_labels(spec, settings)
+    if any(node.labels.get(key) != value for key, value in template.node_selector.items()):
+        return False
+    if labels and not any(node.labels.get(key) in values for key, values in labels.items()):
+        return False
+    borne: list[Mapping[str, JsonValue]] = [
+        {"key": key, "operator": "Exists"} for key in gpu_taints(gpu_resource(spec, settings.defaults))
+    ]
+    borne += template.tolerations
+    if spec.spot.enabled:
+        borne += [each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in settings.spot.tolerations]
+    if any(taint.get("effect") in _NEVER and not _bears(borne, taint) for taint in node.taints):
+        return False
+    return _in_affinity(node, template.affinity)
+
+
+def _bears(tolerations: Iterable[Mapping[str, JsonValue]], taint: Mapping[str, str]) -> bool:
+    # Kubernetes' own tell of a state that passes: a node that is cordoned or not ready comes back as what it is.
+    if str(taint.get("key", "")).partition("/")[0] in ("node.kubernetes.io", "node.cloudprovider.kubernetes.io"):
+        return True
+    for each in tolerations:
+        key, effect = each.get("key") or "", each.get("effect") or ""
+        exists = each.get("operator") == "Exists"
+        if effect in ("", taint.get("effect")) and (
+            (exists and key in ("", taint.get("key")))
+            or (key == taint.get("key") and (each.get("value") or "") == taint.get("value", ""))
+        ):
+            return True
+    return False
+
+
+def _in_affinity(node: Node, affinity: Mapping[str, JsonValue]) -> bool:
+    required = _object(_object(affinity.get("nodeAffinity")).get("requiredDuringSchedulingIgnoredDuringExecution"))
+    terms = required.get("nodeSelectorTerms")
+    if not isinstance(terms, list):
+        return True
+    return any(_in_term(node, _object(term)) for term in terms)
+
+
+def _in_term(node: Node, term: Mapping[str, JsonValue]) -> bool:
+    if not any(term.values()):
+        return False
+    expressions = [(each, node.labels) for each in _rows(term.get("matchExpressions"))]
+    expressions += [(each, {"metadata.name": node.name}) for each in _rows(term.get("matchFields"))]
+    return all(_holds(each, labels) for each, labels in expressions)
+
+
+def _rows(value: JsonValue) -> Iterator[Mapping[str, JsonValue]]:
+    yield from (_object(each) for each in value) if isinstance(value, list) else ()
+
+
+def _holds(expression: Mapping[str, JsonValue], labels: Mapping[str, str]) -> bool:
+    given = expression.get("values")
+    values = [str(value) for value in given] if isinstance(given, list) else []
+    value = labels.get(str(expression.get("key")))
+    match expression.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator if value is not None and values:
+            one, other = _whole(value), _whole(values[0])
+            return one > other if operator == "Gt" else one < other
+        case _:
+            return False

@@ -1,0 +1,167 @@
+"""What is publicly known about GPUs: the built-in table, which the settings' `hardware` extends and overrides.
+
+Memory is what the driver reports as total (a little below the number in the product's name). Throughput is the dense
+peak of the vendor's data sheet: with sparsity, sheets show twice as much. Label values are what GPU feature discovery
+writes (NVML's name of the device, spaces as `-`), what GKE names the accelerator, Karpenter's short name, the cloud's
+instance types, and what AMD's node labeller writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from finetune_contract.choices import Precision
+from finetune_contract.facts import DeviceFacts
+
+MIB = 1 << 20
+NVIDIA_LABEL = "nvidia.com/gpu.product"
+GKE_LABEL = "cloud.google.com/gke-accelerator"
+KARPENTER_LABEL = "karpenter.k8s.aws/instance-gpu-name"
+TYPE_LABEL = "node.kubernetes.io/instance-type"
+AMD_LABEL = "amd.com/gpu.product-name"
+Labels = Mapping[str, tuple[str, ...]]
+"""Label key -> values."""
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """One product."""
+
+    name: str
+    chip: str
+    """The word that every spelling of the product holds, e.g. `A100` in `NVIDIA-A100-SXM4-80GB`."""
+    memory_gb: int
+    """The number in the product's name; tells variants of a chip apart."""
+    memory_mib: int
+    capability: str
+    """CUDA compute capability; empty for a GPU that is not NVIDIA's, or where nobody has said."""
+    half_tflops: float
+    """Dense peak of bf16 (of fp16 where there is no bf16) matrix products with fp32 sums, in 10^12 operations a
+    second; 0: not known.
+    """
+    fp32_tflops: float
+    """Peak of plain fp32; TF32 is not counted, as PyTorch leaves it off."""
+    link_gigabytes: float
+    """What one GPU sends to others of its node, in 10^9 bytes a second: one direction of NVLink as on the boards with 8
+    of them (half of what data sheets add up), of 16 lanes of PCIe where there is none; 0: not known.
+    """
+    labels: Labels = field(default_factory=dict)
+    form: str = ""
+    """Word that tells a card from the module of the same chip: PCIE or NVL. A name without it means the module."""
+    bf16: bool = True
+    fp8: bool = False
+    gpu_hour: float | None = None
+    """Price of one for an hour, in the settings' currency."""
+    spot_gpu_hour: float | None = None
+
+    def facts(self) -> DeviceFacts:
+        """This product as the planner sees a device."""
+        return DeviceFacts(
+            product=self.name,
+            memory_bytes=self.memory_mib * MIB,
+            bf16=self.bf16,
+            capability=self.capability or None,
+        )
+
+    def peak_flops(self, precision: Precision) -> float:
+        """Operations a second at `precision`; bf16 without units for it runs as fp32 does. In fp8 there are twice as
+        many as in bf16, by the data sheets of all products that have it.
+        """
+        if precision == "fp8":
+            return 2 * self.half_tflops * 1e12
+        half = precision == "fp16" or (precision == "bf16" and self.bf16)
+        return (self.half_tflops if half else self.fp32_tflops) * 1e12
+
+
+def _nvidia(*products: str, gke: tuple[str, ...] = (), karpenter: str = "", types: tuple[str, ...] = ()) -> Labels:
+    found = {NVIDIA_LABEL: products, GKE_LABEL: gke, KARPENTER_LABEL: (karpenter,) * bool(karpenter)}
+    return {key: values for key, values in {**found, TYPE_LABEL: types}.items() if values}
+
+
+def _sizes(family: str, *numbers: int) -> tuple[str, ...]:
+    """Instance types of a family of AWS: `xlarge` is 1."""
+    return tuple(f"{family}.{'' if number == 1 else number}xlarge" for number in numbers)
+
+
+_T4 = ("Standard_NC4as_T4_v3", "Standard_NC8as_T4_v3", "Standard_NC16as_T4_v3", "Standard_NC64as_T4_v3")
+_A100_CARDS = ("Standard_NC24ads_A100_v4", "Standard_NC48ads_A100_v4", "Standard_NC96ads_A100_v4")
+_H100_NVL = ("Standard_NC40ads_H100_v5", "Standard_NC80adis_H100_v5")
+_FEW, _MANY = (1, 2, 4, 8, 16), (1, 2, 4, 8, 12, 16, 24, 48)
+
+GPU_MODELS: tuple[GpuModel, ...] = (
+    # Below compute capability 8.0 there are no units for bf16. Sources: NVIDIA's data sheets of each product.
+    GpuModel("T4", "T4", 16, 15_360, "7.5", 65.0, 8.1, 16.0, bf16=False,
+             labels=_nvidia("Tesla-T4", gke=("nvidia-tesla-t4",), karpenter="t4",
+                            types=(*_sizes("g4dn", *_FEW, 12), "g4dn.metal", *_T4))),
+    GpuModel("V100-16GB", "V100", 16, 16_160, "7.0", 125.0, 15.7, 150.0, bf16=False,
+             labels=_nvidia("Tesla-V100-SXM2-16GB", gke=("nvidia-tesla-v100",), types=_sizes("p3", 2, 8, 16))),
+    GpuModel("V100-32GB", "V100", 32, 32_510, "7.0", 125.0, 15.7, 150.0, bf16=False,
+             labels=_nvidia("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB",
+                            types=("p3dn.24xlarge", "Standard_ND40rs_v2"))),
+    GpuModel("V100-PCIE-16GB", "V100", 16, 16_160, "7.0", 112.0, 14.0, 16.0, form="PCIE", bf16=False,
+             labels=_nvidia("Tesla-V100-PCIE-16GB")),
+    GpuModel("V100-PCIE-32GB", "V100", 32, 32_510, "7.0", 112.0, 14.0, 16.0, form="PCIE", bf16=False,
+             labels=_nvidia("Tesla-V100-PCIE-32GB")),
+    # Ampere. A10G is Amazon's own, and the sheet of g5 instances gives its figures.
+    GpuModel("A10", "A10", 24, 23_028, "8.6", 125.0, 31.2, 32.0,
+             labels=_nvidia("NVIDIA-A10", types=("Standard_NV36ads_A10_v5", "Standard_NV72ads_A10_v5"))),
+    GpuModel("A10G", "A10G", 24, 23_028, "8.6", 70.0, 35.0, 32.0,
+             labels=_nvidia("NVIDIA-A10G", karpenter="a10g", types=_sizes("g5", *_MANY))),
+    GpuModel("A30", "A30", 24, 24_258, "8.0", 165.0, 10.3, 32.0, labels=_nvidia("NVIDIA-A30")),
+    GpuModel("A40", "A40", 48, 46_068, "8.6", 149.7, 37.4, 32.0, labels=_nvidia("NVIDIA-A40")),
+    GpuModel("A6000", "A6000", 48, 49_140, "8.6", 154.8, 38.7, 32.0, labels=_nvidia("NVIDIA-RTX-A6000")),
+    GpuModel("A100-40GB", "A100", 40, 40_960, "8.0", 312.0, 19.5, 300.0,
+             labels=_nvidia("NVIDIA-A100-SXM4-40GB", "A100-SXM4-40GB", gke=("nvidia-tesla-a100",),
+                            types=("p4d.24xlarge", "Standard_ND96asr_v4"))),
+    GpuModel("A100-80GB", "A100", 80, 81_920, "8.0", 312.0, 19.5, 300.0,
+             labels=_nvidia("NVIDIA-A100-SXM4-80GB", "A100-SXM4-80GB", gke=("nvidia-a100-80gb",),
+                            types=("p4de.24xlarge", "Standard_ND96amsr_A100_v4"))),
+    GpuModel("A100-PCIE-40GB", "A100", 40, 40_960, "8.0", 312.0, 19.5, 32.0, form="PCIE",
+             labels=_nvidia("NVIDIA-A100-PCIE-40GB", "A100-PCIE-40GB")),
+    GpuModel("A100-PCIE-80GB", "A100", 80, 81_920, "8.0", 312.0, 19.5, 32.0, form="PCIE",
+             labels=_nvidia("NVIDIA-A100-80GB-PCIe", types=_A100_CARDS)),
+    GpuModel("A800-80GB", "A800", 80, 81_920, "8.0", 312.0, 19.5, 200.0, labels=_nvidia("NVIDIA-A800-SXM4-80GB")),
+    GpuModel("A800-PCIE-80GB", "A800", 80, 81_920, "8.0", 312.0, 19.5, 32.0, form="PCIE",
+             labels=_nvidia("NVIDIA-A800-80GB-PCIe")),
+    # Ada and later multiply in fp8 too.
+    GpuModel("L4", "L4", 24, 23_034, "8.9", 121.0, 30.3, 32.0, fp8=True,
+             labels=_nvidia("NVIDIA-L4", gke=("nvidia-l4",), karpenter="l4", types=_sizes("g6", *_MANY))),
+    GpuModel("RTX-4090", "4090", 24, 24_564, "8.9", 165.2, 82.6, 32.0, fp8=True,
+             labels=_nvidia("NVIDIA-GeForce-RTX-4090")),
+    GpuModel("L20", "L20", 48, 46_068, "8.9", 119.5, 59.8, 32.0, fp8=True, labels=_nvidia("NVIDIA-L20")),
+    GpuModel("L40", "L40", 48, 46_068, "8.9", 181.0, 90.5, 32.0, fp8=True, labels=_nvidia("NVIDIA-L40")),
+    GpuModel("L40S", "L40S", 48, 46_068, "8.9", 362.0, 91.6, 32.0, fp8=True,
+             labels=_nvidia("NVIDIA-L40S", karpenter="l40s", types=_sizes("g6e", *_MANY))),
+    # Hopper. H800 and H20 are made for other markets: fewer links, and for H20 less throughput.
+    GpuModel("H100", "H100", 80, 81_559, "9.0", 989.0, 67.0, 450.0, fp8=True,
+             labels=_nvidia("NVIDIA-H100-80GB-HBM3", gke=("nvidia-h100-80gb", "nvidia-h100-mega-80gb"),
+                            karpenter="h100", types=("p5.4xlarge", "p5.48xlarge", "Standard_ND96isr_H100_v5"))),
+    GpuModel("H100-PCIE", "H100", 80, 81_559, "9.0", 756.0, 51.0, 64.0, form="PCIE", fp8=True,
+             labels=_nvidia("NVIDIA-H100-PCIe")),
+    GpuModel("H100-NVL", "H100", 94, 95_830, "9.0", 835.0, 60.0, 64.0, form="NVL", fp8=True,
+             labels=_nvidia("NVIDIA-H100-NVL", types=_H100_NVL)),
+    GpuModel("H800", "H800", 80, 81_559, "9.0", 989.0, 67.0, 200.0, fp8=True, labels=_nvidia("NVIDIA-H800")),
+    GpuModel("H800-PCIE", "H800", 80, 81_559, "9.0", 756.0, 51.0, 64.0, form="PCIE", fp8=True,
+             labels=_nvidia("NVIDIA-H800-PCIe")),
+    GpuModel("H20", "H20", 96, 97_871, "9.0", 148.0, 44.0, 450.0, fp8=True, labels=_nvidia("NVIDIA-H20")),
+    GpuModel("GH200", "GH200", 96, 97_871, "9.0", 989.0, 67.0, 450.0, fp8=True,
+             labels=_nvidia("NVIDIA-GH200-480GB")),
+    GpuModel("H200", "H200", 141, 143_771, "9.0", 989.0, 67.0, 450.0, fp8=True,
+             labels=_nvidia("NVIDIA-H200", gke=("nvidia-h200-141gb",), karpenter="h200",
+                            types=("p5e.48xlarge", "p5en.48xlarge", "Standard_ND96isr_H200_v5"))),
+    GpuModel("H200-NVL", "H200", 141, 143_771, "9.0", 835.0, 60.0, 64.0, form="NVL", fp8=True,
+             labels=_nvidia("NVIDIA-H200-NVL")),
+    # Blackwell. B300: data sheet of HGX B300, 36 PFLOP/s for 8 with sparsity.
+    GpuModel("B200", "B200", 180, 183_359, "10.0", 2250.0, 75.0, 900.0, fp8=True,
+             labels=_nvidia("NVIDIA-B200", gke=("nvidia-b200",), karpenter="b200", types=("p6-b200.48xlarge",))),
+    GpuModel("GB200", "GB200", 186, 189_471, "10.0", 2500.0, 80.0, 900.0, fp8=True,
+             labels=_nvidia("NVIDIA-GB200", gke=("nvidia-gb200",))),
+    GpuModel("B300", "B300", 270, 275_040, "10.3", 2250.0, 75.0, 900.0, fp8=True,
+             labels=_nvidia("NVIDIA-B300-SXM6-AC", karpenter="b300", types=("p6-b300.48xlarge",))),
+    # AMD's data sheets. Each of the two dies of an MI250X is a device of its own. MI300X: fp8 of another form (FNUZ).
+    GpuModel("MI250X", "MI250X", 64, 65_520, "", 191.5, 23.9, 50.0, labels={AMD_LABEL: ("AMD_Instinct_MI250X",)}),
+    GpuModel("MI300X", "MI300X", 192, 196_592, "", 1307.0, 163.4, 448.0, fp8=True,
+             labels={AMD_LABEL: ("AMD_Instinct_MI300X_OAM",), TYPE_LABEL: ("Standard_ND96isr_MI300X_v5",)}),
+)  # fmt: skip
+"""Ordered by generation and memory: a name that does not tell variants apart means the smaller one."""

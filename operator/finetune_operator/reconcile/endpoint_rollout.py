@@ -1,0 +1,281 @@
+"""Revisions of an endpoint: which one is wanted, which one the URL leads to, and their history.
+
+A revision is what servers are told and made of. A new one starts beside the one that serves, and takes over once all of
+its servers are ready; until then, and for ever if they do not become ready, the one before answers. A rollback is an
+annotation that names two revisions: as long as spec.endpoint asks for the first, the second is served. A change of
+spec.endpoint ends it, so that tools which apply manifests again and again neither undo a rollback nor are stopped by
+an old one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import JsonValue, ValidationError
+
+from finetune_operator.api.types import EndpointSpec, EndpointStatus, RevisionStatus
+from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_types import EndpointView
+from finetune_operator.reconcile.status_times import stamp
+from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
+
+KEPT = 5
+"""Revisions in the history, beside those that a rollback names and those that run."""
+MOST_TOLD = 1024
+_REQUEST = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be served."""
+
+    endpoint: EndpointSpec
+    held_back: int | None = None
+    """Revision of spec.endpoint that a rollback holds back."""
+    told: str | None = None
+    """What became of the annotation."""
+
+    def of(self, course: Course) -> Course:
+        """Return the course of a job whose spec asks for this."""
+        spec = course.spec.model_copy(update={"endpoint": self.endpoint})
+        return replace(course, job=replace(course.job, job=course.accepted.model_copy(update={"spec": spec})))
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Revisions in one pass."""
+
+    before: EndpointStatus
+    status: EndpointStatus
+    """After this pass."""
+    target: int
+    """The wanted revision."""
+    there: EndpointView | None
+    """Its Deployment."""
+    serving: EndpointView | None
+    """Deployment that the URL leads to before this pass; None: none is there."""
+    leads: int
+    """Revision that the URL leads to after this pass."""
+    leaving: tuple[EndpointView, ...]
+    """Deployments that nothing needs any more."""
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether the URL begins to lead to the wanted revision."""
+        return self.leads == self.target != self.before.revision
+
+    @property
+    def running(self) -> int | None:
+        """Servers that run, where an autoscaler may have chosen their number: also of the revision that serves, as the
+        wanted one takes over all of its requests at once.
+        """
+        return max((one.replicas for one in (self.there, self.serving) if one is not None), default=None)
+
+
+def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:
+    """Return what of spec.endpoint makes a revision: all but the number of servers."""
+    kept: dict[str, JsonValue] = endpoint.model_dump(
+        mode="json", by_alias=True, exclude_defaults=True, exclude={"replicas", "max_replicas"}
+    )
+    return kept
+
+
+def asked(course: Course) -> Asked:
+    """Return what spec.endpoint and the annotation ask for together."""
+    endpoint, text = course.spec.endpoint, course.job.rollback
+    assert endpoint is not None, "the job has an endpoint"
+    if text is None:
+        return Asked(endpoint)
+    found = _REQUEST.fullmatch(text)
+    if found is None:
+        return Asked(
+            endpoint,
+            told=f'Annotation {ROLLBACK_ANNOTATION} has the value "{text}": it has to be two numbers of revisions, '
+            f"FROM:TO, e.g. 5:4; `finetune rollback {course.job.name}` writes it.",
+        )
+    bad, good = (int(one) for one in found.groups())
+    history = {} if course.status.endpoint is None else {one.number: one for one in course.status.endpoint.revisions}
+    if bad == good or bad not in history or history[bad].endpoint != content(endpoint):
+        return Asked(endpoint)
+    return _back(endpoint, bad, good, history)
+
+
+def _back(endpoint: EndpointSpec, bad: int, good: int, history: Mapping[int, RevisionStatus]) -> Asked:
+    kept = ", ".join(str(number) for number in sorted(history) if number != bad)
+    if good not in history:
+        there = f"choose one of {kept}" if kept else "there is no other one"
+        return Asked(endpoint, told=f"Revision {good} that {ROLLBACK_ANNOTATION} names is not in the history: {there}.")
+    numbers = endpoint.model_dump(mode="json", by_alias=True, include={"replicas", "max_replicas"})
+    try:
+        earlier = EndpointSpec.model_validate_json(json.dumps({**history[good].endpoint, **numbers}))
+    except ValidationError:
+        return Asked(
+            endpoint, told=f"Revision {good} has fields that this operator does not know: choose one of {kept}."
+        )
+    return Asked(
+        earlier,
+        bad,
+        f"Revision {good} is served in place of {bad}, until spec.endpoint changes or annotation "
+        f"{ROLLBACK_ANNOTATION} is removed.",
+    )
+
+
+def rollout(course: Course, want: Asked, made_of: str) -> Rollout:
+    """Return the revisions after this pass. `made_of`: digest of what the wanted servers are made of."""
+    before = course.status.endpoint or EndpointStatus()
+    live = {one.revision: one for one in course.observed.endpoints if not one.deleting}
+    serving = _serving(before, live)
+    target = _number(before, course.observed.endpoints, made_of)
+    there = live.get(target)
+    leads = target if serving is None or _takes_over(there, serving) else serving.revision
+    needed = {target, leads} | ({serving.revision} if serving is not None else set())
+    status = before.model_copy(
+        update={
+            "revision": leads,
+            "target": target,
+            "rolled_back_from": want.held_back,
+            "observed_rollback": course.job.rollback,
+            "rollback": None if want.told is None else want.told[:MOST_TOLD],
+            "revisions": _History(course, before, want, made_of).after(target, leads, there),
+        }
+    )
+    leaving = tuple(one for number, one in live.items() if number not in needed)
+    return Rollout(before, status, target, there, serving, leads, leaving)
+
+
+def _serving(before: EndpointStatus, live: Mapping[int, EndpointView]) -> EndpointView | None:
+    """Return what the URL leads to; where the status does not know, or that is gone, what answers."""
+    if before.revision is not None and before.revision in live:
+        return live[before.revision]
+    return max((one for one in live.values() if one.available), key=lambda one: one.revision, default=None)
+
+
+def _takes_over(there: EndpointView | None, serving: EndpointView) -> bool:
+    """Return whether the URL leads to the wanted revision from now on: all of its servers answer, or the first does
+    where nothing else answers.
+    """
+    if there is None:
+        return False
+    return there.revision == serving.revision or there.ready or (there.available > 0 and not serving.available)
+
+
+def _number(before: EndpointStatus, there: tuple[EndpointView, ...], made_of: str) -> int:
+    """Return the number of the wanted revision: of one that is there, of the last one if it was the same, or a new
+    one. Numbers never come again for something else.
+    """
+    same = [one.revision for one in there if not one.deleting and one.made_of == made_of]
+    if same:
+        return before.target if before.target in same else max(same)
+    taken = [one.revision for one in there]
+    known = {one.number: one for one in before.revisions}
+    for number in (before.revision, max(known, default=None)):
+        if number in known and known[number].digest == made_of and number not in taken:
+            return number
+    return max([*known, *taken], default=0) + 1
+
+
+@dataclass(frozen=True)
+class _History:
+    """What the status tells of revisions."""
+
+    course: Course
+    before: EndpointStatus
+    want: Asked
+    made_of: str
+
+    def after(self, target: int, leads: int, there: EndpointView | None) -> tuple[RevisionStatus, ...]:
+        """Return the history after this pass."""
+        entries = {one.number: self._ended(one, target, leads) for one in self.before.revisions}
+        entries[target] = self._wanted(entries.get(target), target, leads, there)
+        keep = {*sorted(entries)[-KEPT:], target, leads, *self._named()}
+        return tuple(one for number, one in sorted(entries.items()) if number in keep)
+
+    def _named(self) -> tuple[int, ...]:
+        """Return the revisions that the annotation names: without them it could not be followed."""
+        found = _REQUEST.fullmatch(self.course.job.rollback or "")
+        return () if found is None else tuple(int(one) for one in found.groups())
+
+    def _wanted(
+        self, known: RevisionStatus | None, target: int, leads: int, there: EndpointView | None
+    ) -> RevisionStatus:
+        now, artifacts = stamp(self.course.now), self.course.status.artifacts
+        model = None if artifacts is None else artifacts.model
+        if known is None or known.digest != self.made_of:
+            known = RevisionStatus(
+                number=target,
+                state="Starting",
+                digest=self.made_of,
+                model=model or self.course.spec.model.uri,
+                endpoint=content(self.want.endpoint),
+                start_time=now,
+            )
+        elif known.state == "Ended":
+            again = {"state": "Starting", "end_time": None, "reason": None, "message": None}
+            known = known.model_copy(update={**again, "start_time": known.start_time if there is not None else now})
+        if leads != target or there is None or not there.available:
+            return known
+        serving = {"state": "Serving", "ready_time": known.ready_time or now, "reason": None, "message": None}
+        return known.model_copy(update=serving)
+
+    def _ended(self, one: RevisionStatus, target: int, leads: int) -> RevisionStatus:
+        if one.state == "Ended" or one.number in (target, leads):
+            return one
+        served = one.state == "Serving"
+        reason: Literal["RolledBack", "Superseded", "NeverReady"] = "Superseded" if served else "NeverReady"
+        if self.want.held_back is not None:
+            reason = "RolledBack"
+        then = f"Revision {target} took over." if served else f"Revision {target} was wanted before it was ready."
+        ended = {"state": "Ended", "end_time": stamp(self.course.now), "reason": reason, "message": then}
+        return one.model_copy(update=ended)
+
+
+def stopped(status: EndpointStatus | None, course: Course) -> EndpointStatus | None:
+    """Return the history of an endpoint whose servers are deleted while the job is suspended."""
+    if status is None or all(one.state == "Ended" for one in status.revisions):
+        return status
+    why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": stamp(course.now)}
+    revisions = tuple(
+        one if one.state == "Ended" else one.model_copy(update={"state": "Ended", **why}) for one in status.revisions
+    )
+    return status.model_copy(update={"revisions": revisions})
+
+
+def told(course: Course, rolled: Rollout, want: Asked) -> Course:
+    """Return the course with the events of this pass."""
+    if want.told is not None and want.told[:MOST_TOLD] != rolled.before.rollback:
+        course = course.tell(
+            "RollbackIgnored" if want.held_back is None else "RolledBack", want.told, warning=want.held_back is None
+        )
+    serving = rolled.serving
+    if serving is None or serving.revision == rolled.target:
+        return course
+    if rolled.there is None:
+        return course.tell(
+            "RevisionStarted",
+            f"Revision {rolled.target} of the endpoint starts; revision {serving.revision} answers until it is ready.",
+        )
+    if rolled.takes_over:
+        return course.tell(
+            "RevisionServes", f"Revision {rolled.target} of the endpoint has taken over from {serving.revision}."
+        )
+    return course
+
+
+def with_trouble(course: Course, reason: str, message: str) -> Course:
+    """Return the course with what keeps the wanted revision from taking over; told by an event once."""
+    status = course.status.endpoint
+    assert status is not None, "a rollout goes on"
+    (one,) = (one for one in status.revisions if one.number == status.target)
+    if one.reason is None:
+        course = course.tell(
+            "RevisionNotReady",
+            f"Revision {one.number} is not ready, and revision {status.revision} answers: {message}",
+            warning=True,
+        )
+    changed = one.model_copy(update={"reason": reason, "message": message[:MOST_TOLD]})
+    revisions = tuple(changed if each.number == one.number else each for each in status.revisions)
+    return course.with_status(endpoint=status.model_copy(update={"revisions": revisions}))

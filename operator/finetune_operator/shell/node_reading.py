@@ -1,0 +1,62 @@
+"""The cluster's nodes, for plans of jobs with GPUs.
+
+They are read when such a job has to be planned, and not more often than once a minute. A watch would tell of every
+node's heartbeat, while labels and allocatable resources change when nodes come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from finetune_operator.kubernetes_api.errors import ApiError, ForbiddenError
+from finetune_operator.kubernetes_api.resources import NODE
+from finetune_operator.planning.gpu_nodes import Node, read_node
+from finetune_operator.reconcile.reconcile_types import NodesRead
+from finetune_operator.shell.kube import Kube
+
+log = logging.getLogger(__name__)
+
+FRESH_SECONDS = 60.0
+
+
+class NodeReading:
+    """The answer that was given last."""
+
+    def __init__(self, kube: Kube, allowed: bool) -> None:
+        self._kube = kube
+        self._allowed = allowed
+        self._asked = float("-inf")
+        self._asking = asyncio.Lock()
+        self.answer: NodesRead | None = None
+
+    async def refresh(self) -> None:
+        """Ask, unless the answer is fresh or nobody may. What cannot be read keeps no job from being planned."""
+        if not self._allowed:
+            return
+        async with self._asking:
+            if time.monotonic() < self._asked + FRESH_SECONDS:
+                return
+            try:
+                self.answer = NodesRead(await self._read())
+            except ForbiddenError:
+                self._failed("the operator has no right to read nodes (rbac.nodes of the chart)")
+            except ApiError as error:
+                self._failed(f"the nodes could not be read: {error}")
+                return  # and the next plan asks again
+            self._asked = time.monotonic()
+
+    async def _read(self) -> tuple[Node, ...]:
+        found: list[Node] = []
+        async for page in self._kube.pages(NODE):
+            if page.first:
+                found.clear()
+            found += map(read_node, page.items)
+        return tuple(found)
+
+    def _failed(self, why: str) -> None:
+        if self.answer is None or self.answer.failure != why:
+            log.warning("%s", why)
+        if self.answer is None or self.answer.failure is not None:
+            self.answer = NodesRead(failure=why)

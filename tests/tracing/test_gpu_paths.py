@@ -1,0 +1,72 @@
+"""The training loop on GPUs, dry: each strategy takes its real path on fake CUDA tensors (docs/gpu.md).
+
+Golden files beside this one hold what a step costs: waits of the host, bytes sent, memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tracing_support import stub_cuda
+from tracing_support.cases import BLOCK_WEIGHTS, CASES, HEAD_WEIGHTS, LARGER_WORLDS, Case
+from tracing_support.figures import Figures
+from trainer_support.forking import ForkServer
+
+NAMES = [case.name for case in CASES]
+LARGER = [case.of_world(size) for size in LARGER_WORLDS for case in CASES if case.size > 1]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Figures]]:
+    """Name of a case -> its figures; the libraries are imported once."""
+    if (reason := stub_cuda.why_not()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("stub-cuda")
+    stub_cuda.build(folder)
+    server = ForkServer(environment={**stub_cuda.environment(folder), "DS_ACCELERATOR": "cuda"})
+
+    @cache
+    def figures(name: str) -> Figures:
+        result = folder / f"{name}.json"
+        arguments = {"name": name, "result": str(result)}
+        case = {"processes": 1, "call": "tracing_support.dry_run:run", "arguments": arguments, "environment": {}}
+        codes, printed = server.run({**case, "log": str(folder / f"{name}.log")})
+        assert codes == [0], printed
+        return Figures.read(result)
+
+    yield figures
+    server.stop()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_step_on_gpu_waits_once_and_costs_what_is_recorded(name: str, traced, golden: Callable[[str, str], None]):
+    figures = traced(name)
+    assert figures.own_waits == 1, figures.waits
+    golden(f"golden/{name.replace(' ', '-')}.txt", str(figures))
+
+
+def test_stages_of_a_pipeline_send_hidden_states_in_bf16(traced):
+    sent = [what for what in traced("pipeline").sent if what.startswith("send")]
+    assert sent == ["send bfloat16"]
+
+
+def test_weights_stay_on_the_device_when_activations_are_moved(traced):
+    moving, keeping = traced("activations in host memory"), traced("single")
+    linear = 2 * (2 * BLOCK_WEIGHTS + HEAD_WEIGHTS)
+    # Both keep the 16-bit copies of the weights; the one that moves keeps little else.
+    assert linear <= moving.kept < 1.05 * linear < keeping.kept
+
+
+@pytest.mark.everything
+@pytest.mark.parametrize("case", LARGER, ids=lambda case: case.name)
+def test_step_in_a_larger_world_waits_as_often(case: Case, traced):
+    assert traced(case.name).waits == traced(case.name.partition(",")[0]).waits
+
+
+def test_golden_files_are_those_of_the_cases():
+    there = {file.stem for file in (Path(__file__).parent / "golden").iterdir()}
+    assert there == {name.replace(" ", "-") for name in NAMES}

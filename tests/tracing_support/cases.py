@@ -1,0 +1,118 @@
+"""The runs that are traced: each strategy at the width of Llama 3.1 8B, as one process in the middle of its world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from finetune_contract.choices import Precision
+from finetune_contract.trainer_job import (
+    Adapter,
+    Batch,
+    CheckpointSchedule,
+    Pipeline,
+    Strategy,
+    Training,
+    World,
+)
+
+WIDTH = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+"""Fields of the config of Llama 3.1 8B, without its number of layers."""
+BLOCK_WEIGHTS = (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096
+"""Of the linear layers of a block: queries and output, keys and values, and the three of the feed-forward part."""
+HEAD_WEIGHTS = 128256 * 4096
+TOKENS = 8192
+"""Of each row; a micro-batch has one row."""
+STEPS = 2
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process of a training."""
+
+    name: str
+    strategy: Strategy
+    size: int = 8
+    """Processes."""
+    rank: int = 3
+    precision: Precision = "bf16"
+    layers: int = 2
+    accumulation: int = 2
+    """Micro-batches of a step."""
+    adapter: Adapter | None = None
+
+    @property
+    def training(self) -> Training:
+        """As a plan decides it."""
+        data_parallel = self.size // self.strategy.replica_ranks
+        rows = self.accumulation * data_parallel
+        nodes = -(-self.size // GPUS_PER_NODE)
+        return Training(
+            max_steps=STEPS,
+            steps_per_epoch=STEPS,
+            learning_rate=1e-5,
+            scheduler="linear",
+            warmup_steps=0,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            optimizer="adamw",
+            seed=1,
+            label_smoothing=0.0,
+            adapter=self.adapter,
+            precision=self.precision,
+            strategy=self.strategy,
+            batch=Batch(
+                global_batch_size=rows,
+                micro_batch_size=1,
+                gradient_accumulation=self.accumulation,
+                data_parallel=data_parallel,
+            ),
+            world=World(nodes=nodes, processes_per_node=self.size // nodes, device="cuda", threads_per_process=1),
+            checkpoints=CheckpointSchedule(every_steps=1000, keep=1),
+        )
+
+    def of_world(self, size: int) -> Case:
+        """Return the same process as one of the middle of a world of `size`."""
+        return replace(self, name=f"{self.name}, {size} processes", size=size, rank=size // 2 - 1)
+
+
+def _adapter(method: str) -> Adapter:
+    return Adapter(method=method, rank=16, alpha=32, dropout=0.0)  # type: ignore[arg-type]
+
+
+def _zero(stage: int) -> Strategy:
+    return Strategy(name="deepspeed", zero_stage=stage)  # type: ignore[arg-type]
+
+
+CASES = (
+    Case("single", Strategy(name="single"), size=1, rank=0),
+    Case("ddp", Strategy(name="ddp")),
+    Case("fsdp", Strategy(name="fsdp", activation_checkpointing="full")),
+    Case("ZeRO-1", _zero(1)),
+    Case("ZeRO-2", _zero(2)),
+    Case("ZeRO-3", _zero(3)),
+    Case("tensor", Strategy(name="ddp", tensor=4)),
+    # A stage of the middle: neither the embeddings nor the head.
+    Case(
+        "pipeline", Strategy(name="ddp", pipeline=Pipeline(degree=4, micro_batches=4)), layers=4, rank=2, accumulation=4
+    ),
+    Case("sequence", Strategy(name="fsdp", sequence=4)),
+    Case("LoRA", Strategy(name="ddp"), adapter=_adapter("lora")),
+    Case("fp8", Strategy(name="fsdp"), precision="fp8"),
+    Case("activations in host memory", Strategy(name="single", offload_activations="cpu"), size=1, rank=0),
+)
+LARGER_WORLDS = (16, 64)
+
+
+def named(name: str) -> Case:
+    """Return the case of that name, also of a larger world."""
+    larger = (case.of_world(size) for case in CASES if case.size > 1 for size in LARGER_WORLDS)
+    return next(case for case in (*CASES, *larger) if case.name == name)

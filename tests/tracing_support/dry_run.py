@@ -1,0 +1,211 @@
+"""One traced run, in a process that has the CUDA stub loaded: the trainer's own loop, on fake tensors.
+
+Called by `process_support.forked` in a fork of its own, as it leaves switched off what `switched_off` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from finetune_contract.trainer_job import Training
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.rendering.deepspeed_config import deepspeed_config
+from finetune_trainer import adapters, distributed, float8
+from finetune_trainer.strategies.mesh import MeshShape
+from finetune_trainer.strategies.select import strategy_for
+from finetune_trainer.tasks.text_generation import TextGeneration
+from finetune_trainer.training.activations import InHostMemory, OnDevice
+from finetune_trainer.training.interruption import Interruption
+from finetune_trainer.training.loop import LoopParts, StepReport, TrainingLoop
+from finetune_trainer.training.order import Collate, EpochOrder, Pick
+from finetune_trainer.training.stopping import NeverStop
+from finetune_trainer.training.timing import CudaMoments, PartClock
+from finetune_trainer.training.training_arguments import training_arguments
+from tracing_support import cases, stub_cuda, switched_off
+from tracing_support.trace import Trace
+
+NO_GROUPS = distributed.Backends("fake", "fake", FakeStore())  # type: ignore[no-untyped-call]
+
+
+class _Rows(torch.utils.data.Dataset[Any]):
+    """Rows without padding."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitems__(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
+        ids = np.arange(cases.TOKENS) % 1000 + 1
+        return [{"input_ids": ids, "labels": ids} for _ in picks]
+
+
+class _RealBatches(Collate):
+    """Makes the batches of the loader real tensors, as they are in a training until they go to the device."""
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        with _disable_current_modes():
+            return super().__call__(features)
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        if isinstance(batch["input_ids"], FakeTensor):  # the micro-batches of a pipeline's pass
+            return super().items(batch)
+        with _disable_current_modes():
+            return super().items(batch)
+
+
+class _NoCheckpoints:
+    """The Saver."""
+
+    def wants(self) -> bool:
+        return False
+
+    def due(self, step: int, *, by_clock: bool) -> bool:
+        return False
+
+
+@dataclass
+class _Observer:
+    """Takes the figures of the second step, when all that is made once is there."""
+
+    trace: Trace
+    waits: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    stub_waits: int = 0
+    """Of streams, events and devices."""
+    seen: int = 0
+    _before: int = 0
+
+    def on_step(self, report: StepReport) -> None:
+        self.seen = report.step
+        self.waits, self.sent = dict(self.trace.waits), dict(self.trace.sent)
+        self.trace.waits.clear()
+        self.trace.sent.clear()
+        self.stub_waits, self._before = stub_cuda.waits() - self._before, stub_cuda.waits()
+
+
+class _Clock(PartClock):
+    """Has the trace know which part of a step is under way."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(CudaMoments())
+        self._trace = trace
+        self.kept = 0
+        """Bytes on the GPU that the last forward pass has left for its backward pass."""
+        self._before = 0
+
+    def enter(self, part: Any) -> None:
+        live = self._trace.live["cuda"]
+        if part == "forward":
+            self._before = live
+        if part == "backward":
+            self.kept = live - self._before
+        self._trace.enter(part)
+        super().enter(part)
+
+
+def run(name: str, result: str) -> None:
+    """Trace the case `name`, and write its figures to the file `result`."""
+    case = cases.named(name)
+    training = case.training
+    local = case.rank % training.world.processes_per_node
+    world = distributed.ProcessWorld(case.rank, case.size, local, training.world.processes_per_node, "environment")
+    distributed.settle_environment(os.environ, world, device="cuda", threads=1, strategy=training.strategy.name)
+    os.environ["STUB_CUDA_DEVICES"] = str(len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    torch.cuda._is_in_bad_fork = lambda: False  # libraries have asked for the devices before the fork; the stub's stay
+    distributed.connect(world, "cuda", 1, training.strategy.name, NO_GROUPS)
+    for row in switched_off.ROWS:
+        row.apply()
+    switched_off.follow_devices()
+    _meshes_of_real_numbers()
+    fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    trace = Trace(fakes)
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` begins in host memory
+    with tempfile.TemporaryDirectory() as folder, fakes, trace:
+        loop, observer, clock = _loop(case, training, trace, Path(folder))
+        loop.train()
+    assert observer.seen == cases.STEPS
+    figures = {
+        "waits": observer.waits,
+        "stub_waits": observer.stub_waits,
+        "sent": observer.sent,
+        "peaks": trace.peaks,
+        "kept": clock.kept,
+        "moved": getattr(loop.parts.activations, "moved_bytes", 0),
+    }
+    Path(result).write_text(json.dumps(figures), encoding="utf-8")
+
+
+def _loop(case: cases.Case, training: Training, trace: Trace, folder: Path) -> tuple[TrainingLoop, _Observer, _Clock]:
+    config = LlamaConfig(**cases.WIDTH, num_hidden_layers=case.layers, pad_token_id=0)
+    strategy = strategy_for(training, _deepspeed(training, config), folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    adapted, in_float8 = _changed(model, training)
+    shape = MeshShape.of(training.strategy, training.batch.data_parallel)
+    rows = training.batch.global_batch_size * cases.STEPS
+    lengths = np.full(rows, cases.TOKENS)
+    observer, clock = _Observer(trace), _Clock(trace)
+    parts: Any = {
+        "strategy": strategy,
+        "adapted": adapted,
+        "in_float8": in_float8,
+        "order": EpochOrder(lengths, training.loop_batch, shape.data_rank(case.rank), 1, grouped=False),
+        "rows": _Rows(rows),
+        "collate": _RealBatches(TextGeneration(), 0, shape.token_slice(case.rank)),
+        "validation": None,
+        "observer": observer,
+        "saver": _NoCheckpoints(),
+        "stopper": NeverStop(),
+        "interruption": Interruption(),
+        "save_on_preemption": False,
+        "checkpointing": training.strategy.activation_checkpointing,
+        "activations": InHostMemory() if training.strategy.offload_activations == "cpu" else OnDevice(),
+        "clock": clock,
+    }
+    arguments = training_arguments(training, folder, strategy.arguments())
+    return TrainingLoop(model, arguments, LoopParts(**parts)), observer, clock
+
+
+def _changed(model: PreTrainedModel, training: Training) -> tuple[adapters.Adapted | None, float8.InFloat8 | None]:
+    job: Any = SimpleNamespace(model=SimpleNamespace(uri="file:///model", revision=None), seed=1, training=training)
+    adapted = None if training.adapter is None else adapters.adapt(model, training.adapter, job)
+    if training.precision != "fp8":
+        return adapted, None
+    float8.refuse_without_units("cuda")
+    return adapted, float8.convert(model)
+
+
+def _deepspeed(training: Training, config: LlamaConfig) -> dict[str, Any] | None:
+    facts = model_facts(config.to_dict(), "text-generation")
+    plan: Any = SimpleNamespace(
+        trainer=SimpleNamespace(training=training), model=facts, launcher="local", deepspeed_overrides={}
+    )
+    return deepspeed_config(plan)
+
+
+def _meshes_of_real_numbers() -> None:
+    """The numbers of ranks in a mesh are read as it is made."""
+    from torch.distributed import device_mesh
+
+    make = device_mesh.init_device_mesh
+
+    def made(*arguments: Any, **settings: Any) -> Any:
+        with _disable_current_modes():
+            return make(*arguments, **settings)
+
+    device_mesh.init_device_mesh = made

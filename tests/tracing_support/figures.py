@@ -1,0 +1,57 @@
+"""The figures of a traced run, and the text that a golden file keeps of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MIB = 1 << 20
+OURS = "finetune_trainer/"
+"""How the paths of the trainer's own code begin."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one process: of its second step, and of the peak over both."""
+
+    waits: Mapping[str, int]
+    """Kind and place -> how often the host reads from the device, or copies to it and waits."""
+    stub_waits: int
+    """How often it waits for a stream, an event or the device besides."""
+    sent: Mapping[str, int]
+    """Collective operation and type -> bytes that this process brings to it."""
+    peaks: Mapping[str, int]
+    """Phase -> most bytes on the GPU."""
+    kept: int
+    """Bytes on the GPU that a forward pass has left for its backward pass."""
+    moved: int
+    """Bytes of activations that were moved to host memory, over all steps."""
+
+    @classmethod
+    def read(cls, file: Path) -> Figures:
+        """Return what a run has written."""
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return cls(**values)
+
+    @property
+    def own_waits(self) -> int:
+        """Those in the trainer's own code."""
+        return sum(count for place, count in self.waits.items() if OURS in place)
+
+    def __str__(self) -> str:
+        lines = ["host waits for the device, in a step"]
+        lines += [f"  {count} x {place}" for place, count in sorted(self.waits.items())]
+        lines += [f"  {self.stub_waits} x synchronize of streams, events or the device"] if self.stub_waits else []
+        lines += ["MiB sent, in a step", *(f"  {_mib(size)} {what}" for what, size in sorted(self.sent.items()))]
+        peak = max(self.peaks, key=lambda phase: self.peaks[phase])
+        lines += ["MiB on the GPU", f"  {_mib(self.peaks[peak])} at the peak, in {peak}"]
+        lines += [f"  {_mib(self.kept)} kept for the backward pass"] if self.kept else []
+        lines += [f"MiB of activations moved, in all steps\n  {_mib(self.moved)}"] if self.moved else []
+        return "\n".join(lines) + "\n"
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.2f}"

@@ -1,0 +1,210 @@
+"""What a dry run leaves off or answers by itself, and why. docs/gpu.md shows this table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class SwitchedOff:
+    """A function that has another body in a dry run."""
+
+    targets: tuple[str, ...]
+    """`module:attribute`, the first of which names it."""
+    what: str
+    """What it does in a training."""
+    instead: str
+    """What happens in a dry run."""
+    why: str
+    body: Any
+
+    def apply(self) -> None:
+        """Replace the function in this process, for good."""
+        for target in self.targets:
+            module, _, path = target.partition(":")
+            owner: Any = importlib.import_module(module)
+            *parents, name = path.split(".")
+            for parent in parents:
+                owner = getattr(owner, parent)
+            assert hasattr(owner, name), f"{target} is no longer there: correct the table"
+            setattr(owner, name, self.body)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _as_if_all_had_the_same(mine: Sequence[float]) -> list[float]:
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return [float(each) * size for each in mine]
+
+
+def _reduced_by_a_hook(model: Any, *arguments: Any, **settings: Any) -> None:
+    _DDP_INIT(model, *arguments, **settings)
+    model.register_comm_hook(None, _average)
+    model.reducer = _FirstBuckets(model.reducer)
+
+
+def _average(_, bucket):  # torch compares annotations, which would be texts here
+    gradients = bucket.buffer().div_(torch.distributed.get_world_size())
+    torch.distributed.all_reduce(gradients)
+    made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    made.set_result(gradients)
+    return made
+
+
+class _FirstBuckets:
+    """A reducer that keeps the buckets that it begins with."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+_DDP_INIT = DistributedDataParallel.__init__
+
+ROWS = (
+    SwitchedOff(
+        ("finetune_trainer.strategies.model_parallel:ModelParallel._assert_in_stages",),
+        "compares the parameters of all stages together with those of the model",
+        "left off",
+        "the sum needs the other processes' numbers",
+        _nothing,
+    ),
+    SwitchedOff(
+        ("finetune_trainer.strategies.pipeline:Pipeline.evaluate",),
+        "has the whole model answer through all stages, for probes and validation",
+        "answers a number",
+        "the last stage sends the shapes of its answer as a pickled object",
+        lambda *_, **__: {"logits": torch.zeros(())},
+    ),
+    SwitchedOff(
+        (
+            "finetune_trainer.distributed:summed",
+            "finetune_trainer.training.loop:summed",
+            "finetune_trainer.training.engine:summed",
+        ),
+        "adds up numbers of all processes in host memory",
+        "answers as if all had the same",
+        "it needs the other processes' numbers",
+        _as_if_all_had_the_same,
+    ),
+    SwitchedOff(
+        ("torch.nn.parallel.distributed:_verify_param_shape_across_processes",),
+        "compares the shapes of DDP's parameters across processes",
+        "left off",
+        "it reads the other processes' shapes in C++",
+        _nothing,
+    ),
+    SwitchedOff(
+        ("torch.nn.parallel.distributed:_sync_module_states",),
+        "sends the weights of rank 0 to all processes before DDP's first step",
+        "left off",
+        "it sends them in C++ by their addresses, which fake tensors lack",
+        _nothing,
+    ),
+    SwitchedOff(
+        ("torch.nn.parallel:DistributedDataParallel._distributed_broadcast_coalesced",),
+        "sends the buffers of rank 0 before each forward pass of DDP",
+        "left off",
+        "it sends them in C++ by their addresses, which fake tensors lack",
+        _nothing,
+    ),
+    SwitchedOff(
+        ("torch.nn.parallel:DistributedDataParallel.__init__",),
+        "has DDP reduce its buckets in C++, and order them anew after the first step",
+        "reduces them by a communication hook, with the same all-reduces, in the first order",
+        "the fake group's futures hold no result, and the new order is sent in C++ by its address",
+        _reduced_by_a_hook,
+    ),
+    SwitchedOff(
+        ("deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator.FloatTensor",),
+        "makes small tensors by `torch.cuda.FloatTensor`",
+        "makes them by `torch.tensor`",
+        "no mode of torch sees those constructors",
+        property(lambda _: partial(torch.tensor, dtype=torch.float32, device="cuda")),
+    ),
+    SwitchedOff(
+        (
+            "deepspeed.runtime.zero.utils:assert_ints_same_as_other_ranks",
+            "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
+        ),
+        "compares the order and the sizes of ZeRO-3's gathers across processes",
+        "left off",
+        "it reads the other processes' numbers",
+        _nothing,
+    ),
+    SwitchedOff(
+        ("finetune_trainer.adapters:weights_digest",),
+        "identifies the frozen weights by their first elements",
+        "answers a constant",
+        "fake weights have no elements",
+        lambda *_, **__: "0" * 64,
+    ),
+    SwitchedOff(
+        ("transformers.utils.import_utils:is_fake_tensor",),
+        "has transformers make masks as when a graph is traced",
+        "answers no",
+        "masks are made as on a GPU, which looks whether rows are padded",
+        lambda _: False,
+    ),
+)
+ANSWERED = (
+    (
+        "comparisons of values: probes of spread models (`OtherAnswers`)",
+        "both sides are computed; they come out equal",
+        "nothing is computed",
+    ),
+    ("the loss is finite, and overflow of gradients", "every number read from a device is 1", "nothing is computed"),
+)
+"""Checks that run and cannot fail: what, what happens, why."""
+
+
+def table() -> str:
+    """Return the rows as Markdown."""
+    lines = ["| in a training | in a dry run | because |", "|---|---|---|"]
+    lines += [f"| `{row.targets[0].rpartition(':')[2]}` {row.what} | {row.instead} | {row.why} |" for row in ROWS]
+    lines += [f"| {what} | {instead} | {why} |" for what, instead, why in ANSWERED]
+    return "\n".join(lines) + "\n"
+
+
+def follow_devices() -> None:
+    """Have fake tensors follow `tensor.data = other`, by which modules and strategies move parameters; torch changes
+    the memory and leaves the device of a fake tensor as it was. `Module.to` would swap tensors that others refer to.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    plain: Any = torch.Tensor.data
+
+    def put(tensor: Any, other: Any) -> None:
+        plain.__set__(tensor, other)
+        if isinstance(other, FakeTensor):
+            tensor.fake_device = other.fake_device
+
+    def moved(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for child in module.children() if recurse else ():
+            child._apply(change)
+        for parameter in filter(lambda each: each is not None, module._parameters.values()):
+            with torch.no_grad():
+                changed = change(parameter)  # type: ignore[arg-type]
+            if changed is not parameter:
+                parameter.data = changed  # type: ignore[union-attr]
+        module._buffers.update(
+            {name: value if value is None else change(value) for name, value in module._buffers.items()}
+        )
+        return module
+
+    FakeTensor.data = property(plain.__get__, put)  # type: ignore[assignment]
+    torch.nn.Module._apply = moved  # type: ignore[method-assign]

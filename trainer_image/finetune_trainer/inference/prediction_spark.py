@@ -1,0 +1,212 @@
+"""Prediction by Spark: the stage's own process, Spark's driver, is worker 0, and each other worker a task of one Spark
+job.
+
+The workers are those of an Indexed Job (`prediction_workers`): they meet in the job's folder, which executors have to
+see under the same path, and nothing of the rows passes through Spark. Spark starts the task of an executor that is lost
+again, under the same number, as a Job replaces a pod, and gives up when one task is lost for the fourth time. Worker 0
+needs nobody: it answers what the tasks leave, also before the first of them runs.
+
+Executors make no report. What fails in one, and would fail in any other, is the driver's own failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.failures import StageError, classify
+from finetune_trainer.inference.predict import predict_as
+from finetune_trainer.inference.prediction_workers import OtherFailedError, Worker, tell_failure, would_help
+from finetune_trainer.progress import NoProgress, ProgressSink
+from finetune_trainer.spark_session import Asked, spark_session
+from finetune_trainer.stage_console import quiet_libraries, settle_console
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
+
+TRIES = 4
+"""Times that Spark starts one task, as of spark.task.maxFailures, which is 1 on one machine unless it is named."""
+LOOK_SECONDS = 5.0
+"""Between two looks at what Spark tells of its tasks, at least."""
+END_SECONDS = 30.0
+"""Time that cancelled tasks may take to end."""
+REPLACED = "replaced_pods"
+"""Figure of the progress: executors that were lost, whose workers Spark has started again."""
+
+
+def predict_by_spark(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
+    """Predict with as many workers as `predict.workers` says; result and errors as of `predict`. StageError CONFIG
+    `SparkMissing` without pyspark or Java, COLLECTIVE `ExecutorsLost` when Spark gives up a task.
+    """
+    import torch
+
+    assert job.predict is not None
+    worker = Worker(0, job.predict.workers, uuid.uuid4().hex)
+    executors = worker.count - 1
+    asked = Asked(
+        "finetune-predict",
+        "predict.engine",
+        "leave predict.engine out",
+        f"local[{max(1, executors)},{TRIES}]",
+        {"spark.task.maxFailures": str(TRIES)},
+    )
+    paths.root.mkdir(parents=True, exist_ok=True)
+    with spark_session(asked) as session, Tasks(session, job, paths, worker, torch.get_num_threads()) as tasks:
+        try:
+            return predict_as(worker, job, paths, _Told(progress, tasks), tasks.check)
+        except OtherFailedError as error:
+            failure = error.failure
+            raise StageError(failure.failure_class, failure.reason, failure.message, failure.hint) from error
+
+
+class Tasks:
+    """All workers but the first, which run while it is entered."""
+
+    def __init__(self, session: SparkSession, job: TrainerJob, paths: JobPaths, worker: Worker, threads: int) -> None:
+        self._context = session.sparkContext
+        self._work = Work(job.to_json(), str(paths.root.absolute()), worker.count, worker.attempt, threads)
+        self._workers = range(1, worker.count)
+        self._group = f"finetune-predict-{worker.attempt}"
+        self._error: Exception | None = None
+        self._replaced = 0
+        self._thread = threading.Thread(target=self._run, name="tasks", daemon=True)
+
+    def __enter__(self) -> Tasks:
+        if self._workers:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._workers:
+            with suppress(Exception):  # Spark itself may be gone, which another error tells
+                self._context.cancelJobGroup(self._group)
+            self._thread.join(END_SECONDS)
+
+    def check(self) -> None:
+        """StageError COLLECTIVE `ExecutorsLost` when Spark has given up."""
+        if self._error is not None:
+            raise StageError(
+                FailureClass.COLLECTIVE,
+                "ExecutorsLost",
+                f"Spark has given up the {len(self._workers)} executors that predict beside the driver: "
+                f"{_last_words(self._error)}",
+                "Look at the executors' pods and at the log above; what is finished is kept.",
+            ) from self._error
+
+    def replaced(self) -> int:
+        """Return how many tasks were lost, as far as Spark tells."""
+        with suppress(Exception):
+            tracker = self._context.statusTracker()
+            jobs = [tracker.getJobInfo(each) for each in tracker.getJobIdsForGroup(self._group)]
+            stages = [tracker.getStageInfo(each) for job in jobs if job is not None for each in job.stageIds]
+            self._replaced = max(self._replaced, sum(each.numFailedTasks for each in stages if each is not None))
+        return self._replaced
+
+    def _run(self) -> None:
+        try:
+            self._context.setJobGroup(self._group, "finetune predict", interruptOnCancel=True)
+            self._context.parallelize(self._workers, len(self._workers)).map(self._work).collect()
+        except Exception as error:
+            self._error = error
+
+
+def _last_words(error: Exception) -> str:
+    """Own error of a task in what Spark says of it; else its first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    own = (line.rpartition("StageError: ")[2] for line in lines if "StageError: " in line)
+    return next(own, lines[0] if lines else type(error).__name__)
+
+
+class _Told:
+    """Progress that also tells of replaced executors."""
+
+    def __init__(self, progress: ProgressSink, tasks: Tasks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._progress = progress
+        self._tasks = tasks
+        self._clock = clock
+        self._next_look = clock() + LOOK_SECONDS
+        self._replaced = 0
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        """As of worker 0, which counts the rows of all."""
+        if self._clock() >= self._next_look:
+            self._look()
+        figures = {REPLACED: float(self._replaced)} if self._replaced else {}
+        self._progress.update(step, total, **values, **figures)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._progress.close()
+
+    def _look(self) -> None:
+        self._next_look = self._clock() + LOOK_SECONDS
+        count = self._tasks.replaced()
+        if count > self._replaced:
+            log.warning(
+                "Workers of executors lost so far: %d. Spark starts them again; finished parts are kept.", count
+            )
+        self._replaced = count
+
+
+class Work:
+    """What a task runs: one worker, by its number; returns the rows that it has answered.
+
+    Raises what another executor may not meet, so that Spark starts the task again. What it would meet is left in the
+    job's folder, where all workers read it and end.
+    """
+
+    def __init__(self, job: str, root: str, count: int, attempt: str, threads: int) -> None:
+        self._job = job
+        self._root = root
+        self._count = count
+        self._attempt = attempt
+        self._threads = threads
+
+    def __call__(self, index: int) -> int:
+        job, paths = TrainerJob.model_validate_json(self._job), JobPaths(Path(self._root))
+        if not paths.root.is_dir():
+            raise StageError(
+                FailureClass.CONFIG,
+                "FolderNotShared",
+                f"An executor does not see the job's folder {paths.root}.",
+                "Mount it in executors under the path that the driver has.",
+            )
+        self._settle(index, job)
+        worker = Worker(index, self._count, self._attempt)
+        try:
+            return int(predict_as(worker, job, paths, NoProgress())["rows"])
+        except OtherFailedError:
+            return 0
+        except Exception as error:
+            failure = classify(error)
+            if would_help(failure):
+                raise
+            log.exception("Worker %d has failed.", index)
+            tell_failure(worker, paths, failure)
+            return 0
+
+    def _settle(self, index: int, job: TrainerJob) -> None:
+        """What the start of a stage's own process does; Spark sets OMP_NUM_THREADS to the cores of its task."""
+        from finetune_trainer.stages import leave_out_unused
+
+        settle_console(index)
+        quiet_libraries()
+        leave_out_unused(job)
+        os.environ["RAYON_NUM_THREADS"] = str(self._threads)  # of the tokenizer
+        import torch
+
+        torch.set_num_threads(self._threads)

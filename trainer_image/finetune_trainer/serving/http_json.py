@@ -1,0 +1,79 @@
+"""JSON in requests and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from finetune_trainer.serving.request_rows import RequestError
+
+MAX_BODY = 4 << 20
+MOST_DISCARDED = 64 << 20
+"""Bytes of a body that is too large after which the connection is closed."""
+BODY_SECONDS = 10.0
+"""Time that a client has to send a body."""
+
+
+def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Compact JSON."""
+    try:
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # halves of surrogate pairs that a client sent, as in its request's id
+        content = json.dumps(body, separators=(",", ":")).encode()
+    return Response(content, code, dict(headers or {}), "application/json")
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body as a JSON object. RequestError 408, 413, 400, or 499 where the client is gone."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > MOST_DISCARDED:
+                    raise _too_large()
+                if size > MAX_BODY:
+                    parts.clear()  # read on: a client that still sends would not see the answer
+                else:
+                    parts.append(part)
+    except TimeoutError as error:
+        raise RequestError(
+            408, f"The body did not arrive within {BODY_SECONDS:g} s.", {"Connection": "close"}
+        ) from error
+    except ClientDisconnect as error:
+        raise RequestError(499, "The client is gone.") from error
+    if size > MAX_BODY:
+        raise _too_large()
+    try:
+        body = json.loads(b"".join(parts), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"The body is not UTF-8: {error.reason} at byte {error.start}.") from error
+    except RecursionError as error:
+        raise RequestError(400, "The body is nested too deeply.") from error
+    except ValueError as error:
+        raise RequestError(400, f"The body is not JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise RequestError(400, f"The body must be a JSON object; found {type(body).__name__}.")
+    return body
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _too_large() -> RequestError:
+    return RequestError(413, f"The body has more than {MAX_BODY:,} bytes: split the request.", {"Connection": "close"})
+
+
+def parameters_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """`parameters` of a request."""
+    found = body.get("parameters") or {}
+    if not isinstance(found, dict):
+        raise RequestError(422, f"parameters must be an object; found {type(found).__name__}.")
+    return found

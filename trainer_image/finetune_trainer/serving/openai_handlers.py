@@ -1,0 +1,98 @@
+"""OpenAI's API: models, completions and chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from finetune_trainer.serving import openai_json
+from finetune_trainer.serving.batcher import Ticket
+from finetune_trainer.serving.http_json import json_response, read_json
+from finetune_trainer.serving.queue_client import QueueClient
+from finetune_trainer.serving.request_rows import RequestError
+from finetune_trainer.serving.server_state import ServerState
+from finetune_trainer.serving.text_pieces import TextPieces
+
+TASKS = ("text-generation", "preference-tuning")
+
+
+class OpenAIHandlers:
+    """One method for each path. `writes`: role of a prompt in the model's task."""
+
+    def __init__(self, state: ServerState, queue: QueueClient, writes: str) -> None:
+        self._state, self._queue, self._writes = state, queue, writes
+        self._engine = state.engine
+
+    async def models(self, request: Request) -> Response:
+        """Models of the server, as the OpenAI API lists them."""
+        model = {
+            "id": self._engine.name,
+            "object": "model",
+            "created": int(self._state.started),
+            "owned_by": "finetune",
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def completions(self, request: Request) -> Response:
+        """Write on behind prompts, as the OpenAI API does."""
+        body = await read_json(request)
+        self._check_model(body)
+        rows = [{self._writes: prompt} for prompt in openai_json.prompts(body)]
+        return await self._written(request, body, rows, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        """Write the next message of a conversation, as the OpenAI API does."""
+        body = await read_json(request)
+        self._check_model(body)
+        role = "prompt" if self._engine.job.task == "preference-tuning" else "messages"
+        return await self._written(request, body, [{role: openai_json.messages(body)}], chat=True)
+
+    def _check_model(self, body: Mapping[str, Any]) -> None:
+        if body.get("model") not in (None, self._engine.name):
+            raise RequestError(
+                404,
+                f"There is no model {str(body['model'])[:80]!r}; this server has {self._engine.name!r}.",
+                param="model",
+            )
+
+    async def _written(
+        self, request: Request, body: Mapping[str, Any], rows: list[dict[str, Any]], *, chat: bool
+    ) -> Response:
+        wanted = openai_json.wanted(self._engine.generation, body, chat=chat)
+        form = self._queue.form(rows, wanted.generation, wanted.stop, wanted.seed)
+        told = openai_json.Told(self._engine.name, self._state.revision, chat, wanted.usage)
+        if not wanted.stream:
+            found = await self._queue.answered(request, form, rows)
+            texts = [row["generated_text"] for row in found]
+            return json_response(told.whole(texts, request.state.tokens, request.state.finishes))
+        if len(rows) != 1:
+            raise RequestError(400, "A stream has one prompt: send others in requests of their own.", param="prompt")
+        # The code of the answer goes first: wait for the first piece, or the reason why there is none.
+        ticket, pieces, first = await self._queue.begun(request, form, rows[0])
+        return StreamingResponse(_events(told, first, pieces, ticket), media_type="text/event-stream")
+
+
+async def _events(
+    told: openai_json.Told, first: str | None, pieces: TextPieces, ticket: Ticket
+) -> AsyncIterator[bytes]:
+    """Server-sent events; a client that goes ends the writing."""
+    try:
+        piece = first
+        while piece is not None:
+            yield told.piece(piece)
+            piece = await pieces.get()
+        error = ticket.done.exception()
+        if error is None:
+            yield told.last(ticket.finishes[0], ticket.tokens)
+        else:
+            yield told.failed(str(error))
+        yield b"data: [DONE]\n\n"
+    finally:
+        ticket.gone = True
+        with suppress(asyncio.CancelledError):
+            ticket.done.cancel()

@@ -1,0 +1,93 @@
+"""Requests in the queue of the model: put there, waited for, given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from finetune_contract.choices import WRITING_TASKS
+from finetune_contract.trainer_job import Generation
+from finetune_trainer.serving.batcher import Ticket
+from finetune_trainer.serving.request_rows import Form, RequestError, check_rows
+from finetune_trainer.serving.server_state import ServerState
+from finetune_trainer.serving.serving_engine import refuse_roles
+from finetune_trainer.serving.text_pieces import TextPieces
+
+DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms")
+
+
+class QueueClient:
+    """The queue, as handlers use it."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def require_model(self) -> None:
+        """RequestError 503 while the model is being loaded."""
+        if not self._state.batcher.ready:
+            raise RequestError(503, "The model is being loaded.", {"Retry-After": "1"})
+
+    def form(
+        self,
+        rows: Sequence[dict[str, Any]],
+        generation: Generation,
+        stop: tuple[str, ...] = (),
+        seed: int | None = None,
+    ) -> Form:
+        """The form of rows that can be answered; RequestError for others."""
+        self.require_model()
+        check_rows(rows)
+        engine = self._state.engine
+        roles = tuple(sorted(rows[0]))
+        refuse_roles(engine.job.task, roles)
+        return Form(roles, generation if engine.job.task in WRITING_TASKS else engine.generation, stop, seed)
+
+    async def answered(self, request: Request, form: Form, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The columns of predict for each row."""
+        ticket = self._state.batcher.submit(form, rows, _deadline(request))
+        request.state.rows = len(rows)
+        gone = asyncio.create_task(_disconnected(request))
+        left = None if ticket.deadline is None else max(0.0, ticket.deadline - time.monotonic())
+        try:
+            waiting: set[asyncio.Future[Any]] = {ticket.done, gone}
+            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            request.state.tokens = ticket.tokens
+            if ticket.done.done():
+                request.state.finishes = ticket.finishes
+                return ticket.done.result()
+            if gone.done():
+                raise RequestError(499, "The client is gone.")
+            raise RequestError(504, "The request's time is over before its answer was computed.")
+        finally:
+            ticket.gone = True
+            ticket.done.cancel()
+            gone.cancel()
+
+    async def begun(self, request: Request, form: Form, row: dict[str, Any]) -> tuple[Ticket, TextPieces, str | None]:
+        """A text that is being written, and its first piece. RequestError when it cannot be."""
+        pieces = TextPieces()
+        ticket = self._state.batcher.submit(form, [row], _deadline(request), pieces.put)
+        ticket.done.add_done_callback(lambda _: pieces.end())
+        request.state.rows = 1
+        first = await pieces.get()
+        if ticket.done.done() and (error := ticket.done.exception()) is not None:
+            raise error
+        return ticket, pieces, first
+
+
+def _deadline(request: Request) -> float | None:
+    given = next((request.headers[name] for name in DEADLINE_HEADERS if name in request.headers), None)
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and 0 < len(given) <= 9 and int(given)):
+        raise RequestError(400, f"X-Request-Timeout-Ms must be whole milliseconds from 1; found {given[:40]!r}.")
+    return time.monotonic() + int(given) / 1000
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,31 @@
+"""What the handlers of a server share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from finetune_trainer.serving.batcher import Batcher
+from finetune_trainer.serving.serving_engine import ServingEngine
+from finetune_trainer.serving.serving_metrics import ServingMetrics
+
+
+@dataclass
+class ServerState:
+    """One server."""
+
+    engine: ServingEngine
+    batcher: Batcher
+    metrics: ServingMetrics
+    token: str | None
+    revision: str
+    endpoint_revision: str | None = None
+    """Number of the endpoint's revision that the server belongs to."""
+    draining: bool = False
+    in_flight: int = 0
+    started: float = field(default_factory=time.time)
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests should be sent here: after the warm-up, until it drains."""
+        return self.batcher.ready and not self.draining

@@ -1,0 +1,44 @@
+"""Text of a stream that is written and not sent yet."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+
+class TextPieces:
+    """Goes from the thread that writes to the event loop that sends.
+
+    A client that reads slowly gets larger pieces: what waits is one text, no longer than the answer. So memory is
+    bounded, and no slow client holds up what is written for others.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._guard = threading.Lock()
+        self._waiting: list[str] = []
+        self._there = asyncio.Event()
+        self._ended = False
+
+    def put(self, text: str) -> None:
+        """Add a piece, from any thread."""
+        with self._guard:
+            first = not self._waiting
+            self._waiting.append(text)
+        if first:
+            self._loop.call_soon_threadsafe(self._there.set)
+
+    def end(self) -> None:
+        """Say that nothing follows, from the event loop."""
+        self._ended = True
+        self._there.set()
+
+    async def get(self) -> str | None:
+        """What was written since the last call, at least a piece; None at the end."""
+        await self._there.wait()
+        with self._guard:
+            text = "".join(self._waiting)
+            self._waiting.clear()
+        if not self._ended:
+            self._there.clear()
+        return text or None

@@ -1,0 +1,83 @@
+"""The Spark session of a stage: the one that runs already, that of spark-submit, or one on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a stage wants of Spark."""
+
+    name: str
+    """Name of the application."""
+    field: str
+    """Field of the job that asks for Spark."""
+    instead: str
+    """Way out where there is no Spark."""
+    master: str
+    """Master where spark-submit has given none."""
+    settings: Mapping[str, str]
+
+
+@contextmanager
+def spark_session(asked: Asked) -> Iterator[SparkSession]:
+    """Give the session that runs already, of a notebook or a larger program, and leave it running; else a new one,
+    which is stopped at the end. StageError CONFIG `SparkMissing` without pyspark or Java.
+    """
+    try:
+        from pyspark import SparkConf
+        from pyspark.errors import PySparkRuntimeError
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise _missing(asked, "pyspark is not installed") from error
+    running = SparkSession.getActiveSession()
+    if running is not None:
+        yield running
+        return
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    try:
+        settings = SparkConf()
+        for name, value in _settings(settings, asked).items():
+            settings = settings.set(name, value)
+        session = SparkSession.builder.config(conf=settings).getOrCreate()
+    except PySparkRuntimeError as error:
+        raise _missing(asked, f"Spark does not start ({error}); it needs Java 17 or newer") from error
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def _settings(given: Any, asked: Asked) -> dict[str, str]:
+    """Ours, beside those of spark-submit: with a master of its own Spark runs where it was submitted."""
+    ours = {"spark.app.name": asked.name, **asked.settings}
+    if given.contains("spark.master"):
+        return ours
+    here = {
+        "spark.master": asked.master,
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.ui.enabled": "false",
+    }
+    return {**ours, **here}
+
+
+def _missing(asked: Asked, what: str) -> StageError:
+    return StageError(
+        FailureClass.CONFIG,
+        "SparkMissing",
+        f"{asked.field} is 'spark', and {what}.",
+        f"Install finetune-trainer[spark] and Java where the stage runs, or {asked.instead}.",
+    )
