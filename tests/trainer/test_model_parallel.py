@@ -21,8 +21,8 @@ from trainer_support.forking import fork_server
 from trainer_support.tasks import told
 
 WEIGHTS_TOLERANCE = 1e-5
-STEPS = 14
-"""An epoch of the tiny data and a little more: two evaluations."""
+STEPS, EPOCH = 8, 6
+"""An epoch and a little more: two evaluations. Each length of a batch costs a tensor's processes half a second."""
 
 
 def pipeline(schedule: str, micro_batches: int, degree: int = 2) -> dict[str, Any]:
@@ -130,7 +130,21 @@ def spread(bench: Any, case: Case) -> Any:
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory: pytest.TempPathFactory, family_bench) -> Callable[[Case], Any]:
+def short_bench(tmp_path_factory: pytest.TempPathFactory, family_bench, tiny_data: Path) -> Callable[..., Any]:
+    """Family and config -> a bench with its tiny model and half of the tiny data."""
+    half = tmp_path_factory.mktemp("half")
+    for file in tiny_data.glob("*.jsonl"):
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        (half / file.name).write_text("".join(lines[: len(lines) // 2]), encoding="utf-8")
+
+    def of(family: str, config: tuple[tuple[str, Any], ...] = ()) -> Any:
+        return family_bench(family, config, half).with_training(max_steps=STEPS, steps_per_epoch=EPOCH)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory, short_bench) -> Callable[[Case], Any]:
     """A case -> the run in one process, made once for all that it is compared with, and the run of the case with its
     end.
     """
@@ -138,13 +152,13 @@ def run_of(tmp_path_factory: pytest.TempPathFactory, family_bench) -> Callable[[
     alone: dict[Any, Any] = {}
 
     def run(case: Case) -> tuple[Any, Any, Any]:
-        bench = family_bench(case.family, case.config)
+        bench = short_bench(case.family, case.config)
         if case.alone not in alone:
-            one = bench.at(folder / f"alone-{len(alone)}").with_training(max_steps=STEPS, **case.training)
+            one = bench.at(folder / f"alone-{len(alone)}").with_training(**case.training)
             ended = one.run()
             assert ended.exit_code == 0, ended.output
             alone[case.alone] = one
-        whole = spread(bench.at(tmp_path_factory.mktemp("case") / "w"), case).with_training(max_steps=STEPS)
+        whole = spread(bench.at(tmp_path_factory.mktemp("case") / "w"), case)
         return alone[case.alone], whole, whole.run(processes=case.processes)
 
     return run
@@ -230,9 +244,9 @@ def torch_load(path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(family_bench, tmp_path: Path):
-    schedule = {"checkpoints": CheckpointSchedule(every_steps=6, keep=9)}
-    bench = family_bench("llama")
+def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(short_bench, tmp_path: Path):
+    schedule = {"checkpoints": CheckpointSchedule(every_steps=3, keep=9)}
+    bench = short_bench("llama")
     alone = bench.at(tmp_path / "alone").with_training(**schedule)
     run = bench.at(tmp_path / "run")
     ways = [
@@ -246,8 +260,8 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(family_benc
         ended = spread_run.run(processes=way.processes)
         assert ended.exit_code == 0, ended.output
         left.append(spread_run.weights())
-        # The next way finds the run as it was after 6 steps of this one.
-        newest = 6 * (index + 1)
+        # The next way finds the run as it was after 3 steps of this one.
+        newest = 3 * (index + 1)
         for folder in run.paths.checkpoints.glob("step-*"):
             if int(folder.name.removeprefix("step-")) > newest:
                 shutil.rmtree(folder)
@@ -260,10 +274,10 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(family_benc
 
 
 @pytest.mark.slow
-def test_bf16_follows_fp32_and_leaves_fp32_weights(family_bench, tmp_path: Path):
+def test_bf16_follows_fp32_and_leaves_fp32_weights(short_bench, tmp_path: Path):
     import torch
 
-    bench = family_bench("llama")
+    bench = short_bench("llama")
     alone = bench.at(tmp_path / "alone")
     ways = {
         "tensor": Case("llama", {"tensor": 2}, "", training={"precision": "bf16"}),
@@ -281,15 +295,15 @@ def test_bf16_follows_fp32_and_leaves_fp32_weights(family_bench, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_best_weights_of_an_early_stop_are_those_of_all_stages(family_bench, tmp_path: Path):
+def test_the_best_weights_of_an_early_stop_are_those_of_all_stages(short_bench, tmp_path: Path):
     # So low a rate that nothing improves after the first evaluation.
     stopping = {"early_stopping": EarlyStopping(metric="accuracy", patience=1), "learning_rate": 1e-9, "max_steps": 60}
-    bench = family_bench("bert")
+    bench = short_bench("bert")
     alone = bench.at(tmp_path / "alone").with_training(**stopping)
     run = spread(bench.at(tmp_path / "run"), Case("bert", pipeline("1f1b", 4), "", training=stopping))
     assert alone.run().exit_code == 0
     ended = run.run(processes=2)
     assert ended.exit_code == 0, ended.output
-    assert len(run.losses()) == len(alone.losses()) == 24
+    assert len(run.losses()) == len(alone.losses()) == 2 * EPOCH
     theirs, mine = alone.weights(), run.weights()
     assert max((mine[each] - theirs[each]).abs().max().item() for each in theirs) <= WEIGHTS_TOLERANCE

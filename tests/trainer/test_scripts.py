@@ -145,24 +145,24 @@ def test_the_documented_program_trains_stops_resumes_and_its_model_is_measured(p
         processes=2,
         inference=True,
         path="classify",
-        arguments=("--batch_size", "4", "--epochs", "5", "--learning_rate", "2e-3", "--save_steps", "5"),
+        arguments=("--batch_size", "8", "--epochs", "6", "--learning_rate", "4e-3", "--save_steps", "13"),
     )
     put_code(pods)
     pod = pods.start(Stage.TRAIN, *torchrun())
-    pods.wait_for_file(pod, pods.paths.checkpoints / "checkpoint-5" / "trainer_state.json")
+    pods.wait_for_file(pod, pods.paths.checkpoints / "checkpoint-13" / "trainer_state.json")
     pod.send_signal(signal.SIGTERM)
     code, report, output = pods.end(pod)
     assert (code, report.failure.failure_class) == (143, FailureClass.PREEMPTED), output
     assert not (pods.paths.state / "train.json").exists()
 
     trained = pods.well(Stage.TRAIN, *torchrun())
-    saved = json.loads((pods.paths.checkpoints / "checkpoint-125" / "trainer_state.json").read_text())
-    assert saved["global_step"] == 125, "200 rows / (4 x 2), 5 times"
+    saved = json.loads((pods.paths.checkpoints / "checkpoint-78" / "trainer_state.json").read_text())
+    assert saved["global_step"] == 78, "200 rows / (8 x 2), 6 times"
     assert trained.artifacts == {"model": "model"}
     assert {oct(each.stat().st_mode & 0o777) for each in pods.paths.model.glob("*.*")} == {"0o644"}
     section = trained.metrics["train"]
     assert {"loss", "runtime", "samples_per_second", "world_size", "seconds"} <= set(section)
-    assert (section["epoch"], section["world_size"]) == (5.0, 2)
+    assert (section["epoch"], section["world_size"]) == (6.0, 2)
 
     evaluated = pods.well(Stage.EVALUATE)
     assert evaluated.metrics["evaluate"]["accuracy"] > 0.8
