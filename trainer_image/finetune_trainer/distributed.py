@@ -26,7 +26,8 @@ from finetune_trainer.allocator import keep_freed_memory
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
