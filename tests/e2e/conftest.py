@@ -9,20 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import pytest
 import yaml
 
-from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
 from suite_plugins.times import spent
 from suite_plugins.waiting import wait_until
+from trainer_support.forking import start_server
 
 WORDS = (
     "bright",
@@ -182,14 +181,7 @@ def finetune(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Com
     return Command(folder)
 
 
-@pytest.fixture(scope="session")
-def start_server() -> Iterator[StartServer]:
-    """What stages of a command are forked from: starting each afresh takes most of the time of a tiny run."""
-    with TemporaryDirectory() as folder, StartServer(Path(folder)) as server:
-        yield server
-
-
 @pytest.fixture(scope="module")
-def quick(finetune: Command, start_server: StartServer) -> Command:
+def quick(finetune: Command) -> Command:
     """The same command in the same folder, whose stages are forked; for runs that are not interrupted."""
-    return Command(finetune.folder, start_server.finetune)
+    return Command(finetune.folder, start_server().finetune)

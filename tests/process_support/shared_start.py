@@ -69,6 +69,11 @@ class StartServer:
                 (folder / beside.name).symlink_to(beside)
 
     @property
+    def python(self) -> str:
+        """What takes the place of Python's interpreter, to be followed by its arguments."""
+        return str(self._program)
+
+    @property
     def finetune(self) -> list[str]:
         """The command, to be followed by its arguments."""
         return [sys.executable, "-c", COMMAND.format(program=str(self._program))]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ import yaml
 
 from examples import FITTED_LOCALLY, example_document
 from finetune_contract.layout import JobPaths
-from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
 from trainer_support.families import write_family
+from trainer_support.forking import start_server
 from trainer_support.tasks import WORDS, predictions, write_lines
 
 TEXT = " ".join(WORDS[:10])
@@ -74,9 +73,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def finetune() -> Iterator[list[str]]:
-    with TemporaryDirectory() as folder, StartServer(Path(folder)) as server:
-        yield server.finetune
+def finetune() -> list[str]:
+    return start_server().finetune
 
 
 def fitted(name: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer import runs
 from finetune_trainer.failures import StageError
+from trainer_support.forking import start_server
 
 JOB = TrainerJob.model_validate({"name": "j", "task": "masked-lm", "model": {"uri": "file:///m"}, "run": "uid-1"})
 REPORT = TrainerReport(job="j", stage=Stage.PREPARE, outcome="succeeded", fingerprint="f", metrics={"rows": 3})
@@ -119,7 +119,7 @@ def test_a_stage_that_was_run_again_takes_the_marks_of_the_later_ones_away(tmp_p
 def launch(stage: Stage, job: TrainerJob, folder: Path, **environment: str) -> tuple[TrainerReport, str]:
     file, message = folder / "job.json", folder / "message.json"
     file.write_text(job.to_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "finetune_trainer", "launch", str(stage), "--job", str(file)]
+    command = [start_server().python, "-m", "finetune_trainer", "launch", str(stage), "--job", str(file)]
     ended = subprocess.run(
         [*command, "--workspace", str(folder / "w"), "--with", "process"],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "FINETUNE_REPORT": str(message), **environment},

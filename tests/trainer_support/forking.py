@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
 from suite_plugins.times import spent
 
@@ -27,6 +29,15 @@ def fork_server() -> ForkServer:
     server = ForkServer()
     atexit.register(server.stop)
     return server
+
+
+@cache
+def start_server() -> StartServer:
+    """The one of this process, which ends with it."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    # Not pytest's folder: a socket's path is short.
+    return stack.enter_context(StartServer(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
 
 
 class ForkServer:

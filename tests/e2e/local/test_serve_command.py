@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
+from trainer_support.forking import start_server
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(finetune: Any, start_server: StartServer) -> Shop:
+def shop(finetune: Any) -> Shop:
     finetune.write("job.yaml", finetune.job("small"))
-    shop = Shop(finetune.folder, start_server.finetune)
+    shop = Shop(finetune.folder, start_server().finetune)
     code, _, err = shop.run("run", "job.yaml", "--no-measure")
     assert code == 0, err
     return shop
