@@ -45,7 +45,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 @pytest.mark.parametrize("name", NAMES)
 def test_step_on_gpu_waits_once_and_costs_what_is_recorded(name: str, traced, golden: Callable[[str, str], None]):
     figures = traced(name)
-    assert figures.own_waits == 1, figures.waits
+    assert figures.waits_of_the_loop == 1, figures.waits
     golden(f"golden/{name.replace(' ', '-')}.txt", str(figures))
 
 

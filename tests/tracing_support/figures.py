@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 _MIB = 1 << 20
-OURS = "finetune_trainer/"
-"""How the paths of the trainer's own code begin."""
+_DEEPSPEED = "deepspeed/"
+"""How the paths of DeepSpeed's own code begin."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Figures:
         return cls(**values)
 
     @property
-    def own_waits(self) -> int:
-        """Those in the trainer's own code."""
-        return sum(count for place, count in self.waits.items() if OURS in place)
+    def waits_of_the_loop(self) -> int:
+        """`waits` without those that DeepSpeed's engine has by itself."""
+        return sum(count for place, count in self.waits.items() if _DEEPSPEED not in place)
 
     def __str__(self) -> str:
         lines = ["host waits for the device, in a step"]

@@ -26,7 +26,8 @@ from finetune_trainer.allocator import keep_freed_memory
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
@@ -222,7 +223,9 @@ def connect(
         torch.cuda.set_device(world.local_rank)
     if strategy != "single":
         used = backends or BACKENDS[device]
-        place = {} if used.store is None else {"store": used.store, "rank": world.rank, "world_size": world.size}
+        place: dict[str, Any] = (
+            {} if used.store is None else {"store": used.store, "rank": world.rank, "world_size": world.size}
+        )
         torch.distributed.init_process_group(used.training, timeout=COLLECTIVE_TIMEOUT, **place)
         group = torch.distributed.new_group(backend=used.waiting, timeout=PATIENCE)
         assert not isinstance(group, int), "a group of all processes has this one"

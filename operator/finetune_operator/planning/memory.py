@@ -564,8 +564,8 @@ def _buffers(work: Workload) -> MemoryTerm | None:
         bucket = min(count, AVERAGED_ELEMENTS)
         return MemoryTerm(name="communication buffers", bytes=4 * bucket, formula=f"averaged gradients 4 x {bucket:,}")
     if work.strategy.name == "ddp":
-        # DistributedDataParallel copies gradients into its buckets unless gradient_as_bucket_view is set, which
-        # Trainer leaves off.
+        # Gradients lie in the buckets of DistributedDataParallel once it has reduced them; those of the micro-batches
+        # before lie beside the buckets until then. With one micro-batch a step this is more than is needed.
         return MemoryTerm(name="communication buffers", bytes=4 * count, formula=f"gradient buckets 4 x {count:,}")
     if not work.deepspeed or not work.strategy.zero_stage:
         return None

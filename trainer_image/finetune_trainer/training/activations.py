@@ -205,4 +205,6 @@ def _storage(tensor: torch.Tensor) -> int:
     """Identity of the memory that this process holds of it."""
     from torch.distributed.tensor import DTensor
 
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    identity: int = local.untyped_storage()._cdata
+    return identity
