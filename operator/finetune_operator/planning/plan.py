@@ -179,6 +179,8 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         job=job,
         local=facts.local,
         served=facts.served,
+        kserve=facts.kserve,
+        runtime_there=facts.runtime_there,
         prepared=facts.prepared,
         predicted=facts.predicted,
         settings=settings,

@@ -35,6 +35,8 @@ def serve(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     settle_console(0)
     quiet_libraries()
+    # A batch of a few texts is done before other threads have woken up; on a busy machine they cost many times as much.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         job = read_job(arguments.job)
         leave_out_unused(job)

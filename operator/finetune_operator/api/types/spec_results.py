@@ -134,7 +134,9 @@ class EndpointSpec(SpecModel):
     """A server for the model, which starts once every stage before it has succeeded."""
 
     runtime: Literal["auto", "deployment", "kserve"] = Field(
-        default="auto", description="What runs the servers; kserve is not supported yet. Default auto: a Deployment."
+        default="auto",
+        description="What runs the servers: a Deployment, or KServe by an InferenceService. Default auto: KServe where "
+        "the cluster serves it and it can do what the job asks for, else a Deployment.",
     )
     replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=1, description="Servers, a count. Default 1.")
     max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = Field(
