@@ -110,11 +110,11 @@ def test_the_driver_that_it_submits_is_the_pod_of_the_attempt(world: World) -> N
 
 
 def test_driver_that_predicts_is_the_pod_of_the_attempt(world: World) -> None:
-    world.kubelet.playbook.set("answers", "predict", Play(lasts=0.5, metrics={"rows": 7, "bad_rows": 2}))
+    world.kubelet.playbook.set("answers", "predict", Play(lasts=0.5))
     predict = {"engine": "spark", "workers": 4}
     world.apply("answers", {"predict": predict, "evaluation": None, "resources": {"cpu": "1500m", "memory": "3Gi"}})
     status = world.wait_phase("answers", "Succeeded")
-    assert status["artifacts"]["metrics"]["predict_bad_rows"] == 2
+    assert status["artifacts"]["predictions"].endswith("/answers/predictions.jsonl")
     assert status["plan"]["predictWorkers"] == 4
     assert states(status)["predict"] == ("Succeeded", 1)
     (driver,) = world.pods("answers", "predict")

@@ -97,6 +97,7 @@ def in_the_driver(monkeypatch: pytest.MonkeyPatch, first: Callable[[], object]) 
 # ---------------------------------------------------------------------------------------------------------- real Spark
 
 
+@pytest.mark.slow
 def test_executors_write_the_bytes_of_one_process_also_after_one_is_killed(
     model: Path, data: Path, plain: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
