@@ -127,7 +127,8 @@ def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], 
     kept = [one for one in beside if (one["apiVersion"], one["kind"]) not in OPTIONAL_KINDS]
     fixed = servers.model_copy(update={"replicas": 1, "most": 1})
     told = config_map(pods)
-    digest = _sha256([*kept, told, {"busyPercent": BUSY_PERCENT}, _inference_service(pods, fixed, {})])
+    busy: Manifest = {"busyPercent": BUSY_PERCENT}
+    digest = _sha256([*kept, told, busy, _inference_service(pods, fixed, {})])
     annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: made}
     own = (told, _inference_service(pods, servers, annotations))
     scales = servers.most > servers.replicas
