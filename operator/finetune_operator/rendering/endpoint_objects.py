@@ -77,8 +77,6 @@ class EndpointObjects:
     """Servers that are asked for."""
     most: int
     """Servers that an autoscaler may ask for."""
-    scales: bool
-    """Whether an autoscaler may change that number."""
     runtime: EndpointRuntime
 
     @property
@@ -117,7 +115,7 @@ def endpoint_objects(
     digest = _sha256([*beside, told, _deployment(pods, servers.replicas, {})])
     annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: made}
     own = (told, _deployment(pods, replicas, annotations))
-    return EndpointObjects(beside, own, digest, replicas, servers.most, scales, "deployment")
+    return EndpointObjects(beside, own, digest, replicas, servers.most, "deployment")
 
 
 def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], made: str) -> EndpointObjects:
@@ -131,8 +129,7 @@ def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], 
     digest = _sha256([*kept, told, busy, _inference_service(pods, fixed, {})])
     annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: made}
     own = (told, _inference_service(pods, servers, annotations))
-    scales = servers.most > servers.replicas
-    return EndpointObjects(beside, own, digest, servers.replicas, servers.most, scales, "kserve")
+    return EndpointObjects(beside, own, digest, servers.replicas, servers.most, "kserve")
 
 
 def _sha256(value: JsonValue | list[Manifest]) -> str:
