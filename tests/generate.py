@@ -19,6 +19,7 @@ from examples import EXAMPLES
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, launchers_table, names_reference, settings_reference
 from finetune_operator.cli.main import COMMANDS, app
+from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.shell import operator_metrics
 from finetune_trainer.strategies.tensor import tensor_families_json
 from finetune_trainer.training.training_arguments import known_arguments_json
@@ -36,6 +37,18 @@ def command_reference() -> str:
         text = "\n".join(line.rstrip() for line in said.strip().splitlines())
         parts.append(f"## finetune {command}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)
+
+
+def gpu_table() -> str:
+    """The built-in table of GPUs."""
+    rows = ["| product | memory | capability | bf16 | fp8 | half TFLOP/s | fp32 TFLOP/s | links GB/s |"]
+    rows.append("|---|---|---|---|---|---|---|---|")
+    for gpu in GPU_MODELS:
+        yes = [("yes" if has else "no") for has in (gpu.bf16, gpu.fp8)]
+        figures = [f"{each:g}" for each in (gpu.half_tflops, gpu.fp32_tflops, gpu.link_gigabytes)]
+        cells = [f"`{gpu.name}`", f"{gpu.memory_mib:,} MiB", gpu.capability or "-", *yes, *figures]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
 
 
 def argo_health() -> str:
@@ -97,6 +110,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_reference,
     "docs/names.md": names_reference,
     "docs/commands.md": command_reference,
+    "docs/gpus.md": between_marks("docs/gpus.md", gpu_table),
     "docs/operator.md": between_marks("docs/operator.md", launchers_table),
     "docs/support.md": support_matrix,
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,

@@ -40,6 +40,7 @@ BASES = {
     "train/MPIJob": ("one-gpu", "tensor-and-pipeline-chosen"),
     "train/Job": ("one-gpu", "tensor-and-pipeline-chosen"),
     **{f"serve/{kind}": ("served",) for _, kind in ENDPOINT_KINDS},
+    "serve/InferenceService": ("served-by-kserve",),
     "predict/ConfigMap": ("examples/chat-lora",),
     "predict/Job": ("examples/chat-lora",),
 }

@@ -24,9 +24,17 @@ from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
-from finetune_operator.reconcile.endpoint_view import endpoint_view
+from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
 from finetune_operator.reconcile.observed import job_view, leaving, pod_view, wanted_logs
-from finetune_operator.reconcile.reconcile_types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.reconcile.reconcile_types import (
+    Decision,
+    EndpointView,
+    EventNote,
+    JobView,
+    ObjectRef,
+    Observed,
+    Refusal,
+)
 from finetune_operator.reconcile.status_times import stamp
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -85,6 +93,11 @@ def report(stage: str, failure: tuple[FailureClass, float] | None = None, **fiel
     return TrainerReport(job="reviews", stage=Stage(stage), **fields).to_termination_message()
 
 
+def view_of(raw: Any) -> EndpointView | None:
+    """What an object that runs servers is to the operator."""
+    return inference_service_view(raw) if raw["kind"] == "InferenceService" else endpoint_view(raw)
+
+
 @dataclass
 class World:
     """See the module."""
@@ -99,8 +112,12 @@ class World:
     children: dict[str, Any] = field(default_factory=dict)
     pods: dict[str, Any] = field(default_factory=dict)
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
+    kserve: bool = False
+    """Whether InferenceServices are served."""
     servers: dict[str, Any] = field(default_factory=dict)
-    """Deployments of the endpoint's revisions."""
+    """What runs the servers of the endpoint's revisions: Deployments and InferenceServices."""
+    predictors: dict[str, Any] = field(default_factory=dict)
+    """Deployments that KServe has made, by the name of their InferenceService."""
     annotations: dict[str, str] = field(default_factory=dict)
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
@@ -151,8 +168,9 @@ class World:
             moved=self.moved, heard_since=self.heard_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
-        endpoints = tuple(view for raw in self.servers.values() if (view := endpoint_view(raw)) is not None)
-        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints)
+        views = (view_of(raw) for raw in (*self.servers.values(), *self.predictors.values()))
+        endpoints = joined(view for view in views if view is not None)
+        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve)
         for name in leaving(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)
@@ -260,7 +278,7 @@ class World:
         if kind in self.refuse:
             return Refusal(ObjectRef(manifest["apiVersion"], kind, name), *self.refuse[kind])
         raw = json.loads(json.dumps(manifest))
-        if kind != "Deployment":
+        if kind not in ("Deployment", "InferenceService"):
             self.others[kind, name] = raw
             return None
         new = {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}, "spec": None}
@@ -275,6 +293,9 @@ class World:
         self.others.pop((ref.kind, ref.name), None)
         if ref.kind == "Deployment":
             self.servers.pop(ref.name, None)
+        if ref.kind == "InferenceService":
+            self.servers.pop(ref.name, None)
+            self.predictors.pop(ref.name, None)
 
     def _delete(self, ref: ObjectRef) -> None:
         if ref.kind not in CHILD_KINDS:

@@ -20,6 +20,8 @@ EACH_SECONDS = 0.1
 """Between the beginnings of two requests."""
 MANY_SECONDS = 0.02
 """The same of clients that ask fifty times a second."""
+MOST_AT_ONCE = 64
+"""Requests without an answer yet; clients of a slow server wait before they ask again."""
 ANSWER_SECONDS = 10
 """After which a client gives a request up: the box's proxy keeps it from learning that a killed server hung up."""
 BACK_OFF = (0.1, 0.2, 0.4, 0.8, 1.5, 2.0)
@@ -38,6 +40,11 @@ class Answers:
     labels: Counter[str] = field(default_factory=Counter)
     revisions: list[tuple[float, int]] = field(default_factory=list)
     """When each answered request began, on the monotonic clock, and the revision that answered."""
+
+    @property
+    def over(self) -> int:
+        """Requests that were answered or given up."""
+        return len(self.revisions) + len(self.failed)
 
 
 @dataclass(frozen=True)
@@ -96,10 +103,11 @@ class Client:
 
         def send(pool: ThreadPoolExecutor) -> None:
             while not over.wait(each_seconds):
-                answers.sent += 1
-                pool.submit(ask)
+                if answers.sent - answers.over < MOST_AT_ONCE:
+                    answers.sent += 1
+                    pool.submit(ask)
 
-        with ThreadPoolExecutor(64, "asks") as pool:
+        with ThreadPoolExecutor(MOST_AT_ONCE, "asks") as pool:
             thread = Thread(target=send, args=(pool,), name="steady requests")
             thread.start()
             try:

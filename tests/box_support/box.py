@@ -69,7 +69,7 @@ class Box:
     fragile: tuple[str, ...] = ()
     """Two more, for pods with `on_fragile_nodes`; of somebody else's cluster none."""
     controllers: set[str] = field(default_factory=set)
-    """Training operators that `install_controller` has installed."""
+    """Controllers that `install_controller` has installed."""
 
     def kubectl(self, *arguments: str, stdin: str | None = None, seconds: float = 120) -> str:
         """Run kubectl, which has to succeed, and return its output."""
@@ -106,7 +106,7 @@ class Box:
     # --------------------------------------------------------------------------------------------- training operators
 
     def install_controller(self, name: str) -> None:
-        """Training Operator or MPI Operator, as their own manifests install it; done when it is ready."""
+        """Training Operator, MPI Operator or KServe, as their own manifests install it; done when it is ready."""
         if name in self.controllers:
             return
         file = assets_folder() / "manifests" / f"{name}.yaml"
@@ -330,7 +330,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         pytest.skip(why)
     assets = assets_folder()
     images = [f"{name}:*={place}" for name, place in image_folders().items()]
-    for name in CONTROLLERS:
+    for name in (*CONTROLLERS, "kserve"):
         place = assets / "images" / name
         if place.is_dir():
             program = next(one.name for one in (place / "bin").iterdir())

@@ -281,6 +281,28 @@ def test_the_right_to_review_tokens_is_the_only_one_in_the_cluster_where_it_is_w
     assert rules_of(role) == REVIEW
 
 
+READ_NODES = {("", "nodes", "list")}
+NODES: Object = {"rbac": {"nodes": True}}
+NOT_READ: Object = {"settings": {"nodes": {"read": False}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "read"),
+    [
+        ("default", {}, True),
+        ("default", NOT_READ, False),
+        ("namespaced", {}, False),
+        ("namespaced", {"settings": {"nodes": {"read": True}}}, False),
+        ("namespaced", NODES, True),
+        ("namespaced", NODES | NOT_READ, False),
+    ],
+)
+def test_nodes_are_read_where_the_right_to_is_granted_and_nowhere_else(name: str, values: Object, read: bool) -> None:
+    found = render(values, name)
+    rules = {rule for each in found if each["kind"] == "ClusterRole" for rule in rules_of(each)}
+    assert (rules >= READ_NODES, settings_of(found).nodes.read) == (read, read)
+
+
 @pytest.mark.parametrize("namespaces", [[], ["team-a"]], ids=["in a cluster", "in a namespace"])
 def test_without_progress_there_are_no_rights_for_it(namespaces: list[str]) -> None:
     found = render({"watchNamespaces": namespaces, "settings": {"progress": {"enabled": False}}})
@@ -343,6 +365,7 @@ OTHERS: dict[str, Any] = {
 """Other values than the defaults; what is not here follows from the default."""
 WITH: dict[str, Object] = {
     "rbac.tokenReview": {"watchNamespaces": ["team-a"]},
+    "rbac.nodes": {"watchNamespaces": ["team-a"]},
     "webhook.enabled": {},
     "webhook.certManager.issuerRef": {"webhook": {"enabled": True, "certManager": {"enabled": True}}},
     "webhook.clientCertificates.": {"webhook": {"enabled": True, "clientCertificates": {"authorities": "any"}}},
@@ -410,7 +433,8 @@ def test_the_set_of_everything_leaves_few_values_out() -> None:
 
     assert {path for path in PATHS if not there(path)} == {
         # Beside others of the set they would take away what it shows.
-        "watchNamespaces", "rbac.create", "rbac.tokenReview", "serviceAccount.create", "crds.install", "tests.enabled",
+        "watchNamespaces", "rbac.create", "rbac.tokenReview", "rbac.nodes", "serviceAccount.create", "crds.install",
+        "tests.enabled",
         "podDisruptionBudget.enabled", "networkPolicy.enabled", "trainer.image.registry", "trainer.image.digest",
         "webhook.certManager.enabled", "webhook.certManager.issuerRef",
     }  # fmt: skip

@@ -143,7 +143,8 @@ def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
     before = stored(jobs, "reviews")
     code, out, err = jobs.finetune("rollback", "reviews", "--dry-run", "-o", "json")
     assert (code, err) == (0, "")
-    assert [(one["change"], one["from"], one["to"]) for one in json.loads(out)] == [("rolledBack", 2, 1)]
+    told = json.loads(out)
+    assert (told["change"], told["from"], told["to"]) == ("rolledBack", 2, 1)
     assert stored(jobs, "reviews") == before
     code, out, _ = jobs.finetune("rollback", "reviews")
     assert (code, out) == (0, "FineTuneJob reviews goes back from revision 2 to 1, until spec.endpoint changes.\n")

@@ -1,12 +1,15 @@
-"""Endpoints on a real API server, whose own controllers make ReplicaSets and pods of the Deployment."""
+"""Endpoints on a real API server, whose own controllers make ReplicaSets and pods of the Deployment; KServe's part is
+played by a stand-in on its real kind.
+"""
 
 from __future__ import annotations
 
 from cluster_support.api_access import Object, wait_until
 from cluster_support.plays import RUNS
-from cluster_support.world import World, condition, conditions, states
+from cluster_support.world import World, condition, conditions, install_kserve, states
 
-ALONE: Object = {"training": None, "dataset": None, "evaluation": None, "predict": None, "endpoint": {}}
+DEPLOYED: Object = {"runtime": "deployment"}
+ALONE: Object = {"training": None, "dataset": None, "evaluation": None, "predict": None, "endpoint": DEPLOYED}
 """A job that only serves a model."""
 APPS = "apps/v1"
 
@@ -71,7 +74,7 @@ def answers(world: World, job: str) -> Object:
 
 def test_trained_model_is_served_once_all_stages_have_succeeded(world: World) -> None:
     world.kubelet.playbook.set("served", "serve", RUNS)
-    world.apply("served", {"endpoint": {}})
+    world.apply("served", {"endpoint": DEPLOYED})
     answers(world, "served")
     status = world.status("served")
     assert status["phase"] == "Serving"
@@ -94,7 +97,7 @@ def test_trained_model_is_served_once_all_stages_have_succeeded(world: World) ->
 
 def test_endpoint_follows_its_spec_and_goes_with_it(world: World) -> None:
     world.kubelet.playbook.set("edited", "serve", RUNS)
-    world.apply("edited", {"endpoint": {}})
+    world.apply("edited", {"endpoint": DEPLOYED})
     answers(world, "edited")
     first = deployment(world, "edited")
     assert first is not None
@@ -123,7 +126,7 @@ def test_endpoint_follows_its_spec_and_goes_with_it(world: World) -> None:
 
 def test_new_revision_takes_over_when_it_is_ready_and_is_rolled_back(world: World) -> None:
     world.kubelet.playbook.set("rolled", "serve", RUNS)
-    world.apply("rolled", {**ALONE, "endpoint": {"maxQueue": 5}})
+    world.apply("rolled", {**ALONE, "endpoint": {**DEPLOYED, "maxQueue": 5}})
     serves(world, "rolled", 1)
     world.change("rolled", {"endpoint": {"maxQueue": 7}})
     assert [one["state"] for one in serves(world, "rolled", 2)["revisions"]] == ["Ended", "Serving"]
@@ -178,3 +181,35 @@ def test_deployment_of_somebody_else_is_left_alone(world: World) -> None:
     assert after is not None
     assert after["spec"] == before["spec"]
     assert "ownerReferences" not in after["metadata"]
+
+
+def test_endpoint_moves_to_kserve_and_back_without_being_unready(world: World) -> None:
+    install_kserve(world.cluster)
+    world.kubelet.playbook.set("moved", "serve", RUNS)
+    world.apply("moved", ALONE)
+    answers(world, "moved")
+    service = world.path("serving.kserve.io/v1beta1", "inferenceservices", "moved-endpoint-2")
+    predictor = world.path(APPS, "deployments", "moved-endpoint-2-predictor")
+    world.change("moved", {"endpoint": {"runtime": "kserve", "replicas": 2}})
+    wait_until(lambda: deployment(world, "moved") is None, "KServe's servers have taken the place of the Deployment")
+    status = world.wait("moved", "both answer", lambda one: "2 of 2 servers" in condition(one, "Ready")["message"])
+    assert f"http://moved-endpoint-2-{world.namespace}.example.com" in condition(status, "Ready")["message"]
+    assert status["stages"][-1]["child"]["kind"] == "InferenceService"
+    assert led_to(world, "moved") == "2"
+    found = world.api.get(predictor)
+    assert found is not None
+    revision = found["metadata"]["annotations"]["deployment.kubernetes.io/revision"]
+    world.change("moved", {"endpoint": {"replicas": 1}})
+    world.wait("moved", "one is left", lambda one: "1 of 1 server " in condition(one, "Ready")["message"])
+    after = world.api.get(predictor)
+    assert after is not None
+    assert (after["metadata"]["uid"], after["spec"]["replicas"]) == (found["metadata"]["uid"], 1)
+    assert after["metadata"]["annotations"]["deployment.kubernetes.io/revision"] == revision, "none was replaced"
+    world.change("moved", {"endpoint": {"runtime": "deployment"}})
+    wait_until(lambda: world.api.get(service) is None, "the Deployment's servers have taken the place of KServe's")
+    answers(world, "moved")
+    reasons = [reason for _, reason, _ in world.events("moved")]
+    assert reasons.count("RevisionServes") == 2
+    assert "EndpointNotReady" not in reasons
+    everywhere = world.api.items(world.path("v1", "events"))
+    assert [one["message"] for one in everywhere if one["reason"] == "NotOfThisJob"] == []

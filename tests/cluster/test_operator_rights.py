@@ -17,8 +17,9 @@ from cluster_support.api_access import Api, Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
-from cluster_support.world import SETTINGS, World, condition, conditions, namespace_for_pods
+from cluster_support.world import SETTINGS, World, condition, conditions, install_kserve, namespace_for_pods
 from finetune_operator.api.types import API_VERSION, PLURAL
+from finetune_operator.kubernetes_api.resources import DEPLOYMENT, INFERENCE_SERVICE
 from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING
 from finetune_operator.rendering.render_types import PROGRESS_AUDIENCE, STAGE_LABEL
 
@@ -99,6 +100,7 @@ def scenes(
 ) -> Iterator[Scenes]:
     """Under an operator that has never run here: no lease and no certificate of an earlier test."""
     cluster.own("the audit log")
+    install_kserve(cluster)
     with namespace_for_pods(cluster) as name:
         given = request.param == "given namespaces"
         roles, settings = for_given_namespaces(cluster, name) if given else for_all_namespaces(cluster)
@@ -174,6 +176,9 @@ def whole_jobs(world: World) -> None:
         world.wait_running(f"stopped-{launcher}", "train")
         world.change(f"stopped-{launcher}", {"runPolicy": {"suspend": True}})
         world.wait_phase(f"stopped-{launcher}", "Suspended")
+    # Its plan rests on what nodes tell of their GPUs, where they may be read.
+    world.apply("with-gpus", {"resources": {"gpusPerNode": 1}, "runPolicy": {"suspend": True}})
+    world.wait_phase("with-gpus", "Suspended")
     world.kubelet.playbook.set("stopped-spark", "prepare", RUNS)
     world.apply("stopped-spark", {"preparation": {"engine": "spark"}})
     world.wait_running("stopped-spark", "prepare")
@@ -187,15 +192,16 @@ def whole_jobs(world: World) -> None:
 
 
 def serve_a_model(world: World) -> None:
-    """Servers with all that can be beside them, which go while the job stays."""
-    world.kubelet.playbook.set("serving", "serve", RUNS)
+    """Servers with all that can be beside them, by a Deployment and by KServe, which go while the job stays."""
     stages = dict.fromkeys(("training", "dataset", "evaluation", "predict"))
-    world.apply("serving", {**stages, "endpoint": {"replicas": 2, "maxReplicas": 3}})
-    world.wait("serving", "it answers", lambda status: conditions(status).get("Ready") == "True")
-    world.change("serving", {"runPolicy": {"suspend": True}})
-    world.wait_phase("serving", "Suspended")
-    path = world.path("apps/v1", "deployments", "serving-endpoint-1")
-    wait_until(lambda: world.api.get(path) is None, "the servers are gone")
+    for runtime, kind in (("deployment", DEPLOYMENT), ("kserve", INFERENCE_SERVICE)):
+        job = f"serving-{runtime}"
+        world.apply(job, {**stages, "endpoint": {"runtime": runtime, "replicas": 2, "maxReplicas": 3}})
+        world.wait(job, "it answers", lambda status: conditions(status).get("Ready") == "True")
+        world.change(job, {"runPolicy": {"suspend": True}})
+        world.wait_phase(job, "Suspended")
+        path = kind.path(world.namespace, f"{job}-endpoint-1")
+        wait_until(lambda path=path: world.api.get(path) is None, f"the servers of {job} are gone")  # type: ignore[misc]
 
 
 def damage_certificate(world: World) -> None:

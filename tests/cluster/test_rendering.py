@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 
 from cluster_support.control_plane import Cluster
+from cluster_support.world import install_kserve
 from finetune_operator.cli.yaml_text import documents as yaml_text
+from finetune_operator.launchers.kserve_kind import KSERVE_GROUP, KSERVE_KIND, KSERVE_PLURAL
 from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from golden_cases import JOBS, NAMESPACE, golden_manifests
 from suite_plugins.shared_folder import CRDS, missing
 
 RENDERED = [(job, launcher) for job in JOBS for launcher in golden_manifests(job)]
+OF_PREDICTOR = ("minReplicas", "maxReplicas", "deploymentStrategy", "labels", "annotations")
+"""Fields of an InferenceService's predictor that are none of its pods'."""
 PRIORITY_CLASSES = ("finetune-golden-high",)
 SURROUNDINGS: list[dict[str, Any]] = [
     {
@@ -39,12 +43,15 @@ SURROUNDINGS: list[dict[str, Any]] = [
         for name in PRIORITY_CLASSES
     ),
 ]
-CUSTOM = {each.kind: f"{each.plural}.{each.group}" for each in SUPPORTED if not each.built_in}
+CUSTOM = {each.kind: f"{each.plural}.{each.group}" for each in SUPPORTED if not each.built_in} | {
+    KSERVE_KIND: f"{KSERVE_PLURAL}.{KSERVE_GROUP}"
+}
 
 
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster, kinds: None) -> Iterator[str]:
     """The namespace of the golden jobs, with what their pods refer to."""
+    install_kserve(cluster)
     for document in SURROUNDINGS:
         cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(document))
     yield NAMESPACE
@@ -69,6 +76,10 @@ def templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     match manifest["kind"]:
         case "Job" | "Deployment":
             return {f"{name}-0": spec["template"]}
+        case "InferenceService":
+            pod = {key: value for key, value in spec["predictor"].items() if key not in OF_PREDICTOR}
+            about = {key: spec["predictor"][key] for key in ("labels", "annotations")}
+            return {f"{name}-predictor-0": {"metadata": about, "spec": pod}}
         case "PyTorchJob":
             replicas = spec["pytorchReplicaSpecs"]
         case "MPIJob":

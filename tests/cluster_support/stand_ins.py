@@ -11,6 +11,7 @@ from cluster_support.api_access import AsyncApi
 from cluster_support.background import Background
 from cluster_support.control_plane import Cluster, needs_controllers
 from cluster_support.gangs import Gangs
+from cluster_support.kserve_stand_in import KServe
 from cluster_support.kubelet import Kubelet
 from cluster_support.spark_stand_in import SparkOperator
 
@@ -38,6 +39,7 @@ def running_stand_ins(cluster: Cluster, folder: Path, *, spark: bool = True) -> 
     gangs = Gangs(api, background)
     kubelet.up()
     gangs.up()
+    KServe(api, background).up()
     if spark:
         SparkOperator(api, background).up()
     try:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import requests
 import yaml
 
@@ -26,7 +27,7 @@ from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 from finetune_operator.rendering.render_types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
 from suite_plugins.patience import patient
-from suite_plugins.shared_folder import CRDS
+from suite_plugins.shared_folder import CRDS, missing
 
 FOREIGN_CRDS = tuple(f"{each.group}_{each.plural}.yaml" for each in SUPPORTED if not each.built_in)
 CHILD_KINDS = tuple((each.api_version, each.plural) for each in SUPPORTED)
@@ -75,6 +76,17 @@ def install_kinds(cluster: Cluster) -> None:
     wanted = [text for name, text in definitions.items() if name not in served]
     cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin="\n---\n".join(wanted))
     cluster.wait_served(*definitions)
+
+
+def install_kserve(cluster: Cluster) -> None:
+    """The kind of KServe, for those tests that are about it: the API server reads two megabytes. Skipped without."""
+    file = CRDS / "serving.kserve.io_inferenceservices.yaml"
+    if not file.is_file():
+        pytest.skip(missing(file))
+    name = "inferenceservices.serving.kserve.io"
+    if not _established(Api(cluster.access), name):
+        cluster.must("apply", "--server-side", "--force-conflicts", "-f", str(file))
+        cluster.wait_served(name)
 
 
 def loose_crd() -> str:

@@ -12,7 +12,7 @@ import torch
 
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization import choosing
-from finetune_trainer.inference.optimization.choosing import Chosen, Sample, Wish, by_name, choose
+from finetune_trainer.inference.optimization.choosing import Chosen, Sample, Wish, by_name, choose, worst_metric
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
 from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN
 
@@ -30,6 +30,8 @@ class FakeRung:
     seconds: float
     lossy: bool = False
     wrong: int = 0
+    f1: float = 0.9
+    """Of the plain model 0.9."""
     setup: float = 0.0
     why_not: str | None = None
     fails: str | None = None
@@ -85,12 +87,20 @@ class Bench:
             wrong = 0 if rung is None else rung.wrong
             return [{"label": "b" if at < wrong else "a", "score": 0.5 + wrong / 1000} for at in range(ROWS)]
 
-        return Sample(ROWS, [{"input_ids": torch.ones(2, 3)}], answers)
+        def metrics(forward: ForwardPass | None) -> dict[str, float]:
+            return {"accuracy": 0.5, "f1": forward.rung.f1 if isinstance(forward, FakePass) else 0.9}
+
+        return Sample(ROWS, [{"input_ids": torch.ones(2, 3)}], answers, metrics)
 
     def choose(
-        self, optimization: str = "measured", tolerance: float | None = None, remaining: int = 100_000
+        self,
+        optimization: str = "measured",
+        tolerance: float | None = None,
+        metric_tolerance: float | None = None,
+        remaining: int = 100_000,
     ) -> Chosen:
-        return choose(Wish(optimization, tolerance), MODEL, self.sample(), remaining, Path(), MACHINE)
+        wish = Wish(optimization, tolerance, metric_tolerance)
+        return choose(wish, MODEL, self.sample(), remaining, Path(), MACHINE)
 
 
 def whys(chosen: Chosen) -> dict[str, str]:
@@ -140,6 +150,28 @@ def test_a_rung_whose_labels_may_differ_needs_a_tolerance(monkeypatch: pytest.Mo
     assert "predict.tolerance is not set" in whys(chosen)["lossy"]
     assert bench.choose(tolerance=0.99).name == "lossy"
     assert bench.choose(tolerance=0.995).name == "none"
+
+
+def test_bound_on_a_metric_lets_labels_differ_and_refuses_what_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    worse = FakeRung("worse", 1.0, lossy=True, wrong=9, f1=0.88)
+    better = FakeRung("better", 2.0, lossy=True, wrong=9, f1=0.91)
+    bench = Bench(monkeypatch, worse, better)
+    chosen = bench.choose(metric_tolerance=0.01)
+    assert (chosen.name, whys(chosen)["worse"]) == ("better", "f1 is 0.0200 worse, more than 0.0100")
+    found = {row.name: (row.metric, row.metric_worse_by) for row in chosen.table.rungs}
+    assert found == {"none": ("accuracy", 0.0), "worse": ("f1", pytest.approx(0.02)), "better": ("accuracy", 0.0)}
+    assert bench.choose(metric_tolerance=0.03).name == "worse"
+    assert bench.choose(metric_tolerance=0.03, tolerance=0.95).name == "none"
+    with pytest.raises(StageError, match=r"f1 is 0\.0200 worse") as refused:
+        bench.choose("worse", metric_tolerance=0.0)
+    assert refused.value.reason == "RungNotRightEnough"
+
+
+def test_metric_that_is_better_when_lower_or_no_number_counts_as_worse() -> None:
+    plain = {"r2": 0.5, "mse": 1.0}
+    assert worst_metric(plain, {"r2": 0.6, "mse": 1.25}) == ("mse", 0.25)
+    assert worst_metric(plain, {"r2": float("nan"), "mse": 0.5}) == ("r2", float("inf"))
+    assert worst_metric({}, {}) is None
 
 
 def test_a_small_job_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from finetune_contract.layout import ENV_ATTEMPT, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data import row_shards
+from finetune_trainer.data.prepare import prepare
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference import prediction_workers
@@ -21,6 +23,7 @@ from finetune_trainer.inference.optimization import choosing, rung_in_use
 from finetune_trainer.inference.optimization.rung_in_use import FOLDER, RungInUse
 from finetune_trainer.inference.optimization.rung_protocol import Machine
 from finetune_trainer.inference.optimization.rung_table import RungTable
+from finetune_trainer.inference.optimization.torch_rungs import PLAIN
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import write_report
@@ -122,6 +125,61 @@ def test_auto_measures_every_rung_and_remembers_the_choice(
     monkeypatch.setattr(rung_in_use, "choose", lambda *_: pytest.fail("measured again"))
     again = predict(a_job(model, data, optimization="measured"), paths, NoProgress())
     assert again["optimization"] == told["optimization"]
+
+
+class Upside:
+    """A rung that answers the opposite."""
+
+    name = "bf16"
+    lossy = True
+
+    def unavailable(self, model: Any, machine: Machine) -> None:
+        return None
+
+    def prepare(self, model: Any, sample: Any, folder: Path) -> Any:
+        return lambda **inputs: SimpleNamespace(logits=-model(**inputs).logits)
+
+
+def test_metric_on_labelled_rows_judges_a_rung(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The labels are what the model itself says."""
+    monkeypatch.setattr(choosing, "rungs_of", lambda _asked: [Upside()])
+    monkeypatch.setattr(choosing, "rung_by_name", lambda name: PLAIN if name == "none" else Upside())
+    paths = JobPaths(tmp_path / "plain")
+    predict(a_job(model, data), paths, NoProgress())
+    labels = [row["label"] for row in answers(paths)]
+    folder = tmp_path / "labelled"
+    folder.mkdir()
+    lines = [json.dumps({"text": text, "label": label}) for text, label in zip(TEXTS, labels, strict=True)]
+    (folder / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    def job_of(tolerance: float, **columns: str) -> TrainerJob:
+        asked = a_job(model, data, optimization="bf16", metric_tolerance=tolerance).model_dump(mode="json")
+        asked["dataset"] = {"uri": f"file://{folder}", "columns": {"text": "text", **columns}}
+        return TrainerJob.model_validate(asked)
+
+    paths = JobPaths(tmp_path / "judged")
+    prepare(job_of(0.0, label="label"), paths, NoProgress())
+    with pytest.raises(
+        StageError, match=r"(accuracy|f1|precision|recall) is [01]\.[0-9]+ worse, more than 0\.0000"
+    ) as no:
+        predict(job_of(0.0, label="label"), paths, NoProgress())
+    assert no.value.reason == "RungNotRightEnough"
+    assert predict(job_of(1.0, label="label"), paths, NoProgress())["optimization"] == "bf16"
+    rows = {row.name: row for row in table(paths).rungs}
+    assert (rows["none"].metric_worse_by, rows["bf16"].chosen) == (0.0, True)
+    worse = rows["bf16"].metric_worse_by
+    assert worse is not None
+    assert worse > 0.5
+    write_report(job_of(1.0, label="label"), None, paths)
+    assert f"{rows['bf16'].metric} {worse:.4f} worse" in paths.report.read_text(encoding="utf-8")
+
+    unlabelled = JobPaths(tmp_path / "unlabelled")
+    prepare(job_of(0.0), unlabelled, NoProgress())
+    with pytest.raises(StageError, match="Neither test nor validation has labels") as missing:
+        predict(job_of(0.0), unlabelled, NoProgress())
+    assert missing.value.reason == "NoLabels"
 
 
 def test_what_was_asked_by_name_is_never_replaced(

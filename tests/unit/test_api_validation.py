@@ -216,7 +216,6 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     "not-yet-supported": [
         ("spec.launcher", "NotYetSupported", "is not supported in this version"),
         ("spec.storage.workspace", "NotYetSupported", "is not supported in this version"),
-        ("spec.endpoint.runtime", "NotYetSupported", "is not supported in this version"),
         ("spec.runPolicy.queue", "NotYetSupported", "is not supported in this version"),
     ],
     "nothing-to-do": [

@@ -126,7 +126,7 @@ def test_what_the_hint_names_makes_it_fit(finetune: Any) -> None:
     fits = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi,hostMemory=134Gi")
     assert fits.exit_code == 0
     told = finetune("Llama-7B", spec, "--cluster").stderr
-    assert "Set resources.memory where a node has 160.1 GiB or more" in told
+    assert "Set resources.memory where a node has 133.5 GiB or more" in told
     assert (
         finetune("Llama-7B", {**TRAINS, "resources": {"gpusPerNode": 1, "memory": "161Gi"}}, "--cluster").exit_code == 0
     )
@@ -136,7 +136,7 @@ def test_objects_are_rendered_with_a_word_about_what_does_not_fit(finetune: Any)
     spec = {**TRAINS, "resources": {"gpusPerNode": 1}}
     made = finetune("Llama-7B", spec, command="render")
     assert made.exit_code == 0
-    assert "Note: spec.resources does not fit: needs 160.1 GiB of host memory a node" in made.stderr
+    assert "Note: spec.resources does not fit: needs 133.5 GiB of host memory a node" in made.stderr
 
 
 def test_a_very_large_batch_is_told_of(

@@ -69,6 +69,11 @@ CASES: dict[str, Case] = {
         {"hardware": GPUS},
     ),
     "servers without a cluster": ({"training": None, "endpoint": {}}, {"local": True}),
+    "KServe is not served": ({"endpoint": {"runtime": "kserve"}}, {}),
+    "KServe takes the job's own variable": (
+        {"endpoint": {"runtime": "kserve"}, "template": {"env": [{"name": "PYTHONPATH", "value": "/mine"}]}},
+        {"kserve": True},
+    ),
     "Spark is not served and not granted": ({"preparation": {"engine": "spark"}}, {}),
     "rows longer than positions": ({"preparation": {"maxLength": 1024}}, {}),
     "fp8 on a T4": (

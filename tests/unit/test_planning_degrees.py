@@ -114,7 +114,8 @@ def test_the_smallest_degrees_are_tried_first_and_layers_stay_inside_of_a_node()
 
 def test_the_degree_divides_the_heads_that_keys_and_values_have():
     shared = llama(5120, 40, 40, 4)
-    made = planned(shared, EIGHT_V100.replace("32Gi", "48Gi"))
+    fp32 = {"globalBatchSize": 64, "precision": "fp32"}  # fp16, which auto takes, would fit as it is
+    made = planned(shared, EIGHT_V100.replace("32Gi", "48Gi"), training=fp32)
     assert made.strategy == "ddp+tensor4+pipeline2-1f1b"
     problem = refusal(shared, parallelism={"tensor": 8})
     assert (problem.path, problem.rule) == (

@@ -350,10 +350,11 @@ def test_auto_is_measuring_on_a_cpu_and_the_model_as_it_is_elsewhere() -> None:
     ],
 )
 def test_a_tolerance_without_effect_is_told(options: dict[str, Any], why: str) -> None:
-    made = computed({"tolerance": 0.99}, **options)
+    made = computed({"tolerance": 0.99, "metricTolerance": 0.01}, **options)
     assert optimization(made) == ("none", None)
-    (told,) = [reason for reason in made.reasons if reason.startswith("spec.predict.tolerance has no effect")]
-    assert why in told
+    for name in ("tolerance", "metricTolerance"):
+        (told,) = [reason for reason in made.reasons if reason.startswith(f"spec.predict.{name} has no effect")]
+        assert why in told
 
 
 def test_a_way_by_name_is_kept_on_a_cpu_and_refused_where_the_plan_takes_a_gpu() -> None:

@@ -164,9 +164,12 @@ def test_new_revision_begins_with_as_many_servers_as_the_autoscaler_has_asked_fo
     scaled = ("HorizontalPodAutoscaler", NAME)
     assert world.servers[f"{NAME}-2"]["spec"]["replicas"] == 4
     assert world.others[scaled]["spec"]["scaleTargetRef"]["name"] == f"{NAME}-1"
-    stands(world, 2, 4)
+    world.servers[f"{NAME}-1"]["spec"]["replicas"] = 5
+    world.settle()
+    assert world.servers[f"{NAME}-2"]["spec"]["replicas"] == 5
+    stands(world, 2, 5)
     assert world.others[scaled]["spec"]["scaleTargetRef"]["name"] == f"{NAME}-2"
-    assert world.servers[f"{NAME}-2"]["spec"]["replicas"] == 4
+    assert world.servers[f"{NAME}-2"]["spec"]["replicas"] == 5
 
 
 def test_rollback_serves_an_earlier_revision_until_the_spec_changes() -> None:

@@ -201,9 +201,45 @@ def test_a_deployment_that_the_job_does_not_control_serves_nothing_of_it(store: 
     store.put(pod("server", REPLICA_SET, stage="serve"))
     there = metadata(REPLICA_SET.name, REPLICA_SET.uid, DEPLOYMENT, "serve")
     store.resolve(ID, REPLICA_SET, {"metadata": there})
-    assert store.endpoint(ID) is None
+    assert store.endpoints(ID) == ()
     assert pods(store) == []
     assert DEPLOYMENT.name in foreign(store)
+
+
+SERVICE = Owner("InferenceService", "demo-endpoint", "service-1")
+PREDICTOR = Owner("Deployment", "demo-endpoint-predictor", "servers-2")
+
+
+def service(owner: Owner | None = OF_THE_JOB) -> dict[str, Any]:
+    about = metadata(SERVICE.name, SERVICE.uid, owner, "serve")
+    spec = {"predictor": {"minReplicas": 2, "maxReplicas": 2}}
+    return {"apiVersion": "serving.kserve.io/v1beta1", "kind": SERVICE.kind, "metadata": about, "spec": spec}
+
+
+def predictor() -> dict[str, Any]:
+    about = metadata(PREDICTOR.name, PREDICTOR.uid, SERVICE, "serve")
+    labels = {**about["labels"], "serving.kserve.io/inferenceservice": SERVICE.name}
+    status = {"availableReplicas": 2}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {**about, "labels": labels}, "status": status}
+
+
+@pytest.mark.parametrize("first", ["service", "deployment"])
+def test_servers_of_kserve_are_the_jobs_own_in_whatever_order_they_are_told(store: Store, first: str):
+    made = (service(), predictor()) if first == "service" else (predictor(), service())
+    store.put(made[0])
+    store.put(pod("server", REPLICA_SET, stage="serve"))
+    store.put(made[1])
+    store.resolve(ID, REPLICA_SET, {"metadata": metadata(REPLICA_SET.name, REPLICA_SET.uid, PREDICTOR, "serve")})
+    assert (pods(store), foreign(store)) == (["server"], [])
+    (found,) = store.endpoints(ID)
+    assert (found.ref.name, found.replicas, found.available, found.made) == (SERVICE.name, 2, 2, True)
+
+
+def test_inference_service_that_the_job_does_not_control_serves_nothing_of_it(store: Store):
+    store.put(service(owner=None))
+    store.put(predictor())
+    assert store.endpoints(ID) == ()
+    assert foreign(store) == [SERVICE.name, PREDICTOR.name]
 
 
 def test_a_pod_that_claims_to_serve_by_its_labels_alone_is_not_the_jobs_own(store: Store):

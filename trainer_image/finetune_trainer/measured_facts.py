@@ -149,6 +149,7 @@ def hardware_facts() -> HardwareFacts:
             product=properties[0].name,
             memory_bytes=min(each.total_memory for each in properties),
             bf16=all(each.major >= 8 for each in properties),  # Ampere is the first with bf16 units
+            capability=None if torch.version.hip else "{}.{}".format(*min((p.major, p.minor) for p in properties)),
         )
     return HardwareFacts(
         cpu_cores=usable_cores(),

@@ -390,8 +390,8 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
-    """Name, rows a second, rows with the plain model's labels, largest difference of their scores, memory, time to make
-    it, and why it was taken or not.
+    """Name, rows a second, rows with the plain model's labels, largest difference of their scores, the metric that has
+    lost most, memory, time to make it, and why it was taken or not.
     """
 
     def shown(value: Any, text: Callable[[Any], str]) -> str:
@@ -403,12 +403,20 @@ def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
             shown(rung["rowsPerSecond"], "{:,.0f}".format),
             shown(rung["agreement"], "{:.2%}".format),
             shown(rung["largestDifference"], "{:.2g}".format),
+            _worst_metric(rung),
             shown(rung["memoryBytes"], human_bytes),
             shown(rung["setupSeconds"], "{:.1f} s".format),
             str(rung["why"]),
         )
         for rung in (table or {}).get("rungs", ())
     ]
+
+
+def _worst_metric(rung: Mapping[str, Any]) -> str:
+    worse = rung.get("metricWorseBy")
+    if worse is None:
+        return ""
+    return f"{rung['metric']} {worse:.4f} worse" if worse > 0 else "none worse"
 
 
 _DETAILS = frozenset({"time", "peak_memory_bytes_by_rank"})

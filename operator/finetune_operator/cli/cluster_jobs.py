@@ -25,7 +25,6 @@ from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError, No
 from finetune_operator.kubernetes_api.resources import EVENT, FINETUNE_JOB, POD, Resource
 from finetune_operator.reconcile.observed import pod_view
 from finetune_operator.reconcile.reconcile_types import PodView
-from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL, Manifest
 
 if TYPE_CHECKING:
@@ -286,7 +285,7 @@ class Cluster:
         self, job: ClusterJob, pod: PodView, *, follow: bool = False, tail: int | None = None, since: str | None = None
     ) -> AsyncGenerator[str, None]:
         """The lines of a pod's log, each with its time in front."""
-        query = {"container": CONTAINER_NAME, "timestamps": "true"}
+        query = {"container": pod.container, "timestamps": "true"}
         query |= {"follow": "true"} if follow else {}
         query |= {} if tail is None else {"tailLines": str(tail)}
         query |= {} if since is None else {"sinceTime": since}

@@ -107,7 +107,7 @@ class Page:
             table.add_row(
                 stage.name,
                 Text(stage.state, style=STATE_STYLES.get(stage.state, "dim")),
-                f"attempt {stage.attempt}{words(stage.capacity)}" if stage.attempt else "",
+                f"{_try(stage)}{words(stage.capacity)}" if stage.attempt else "",
                 stage_time(stage, self.now),
                 Text(child, style="dim"),
             )
@@ -180,6 +180,10 @@ def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
     if cost is not None and cost.amount is not None:
         rows.append(("cost", f"{cost.amount:,.2f} {cost.currency or ''}".rstrip() + _saved(cost)))
     return rows
+
+
+def _try(stage: StageStatus) -> str:
+    return f"{'revision' if stage.name == 'serve' else 'attempt'} {stage.attempt}"
 
 
 def stage_time(stage: StageStatus, now: datetime) -> str:
@@ -356,7 +360,7 @@ def one_line(job: ClusterJob, now: datetime) -> str:
     parts = [phase_of(job)]
     running = next((stage for stage in status.stages if stage.state in ("Running", "Failed")), None)
     if running is not None:
-        parts.append(f"{running.name} {running.state.lower()}, attempt {running.attempt}{words(running.capacity)}")
+        parts.append(f"{running.name} {running.state.lower()}, {_try(running)}{words(running.capacity)}")
     if status.progress is not None and running is not None and running.state == "Running" and job.outcome is None:
         parts.append(figures(status.progress, now))
     told = notable(status.conditions, failure_is_shown=status.failure is not None)

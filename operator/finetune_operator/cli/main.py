@@ -51,7 +51,7 @@ COMMANDS = {
     "rollback": _Listed("rollback_command", "Serve an earlier revision of a job's endpoint again."),
     "cost": _Listed("steering_commands", "Show what jobs have used and what that costs."),
     "debug": _Listed("steering_commands", "Collect what a maintainer would ask for into an archive."),
-    "doctor": _Listed("doctor_command", "Tell what a cluster has and lacks for jobs, before the first one."),
+    "doctor": _Listed("doctor_command", "Tell what a cluster has and lacks for jobs."),
     "images": _Listed("installation", "List every image that an installation and its jobs can pull."),
     "explain": _Listed("documents", "Explain a field of FineTuneJob: type, meaning, fields in it."),
     "crd": _Listed("documents", "Write the CustomResourceDefinition of FineTuneJob."),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.launchers.kserve_kind import KSERVE_API, KSERVE_KIND, KSERVE_PLURAL
 from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 
 
@@ -42,6 +43,7 @@ EVENT = Resource("v1", "Event", "events")
 NODE = Resource("v1", "Node", "nodes", namespaced=False)
 NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 DEPLOYMENT = Resource("apps/v1", "Deployment", "deployments")
+INFERENCE_SERVICE = Resource(KSERVE_API, KSERVE_KIND, KSERVE_PLURAL)
 REPLICA_SET = Resource("apps/v1", "ReplicaSet", "replicasets")
 AUTOSCALER = Resource("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 DISRUPTION_BUDGET = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
@@ -53,7 +55,7 @@ TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews
 
 RESOURCES = (
     FINETUNE_JOB, *LAUNCHER_RESOURCES.values(), POD, CONFIG_MAP, SERVICE, CLAIM, NETWORK_POLICY, EVENT,
-    DEPLOYMENT, REPLICA_SET, AUTOSCALER, DISRUPTION_BUDGET,
+    DEPLOYMENT, INFERENCE_SERVICE, REPLICA_SET, AUTOSCALER, DISRUPTION_BUDGET,
     SECRET, LEASE, TOKEN_REVIEW, WEBHOOK, NODE,
 )  # fmt: skip
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}

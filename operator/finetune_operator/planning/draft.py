@@ -18,7 +18,7 @@ from finetune_operator.api.problems import PathPart, Problem, Reason, describe_v
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.planning.plan_types import Adaptation, MemoryEstimate, PlanLauncher, Servers
+from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, MemoryEstimate, PlanLauncher, Servers
 
 Value = TypeVar("Value")
 
@@ -66,6 +66,10 @@ class Draft:
     local: bool
     served: tuple[LauncherName, ...]
     """Launchers whose kinds the cluster serves."""
+    kserve: bool
+    """Whether the cluster serves InferenceServices of KServe."""
+    runtime_there: EndpointRuntime | None
+    """What runs the job's endpoint already."""
     prepared: bool
     """Whether prepare has succeeded."""
     predicted: bool

@@ -13,8 +13,10 @@ from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
 from finetune_contract.trainer_job import Serving
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import EndpointSpec
+from finetune_operator.launchers.kserve_kind import KSERVE_KIND
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.endpoint_runtime import choose_runtime
 from finetune_operator.planning.gpu_nodes import gpu_resource
 from finetune_operator.planning.host_memory import inference_bytes, memory_request
 from finetune_operator.planning.inference import inference_tokens
@@ -22,6 +24,8 @@ from finetune_operator.planning.plan_types import Servers
 
 USUAL_CORES = 2
 """Request of one server on CPU: more of them answer more requests than larger ones do."""
+MEMORY_CEILING = 2
+"""Limit of a server's memory by what it requests, where KServe would set a limit that knows nothing of the model."""
 DRAIN_SECONDS = 30
 """After SIGTERM accepted requests are still answered for so long."""
 
@@ -32,22 +36,25 @@ def choose_servers(draft: Draft) -> Draft:
     if endpoint is None or Stage.SERVE not in draft.stages:
         return draft
     draft = _choose_optimization(draft, endpoint)
+    draft, runtime, why = choose_runtime(draft, endpoint)
     requests, limits, threads = _takes(draft, endpoint)
     cost = _cost_per_hour(draft, endpoint.replicas)
     most = max(endpoint.replicas, endpoint.max_replicas or 0)
     servers = Servers(
+        runtime=runtime,
         replicas=endpoint.replicas,
         most=most,
         requests=requests,
         limits=limits,
+        ceilings=_ceilings(requests, limits) if runtime == "kserve" else {},
         threads=threads,
         cost_per_hour=cost,
         currency=None if cost is None else draft.settings.currency,
     )
     scaled = f", up to {most} under load" if most > endpoint.replicas else ""
-    return replace(draft, servers=servers).because(
-        f"{endpoint.replicas} server{'s' * (endpoint.replicas > 1)} in a Deployment{scaled}: as asked"
-    )
+    count = f"{endpoint.replicas} server{'s' * (endpoint.replicas > 1)}"
+    by = f"by KServe in an {KSERVE_KIND}" if runtime == "kserve" else "in a Deployment"
+    return replace(draft, servers=servers).because(f"{count} {by}{scaled}: {why}")
 
 
 def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
@@ -82,6 +89,14 @@ def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[s
     if draft.inference_device == "cuda":
         limits[gpu_resource(draft.spec, draft.settings.defaults)] = "1"
     return {name: text for name, text in usual.items() if name not in limits}, limits, cores
+
+
+def _ceilings(requests: dict[str, str], limits: dict[str, str]) -> dict[str, str]:
+    """Return limits for what has none. KServe would set its own, 1 CPU and 2Gi, which may be below the requests."""
+    found = {name: requests[name] for name in ("cpu",) if name not in limits}
+    if "memory" not in limits:
+        found["memory"] = memory_request(MEMORY_CEILING * math.ceil(parse_quantity(requests["memory"])))
+    return found
 
 
 def _cost_per_hour(draft: Draft, replicas: int) -> float | None:

@@ -249,8 +249,8 @@ def can_run(node: Node, spec: FineTuneJobSpec, settings: Settings) -> bool:
 
 
 def _bears(tolerations: Iterable[Mapping[str, JsonValue]], taint: Mapping[str, str]) -> bool:
-    # A cordoned node is one that comes back.
-    if taint.get("key") == "node.kubernetes.io/unschedulable":
+    # Kubernetes' own tell of a state that passes: a node that is cordoned or not ready comes back as what it is.
+    if str(taint.get("key", "")).partition("/")[0] in ("node.kubernetes.io", "node.cloudprovider.kubernetes.io"):
         return True
     for each in tolerations:
         key, effect = each.get("key") or "", each.get("effect") or ""

@@ -67,6 +67,10 @@ class JobNames:
         """The servers of a revision (1 to 99,999) of the endpoint, and what they are told."""
         return f"{self.endpoint}-{revision}"
 
+    def predictor(self, revision: int) -> str:
+        """The Deployment and the Service that KServe makes of the InferenceService of a revision."""
+        return f"{self.servers(revision)}-predictor"
+
     def service(self, attempt: int) -> str:
         """The headless Service through which the processes of a training attempt find each other."""
         return f"{self.stage(Stage.TRAIN, attempt)}-ranks"

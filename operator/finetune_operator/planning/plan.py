@@ -179,6 +179,8 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         job=job,
         local=facts.local,
         served=facts.served,
+        kserve=facts.kserve,
+        runtime_there=facts.runtime_there,
         prepared=facts.prepared,
         predicted=facts.predicted,
         settings=settings,
@@ -490,6 +492,7 @@ def _prediction(draft: Draft) -> Prediction | None:
         id_column=asked.id_column,
         optimization=draft.predict_optimization,
         tolerance=None if draft.predict_optimization == "none" else asked.tolerance,
+        metric_tolerance=None if draft.predict_optimization == "none" else asked.metric_tolerance,
     )
 
 

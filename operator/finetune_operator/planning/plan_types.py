@@ -20,6 +20,8 @@ from finetune_operator.api.types import Capacity
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 
 PlanLauncher: TypeAlias = LauncherName | Literal["local"]
+EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
+"""What runs an endpoint's servers."""
 
 
 class NodesTold(Message):
@@ -46,6 +48,10 @@ class Facts:
     """True when the job runs as processes of this machine: the launcher is then `local`."""
     served: tuple[LauncherName, ...] = BUILT_IN
     """Launchers whose kinds the cluster serves."""
+    kserve: bool = False
+    """Whether the cluster serves InferenceServices of KServe."""
+    runtime_there: EndpointRuntime | None = None
+    """What runs the job's endpoint already; None: nothing does."""
     prepared: bool = False
     """Whether prepare has succeeded, so that nothing is asked any more of what only it runs with."""
     predicted: bool = False
@@ -100,6 +106,7 @@ class Estimate(Message):
 class Servers(Message):
     """The endpoint's servers."""
 
+    runtime: EndpointRuntime = "deployment"
     replicas: int = Field(ge=1)
     most: int = Field(ge=1)
     """Servers under load; as many as `replicas` where nothing scales."""
@@ -107,6 +114,8 @@ class Servers(Message):
     """Requests of one server that have no limit; quantities by Kubernetes' names."""
     limits: dict[str, str] = Field(default_factory=dict)
     """Limits of one server, and equal requests."""
+    ceilings: dict[str, str] = Field(default_factory=dict, exclude_if=lambda ceilings: not ceilings)
+    """Limits of one server above what it requests: KServe sets limits of its own where there are none."""
     threads: int = Field(ge=1)
     cost_per_hour: float | None = None
     """Of all `replicas`; None: there is no price for such nodes."""

@@ -120,12 +120,14 @@ def _endpoint(plan: JobPlan) -> tuple[Row, ...]:
     if servers is None or order is None:
         return ()
     limited = {name: f"{text}, limited to it" for name, text in servers.limits.items()}
+    limited |= {name: f"{servers.requests[name]}, limited to {text}" for name, text in servers.ceilings.items()}
     takes = "; ".join(f"{name} {text}" for name, text in sorted((servers.requests | limited).items()))
     cost = "unknown" if servers.cost_per_hour is None else f"{servers.cost_per_hour:,.2f} {servers.currency}"
+    by = "KServe" if servers.runtime == "kserve" else "a Deployment"
     scaled = f"up to {servers.most} under load" if servers.most > servers.replicas else "not scaled"
     batches = f"{order.max_batch_tokens:,} padded tokens, or {order.max_latency_seconds:g} s after the first request"
     return (
-        Row("servers", f"{servers.replicas}", scaled),
+        Row("servers", f"{servers.replicas}", f"{scaled}, by {by}"),
         Row("one takes", takes, order.device),
         Row("a batch", batches, f"computed by {order.optimization}" if order.optimization != "none" else ""),
         Row("cost an hour", cost, f"of {servers.replicas} server{'s' * (servers.replicas > 1)}"),

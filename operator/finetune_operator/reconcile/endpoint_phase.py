@@ -18,14 +18,15 @@ from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.course import Course, Serves, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds
 from finetune_operator.reconcile.endpoint_rollout import Rollout, asked, rollout, stopped, told, with_trouble
+from finetune_operator.reconcile.endpoint_trouble import WAITING, start_trouble, view_of, volume_deadline, why_not_ready
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
-from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef, PodView
+from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.status import condition
 from finetune_operator.reconcile.status_times import moment, stamp
 from finetune_operator.rendering.endpoint_objects import (
     OPTIONAL_KINDS,
-    REVISION_KINDS,
+    RUNTIMES,
     SHARED_KINDS,
     EndpointObjects,
     endpoint_objects,
@@ -37,10 +38,6 @@ from finetune_operator.rendering.manifests import shared
 SERVE = Stage.SERVE.value
 LEAST_DELAY_SECONDS = 1.0
 """Before something that was refused is applied again, also where restarts have no delay."""
-WAITING = "WaitingForPods"
-"""Reason while nothing is wrong, and a server is not ready yet."""
-MOST_TOLD = 1024
-"""Characters of a server's own word on its end."""
 
 
 def reopened(course: Course) -> Course:
@@ -73,16 +70,15 @@ def withdraw(course: Course) -> Course:
     there = [one for one in course.observed.endpoints if not one.deleting]
     if not there:
         return course
-    # Deployments last: as long as one is there, what was before it is looked for again.
+    # What runs servers goes last: as long as it is there, what was before it is looked for again.
     name = JobNames.of(course.job.name).endpoint
     beside = tuple(ObjectRef(*kind, name) for kind in SHARED_KINDS)
     return replace(course, remove=(*beside, *(ref for one in there for ref in _own(one))))
 
 
 def _own(there: EndpointView) -> tuple[ObjectRef, ...]:
-    """Return the objects of one revision, its Deployment last."""
-    refs = (ObjectRef(*kind, there.ref.name) for kind in REVISION_KINDS)
-    return tuple(there.ref if ref.kind == there.ref.kind else ref for ref in refs)
+    """Return the objects of one revision, what runs its servers last."""
+    return ObjectRef("v1", "ConfigMap", there.ref.name), there.ref
 
 
 def without_servers(course: Course) -> Course:
@@ -154,27 +150,34 @@ def _refused(course: Course, current: StageStatus) -> Course:
 def _applied(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
     """Create or change what the wanted revision needs; all of the endpoint once the URL leads to it."""
     there = rolled.there
-    scaled = there is not None and not wanted.scales and there.replicas != wanted.replicas
+    scaled = there is not None and _scaled(there, wanted)
     if rolled.leads != rolled.target:
         # Until it takes over, what all revisions share is that of the one that serves.
         course = replace(course, apply=wanted.servers if there is None or scaled else ())
-        return _running(course, current, rolled)
+        return _running(course, current, rolled, wanted)
     if there is not None and not rolled.takes_over and there.digest == wanted.digest and not scaled:
-        return _running(course, current, rolled)
+        return _running(course, current, rolled, wanted)
     names, kinds = JobNames.of(course.job.name), {(one["apiVersion"], one["kind"]) for one in wanted.manifests}
     unwanted = tuple(ObjectRef(*kind, names.endpoint) for kind in OPTIONAL_KINDS if kind not in kinds)
-    name = names.servers(rolled.target)
+    what = f"{RUNTIMES[wanted.runtime][1]} {names.servers(rolled.target)}"
     if rolled.serving is None and there is None:
-        course, unwanted = course.tell("StageStarted", f"Stage serve runs as Deployment {name}."), ()
+        course, unwanted = course.tell("StageStarted", f"Stage serve runs as {what}."), ()
     elif there is not None and not rolled.takes_over and there.digest == wanted.digest:
-        course = course.tell("EndpointUpdated", f"Deployment {name} is scaled back to {wanted.replicas} as spec asks.")
+        course = course.tell("EndpointUpdated", f"{what} is scaled to {wanted.replicas} as spec asks.")
     elif not rolled.takes_over:
-        course = course.tell("EndpointUpdated", f"Deployment {name} follows the changed spec or settings.")
+        course = course.tell("EndpointUpdated", f"{what} follows the changed spec or settings.")
     course = replace(course, remove=(*course.remove, *unwanted), apply=wanted.manifests)
-    return _running(course, current, rolled)
+    return _running(course, current, rolled, wanted)
 
 
-def _running(course: Course, current: StageStatus, rolled: Rollout) -> Course:
+def _scaled(there: EndpointView, wanted: EndpointObjects) -> bool:
+    """Return whether another number of servers is asked for than what runs them says."""
+    if wanted.runtime == "kserve":
+        return (there.replicas, there.most) != (wanted.replicas, wanted.most)
+    return there.replicas != wanted.replicas
+
+
+def _running(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
     """Return the course with the stage that runs the wanted revision."""
     new = current.state != "Running" or current.attempt != rolled.target or current.start_time is None
     running = current.model_copy(
@@ -185,7 +188,9 @@ def _running(course: Course, current: StageStatus, rolled: Rollout) -> Course:
             "completion_time": None,
             "next_attempt_time": None,
             "failures_in_row": 0,
-            "child": reference(ObjectRef("apps/v1", "Deployment", JobNames.of(course.job.name).servers(rolled.target))),
+            "child": reference(
+                ObjectRef(*RUNTIMES[wanted.runtime], JobNames.of(course.job.name).servers(rolled.target))
+            ),
         }
     )
     course = course.with_stage(running).with_status(start_time=course.status.start_time or stamp(course.now))
@@ -200,16 +205,18 @@ def _running(course: Course, current: StageStatus, rolled: Rollout) -> Course:
 def _said(course: Course) -> Course:
     """The course with what is to be said of the endpoint, and events when it became ready or stopped being so."""
     status, url = course.status.endpoint, endpoint_url(course.job.name, course.job.namespace)
-    target = None if status is None else _view(course, status.target)
+    target = None if status is None else view_of(course, status.target)
     serves = _serves(course, url)
-    course = replace(course, serves=serves)
+    course = replace(course.wake(volume_deadline(course)), serves=serves)
     if not serves.ready:
         course = replace(course, waiting=serves.message, waiting_reason=serves.reason)
     elif course.stalled is None and target is not None and target.stuck is not None:
-        message = f"The newest revision does not become available, and the one before answers: {_trouble(course)}"
+        message = (
+            f"The newest revision does not become available, and the one before answers: {why_not_ready(course)[1]}"
+        )
         course = _held_back(course, "RolloutStuck", message)
     if serves.ready and status is not None and status.target != status.revision:
-        reason, message = _why(course)
+        reason, message = why_not_ready(course)
         if reason != WAITING:
             course = with_trouble(course, reason, message)
     if not serves.ready and course.stalled is None and target is not None and target.stuck is not None:
@@ -223,68 +230,38 @@ def _said(course: Course) -> Course:
     if was:
         return course.tell("EndpointNotReady", serves.message, warning=True)
     said = (None, "") if before is None else (before.reason, before.message)
-    if serves.reason not in (WAITING, said[0]) and course.stalled is None:
+    if serves.reason not in (WAITING, "WaitingForKServe", said[0]) and course.stalled is None:
         course = course.tell("EndpointNotReady", serves.message, warning=True)
     return course
 
 
-def _view(course: Course, revision: int | None) -> EndpointView | None:
-    """Return the Deployment of a revision, unless it is being deleted."""
-    return next((one for one in course.observed.endpoints if one.revision == revision and not one.deleting), None)
-
-
 def _serves(course: Course, url: str) -> Serves:
     status = course.status.endpoint
-    there = None if status is None else _view(course, status.revision)
+    there = None if status is None else view_of(course, status.revision)
     if status is not None and there is not None and there.available > 0:
         some = f"{there.available} of {there.replicas} server{'s' * (there.replicas > 1)}"
         return Serves(
             True,
             "EndpointReady",
-            f"The endpoint answers at {url}: {some} of revision {there.revision} available.{_next(course, status)}",
+            f"The endpoint answers at {url}: {some} of revision {there.revision} available."
+            f"{_beside(course, there)}{_next(course, status)}",
         )
     if course.stalled is not None:
         return Serves(False, course.stalled.reason, course.stalled.message)
-    reason, message = _why(course)
+    reason, message = why_not_ready(course)
     return Serves(False, reason, message)
+
+
+def _beside(course: Course, there: EndpointView) -> str:
+    """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
+    own = "" if there.url is None else f" KServe gives it the address {there.url}."
+    trouble = start_trouble(course, there.revision)
+    return own if trouble is None else f"{own} {trouble}"
 
 
 def _next(course: Course, status: EndpointStatus) -> str:
     """Return a sentence on the revision that is to take over."""
     if status.target == status.revision:
         return "" if status.rolled_back_from is None else f" Revision {status.rolled_back_from} is rolled back."
-    reason, message = _why(course)
+    reason, message = why_not_ready(course)
     return f" Revision {status.target} is not ready: {message}" if reason != WAITING else f" {message}"
-
-
-def _trouble(course: Course) -> str:
-    return _why(course)[1]
-
-
-def _why(course: Course) -> tuple[str, str]:
-    """Why no server of the wanted revision answers: by the pods, the newest first, else by the Deployment."""
-    status = course.status.endpoint
-    revision = 1 if status is None or status.target is None else status.target
-    pods = sorted(course.pods(SERVE, revision), key=lambda pod: (pod.created, pod.name), reverse=True)
-    for pod in pods:
-        if not pod.gone and pod.deleting_until is None and (found := _pod_trouble(pod)) is not None:
-            return found
-    there = _view(course, revision)
-    if there is not None and there.stuck is not None:
-        return "ProgressDeadlineExceeded", there.stuck
-    name = JobNames.of(course.job.name).servers(revision)
-    return WAITING, f"Waiting for a server of Deployment {name} to be ready."
-
-
-def _pod_trouble(pod: PodView) -> tuple[str, str] | None:
-    if pod.unschedulable is not None:
-        return "Unschedulable", f"Pod {pod.name} gets no node: {pod.unschedulable}"
-    ended = pod.ended
-    if ended is not None:
-        own = ended.report.failure.message if ended.report and ended.report.failure else ended.message.strip()
-        last = own[-MOST_TOLD:] or ended.reason
-        reason = pod.waiting.reason if pod.waiting is not None else "ServerEnded"
-        return reason, f"The server in pod {pod.name} ended with exit code {ended.exit_code}: {last}"
-    if pod.waiting is not None:
-        return pod.waiting.reason, f"Pod {pod.name} cannot start: {pod.waiting.reason}: {pod.waiting.message}"
-    return None

@@ -70,9 +70,10 @@ class Rollout:
 
     @property
     def running(self) -> int | None:
-        """Servers that run, where an autoscaler may have chosen their number."""
-        found = self.there or self.serving
-        return None if found is None else found.replicas
+        """Servers that run, where an autoscaler may have chosen their number: also of the revision that serves, as the
+        wanted one takes over all of its requests at once.
+        """
+        return max((one.replicas for one in (self.there, self.serving) if one is not None), default=None)
 
 
 def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:

@@ -1,17 +1,26 @@
-"""The Deployment of the servers of a revision, read once at the door."""
+"""What runs the servers of a revision, read once at the door: a Deployment, or an InferenceService with that of KServe.
+
+How many servers answer is read of the Deployment in both cases: conditions of an InferenceService lag behind it, and
+`Ready` there also waits for an ingress, which our Service does not need.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.objects import Conditions, Meta, Raw
+from finetune_operator.launchers.kserve_kind import KSERVE_KIND, KSERVE_LABEL
 from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.rendering.render_types import ENDPOINT_ANNOTATION, REVISION_ANNOTATION
+
+_TOLD_CONDITIONS = ("PredictorReady", "IngressReady", "Ready")
+"""In the order in which KServe comes to them (pkg/apis/serving/v1beta1/inference_service_status.go)."""
 
 
 class _Spec(Raw):
@@ -33,8 +42,32 @@ class _Deployment(Raw):
     status: _Status = _Status()
 
 
+class _Predictor(Raw):
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+
+
+class _ServiceSpec(Raw):
+    predictor: _Predictor = _Predictor()
+
+
+class _ServiceStatus(Raw):
+    url: str | None = None
+    conditions: Conditions = ()
+
+
+class _InferenceService(Raw):
+    api_version: str
+    kind: Literal["InferenceService"]
+    metadata: Meta
+    spec: _ServiceSpec = _ServiceSpec()
+    status: _ServiceStatus = _ServiceStatus()
+
+
 def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
-    """Return the endpoint; None for a Deployment without the labels of one, or that cannot be read."""
+    """Return the endpoint; None for a Deployment without the labels of one, or that cannot be read. A Deployment of
+    KServe's has the runtime `kserve`.
+    """
     try:
         raw = _Deployment.model_validate(value)
     except ValidationError:
@@ -52,10 +85,67 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
         created=raw.metadata.creation_timestamp,
         # Kubernetes' own default.
         replicas=1 if raw.spec.replicas is None else raw.spec.replicas,
+        runtime="kserve" if KSERVE_LABEL in raw.metadata.labels else "deployment",
         available=status.available_replicas or 0,
         updated=(status.updated_replicas or 0) if current else 0,
         digest=raw.metadata.annotations.get(ENDPOINT_ANNOTATION),
         made_of=raw.metadata.annotations.get(REVISION_ANNOTATION),
         stuck=stuck.message or stuck.reason if stuck is not None and current else None,
         deleting=raw.metadata.deletion_timestamp is not None,
+    )
+
+
+def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
+    """Return the endpoint of an InferenceService, without what only KServe's Deployment tells; None as above."""
+    try:
+        raw = _InferenceService.model_validate(value)
+    except ValidationError:
+        return None
+    attempt = attempt_of(raw.metadata)
+    if attempt is None or attempt[0] is not Stage.SERVE:
+        return None
+    asked, annotations = raw.spec.predictor, raw.metadata.annotations
+    bad = {one.type: one for one in raw.status.conditions if one.status == "False" and one.message}
+    told = next((bad[name] for name in _TOLD_CONDITIONS if name in bad), None)
+    return EndpointView(
+        ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
+        revision=attempt[1],
+        created=raw.metadata.creation_timestamp,
+        replicas=1 if asked.min_replicas is None else asked.min_replicas,
+        runtime="kserve",
+        most=asked.max_replicas,
+        digest=annotations.get(ENDPOINT_ANNOTATION),
+        made_of=annotations.get(REVISION_ANNOTATION),
+        deleting=raw.metadata.deletion_timestamp is not None,
+        made=False,
+        trouble=None if told is None else (told.reason or told.type, told.message),
+        url=raw.status.url,
+    )
+
+
+def joined(views: Iterable[EndpointView]) -> tuple[EndpointView, ...]:
+    """Return what the operator applies, by revision: each InferenceService with the servers of its Deployment."""
+    ours, made = [], {}
+    for view in views:
+        if view.runtime == "kserve" and view.ref.kind != KSERVE_KIND:
+            made[view.revision] = view
+        else:
+            ours.append(view)
+    found = (_with_servers(one, made.get(one.revision)) if one.runtime == "kserve" else one for one in ours)
+    return tuple(sorted(found, key=lambda view: (view.revision, view.ref.name)))
+
+
+def _with_servers(service: EndpointView, deployment: EndpointView | None) -> EndpointView:
+    """Return the InferenceService with the servers of its Deployment. Before KServe has followed a change, the count of
+    new servers and a verdict on them are of the state before.
+    """
+    if deployment is None or deployment.deleting:
+        return service
+    followed = deployment.digest == service.digest
+    return replace(
+        service,
+        made=True,
+        available=deployment.available,
+        updated=deployment.updated if followed else 0,
+        stuck=deployment.stuck if followed else None,
     )

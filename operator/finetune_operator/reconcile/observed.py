@@ -23,6 +23,7 @@ from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobStatus
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers.kserve_kind import KSERVE_LABEL
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.course import heard_by
@@ -32,7 +33,7 @@ from finetune_operator.reconcile.reconcile_types import ChildView, Ended, JobVie
 from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
 from finetune_operator.reconcile.replacing import standing, telling
 from finetune_operator.reconcile.silence import silence, witnesses
-from finetune_operator.rendering.pod_parts import CONTAINER_NAME
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -204,7 +205,13 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         changed=max((one.last_transition_time for one in status.conditions if one.last_transition_time), default=None),
         deleting_until=raw.metadata.deletion_timestamp,
         deleting_since=_deleting_since(raw.metadata),
+        container=_container(raw.metadata),
     )
+
+
+def _container(metadata: Meta) -> str:
+    """Name of the trainer's container."""
+    return SERVED_CONTAINER_NAME if KSERVE_LABEL in metadata.labels else CONTAINER_NAME
 
 
 def _deleting_since(metadata: Meta) -> datetime | None:
@@ -243,7 +250,7 @@ def _ended(raw: RawPod, stage: Stage) -> Ended | None:
         ended = container.state.terminated
         if ended is None and stage is Stage.SERVE:
             ended = container.last_state.terminated
-        if container.name == CONTAINER_NAME and ended is not None:
+        if container.name == _container(raw.metadata) and ended is not None:
             report = _report(ended.message)
             return Ended(ended.exit_code, ended.reason, ended.finished_at, report, "" if report else ended.message)
     return None
@@ -253,7 +260,7 @@ def _began(raw: RawPod) -> datetime | None:
     """When the trainer's container started."""
     for container in raw.status.container_statuses:
         state = container.state
-        if container.name == CONTAINER_NAME:
+        if container.name == _container(raw.metadata):
             return next((one.started_at for one in (state.running, state.terminated) if one is not None), None)
     return None
 

@@ -23,7 +23,7 @@ from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.gpu_nodes import told_by
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, NodesTold, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesTold, PlanRefused
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
@@ -71,6 +71,8 @@ def _facts(course: Course) -> Facts:
         nodes=_read(NodesTold, measured.nodes),
         model_revision=None if course.status.artifacts is None else course.status.artifacts.model_revision,
         served=_launchers(course),
+        kserve=course.observed.kserve,
+        runtime_there=_runtime_there(course),
         prepared=_succeeded(course, Stage.PREPARE),
         predicted=_succeeded(course, Stage.PREDICT),
     )
@@ -78,6 +80,14 @@ def _facts(course: Course) -> Facts:
 
 def _succeeded(course: Course, stage: Stage) -> bool:
     return any((one.name, one.state) == (stage.value, "Succeeded") for one in course.status.stages)
+
+
+def _runtime_there(course: Course) -> EndpointRuntime | None:
+    """Return what runs the servers that the URL leads to; of any revision where none does."""
+    status = course.status.endpoint
+    there = [one for one in course.observed.endpoints if not one.deleting]
+    leading = [one for one in there if status is not None and one.revision == status.revision]
+    return next((one.runtime for one in (*leading, *there)), None)
 
 
 def _launchers(course: Course) -> tuple[LauncherName, ...]:

@@ -16,6 +16,8 @@ from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus
 from finetune_operator.launchers.kinds.launcher_status import ChildState
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.planning.gpu_nodes import Node
+from finetune_operator.planning.plan_types import EndpointRuntime
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import Manifest
 
 
@@ -139,6 +141,8 @@ class PodView:
     """When its grace period is over; None: it is not being deleted."""
     deleting_since: datetime | None = None
     """When somebody asked for its deletion, in whole seconds."""
+    container: str = CONTAINER_NAME
+    """Name of the trainer's container."""
     gone: bool = False
     """It is not there any more: this is the last that was seen of it."""
 
@@ -157,13 +161,18 @@ class PodView:
 
 @dataclass(frozen=True)
 class EndpointView:
-    """The Deployment of the servers of one revision of the endpoint."""
+    """What runs the servers of one revision of the endpoint: a Deployment of ours, or an InferenceService with the
+    Deployment that KServe makes of it.
+    """
 
     ref: ObjectRef
     revision: int
     created: datetime
     replicas: int
     """Servers that it asks for."""
+    runtime: EndpointRuntime = "deployment"
+    most: int | None = None
+    """Servers that it may come to, of an InferenceService."""
     available: int = 0
     """Servers that answer."""
     updated: int = 0
@@ -175,6 +184,12 @@ class EndpointView:
     stuck: str | None = None
     """Its controller's word when its servers have not become available in time."""
     deleting: bool = False
+    made: bool = True
+    """Whether there is a Deployment; False: KServe has not made it yet, or its controller does not run."""
+    trouble: tuple[str, str] | None = None
+    """Reason and message of KServe where something cannot be done."""
+    url: str | None = None
+    """Where KServe says that clients from outside of the cluster reach it."""
 
     @property
     def ready(self) -> bool:
@@ -225,6 +240,8 @@ class Observed:
     """Of an earlier job of the same name, whose results lie in the same place."""
     endpoints: tuple[EndpointView, ...] = ()
     """What serves the model, by revision."""
+    kserve: bool = False
+    """Whether the API server serves InferenceServices."""
     moved: datetime | None = None
     """When a report of the running attempt told something new last; None: this operator has heard none."""
 

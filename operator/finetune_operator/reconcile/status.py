@@ -169,6 +169,8 @@ def running(course: Course) -> Word:
 def _as(stage: StageStatus) -> str:
     if stage.child is None:
         return ""
+    if stage.name == Stage.SERVE.value:
+        return f" as {stage.child.kind} {stage.child.name}"
     return f" as {stage.child.kind} {stage.child.name}, attempt {stage.attempt}{words(stage.capacity)}"
 
 

@@ -1,26 +1,30 @@
-"""The objects of an endpoint: servers in a Deployment for each revision, and beside them a Service, rules for the
-network and, where there are several servers, what scales them and keeps them from being evicted together.
+"""The objects of an endpoint: servers of each revision, in a Deployment or in an InferenceService of KServe, and beside
+them a Service, rules for the network and, where there are several servers, what scales them and keeps them from being
+evicted together.
 
 A revision is what servers are told and made of; their attempt label has its number. The Service leads to one revision,
-and what scales them belongs to that one. The rest is for servers of all revisions. The Deployment comes last and has
-the digest of all objects, so that one look at it tells whether the endpoint is as it should be.
+and what scales them belongs to that one. The rest is for servers of all revisions. What runs the servers comes last
+and has the digest of all objects, so that one look at it tells whether the endpoint is as it should be. Servers
+of KServe have the same labels: the rest holds for them, and the URL stays where they take the place of a Deployment's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_GRACE_SECONDS, SERVE_PORT
+from finetune_operator.launchers.kserve_kind import AUTOSCALER_CLASS, DEPLOYMENT_MODE, KSERVE_API, KSERVE_KIND
 from finetune_operator.planning.endpoint_plan import DRAIN_SECONDS
 from finetune_operator.planning.names import JobNames
-from finetune_operator.planning.plan_types import JobPlan, Servers
+from finetune_operator.planning.plan_types import EndpointRuntime, JobPlan, Servers
 from finetune_operator.rendering.manifests import config_map, metadata
-from finetune_operator.rendering.pod_parts import Pod
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME, Pod
 from finetune_operator.rendering.render_types import (
     ATTEMPT_LABEL,
     ENDPOINT_ANNOTATION,
@@ -49,10 +53,14 @@ BUSY_PERCENT = 70
 OPTIONAL_KINDS = (("autoscaling/v2", "HorizontalPodAutoscaler"), ("policy/v1", "PodDisruptionBudget"))
 SHARED_KINDS = (*OPTIONAL_KINDS, ("networking.k8s.io/v1", "NetworkPolicy"), ("v1", "Service"))
 """What all revisions share."""
-REVISION_KINDS = (("v1", "ConfigMap"), ("apps/v1", "Deployment"))
-"""What each revision has of its own."""
+RUNTIMES: Mapping[EndpointRuntime, tuple[str, str]] = {
+    "deployment": ("apps/v1", "Deployment"),
+    "kserve": (KSERVE_API, KSERVE_KIND),
+}
+REVISION_KINDS = (("v1", "ConfigMap"), RUNTIMES["deployment"])
+"""What each revision has of its own; in place of the Deployment it may have an InferenceService."""
 KINDS = (*SHARED_KINDS, *REVISION_KINDS)
-"""All that an endpoint can have, in the order in which it is taken away."""
+"""All that an endpoint can have where there is no KServe, in the order in which it is taken away."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,10 @@ class EndpointObjects:
     digest: str
     """Of all objects, but for a number of servers that an autoscaler may change."""
     replicas: int
-    """Servers that the Deployment asks for."""
-    scales: bool
-    """Whether an autoscaler may change that number."""
+    """Servers that are asked for."""
+    most: int
+    """Servers that an autoscaler may ask for."""
+    runtime: EndpointRuntime
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
@@ -83,7 +92,8 @@ def endpoint_url(job: str, namespace: str) -> str:
 
 def revision_digest(plan: JobPlan, context: RenderContext) -> str:
     """Return the digest of what servers are told and made of, whatever the number of their revision is."""
-    return _sha256(_server_pod(StagePods(plan, context, Attempt(Stage.SERVE))).manifest())
+    assert plan.servers is not None, "a plan with the stage serve has servers"
+    return _sha256(_server_pod(StagePods(plan, context, Attempt(Stage.SERVE)), plan.servers.runtime).manifest())
 
 
 def endpoint_objects(
@@ -100,9 +110,26 @@ def endpoint_objects(
     # A number that an autoscaler changes is no part of the digest.
     replicas = servers.replicas if running is None or not scales else min(max(running, servers.replicas), servers.most)
     made = revision_digest(plan, context)
+    if servers.runtime == "kserve":
+        return _by_kserve(pods, servers, beside, made)
     digest = _sha256([*beside, told, _deployment(pods, servers.replicas, {})])
     annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: made}
-    return EndpointObjects(beside, (told, _deployment(pods, replicas, annotations)), digest, replicas, scales)
+    own = (told, _deployment(pods, replicas, annotations))
+    return EndpointObjects(beside, own, digest, replicas, servers.most, "deployment")
+
+
+def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], made: str) -> EndpointObjects:
+    """Return the objects of an endpoint that KServe runs. It passes annotations on to pods, so that a digest which the
+    number of servers changes would replace them all.
+    """
+    kept = [one for one in beside if (one["apiVersion"], one["kind"]) not in OPTIONAL_KINDS]
+    fixed = servers.model_copy(update={"replicas": 1, "most": 1})
+    told = config_map(pods)
+    busy: Manifest = {"busyPercent": BUSY_PERCENT}
+    digest = _sha256([*kept, told, busy, _inference_service(pods, fixed, {})])
+    annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: made}
+    own = (told, _inference_service(pods, servers, annotations))
+    return EndpointObjects(beside, own, digest, servers.replicas, servers.most, "kserve")
 
 
 def _sha256(value: JsonValue | list[Manifest]) -> str:
@@ -132,7 +159,7 @@ def _scaling(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
     return document(
         "server_scaling",
         metadata=own,
-        target=pods.name,
+        target=pods.names.predictor(pods.attempt.number) if servers.runtime == "kserve" else pods.name,
         least=servers.replicas,
         most=servers.most,
         busy_percent=BUSY_PERCENT,
@@ -147,13 +174,41 @@ def _deployment(pods: StagePods, replicas: int, annotations: Manifest) -> Manife
         replicas=replicas,
         selector=selector,
         start_seconds=START_SECONDS,
-        pod=_server_pod(pods).manifest(),
+        pod=_server_pod(pods, "deployment").manifest(),
     )
 
 
-def _server_pod(pods: StagePods) -> Pod:
+def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
+    """A custom predictor in Standard mode. KServe reads the pod beside its own fields."""
+    pod = _server_pod(pods, "kserve").manifest()
+    about, spec = pod["metadata"], pod["spec"]
+    assert isinstance(about, dict), "a pod template has metadata"
+    assert isinstance(spec, dict), "a pod template has a spec"
+    surge: JsonValue = {"maxUnavailable": 0, "maxSurge": 1}
+    predictor: Manifest = {
+        "minReplicas": servers.replicas,
+        "maxReplicas": servers.most,
+        "deploymentStrategy": {"type": "RollingUpdate", "rollingUpdate": surge},
+        "labels": about["labels"],
+        "annotations": about["annotations"],
+        **spec,
+    }
+    # Left out, KServe would make an autoscaler of its own, also for one server.
+    scaler = "external" if servers.most > servers.replicas else "none"
+    annotations: JsonValue = {DEPLOYMENT_MODE: "Standard", AUTOSCALER_CLASS: scaler, **own}
+    return document(
+        "server_inferenceservice",
+        version=KSERVE_API,
+        kind=KSERVE_KIND,
+        metadata={**metadata(pods), "annotations": annotations},
+        predictor=predictor,
+    )
+
+
+def _server_pod(pods: StagePods, runtime: EndpointRuntime) -> Pod:
+    name = SERVED_CONTAINER_NAME if runtime == "kserve" else CONTAINER_NAME
     pod = stage_pod(pods, Role(env={ENV_GRACE_SECONDS: str(DRAIN_SECONDS + MARGIN_SECONDS)}))
-    container = replace(pod.container, ports={"http": SERVE_PORT}, health=_health())
+    container = replace(pod.container, name=name, ports={"http": SERVE_PORT}, health=_health())
     return replace(pod, container=container, restart_policy="Always", termination_grace_seconds=GRACE_SECONDS)
 
 

@@ -21,7 +21,9 @@ from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.rendering.spot_affinity import only_on, only_with
 
 CONTAINER_NAME = "pytorch"
-"""In every kind, as PyTorchJob takes no other."""
+"""In every kind but one, as PyTorchJob takes no other."""
+SERVED_CONTAINER_NAME = "kserve-container"
+"""In an InferenceService, as KServe takes no other."""
 USER_ID = 1000
 """The image's user mpiuser; a number, since `runAsNonRoot` cannot check a name."""
 
@@ -77,6 +79,12 @@ class Volume:
     name: str
     source: Manifest
 
+    @property
+    def claim(self) -> str | None:
+        """Return the claim that it is; None for what is none."""
+        source = self.source.get("persistentVolumeClaim")
+        return str(source["claimName"]) if isinstance(source, dict) else None
+
     def manifest(self) -> Manifest:
         return {"name": self.name, **self.source}
 
@@ -130,9 +138,12 @@ class Resources:
     requests: Mapping[str, str]
     """Asked of the scheduler without a limit."""
     limits: Mapping[str, str] = field(default_factory=dict)
+    ceilings: Mapping[str, str] = field(default_factory=dict)
+    """Limits of what is among `requests`."""
 
     def manifest(self) -> Manifest:
-        limits: Manifest = {"limits": dict(self.limits)} if self.limits else {}
+        limited: JsonValue = {**self.ceilings, **self.limits}
+        limits: Manifest = {"limits": limited} if limited else {}
         return {"requests": {**self.requests, **self.limits}, **limits}
 
 
@@ -164,6 +175,7 @@ class Container:
     image_pull_policy: str | None = None
     env_from_secret: str | None = None
     """Secret whose keys all become variables."""
+    name: str = CONTAINER_NAME
     ports: Mapping[str, int] = field(default_factory=dict)
     ready_port: int | None = None
     """Port that has to answer before the container counts as ready; None: it is ready once it runs."""
@@ -183,7 +195,7 @@ class Container:
         if self.ready_port is not None:
             optional["readinessProbe"] = {"tcpSocket": {"port": self.ready_port}, "periodSeconds": 2}
         return {
-            "name": CONTAINER_NAME,
+            "name": self.name,
             "image": self.image,
             "command": [literal(word) for word in self.command],
             "env": self._env(),

@@ -74,7 +74,7 @@ def stage_resources(
 ) -> Resources:
     """Of one pod of `stage` (of one worker, for an MPIJob), with room on the node's disk where state lies in files."""
     if stage is Stage.SERVE and plan.servers is not None:
-        return Resources(plan.servers.requests, plan.servers.limits)
+        return Resources(plan.servers.requests, plan.servers.limits, plan.servers.ceilings)
     gpus, asked = stage_gpus(plan, spec, stage), spec.resources
     limits: dict[str, str] = {}
     if gpus == node_gpus(plan, spec):

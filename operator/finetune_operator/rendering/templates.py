@@ -28,6 +28,7 @@ TemplateName: TypeAlias = (
         "service",
         "server_configmap",
         "server_deployment",
+        "server_inferenceservice",
         "server_service",
         "server_scaling",
         "server_disruption",

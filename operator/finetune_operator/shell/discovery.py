@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 
-from finetune_operator.kubernetes_api.resources import DEPLOYMENT, LAUNCHER_RESOURCES, Resource
+from finetune_operator.kubernetes_api.resources import DEPLOYMENT, INFERENCE_SERVICE, LAUNCHER_RESOURCES, Resource
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.shell.kube import Kube
 
@@ -27,13 +27,17 @@ class Discovery:
         self._asked = float("-inf")
         self._asking = asyncio.Lock()
         self.served = BUILT_IN
+        self.kserve = False
+        """Whether InferenceServices are served."""
         self.changed = asyncio.Event()
         """Set when other kinds are served than before; for one listener, who clears it."""
 
     @property
     def resources(self) -> tuple[Resource, ...]:
         """The kinds that attempts can be of, and what runs servers."""
-        return *(LAUNCHER_RESOURCES[launcher] for launcher in self.served), DEPLOYMENT
+        launchers = (LAUNCHER_RESOURCES[launcher] for launcher in self.served)
+        # An InferenceService is known before the Deployment that KServe makes of it.
+        return *launchers, *((INFERENCE_SERVICE,) if self.kserve else ()), DEPLOYMENT
 
     async def served_now(self) -> tuple[LauncherName, ...]:
         """The fresh answer. ApiError."""
@@ -45,11 +49,14 @@ class Discovery:
         async with self._asking:
             if time.monotonic() < self._asked + FRESH_SECONDS:
                 return
-            served = await self._kube.served_launchers()
+            served, kserve = await self._kube.served_launchers(), await self._kube.serves(INFERENCE_SERVICE)
             if served != self.served:
                 log.info("the API server serves the launchers %s", ", ".join(served))
+            if kserve != self.kserve:
+                log.info("the API server serves %s InferenceServices of KServe", "the" if kserve else "no")
+            if (served, kserve) != (self.served, self.kserve):
                 self.changed.set()
-            self.served = served
+            self.served, self.kserve = served, kserve
             self._asked = time.monotonic()
 
     def outdated(self) -> None:

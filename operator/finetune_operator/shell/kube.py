@@ -12,6 +12,7 @@ What is used, and so what the Roles in manifests/operator grant:
 | networking.k8s.io | networkpolicies | get create patch delete | jobs | before the first attempt, and beside servers |
 | apps | deployments | get list watch create patch delete | jobs | servers |
 | apps | replicasets | get | jobs | whether a pod is a server's |
+| serving.kserve.io | inferenceservices | get list watch create patch delete | jobs | servers by KServe |
 | autoscaling | horizontalpodautoscalers | get create patch delete | jobs | beside servers |
 | policy | poddisruptionbudgets | get create patch delete | jobs | beside servers |
 | "" | pods | list watch | jobs | reports, causes |

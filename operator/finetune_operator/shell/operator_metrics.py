@@ -26,7 +26,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
-from finetune_operator.kubernetes_api.resources import LAUNCHER_RESOURCES, OPENID, RESOURCES
+from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, LAUNCHER_RESOURCES, OPENID, RESOURCES
 from finetune_operator.reconcile.fleet_figures import CapacityWord, Fleet, estimate_ratio, used, wait_seconds
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.remedies import OperatorCause
@@ -39,7 +39,7 @@ VERBS = frozenset({"get", "list", "watch", "create", "update", "patch", "delete"
 RESOURCE_NAMES = frozenset(
     {"leases", "finetunejobs/status", "pods/log", OPENID}
     | {resource.plural for resource in RESOURCES}
-    | {f"{resource.plural}/discovery" for resource in LAUNCHER_RESOURCES.values()}
+    | {f"{resource.plural}/discovery" for resource in (*LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE)}
 )
 """What requests are about, in the words of `kube.py`."""
 NO_ANSWER = "0"

@@ -40,6 +40,7 @@ from finetune_operator.kubernetes_api.resources import (
     CLAIM,
     DEPLOYMENT,
     FINETUNE_JOB,
+    INFERENCE_SERVICE,
     JOB,
     LAUNCHER_RESOURCES,
     POD,
@@ -95,7 +96,7 @@ TOLD = float("-inf")
 """In place of the time: the event was told."""
 TAKEN = 409
 """HTTP status of a create whose name is taken."""
-_STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT))
+_STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT, INFERENCE_SERVICE))
 
 
 @dataclass
@@ -210,7 +211,7 @@ class Reconciler:
         memory = self._memory(key, job.uid)
         await self._resolve_owners(job.id)
         self._tell_claims(key)
-        if job.job is not None and job.status.plan is None:
+        if job.job is not None and (job.status.plan is None or self._state.store.lacks_servers(key)):
             await self._discovery.refresh()
         if job.job is not None and job.job.spec.resources.gpus_per_node != 0 and not has_started(job.status):
             await self._nodes.refresh()
@@ -255,9 +256,22 @@ class Reconciler:
             try:
                 resource = REPLICA_SET if owner.kind == REPLICA_SET.kind else JOB
                 found = await self._state.kube.get(resource, namespace, owner.name)
+                if resource is REPLICA_SET:
+                    await self._learn_deployment(namespace, found)
             except NotFoundError:
                 found = None
             self._state.store.resolve(job, owner, found)
+
+    async def _learn_deployment(self, namespace: str, replica_set: Manifest) -> None:
+        """Read the Deployment of a ReplicaSet where it is not known. KServe makes it, so that its pods may be told of
+        first. NotFoundError.
+        """
+        metadata = replica_set.get("metadata")
+        owner = controller_of(metadata) if isinstance(metadata, dict) else None
+        if owner is None or owner.kind != DEPLOYMENT.kind:
+            return
+        if self._state.store.get(DEPLOYMENT.kind, namespace, owner.name) is None:
+            self._state.store.put(await self._state.kube.get(DEPLOYMENT, namespace, owner.name))
 
     def _tell_claims(self, key: JobKey) -> None:
         """Have those told that label an object as a job's which is not: by an event of that object, not of the job."""
@@ -281,6 +295,7 @@ class Reconciler:
             children=self._state.store.children(job.id),
             pods=self._state.store.pods(job.id),
             endpoints=self._state.store.endpoints(job.id),
+            kserve=self._discovery.kserve,
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
@@ -382,6 +397,7 @@ class Reconciler:
         try:
             made = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
+            self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
         log.info("%s/%s: applied %s %s", job.namespace, job.name, ref.kind, ref.name)
         if ref.kind in _STORED_KINDS:

@@ -51,7 +51,7 @@ STATUS_WRITERS = 4
 """Fewer than workers: under load, what jobs need to run comes before words about them."""
 SPARE_CONNECTIONS = 8
 """Beside one for each worker: for lists, the Lease, tokens, events."""
-FOLLOWED_KINDS = 6
+FOLLOWED_KINDS = 8
 """At most; each has a connection for each namespace that is followed."""
 
 

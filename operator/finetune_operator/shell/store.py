@@ -23,9 +23,9 @@ from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
-from finetune_operator.kubernetes_api.resources import REPLICA_SET
+from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, REPLICA_SET
 from finetune_operator.reconcile.children import child_view
-from finetune_operator.reconcile.endpoint_view import endpoint_view
+from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
 from finetune_operator.reconcile.observed import job_view, pod_view
 from finetune_operator.reconcile.reconcile_types import ChildView, EndpointView, JobView, PodView
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
@@ -120,9 +120,19 @@ class Store:
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
     def endpoints(self, job: JobId) -> tuple[EndpointView, ...]:
-        """What serves the job's model, by revision."""
-        views = [entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView)]
-        return tuple(sorted(views, key=lambda view: (view.revision, view.ref.name)))
+        """What serves the job's model, by revision; InferenceServices with the servers that KServe has made of them."""
+        return joined(entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView))
+
+    def lacks_servers(self, key: JobKey) -> bool:
+        """Whether it is the turn of the job's endpoint, and nothing runs its servers, or not what was asked for."""
+        job = self.job(key)
+        if job is None or job.job is None or job.job.spec.endpoint is None:
+            return False
+        before = (one for one in job.status.stages if one.name != Stage.SERVE.value)
+        if not all(one.state == "Succeeded" for one in before):
+            return False
+        there = {view.runtime for view in self.endpoints(job.id)}
+        return not there or (job.job.spec.endpoint.runtime == "kserve" and "kserve" not in there)
 
     def pods(self, job: JobId) -> tuple[PodView, ...]:
         """The job's pods, the oldest first; those that are gone as long as their attempt is judged by them."""
@@ -164,6 +174,7 @@ class Store:
         """Take the API server's answer about `owner`; None: it is not there."""
         links = self._links.get(job)
         if links is not None:
+            self._own(job)  # with what was put in since
             links.looked_up(owner, None if found is None else _metadata(found))
 
     def foreign(self, key: JobKey) -> list[Entry]:
@@ -194,9 +205,9 @@ class Store:
         for entry in self._of_job.get(job, {}).values():
             if isinstance(entry.view, JobView) or entry.uid in links:
                 own.append(entry)
-            elif isinstance(entry.view, PodView):
+            elif isinstance(entry.view, PodView | EndpointView):
                 open_.append(entry)
-        # One pod may control others, in whatever order they were told of.
+        # One pod may control others, in whatever order they were told of, and an InferenceService a Deployment.
         while found := [entry for entry in open_ if self._controlled(entry, links)]:
             for entry in found:
                 links.add(entry.uid)
@@ -209,6 +220,8 @@ class Store:
         for a moment while the operator starts, is known by its name.
         """
         owner, view = entry.owner, entry.view
+        if isinstance(view, EndpointView):
+            return owner is not None and owner.kind == INFERENCE_SERVICE.kind and owner.uid in links
         assert isinstance(view, PodView)
         names = tuple(expected_owners(entry.job.name, view.stage, view.attempt))
         if owner is None:
@@ -306,6 +319,8 @@ class Store:
                 view, job, job_uid = pod_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
             case "Deployment":
                 view, job, job_uid = endpoint_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
+            case "InferenceService":
+                view, job, job_uid = inference_service_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
             case _:
                 view, job, job_uid = child_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
         metadata = _metadata(raw)

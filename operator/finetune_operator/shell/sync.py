@@ -91,7 +91,11 @@ class Syncer:
         while True:
             await asyncio.sleep(SERVED_SECONDS)
             store = self._state.store
-            waiting = [key for key in store.jobs() if (job := store.job(key)) and job.status.start_time is None]
+            waiting = [
+                key
+                for key in store.jobs()
+                if (job := store.job(key)) and (job.status.start_time is None or store.lacks_servers(key))
+            ]
             if not waiting:
                 continue
             try:

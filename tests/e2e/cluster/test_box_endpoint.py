@@ -79,7 +79,7 @@ class Served:
             and any(one["ready"] for one in pod["status"].get("containerStatuses", []))
         }
 
-    def change(self, revision: int, replicas: int, **endpoint: Any) -> None:
+    def change(self, revision: int, servers: int, **endpoint: Any) -> None:
         """Edit the endpoint, and wait until that revision serves with so many servers and others are gone."""
         if endpoint:
             self.team.patch(self.name, {"endpoint": endpoint})
@@ -90,9 +90,9 @@ class Served:
             return (
                 self.revisions()["revision"] == revision
                 and status.get("observedGeneration") == found["metadata"]["generation"]
-                and status.get("updatedReplicas") == status.get("availableReplicas") == replicas
-                and status.get("replicas") == replicas
-                and len(self.team.pods(self.name, "serve")) == replicas
+                and status.get("updatedReplicas") == status.get("availableReplicas") == servers
+                and status.get("replicas") == servers
+                and len(self.team.pods(self.name, "serve")) == servers
             )
 
         wait_until(rolled, f"{self.name}: revision {revision} serves", 600, lambda: self.team.tell(self.name))
@@ -229,9 +229,9 @@ def killed(served: Served, changed: Changed) -> Answers:
 
 
 def asked(answers: Answers, more: int) -> None:
-    """Wait until that many more requests were sent."""
-    until = answers.sent + more
-    wait_until(lambda: answers.sent >= until, f"{more} more requests are sent")
+    """Wait until that many more requests have come to their end."""
+    until = answers.over + more
+    wait_until(lambda: answers.over >= until, f"{more} more requests are answered or given up")
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
+from box_support.asking import Client
 from box_support.box import EXAMPLES_GIT_HOST, Box
 from box_support.git_pod import TEMPLATE as TRUSTING_THE_GIT_HOST
 from box_support.git_pod import git_pod
 from box_support.hub_pod import Hub
 from box_support.team import INPUTS, Team, stage_of
-from cluster_support.api_access import Object
+from cluster_support.api_access import Object, path_of
 from examples import FITTED_LOCALLY, IN_CLUSTER, example_document
 from script_support.programs import documented
 
@@ -126,6 +127,22 @@ def refused_then_taken(team: Team, hub: Hub, name: str, document: Object) -> Obj
     return {"failure": failure}
 
 
+def asked_then_deleted(team: Team, hub: Hub, name: str, document: Object) -> Object:
+    """`endpoint`: asked for a label once it is ready; what serves has no end, so that it is deleted."""
+    team.apply_manifest(document)
+
+    def ready(status: Object) -> Object | None:
+        told = {one["type"]: one["status"] for one in status.get("conditions", [])}
+        return status if told.get("Ready") == "True" else None
+
+    status = team.wait(name, ready, "Ready")
+    service = team.box.api.get(path_of("v1", "services", team.namespace, f"{name}-endpoint"))
+    assert service is not None
+    answer = Client(f"http://{service['spec']['clusterIP']}").post("/", {"inputs": ["A text to try the model with."]})
+    team.box.kubectl("delete", "ftj", name, "-n", team.namespace, "--wait=false")
+    return {"ready": status, "code": answer.status_code, "answer": answer.json()}
+
+
 def _secret(name: str, token: str) -> Object:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"token": token}}
 
@@ -133,6 +150,7 @@ def _secret(name: str, token: str) -> Object:
 RUNS: dict[str, Run] = {name: to_the_end for name in IN_CLUSTER if name not in TOUR + FITTED_LOCALLY} | {
     "suspended": held_then_started,
     "private-model": refused_then_taken,
+    "endpoint": asked_then_deleted,
 }
 
 
@@ -162,7 +180,7 @@ def runs(
     def run(example: str) -> Ended:
         name = team.new_name(example)
         seen = RUNS[example](team, hub, name, fitted(example_document(example), name))
-        return Ended(name, team.status(name), seen)
+        return Ended(name, seen.get("ready") or team.status(name), seen)
 
     with hub.answers(team.namespace), ThreadPoolExecutor(AT_ONCE) as pool:
         yield {example: pool.submit(run, example) for example in RUNS}
@@ -177,7 +195,7 @@ def test_every_example_for_a_cluster_is_run() -> None:
     assert set(RUNS) | set(TOUR) | set(FITTED_LOCALLY) == set(IN_CLUSTER)
 
 
-@pytest.mark.parametrize("example", RUNS)
+@pytest.mark.parametrize("example", [name for name in RUNS if name != "endpoint"])
 def test_an_example_runs_to_its_end(runs: dict[str, Future[Ended]], example: str) -> None:
     status = runs[example].result().status
     assert {stage["state"] for stage in status["stages"]} == {"Succeeded"}
@@ -301,6 +319,16 @@ def test_inference_alone_labels_every_row_of_the_file(
     predicted = _lines(team.results(ended.name) / "predictions.jsonl")
     assert [row["text"] for row in predicted] == rows
     assert {row["label"] for row in predicted} <= {"negative", "positive"}
+
+
+def test_endpoint_example_answers_with_a_label(runs: dict[str, Future[Ended]], box: Box) -> None:
+    box.own("asking a Service from this machine")
+    ended = runs["endpoint"].result()
+    assert ended.status["phase"] == "Serving"
+    assert ended.status["artifacts"]["endpointUrl"].startswith(f"http://{ended.name}-endpoint.")
+    assert any("in a Deployment: the cluster is not known to serve" in one for one in ended.status["plan"]["reasons"])
+    assert ended.seen["code"] == 200
+    assert {one["label"] for row in ended.seen["answer"] for one in row} == {"negative", "positive"}
 
 
 def test_the_spot_example_trains_on_the_spot_node_and_nothing_else_does(

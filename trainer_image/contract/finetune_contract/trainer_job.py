@@ -409,8 +409,10 @@ class Prediction(Order):
     optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
     tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
     """Share of rows whose labels have to be those of the plain model; None: rungs whose labels can differ are only
-    taken by name.
+    taken by name, or by `metric_tolerance`.
     """
+    metric_tolerance: Annotated[float | None, Field(ge=0, le=1, exclude_if=lambda most: most is None)] = None
+    """Most by which a metric may be worse than the plain model's, on labelled rows of the prepared data."""
 
 
 class Serving(Order):

@@ -92,6 +92,11 @@ class FeatureBatch:
         lists = {name: (values, starts[start : stop + 1]) for name, (values, starts) in self.lists.items()}
         return FeatureBatch(lists, {**numbers, POSITION: at, ROW: at})
 
+    def head(self, count: int) -> FeatureBatch:
+        """The first features, or all."""
+        lists = {name: (values, starts[: count + 1]) for name, (values, starts) in self.lists.items()}
+        return FeatureBatch(lists, {name: values[:count] for name, values in self.numbers.items()})
+
 
 @dataclass(frozen=True)
 class FeatureSet:
@@ -301,6 +306,18 @@ class PreparedSplit:
     def raw_values(self, name: str, rows: slice) -> list[Any]:
         """One column of some neighbouring rows."""
         return self.data.raw_values(self.role, name, range(*rows.indices(self.rows)))
+
+    def head(self, rows: int) -> PreparedSplit:
+        """Return the first rows alone."""
+        left, parts = int(np.searchsorted(self.position, rows)), []
+        for batch in self._features.batches:
+            if left > 0:
+                parts.append(batch.head(left))
+            left -= len(batch.numbers[POSITION])
+        raw = arrow_table(self.raw().select(range(min(rows, self.rows))))
+        data, features = self.data, FeatureSet.of(parts)
+        inputs = (data.facts, data.pad_token_id, data.task, self.inputs)
+        return PreparedData.in_memory(self.role, features, raw, *inputs).of(self.role)
 
 
 def arrow_table(rows: datasets.Dataset) -> pa.Table:

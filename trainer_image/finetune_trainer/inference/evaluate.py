@@ -30,7 +30,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     """
     task = task_of(job)
     prepared = PreparedData.open(paths)
-    split = _labelled_split(task, prepared)
+    split = labelled_split(task, prepared)
     wanted = _wanted(job, task.metrics[prepared.facts.label_form])
     means = Means.of(job.evaluation)
     answers_by = partial(
@@ -73,8 +73,8 @@ def _of_reference(answer: Answer) -> Answer:
     return {f"{REFERENCE}{name}": value for name, value in answer.items()}
 
 
-def _labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
-    """Test, or validation when there is no test split or it has no labels; the result says which."""
+def labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
+    """Return test, or validation when there is no test split or it has no labels. StageError DATA `NoLabels`."""
     for role in ("test", "validation"):
         if role in prepared.facts.splits and task.labelled(split := prepared.of(role)):
             return split

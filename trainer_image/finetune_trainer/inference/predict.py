@@ -220,6 +220,8 @@ class _Given:
             "trained": weights_version(job, paths),
             "optimization": None if job.predict is None else [job.predict.optimization, job.predict.tolerance],
         }
+        if job.predict is not None and job.predict.metric_tolerance is not None:
+            basis["metric_tolerance"] = job.predict.metric_tolerance
         return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -394,6 +394,24 @@ RULES: tuple[Rule, ...] = (
         "has no effect while spec.predict.optimization is none",
         "leave one of the two out",
     ),
+    Rule(
+        "metric-tolerance-is-measured",
+        "predict.metricTolerance",
+        "!has(self.predict) || !has(self.predict.metricTolerance) || self.predict.optimization != 'none'",
+        lambda spec: (
+            spec.predict is None or spec.predict.metric_tolerance is None or spec.predict.optimization != "none"
+        ),
+        "has no effect while spec.predict.optimization is none",
+        "leave one of the two out",
+    ),
+    Rule(
+        "metric-tolerance-needs-labels",
+        "predict.metricTolerance",
+        "!has(self.predict) || !has(self.predict.metricTolerance) || has(self.dataset)",
+        lambda spec: spec.predict is None or spec.predict.metric_tolerance is None or spec.dataset is not None,
+        "compares on rows with labels, and spec.dataset, which has them, is not set",
+        "set spec.dataset, or leave it out",
+    ),
     _hub_only_rule(
         "model.revision",
         "self.model.revision != 'main'",

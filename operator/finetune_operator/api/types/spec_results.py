@@ -101,7 +101,12 @@ class PredictSpec(SpecModel):
     tolerance: Annotated[float, Field(gt=0.5, le=1)] | None = Field(
         default=None,
         description="Share of the sample's rows whose labels have to be those of the plain model, a number. Left out: "
-        "auto takes only what cannot change labels.",
+        "auto takes only what cannot change labels, unless metricTolerance is set.",
+    )
+    metric_tolerance: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Most by which a metric of the task may be worse than with the plain model, a number; compared on "
+        "the first 1,000 rows of the test split, or of validation, which need labels. Left out: none is compared.",
     )
     columns: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
         default=(), description="Input columns copied to the output. Left out: none."
@@ -129,7 +134,9 @@ class EndpointSpec(SpecModel):
     """A server for the model, which starts once every stage before it has succeeded."""
 
     runtime: Literal["auto", "deployment", "kserve"] = Field(
-        default="auto", description="What runs the servers; kserve is not supported yet. Default auto: a Deployment."
+        default="auto",
+        description="What runs the servers: a Deployment, or KServe by an InferenceService. Default auto: KServe where "
+        "the cluster serves it and it can do what the job asks for, else a Deployment.",
     )
     replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=1, description="Servers, a count. Default 1.")
     max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = Field(

@@ -36,7 +36,7 @@ def doctor(
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Tell what a cluster has and lacks for jobs, before the first one.
+    """Tell what a cluster has and lacks for jobs.
 
     Launchers and queue, GPU nodes with product, memory and links and how they are known, shared storage,
     PodSecurity and quota of the namespace, network policies, images, and the operator with its version. With job

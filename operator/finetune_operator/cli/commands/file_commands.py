@@ -12,6 +12,7 @@ import typer
 
 from finetune_operator.cli.commands.options import (
     ClusterSettings,
+    Context,
     DocumentForm,
     EarlierWorkspace,
     Filenames,
@@ -19,6 +20,7 @@ from finetune_operator.cli.commands.options import (
     ForCluster,
     Form,
     Hardware,
+    Kubeconfig,
     LocalSettings,
     Measure,
 )
@@ -148,6 +150,12 @@ def plan(
             help="Ask the trainer for the model's size, or assume it. Left out: ask, but not with --cluster.",
         ),
     ] = None,
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="With --cluster: read the cluster's nodes, as the operator does, for their GPUs."),
+    ] = False,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
     """Show what would run, and why.
@@ -161,6 +169,7 @@ def plan(
     Examples:
       finetune plan job.yaml
       finetune plan job.yaml --cluster
+      finetune plan job.yaml --cluster --nodes
       finetune plan job.yaml --hardware gpu=H100,memory=80Gi,gpus=8
       finetune plan job.yaml --hardware cpu=32,hostMemory=128Gi -o yaml
       finetune plan job.yaml --no-measure -o json
@@ -168,21 +177,28 @@ def plan(
     from finetune_operator.cli.commands.steps import (
         checked_jobs,
         cluster_facts,
+        cluster_nodes,
         hardware_of,
         local_facts,
         planned,
         refuse_absent,
         settings_of,
     )
+    from finetune_operator.planning.gpu_nodes import told_by
 
-    limits, node = settings_of(settings, cluster=cluster), hardware_of(hardware)
+    if nodes and (not cluster or hardware is not None):
+        raise UsageError("--nodes: it goes with --cluster, and --hardware takes its place")
+    limits = settings_of(settings, cluster=cluster)
+    node = hardware_of(hardware, limits)
     plans = []
     entries = checked_jobs([*(files or []), *(filename or [])], limits, output)
     if not cluster and measure is not False:
         refuse_absent(entries, output)
+    there = cluster_nodes(kubeconfig, context) if nodes else ()
     for entry in entries:
         if cluster:
-            facts = cluster_facts(entry, node, workspace, measure is True)
+            told = told_by(there, entry.job.spec, limits) if nodes and entry.job.spec.resources.gpus_per_node else None
+            facts = cluster_facts(entry, node, workspace, measure is True, told)
         else:
             facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
         plans.append(planned(entry, facts, limits, output, as_known=True))
@@ -232,7 +248,8 @@ def render(
     from finetune_operator.cli.commands.steps import checked_jobs, cluster_facts, hardware_of, planned, settings_of
     from finetune_operator.planning.plan import misfits
 
-    limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
+    limits = settings_of(settings, cluster=True)
+    node = hardware_of(hardware, limits)
     manifests: list[Any] = []
     for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
         if launcher is not None:

@@ -55,7 +55,8 @@ def review(
     from finetune_operator.cli.job_files import read_inputs
     from finetune_operator.cli.reviewing import Review, markdown
 
-    limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
+    limits = settings_of(settings, cluster=True)
+    node = hardware_of(hardware, limits)
     inputs = read_inputs([*(files or []), *(filename or [])], limits)
     tell_notes(inputs)
     jobs = tuple(_reviewed(entry, node, limits, rendered, max_cost) for entry in inputs.entries)

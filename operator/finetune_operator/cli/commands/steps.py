@@ -15,7 +15,8 @@ from finetune_operator.cli.job_files import Inputs, JobEntry, absent_inputs, loc
 if TYPE_CHECKING:
     from finetune_contract.facts import DataFacts, HardwareFacts
     from finetune_operator.api.problems import Problem
-    from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
+    from finetune_operator.planning.gpu_nodes import Node
+    from finetune_operator.planning.plan_types import Facts, JobPlan, NodesTold, PlanRefused
 
 
 def settings_of(file: Path | None, *, cluster: bool) -> Settings:
@@ -25,14 +26,14 @@ def settings_of(file: Path | None, *, cluster: bool) -> Settings:
     return CLUSTER_SETTINGS if cluster else LOCAL_SETTINGS
 
 
-def hardware_of(text: str | None) -> HardwareFacts | None:
+def hardware_of(text: str | None, settings: Settings = LOCAL_SETTINGS) -> HardwareFacts | None:
     """The node that --hardware describes."""
     if text is None:
         return None
     from finetune_operator.planning.assumed_facts import HardwareError, parse_hardware
 
     try:
-        return parse_hardware(text)
+        return parse_hardware(text, settings.hardware)
     except HardwareError as error:
         raise UsageError(f"--hardware: {error}") from error
 
@@ -89,7 +90,13 @@ def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, as
     )
 
 
-def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path | None, ask_trainer: bool) -> Facts:
+def cluster_facts(
+    entry: JobEntry,
+    node: HardwareFacts | None,
+    workspace: Path | None,
+    ask_trainer: bool,
+    nodes: NodesTold | None = None,
+) -> Facts:
     """What the operator knows before the first stage, which is nothing but the job, and what the options add.
 
     Which operators a cluster has is not known here: what the job names is taken as installed.
@@ -105,7 +112,9 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
         model=measure(entry.job, "Connect, or leave --measure out").model if ask_trainer else None,
         data=None if workspace is None else _earlier_data(entry, workspace),
         hardware=node,
+        nodes=nodes,
         served=tuple(dict.fromkeys([*Facts().served, *asked])),
+        kserve=spec.endpoint is not None and spec.endpoint.runtime == "kserve",
     )
     given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
     if given:
@@ -114,6 +123,19 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
             "before the job has run, so what it makes may differ; it plans again when prepare has measured."
         )
     return facts
+
+
+def cluster_nodes(kubeconfig: Path | None, context: str | None) -> tuple[Node, ...]:
+    """The nodes of the cluster, as the operator reads them; ends the command with 1 where they cannot be read."""
+    from finetune_operator.cli.cluster_jobs import Cluster, Connection
+    from finetune_operator.cli.commands.cluster_commands import in_cluster
+    from finetune_operator.kubernetes_api.resources import NODE
+    from finetune_operator.planning.gpu_nodes import read_node
+
+    async def listed(cluster: Cluster) -> tuple[Node, ...]:
+        return tuple(map(read_node, await cluster.listed(NODE)))
+
+    return in_cluster(Connection(kubeconfig, context), listed)
 
 
 def _earlier_data(entry: JobEntry, workspace: Path) -> DataFacts | None:

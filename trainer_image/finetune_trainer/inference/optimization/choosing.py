@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from finetune_contract.layout import FailureClass
+from finetune_contract.metrics import LOWER_IS_BETTER
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.rung_protocol import (
     Batch,
@@ -63,6 +64,8 @@ class Sample:
     batches: Sequence[Batch]
     answers: Callable[[ForwardPass | None], Rows]
     """Answer all of them by that pass; None: by the model."""
+    metrics: Callable[[ForwardPass | None], Mapping[str, float]] | None = None
+    """Measure the task's metrics by that pass, on labelled rows; None: nobody asks for them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,19 @@ class Wish:
 
     optimization: str
     tolerance: float | None
-    """Share of labels that have to be equal; None: all that can differ are out."""
+    """Share of labels that have to be equal; None: all that can differ are out, unless `metric_tolerance` is set."""
+    metric_tolerance: float | None = None
+    """Most by which a metric may be worse than the plain model's."""
+
+    @property
+    def tolerates(self) -> bool:
+        """Whether labels may differ."""
+        return self.tolerance is not None or self.metric_tolerance is not None
+
+    @property
+    def share(self) -> float:
+        """Share of labels that have to be equal."""
+        return self.tolerance if self.tolerance is not None else 1.0 if self.metric_tolerance is None else 0.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,7 @@ class _Trial:
     setup: float
     rows: Rows
     memory: int | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def choose(
@@ -107,7 +123,7 @@ def choose(
     """
     machine = machine or Machine.here()
     candidates = rungs_of(wish.optimization)
-    if wish.optimization != "measured" and wish.tolerance is None and len(candidates) == 1:
+    if wish.optimization != "measured" and not wish.tolerates and len(candidates) == 1:
         return _asked_for(candidates[0], model, sample, folder, machine)
     plain = _measured_plain(sample)
     whole = plain.seconds / max(1, sample.rows) * remaining
@@ -120,7 +136,7 @@ def choose(
         if why is not None:
             ledger.refuse(rung, f"not available: {why}")
             continue
-        if wish.optimization == "measured" and rung.lossy and wish.tolerance is None:
+        if wish.optimization == "measured" and rung.lossy and not wish.tolerates:
             ledger.refuse(rung, "not measured: its labels may differ, and predict.tolerance is not set")
             continue
         if wish.optimization == "measured" and spent > MEASURING_SHARE * whole:
@@ -183,7 +199,12 @@ def _measured_plain(sample: Sample) -> _Trial:
     sample.answers(None)  # the first pass allocates and starts threads
     began = time.perf_counter()
     rows = sample.answers(None)
-    return _Trial(rung, None, time.perf_counter() - began, 0.0, rows, None)
+    seconds = time.perf_counter() - began
+    return _Trial(rung, None, seconds, 0.0, rows, None, _metrics(sample, None))
+
+
+def _metrics(sample: Sample, forward: ForwardPass | None) -> Mapping[str, float]:
+    return {} if sample.metrics is None else sample.metrics(forward)
 
 
 class _Prepared(NamedTuple):
@@ -208,7 +229,9 @@ def _measured(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) 
     ready = _prepared(rung, model, sample, folder)
     began = time.perf_counter()
     rows = sample.answers(ready.forward)
-    return _Trial(rung, ready.forward, time.perf_counter() - began, ready.seconds, rows, ready.memory)
+    seconds = time.perf_counter() - began
+    metrics = _metrics(sample, ready.forward)
+    return _Trial(rung, ready.forward, seconds, ready.seconds, rows, ready.memory, metrics)
 
 
 def _run(forward: ForwardPass, batch: Batch) -> None:
@@ -263,25 +286,24 @@ class _Ledger:
 
     def chosen(self, wish: Wish) -> Chosen:
         """Take the one that ends first among those that are right enough."""
-        wanted = 1.0 if wish.tolerance is None else wish.tolerance
         named = wish.optimization != "measured"
         if named and not self.trials:
             raise not_available(wish.optimization, " | ".join(_reasons(self.refused)))
 
         right = []
         for trial in self.trials:
-            share = self._agreement(trial)
             # Asked by name and without a tolerance: the user knows that its labels may differ.
-            if share >= wanted or (named and wish.tolerance is None):
+            why = self._wrong(trial, wish) if wish.tolerates or not named else None
+            if why is None:
                 right.append(trial)
             else:
-                self.refused[trial.rung.name] = f"{share:.2%} of its labels are equal, less than {wanted:.2%}"
+                self.refused[trial.rung.name] = why
         if named and not right:
             raise StageError(
                 FailureClass.STRATEGY_NOT_IN_EFFECT,
                 "RungNotRightEnough",
                 f"predict.optimization is {wish.optimization}: {' | '.join(_reasons(self.refused))}.",
-                "Lower predict.tolerance, or leave predict.optimization at auto.",
+                "Lower predict.tolerance, raise predict.metricTolerance, or leave predict.optimization at auto.",
             )
         # What was made for a rung is there, so the rate alone decides for the rows that remain.
         best = min((*right, *(() if named else (self.plain,))), key=lambda trial: trial.seconds)
@@ -296,6 +318,16 @@ class _Ledger:
             if trial is not best:
                 self.refused[trial.rung.name] = f"slower than {name}"
         return Chosen(name, best.forward, self.table(name, reason))
+
+    def _wrong(self, trial: _Trial, wish: Wish) -> str | None:
+        """Return why a rung is not right enough; None: it is."""
+        share = self._agreement(trial)
+        if share < wish.share:
+            return f"{share:.2%} of its labels are equal, less than {wish.share:.2%}"
+        worst = worst_metric(self.plain.metrics, trial.metrics)
+        if wish.metric_tolerance is None or worst is None or worst.by <= wish.metric_tolerance:
+            return None
+        return f"{worst.name} is {worst.by:.4f} worse, more than {wish.metric_tolerance:.4f}"
 
     def _agreement(self, trial: _Trial) -> float:
         if trial.rung.name not in self.agreements:
@@ -313,11 +345,14 @@ class _Ledger:
         why = reason if name == chosen else self.refused.get(name, "the reference")
         if trial is None:
             return RungRow(name=name, why=why)
+        worst = worst_metric(self.plain.metrics, trial.metrics)
         return RungRow(
             name=name,
             rows_per_second=self.sample.rows / trial.seconds if trial.seconds else None,
             agreement=self._agreement(trial),
             largest_difference=largest_difference(self.plain.rows, trial.rows),
+            metric=None if worst is None else worst.name,
+            metric_worse_by=None if worst is None else worst.by,
             memory_bytes=trial.memory,
             setup_seconds=trial.setup,
             chosen=name == chosen,
@@ -345,6 +380,28 @@ def small_job(seconds: float) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- comparing
+
+
+class Worst(NamedTuple):
+    """The metric that has lost most."""
+
+    name: str
+    by: float
+    """Below 0: all have won."""
+
+
+def worst_metric(reference: Mapping[str, float], measured: Mapping[str, float]) -> Worst | None:
+    """Return the metric that is worst against the reference; None where nothing was measured. A metric that is no
+    number any more is infinitely worse.
+    """
+    found = [Worst(name, _worse(name, reference[name], measured[name])) for name in reference]
+    return max(found, key=lambda each: each.by, default=None)
+
+
+def _worse(name: str, reference: float, measured: float) -> float:
+    if not math.isfinite(measured):
+        return math.inf if math.isfinite(reference) else 0.0
+    return (measured - reference) * (1 if name in LOWER_IS_BETTER else -1)
 
 
 def agreement(reference: Rows, answers: Rows) -> float:

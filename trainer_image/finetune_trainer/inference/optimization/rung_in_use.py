@@ -10,19 +10,23 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.choices import RUNG_TASKS
+from finetune_contract.choices import RUNG_TASKS, Stage
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import JobPaths
+from finetune_contract.metrics import LOSS
+from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.row_shards import RowShard
 from finetune_trainer.files import write_atomically
 from finetune_trainer.inference.answering import Answerer
+from finetune_trainer.inference.evaluate import labelled_split
 from finetune_trainer.inference.optimization.choosing import (
     SAMPLE_ROWS,
     SMALL_SECONDS,
@@ -36,6 +40,8 @@ from finetune_trainer.inference.optimization.choosing import (
 )
 from finetune_trainer.inference.optimization.rung_protocol import ForwardPass, Machine
 from finetune_trainer.inference.optimization.rung_table import RungTable
+from finetune_trainer.inference.runner import answers_of
+from finetune_trainer.progress import NoProgress
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +79,9 @@ class RungInUse:
     def wish(self) -> Wish:
         """What the job asks for."""
         predict = self.answerer.job.predict
-        return Wish("none", None) if predict is None else Wish(predict.optimization, predict.tolerance)
+        if predict is None:
+            return Wish("none", None)
+        return Wish(predict.optimization, predict.tolerance, predict.metric_tolerance)
 
     def choose(self) -> str:
         """Return the name of the rung, measured unless it is known. StageErrors of `choosing.choose`."""
@@ -132,6 +140,8 @@ class RungInUse:
 
     def _measured(self) -> Chosen:
         sample, remaining = self._sampled(SAMPLE_ROWS)[0], self._remaining(SAMPLE_ROWS)
+        if self.wish.metric_tolerance is not None:
+            sample = replace(sample, metrics=self._judge())
         chosen = choose(self.wish, self.answerer.model, sample, remaining, self._folder, self.machine)
         for row in chosen.table.rungs:
             log.info("%s", _told(row.name, row.rows_per_second, row.agreement, row.why))
@@ -140,6 +150,27 @@ class RungInUse:
             with suppress(OSError):
                 write_atomically(self._place, _Remembered(basis=self._basis(), table=chosen.table).to_json())
         return chosen
+
+    def _judge(self) -> Callable[[ForwardPass | None], Mapping[str, float]]:
+        """Return what measures metrics on the first labelled rows. StageError DATA `NoLabels` or `NotPrepared`."""
+        job, means, task = self.answerer.job, self.answerer.means, self.answerer.encoder.task
+        split = labelled_split(task, PreparedData.open(self.paths)).head(SAMPLE_ROWS)
+        answered = partial(
+            answers_of,
+            Stage.EVALUATE,
+            job,
+            self.answerer.model,
+            split,
+            device=means.device,
+            batch_tokens=means.batch_tokens,
+            progress=NoProgress(),
+        )
+
+        def metrics(forward: ForwardPass | None) -> dict[str, float]:
+            measured = task.score(answered(forward=forward), split)
+            return {name: value for name, value in measured.items() if name != LOSS}
+
+        return metrics
 
     def _made(self, name: str) -> ForwardPass:
         return by_name(name, self.answerer.model, self._sampled(SAMPLE_ROWS)[0], self._folder, self.machine)

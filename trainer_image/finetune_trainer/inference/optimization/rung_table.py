@@ -12,6 +12,9 @@ class RungRow(Message):
     rows_per_second: float | None = None
     agreement: float | None = None
     largest_difference: float | None = None
+    metric: str | None = None
+    """Metric that is worst against the plain model's."""
+    metric_worse_by: float | None = None
     memory_bytes: int | None = None
     setup_seconds: float | None = None
     chosen: bool = False

@@ -1,0 +1,61 @@
+"""The choice of what runs an endpoint's servers: a Deployment, or KServe by an InferenceService in Standard mode.
+
+KServe passes labels and annotations on to pods and reads some variables of a container as its own settings. A job that
+uses those for itself is served by a Deployment.
+"""
+
+from __future__ import annotations
+
+from finetune_operator.api.types import EndpointSpec
+from finetune_operator.launchers.kserve_kind import (
+    KSERVE_API,
+    KSERVE_GROUP,
+    KSERVE_KIND,
+    TAKEN_LABELS,
+    TAKEN_VARIABLES,
+)
+from finetune_operator.planning.draft import Draft
+from finetune_operator.planning.names import LABEL_LIMIT, JobNames
+from finetune_operator.planning.plan_types import EndpointRuntime
+
+
+def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, EndpointRuntime, str]:
+    """Return what runs the servers, and why."""
+    asked, obstacle = endpoint.runtime, _obstacle(draft)
+    path, there = ("endpoint", "runtime"), draft.runtime_there
+    match asked:
+        case "deployment":
+            return draft, "deployment", "as asked"
+        case "kserve":
+            if not draft.kserve:
+                rule, way_out = f"the cluster has to serve {KSERVE_KIND} ({KSERVE_API})", "install KServe, or set it to"
+                draft = draft.refusing(path, asked, rule, f"{way_out} auto or deployment", "NotSupported")
+            elif obstacle is not None:
+                draft = draft.refusing(path, asked, obstacle, "set it to deployment", "NotSupported")
+            return draft, "kserve", "as asked"
+        case "auto":
+            automatic = "(spec.endpoint.runtime is auto)"
+            if not draft.kserve:
+                return draft, "deployment", f"the cluster is not known to serve KServe's {KSERVE_KIND} {automatic}"
+            if obstacle is not None:
+                return draft, "deployment", f"not by KServe, as {obstacle} {automatic}"
+            if there == "deployment":
+                return draft, "deployment", f"the endpoint runs so already, and KServe came later {automatic}"
+            return draft, "kserve", f"the cluster serves {KSERVE_KIND} {automatic}"
+
+
+def _obstacle(draft: Draft) -> str | None:
+    """Return what KServe cannot do of what the job asks for."""
+    template = draft.spec.template
+    variables = [name for one in template.env if (name := one.get("name")) in TAKEN_VARIABLES]
+    if variables:
+        return f"KServe takes the variable {variables[0]} of spec.template.env for itself"
+    named = (*template.labels, *template.annotations)
+    labels = [name for name in named if name.startswith(f"{KSERVE_GROUP}/") or name in TAKEN_LABELS]
+    if labels:
+        return f"KServe sets {labels[0]} of spec.template on pods itself"
+    # With two digits for the revision.
+    namespace, name = draft.job.metadata.namespace or "", JobNames.of(draft.job.name).predictor(99)
+    if len(name) + 1 + len(namespace) > LABEL_LIMIT:
+        return f"the host {name}-{namespace} that KServe names is longer than {LABEL_LIMIT} characters"
+    return None

@@ -1,0 +1,127 @@
+"""Why no server of an endpoint answers, or why one of several does not start: by its pods, then by what runs them."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from finetune_contract.choices import Stage
+from finetune_operator.planning.names import JobNames
+from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_types import EndpointView, PodView
+from finetune_operator.rendering.claims import storage
+
+SERVE = Stage.SERVE.value
+WAITING = "WaitingForPods"
+"""Reason while nothing is wrong, and a server is not ready yet."""
+MOST_TOLD = 1024
+"""Characters of a server's own word on its end."""
+ATTACH = timedelta(seconds=60)
+"""Most that a pod waits on its node for volumes before that is told: attaching a disk takes some 10 to 40 s."""
+
+
+def view_of(course: Course, revision: int | None) -> EndpointView | None:
+    """Return what runs the servers of a revision, unless it is being deleted."""
+    return next((one for one in course.observed.endpoints if one.revision == revision and not one.deleting), None)
+
+
+def why_not_ready(course: Course) -> tuple[str, str]:
+    """Return why no server of the wanted revision answers: by the pods, the newest first, else by what runs them."""
+    status = course.status.endpoint
+    revision = 1 if status is None or status.target is None else status.target
+    for pod in _pods(course, revision):
+        if (found := _pod_trouble(course, pod)) is not None:
+            return found
+    there, name = view_of(course, revision), JobNames.of(course.job.name).servers(revision)
+    if there is None:
+        return WAITING, f"Waiting for the servers of {name} to be created."
+    kind = there.ref.kind
+    if there.stuck is not None:
+        return "ProgressDeadlineExceeded", there.stuck
+    if there.trouble is not None:
+        reason, said = there.trouble
+        return reason, f"KServe says of {kind} {name}: {said}"
+    if not there.made:
+        return "WaitingForKServe", (
+            f"KServe has not made the servers of {kind} {name} yet. If this stays, see whether its controller runs "
+            "(kubectl get pods -A -l control-plane=kserve-controller-manager)."
+        )
+    return WAITING, f"Waiting for a server of {kind} {name} to be ready."
+
+
+def start_trouble(course: Course, revision: int) -> str | None:
+    """Return why the newest pod of a revision that cannot start cannot, while others may answer."""
+    for pod in _pods(course, revision):
+        if pod.unschedulable is not None or pod.waiting is not None or _waits_for_volume(course, pod):
+            found = _pod_trouble(course, pod)
+            return None if found is None else found[1]
+    return None
+
+
+def volume_deadline(course: Course) -> datetime | None:
+    """Return when the first pod that waits on its node for volumes has waited for too long."""
+    waiting = [pod for pod in course.observed.pods if pod.stage is Stage.SERVE and _mounts(pod)]
+    return min((at for pod in waiting if (at := _deadline(pod)) is not None and at > course.now), default=None)
+
+
+def _pods(course: Course, revision: int) -> list[PodView]:
+    """Return the pods of a revision that are to stay, the newest first."""
+    pods = sorted(course.pods(SERVE, revision), key=lambda pod: (pod.created, pod.name), reverse=True)
+    return [pod for pod in pods if not pod.gone and pod.deleting_until is None]
+
+
+def _pod_trouble(course: Course, pod: PodView) -> tuple[str, str] | None:
+    if pod.unschedulable is not None:
+        return "Unschedulable", f"Pod {pod.name} gets no node: {pod.unschedulable}"
+    ended = pod.ended
+    if ended is not None:
+        own = ended.report.failure.message if ended.report and ended.report.failure else ended.message.strip()
+        last = own[-MOST_TOLD:] or ended.reason
+        reason = pod.waiting.reason if pod.waiting is not None else "ServerEnded"
+        return reason, f"The server in pod {pod.name} ended with exit code {ended.exit_code}: {last}"
+    if pod.waiting is not None:
+        return pod.waiting.reason, f"Pod {pod.name} cannot start: {pod.waiting.reason}: {pod.waiting.message}"
+    if _waits_for_volume(course, pod):
+        return "VolumeInUse", _volume_message(course, pod)
+    return None
+
+
+def _mounts(pod: PodView) -> bool:
+    """Return whether a pod has its node and nothing but a start that goes on."""
+    return pod.phase == "Pending" and pod.scheduled is not None and pod.began is None and pod.waiting is None
+
+
+def _deadline(pod: PodView) -> datetime | None:
+    return None if pod.scheduled is None else pod.scheduled + ATTACH
+
+
+def _elsewhere(course: Course, pod: PodView) -> PodView | None:
+    """Return a server, of any revision, that runs on another node than `pod`."""
+    others = (one for one in course.observed.pods if one.stage is Stage.SERVE and not one.over and one.began)
+    return next((one for one in others if one.node is not None and one.node != pod.node), None)
+
+
+def _waits_for_volume(course: Course, pod: PodView) -> bool:
+    """Return whether a pod waits for a claim that the node of another server holds. The kubelet tells it by an event of
+    the pod alone, as FailedAttachVolume (Multi-Attach error).
+    """
+    at = _deadline(pod) if _mounts(pod) else None
+    if at is None or at > course.now or not _claims(course):
+        return False
+    return _elsewhere(course, pod) is not None
+
+
+def _claims(course: Course) -> list[str]:
+    """Return the claims that servers mount."""
+    volumes = storage(course.spec, JobNames.of(course.job.name), Stage.SERVE).volumes
+    return [name for one in volumes if (name := one.claim) is not None]
+
+
+def _volume_message(course: Course, pod: PodView) -> str:
+    claims = _claims(course)
+    other = _elsewhere(course, pod)
+    held = "" if other is None else f", while pod {other.name} runs on node {other.node}"
+    return (
+        f"Pod {pod.name} has waited on node {pod.node} for its volumes for more than {ATTACH.total_seconds():.0f} s"
+        f"{held}. A claim with ReadWriteOnce serves one node at a time (kubectl get pvc {' '.join(claims)}): keep the "
+        "servers on one node by spec.template.nodeSelector, or use a claim with ReadWriteMany."
+    )

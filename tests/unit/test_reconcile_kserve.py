@@ -1,0 +1,244 @@
+"""An endpoint that KServe runs: what is applied, what is said of it, and how it takes the place of a Deployment."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from reconcile_world import SPEC, World
+
+ALONE: dict[str, Any] = {"task": SPEC["task"], "model": SPEC["model"], "endpoint": {}}
+NAME = "reviews-endpoint-1"
+URL = "http://reviews-endpoint.team.svc"
+
+
+def serving(available: int | None = 0, kserve: bool = True, **endpoint: Any) -> World:
+    """A job that only serves; None: KServe has not made its Deployment yet."""
+    world = World(spec={**ALONE, "endpoint": endpoint}, kserve=kserve)
+    world.settle()
+    if available is not None:
+        follows(world, available)
+    return world
+
+
+def follows(world: World, available: int, name: str = NAME, **status: Any) -> None:
+    """KServe's Deployment is as the InferenceService asks for, with so many servers."""
+    service = world.servers[name]
+    assert service["kind"] == "InferenceService"
+    predictor, made = service["spec"]["predictor"], f"{name}-predictor"
+    labels = {**service["metadata"]["labels"], "serving.kserve.io/inferenceservice": name}
+    told = {"availableReplicas": available, "updatedReplicas": available, "observedGeneration": 1, **status}
+    world.predictors[name] = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": made, "uid": f"uid-{made}", "labels": labels, **annotations(service)},
+        "spec": {"replicas": predictor["minReplicas"]},
+        "status": told,
+    }
+    world.settle()
+
+
+def stands(world: World, available: int, name: str = NAME) -> None:
+    """A Deployment of ours has so many servers of its newest state."""
+    found = world.servers[name]
+    assert found["kind"] == "Deployment"
+    generation = found["metadata"]["generation"]
+    found["status"] = {"availableReplicas": available, "updatedReplicas": available, "observedGeneration": generation}
+    world.settle()
+
+
+def kinds(world: World) -> dict[str, str]:
+    return {name: raw["kind"] for name, raw in world.servers.items()}
+
+
+def annotations(service: Any) -> Any:
+    return {"annotations": dict(service["metadata"]["annotations"])}
+
+
+def edit(world: World, **endpoint: Any) -> None:
+    world.spec = {**world.spec, "endpoint": endpoint}
+    world.generation += 1
+    world.settle()
+
+
+def reasons(world: World) -> str:
+    plan = world.job().status.plan
+    assert plan is not None
+    return " ".join(plan.reasons)
+
+
+def url(world: World) -> str | None:
+    artifacts = world.job().status.artifacts
+    return None if artifacts is None else artifacts.endpoint_url
+
+
+def test_auto_takes_kserve_where_it_is_served_and_says_so() -> None:
+    world = serving()
+    assert kinds(world) == {NAME: "InferenceService"}
+    assert "1 server by KServe in an InferenceService: the cluster serves InferenceService" in reasons(world)
+    child = world.job().status.stages[-1].child
+    assert child is not None
+    assert (child.kind, child.name) == ("InferenceService", NAME)
+    follows(world, 1)
+    assert (world.phase, world.said("Ready")[:2], url(world)) == ("Serving", ("True", "EndpointReady"), URL)
+
+
+def test_auto_takes_a_deployment_where_kserve_is_not_served() -> None:
+    world = serving(None, kserve=False)
+    assert kinds(world) == {NAME: "Deployment"}
+    assert "in a Deployment: the cluster is not known to serve KServe's InferenceService" in reasons(world)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ({"env": [{"name": "PYTHONPATH", "value": "/mine"}]}, "KServe takes the variable PYTHONPATH"),
+        ({"labels": {"app": "reviews"}}, "KServe sets app of spec.template on pods itself"),
+    ],
+)
+def test_what_kserve_cannot_do_is_served_by_a_deployment_or_refused(template: Any, why: str) -> None:
+    world = World(spec={**ALONE, "template": template}, kserve=True)
+    world.settle()
+    assert kinds(world) == {NAME: "Deployment"}
+    assert f"not by KServe, as {why}" in reasons(world)
+    world = World(spec={**ALONE, "template": template, "endpoint": {"runtime": "kserve"}}, kserve=True)
+    world.settle()
+    assert world.said("Planned")[:2] == ("False", "PlanRefused")
+    assert why in world.said("Planned")[2]
+
+
+def test_kserve_that_is_asked_for_waits_until_the_cluster_serves_it() -> None:
+    world = serving(None, kserve=False, runtime="kserve")
+    assert world.said("Planned")[:2] == ("False", "PlanRefused")
+    assert "install KServe, or set it to auto or deployment" in world.said("Planned")[2]
+    world.kserve = True
+    world.settle()
+    follows(world, 1)
+    assert world.said("Ready")[0] == "True"
+
+
+def test_kserve_without_a_controller_is_told() -> None:
+    world = serving(None)
+    status, reason, message = world.said("Ready")
+    assert (status, reason) == ("False", "WaitingForKServe")
+    assert "see whether its controller runs" in message
+
+
+def test_what_kserve_says_of_its_failure_is_told() -> None:
+    world = serving(None)
+    said = {"type": "PredictorReady", "status": "False", "reason": "ReconcileFailed", "message": "exceeded quota"}
+    world.servers[NAME]["status"] = {"conditions": [said]}
+    world.settle()
+    assert world.said("Ready") == (
+        "False",
+        "ReconcileFailed",
+        f"KServe says of InferenceService {NAME}: exceeded quota",
+    )
+    assert world.phase == "Serving"
+
+
+def test_address_that_kserve_gives_is_told() -> None:
+    world = serving(1)
+    world.servers[NAME]["status"] = {"url": "http://reviews-endpoint-team.example.com"}
+    world.settle()
+    assert "http://reviews-endpoint-team.example.com" in world.said("Ready")[2]
+    assert url(world) == URL
+
+
+def test_more_servers_do_not_replace_those_that_run() -> None:
+    world = serving(1)
+    before = json.loads(json.dumps(world.servers[NAME]))
+    assert before["metadata"]["annotations"]["serving.kserve.io/autoscalerClass"] == "none"
+    edit(world, replicas=2)
+    assert list(world.servers) == [NAME]
+    after = world.servers[NAME]
+    assert (after["spec"]["predictor"]["minReplicas"], after["spec"]["predictor"]["maxReplicas"]) == (2, 2)
+    assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
+    assert "PodDisruptionBudget" in {kind for kind, _ in world.others}
+    edit(world, replicas=2, maxReplicas=4)
+    assert world.servers[NAME]["metadata"]["annotations"]["serving.kserve.io/autoscalerClass"] == "external"
+    scaler = world.others["HorizontalPodAutoscaler", "reviews-endpoint"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == f"{NAME}-predictor"
+    edit(world)
+    assert not {"HorizontalPodAutoscaler", "PodDisruptionBudget"} & {kind for kind, _ in world.others}
+
+
+def test_verdict_on_servers_before_a_change_is_none_on_those_after_it() -> None:
+    world = serving(1, replicas=1, maxReplicas=2)
+    stuck = [{"type": "Progressing", "status": "False", "message": "has timed out progressing"}]
+    follows(world, 0, conditions=stuck)
+    assert world.said("Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
+    world.settings = world.settings.model_copy(
+        update={"network_policy": world.settings.network_policy.model_copy(update={"enabled": False})}
+    )
+    world.settle()
+    assert world.said("Stalled")[0] == "False", "KServe has not followed the change yet"
+
+
+def test_servers_of_one_runtime_go_once_those_of_the_other_answer() -> None:
+    world = serving(None, kserve=False)
+    stands(world, 1)
+    world.kserve = True
+    world.settle()
+    assert kinds(world) == {NAME: "Deployment"}, "auto leaves an endpoint that runs where it is"
+    edit(world, runtime="kserve")
+    second, third = "reviews-endpoint-2", "reviews-endpoint-3"
+    assert kinds(world) == {NAME: "Deployment", second: "InferenceService"}
+    follows(world, 0, second)
+    assert world.said("Ready")[:2] == ("True", "EndpointReady"), "the old servers answer meanwhile"
+    follows(world, 1, second)
+    assert (kinds(world), world.said("Ready")[0]) == ({second: "InferenceService"}, "True")
+    service = world.others["Service", "reviews-endpoint"]
+    assert service["spec"]["selector"]["finetune.dev/attempt"] == "2"
+    edit(world, runtime="deployment")
+    assert kinds(world) == {second: "InferenceService", third: "Deployment"}
+    stands(world, 1, third)
+    assert (kinds(world), world.said("Ready")[0]) == ({third: "Deployment"}, "True")
+    assert "EndpointNotReady" not in world.told()
+
+
+def test_endpoint_by_kserve_goes_with_its_spec_and_while_the_job_is_suspended() -> None:
+    world = serving(1)
+    world.edit(suspend=True)
+    world.settle()
+    assert (world.servers, world.phase, url(world)) == ({}, "Suspended", None)
+    assert {kind for kind, name in world.others if "endpoint" in name} == set()
+    world.edit(suspend=False)
+    world.settle()
+    follows(world, 1, next(iter(world.servers)))
+    assert world.phase == "Serving"
+    assert world.said("Ready")[0] == "True"
+
+
+def test_server_that_waits_for_a_volume_of_another_node_is_told() -> None:
+    world = World(spec={**ALONE, "endpoint": {"replicas": 2}, "storage": {"workspace": "pvc://reviews"}})
+    world.settle()
+    labels = world.server["spec"]["template"]["metadata"]["labels"]
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": world.after(0)}
+    for number, state in enumerate(({"running": {"startedAt": world.after(0)}}, {"waiting": waiting()})):
+        name = f"{NAME}-{number}"
+        metadata = {"name": name, "uid": name, "labels": labels, "creationTimestamp": world.after(number)}
+        status = {
+            "phase": "Pending" if "waiting" in state else "Running",
+            "conditions": [scheduled],
+            "containerStatuses": [{"name": "pytorch", "state": state}],
+        }
+        spec = {"nodeName": f"node-{number}"}
+        world.pods[name] = {"child": NAME, "metadata": metadata, "spec": spec, "status": status}
+    stands(world, 1)
+    assert "ReadWriteOnce" not in world.said("Ready")[2]
+    assert world.decide().wake_at is not None
+    world.wait(61)
+    status, _, message = world.said("Ready")
+    assert status == "True"
+    assert f"Pod {NAME}-1 has waited on node node-1" in message
+    assert f"while pod {NAME}-0 runs on node node-0" in message
+    assert "kubectl get pvc reviews)" in message
+    stands(world, 0)
+    assert world.said("Ready")[:2] == ("False", "VolumeInUse")
+
+
+def waiting() -> dict[str, str]:
+    return {"reason": "ContainerCreating", "message": ""}
