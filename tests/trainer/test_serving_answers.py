@@ -188,7 +188,13 @@ def test_openai_completions_write_what_predict_writes_streamed_or_not(bench: Ben
 def test_wrong_row_is_refused_alone_when_requests_are_tokenised_together(bench: Bench) -> None:
     hold, entered = threading.Event(), threading.Event()
     engine, answer = bench.server.state.engine, bench.server.state.engine.answer
-    engine.answer = lambda *given: (entered.set(), hold.wait(patient(30)), answer(*given))[2]  # type: ignore[method-assign]
+
+    def held(*given: Any) -> Any:
+        entered.set()
+        hold.wait(patient(30))
+        return answer(*given)
+
+    engine.answer = held  # type: ignore[method-assign]  # to keep rows waiting
     codes: dict[str, int] = {}
 
     def ask(context: str) -> None:
