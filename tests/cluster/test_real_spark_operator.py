@@ -121,7 +121,7 @@ def test_driver_that_predicts_is_the_pod_of_the_attempt(world: World) -> None:
     assert driver["metadata"]["name"] == "answers-predict-1-driver"
     (container,) = driver["spec"]["containers"]
     assert "predict" in container["args"]
-    assert container["resources"]["limits"] == {"cpu": "1500m", "memory": "4096Mi"}
+    assert container["resources"]["limits"] == {"cpu": "1500m", "memory": "4Gi"}
     properties = _properties(world, driver)
     assert properties["spark.executor.instances"] == "3"
     assert properties["spark.executor.memoryOverhead"] == "3072m"
