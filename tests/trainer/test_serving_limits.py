@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -96,8 +97,13 @@ def test_bad_tensor_is_refused(server: Served, change: dict[str, Any]) -> None:
 def test_unknown_path_and_method_are_refused_as_json(server: Served) -> None:
     found = server.ask("/v3")
     wrong = server.ask("/metrics", b"{}")
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=patient(30))
+    connection.request("PUT", "/")
+    allowed = connection.getresponse().headers["allow"]
+    connection.close()
 
     assert (found.code, wrong.code) == (404, 405)
+    assert allowed == "GET, HEAD, POST"
     assert found.json["error"]
     assert wrong.json["error"]
 
@@ -167,6 +173,7 @@ def test_requests_that_wait_are_tokenised_and_computed_together(server: Served) 
 
     def seen(form: Any, rows: Any) -> Any:
         batches.append(("encode", len(rows)))
+        server.state.batcher._token_seconds = 0.0  # the time that the first was held bounds no batch
         return encode(form, rows)
 
     engine.answer, engine.encode = held, seen  # type: ignore[method-assign]  # to see what is done at once

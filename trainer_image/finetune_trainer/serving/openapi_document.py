@@ -71,7 +71,7 @@ def _extra(task: str, method: str, path: str, token: bool) -> dict[str, Any]:
     elif openai and method == "POST":
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     refused = {"description": "The request is refused.", "content": {"application/json": {"schema": error}}}
-    parameters = [_NAME] if "{name}" in path else []
+    parameters: list[Mapping[str, Any]] = [_NAME] if "{name}" in path else []
     extra: dict[str, Any] = {
         "responses": {
             "200": {"description": "The answer.", "content": answers},
@@ -127,12 +127,12 @@ def _infer(task: str) -> dict[str, Any]:
 
 
 def _inputs(task: str) -> dict[str, Any]:
-    one: dict[str, Any] = dict(_TEXT)
+    one: dict[str, Any] = dict(_TEXT) if task == "token-classification" else {"type": "string"}
     if task == "question-answering":
         one = _object({"question": _TEXT, "context": _TEXT}, "question", "context", closed=True)
     elif task == "text-classification":
-        pair = _object({"text": _TEXT, "text_pair": _TEXT}, "text", closed=True)
-        one = {"anyOf": [_TEXT, pair]}
+        pair = _object({"text": one, "text_pair": one}, "text", closed=True)
+        one = {"anyOf": [one, pair]}
     return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_ROWS}]}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from finetune_trainer.serving import hugging_face_json, open_inference
 from finetune_trainer.serving import page as page_of
@@ -54,9 +54,11 @@ def make_app(state: ServerState) -> Starlette:
 
     async def told(request: Request, error: Exception) -> Response:
         code = getattr(error, "status_code", 404)
-        allowed = getattr(error, "headers", None)
+        # A path has a route for each of its methods, and Starlette names those of the first.
+        found = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+        allowed = {"Allow": ", ".join(sorted({name for each in found for name in each.methods or ()}))}
         why = "There is no such path; see /openapi.json." if code == 404 else "The path does not take this method."
-        return _error(request.url.path, RequestError(code, why, allowed))
+        return _error(request.url.path, RequestError(code, why, allowed if code == 405 else None))
 
     handlers = _Handlers(state)
     routes = [
