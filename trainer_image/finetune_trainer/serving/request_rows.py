@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class Usage:
     tokens: int
 
 
-def check_rows(rows: list[dict[str, Any]]) -> None:
+def check_rows(rows: Sequence[dict[str, Any]]) -> None:
     """Refuse what would take too long: too many rows (413), too long texts (413), wrong types (422)."""
     if not rows:
         raise RequestError(422, "The request has no rows: send at least one input.")
