@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 CRASH = re.compile(r"worker '[^']+' crashed")
 """pytest-xdist's message in place of the result of a test whose process died."""
-FOLDERS = ("unit", "golden", "chart", "architecture", "trainer", "e2e/local", "cluster", "e2e/cluster")
+FOLDERS = ("unit", "golden", "chart", "architecture", "trainer", "tracing", "e2e/local", "cluster", "e2e/cluster")
 """Folders of tests/, each a kind of test."""
 
 

@@ -37,6 +37,7 @@ BUDGETS: Mapping[str, Budget] = {
     "chart": Budget(all=60, each=10),
     "architecture": Budget(all=60, each=15),
     "trainer": Budget(all=480, each=20),
+    "tracing": Budget(all=120, each=30),
     "e2e/local": Budget(all=120, each=60),
     "slow": Budget(all=900, each=240),
     "cluster": Budget(all=1500, each=90),
