@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tracing_support import stub_cuda
-from tracing_support.cases import BLOCK_WEIGHTS, CASES, HEAD_WEIGHTS, LARGER_WORLDS, Case
 from tracing_support.figures import Figures
+from tracing_support.traced_cases import BLOCK_WEIGHTS, CASES, HEAD_WEIGHTS, LARGER_WORLDS, Case
 from trainer_support.forking import ForkServer
 
 NAMES = [case.name for case in CASES]

@@ -35,7 +35,7 @@ from finetune_trainer.training.order import Collate, EpochOrder, Pick
 from finetune_trainer.training.stopping import NeverStop
 from finetune_trainer.training.timing import CudaMoments, PartClock
 from finetune_trainer.training.training_arguments import training_arguments
-from tracing_support import cases, stub_cuda, switched_off
+from tracing_support import stub_cuda, switched_off, traced_cases
 from tracing_support.trace import Trace
 
 NO_GROUPS = distributed.Backends("fake", "fake", FakeStore())  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
         return self._count
 
     def __getitems__(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
-        ids = np.arange(cases.TOKENS) % 1000 + 1
+        ids = np.arange(traced_cases.TOKENS) % 1000 + 1
         return [{"input_ids": ids, "labels": ids} for _ in picks]
 
 
@@ -121,7 +121,7 @@ class _Clock(PartClock):
 
 def run(name: str, result: str) -> None:
     """Trace the case `name`, and write its figures to the file `result`."""
-    case = cases.named(name)
+    case = traced_cases.named(name)
     training = case.training
     local = case.rank % training.world.processes_per_node
     world = distributed.ProcessWorld(case.rank, case.size, local, training.world.processes_per_node, "environment")
@@ -139,7 +139,7 @@ def run(name: str, result: str) -> None:
     with tempfile.TemporaryDirectory() as folder, fakes, trace:
         loop, observer, clock = _loop(case, training, trace, Path(folder))
         loop.train()
-    assert observer.seen == cases.STEPS
+    assert observer.seen == traced_cases.STEPS
     figures = {
         "waits": observer.waits,
         "stub_waits": observer.stub_waits,
@@ -151,14 +151,16 @@ def run(name: str, result: str) -> None:
     Path(result).write_text(json.dumps(figures), encoding="utf-8")
 
 
-def _loop(case: cases.Case, training: Training, trace: Trace, folder: Path) -> tuple[TrainingLoop, _Observer, _Clock]:
-    config = LlamaConfig(**cases.WIDTH, num_hidden_layers=case.layers, pad_token_id=0)
+def _loop(
+    case: traced_cases.Case, training: Training, trace: Trace, folder: Path
+) -> tuple[TrainingLoop, _Observer, _Clock]:
+    config = LlamaConfig(**traced_cases.WIDTH, num_hidden_layers=case.layers, pad_token_id=0)
     strategy = strategy_for(training, _deepspeed(training, config), folder)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     adapted, in_float8 = _changed(model, training)
     shape = MeshShape.of(training.strategy, training.batch.data_parallel)
-    rows = training.batch.global_batch_size * cases.STEPS
-    lengths = np.full(rows, cases.TOKENS)
+    rows = training.batch.global_batch_size * traced_cases.STEPS
+    lengths = np.full(rows, traced_cases.TOKENS)
     observer, clock = _Observer(trace), _Clock(trace)
     parts: Any = {
         "strategy": strategy,

@@ -380,7 +380,7 @@ def test_without_the_library_the_way_out_is_named_before_a_gpu_is_taken(bench, t
 @needs_torchao
 @pytest.mark.parametrize(("precision", "importable"), [("bf16", False), ("fp8", True)])
 def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, importable: bool, bench, monkeypatch):
-    from finetune_trainer.stages import leave_out_unused
+    from finetune_trainer.unused_libraries import leave_out_unused
 
     for name in ("torchao", "bitsandbytes"):
         # Put back as they were when the test ends.
@@ -393,7 +393,7 @@ def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, im
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_job_in_fp8_alone_finds_what_the_image_keeps_apart(precision: str, bench, tmp_path: Path, monkeypatch):
-    from finetune_trainer.stages import leave_out_unused
+    from finetune_trainer.unused_libraries import leave_out_unused
 
     (tmp_path / "fp8").mkdir()
     (tmp_path / "fp8" / "kept_apart.py").touch()

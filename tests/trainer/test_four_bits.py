@@ -210,7 +210,7 @@ def test_without_the_library_the_way_out_is_named_before_a_gpu_is_taken(bench, t
 @pytest.mark.parametrize(("method", "importable"), [("lora", False), (None, False), ("qlora", True)])
 def test_the_library_is_kept_out_of_runs_without_qlora(method: str | None, importable: bool, bench, monkeypatch):
     needs_four_bits()
-    from finetune_trainer.stages import leave_out_unused
+    from finetune_trainer.unused_libraries import leave_out_unused
 
     adapter = None if method is None else QLORA.model_copy(update={"method": method})
     monkeypatch.delitem(sys.modules, "bitsandbytes")

@@ -118,6 +118,7 @@ def test_shell_completes_fields() -> None:
     assert fields_like("spec.resources.accelerator.") == [
         "spec.resources.accelerator.memory",
         "spec.resources.accelerator.product",
+        "spec.resources.accelerator.resource",
     ]
     assert fields_like("spec.nothing.") == []
     assert fields_like("st") == ["storage", "status"]

@@ -29,9 +29,10 @@ from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks
 from finetune_trainer.stage_console import quiet_libraries, settle_console
-from finetune_trainer.stages import STAGES, StageInput, StageResult, leave_out_unused
+from finetune_trainer.stages import STAGES, StageInput, StageResult
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.training.interruption import Interruption
+from finetune_trainer.unused_libraries import leave_out_unused
 
 log = logging.getLogger("finetune_trainer")
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,24 +51,6 @@ class StageResult:
     fingerprint: str | None = None
     measured: MeasuredFacts | None = None
     model_revision: str | None = None
-
-
-def leave_out_unused(job: TrainerJob) -> None:
-    """Keeps what `job` has no use for from being imported: transformers and peft load bitsandbytes and torchao wherever
-    they find them, the first of which takes 0.7 s of a start's 4.6 on one core, the second 2. A job in fp8 can import
-    what our image keeps apart for it. To be called before the heavy imports.
-    """
-    training = job.training
-    unused = []
-    if training is None or not training.in_four_bits:
-        unused.append("bitsandbytes")
-    if training is None or training.precision != "fp8":
-        unused.append("torchao")
-    else:
-        # Where our image has it, out of the way of everything else.
-        sys.path.append(str(Path(sys.prefix) / "fp8"))
-    for name in unused:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # how Python says "not to be imported"
 
 
 def _prepare(given: StageInput) -> StageResult:

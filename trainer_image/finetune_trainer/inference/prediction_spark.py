@@ -30,6 +30,7 @@ from finetune_trainer.inference.prediction_workers import OtherFailedError, Work
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.spark_session import Asked, spark_session
 from finetune_trainer.stage_console import quiet_libraries, settle_console
+from finetune_trainer.unused_libraries import leave_out_unused
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -201,8 +202,6 @@ class Work:
 
     def _settle(self, index: int, job: TrainerJob) -> None:
         """What the start of a stage's own process does; Spark sets OMP_NUM_THREADS to the cores of its task."""
-        from finetune_trainer.stages import leave_out_unused
-
         settle_console(index)
         quiet_libraries()
         leave_out_unused(job)

@@ -25,7 +25,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, classify, needed_library
 from finetune_trainer.jobs import read_job
 from finetune_trainer.stage_console import quiet_libraries, settle_console
-from finetune_trainer.stages import leave_out_unused
+from finetune_trainer.unused_libraries import leave_out_unused
 
 log = logging.getLogger("finetune_trainer")
 
