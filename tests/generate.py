@@ -110,7 +110,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_reference,
     "docs/names.md": names_reference,
     "docs/commands.md": command_reference,
-    "docs/gpus.md": between_marks("docs/gpus.md", gpu_table),
+    "docs/hardware.md": between_marks("docs/hardware.md", gpu_table),
     "docs/operator.md": between_marks("docs/operator.md", launchers_table),
     "docs/support.md": support_matrix,
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,

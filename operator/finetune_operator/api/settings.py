@@ -461,7 +461,8 @@ class Settings(SpecModel):
     )
     prices: tuple[Price, ...] = Field(default=(), description="Price table. Left out: costs are not estimated.")
     hardware: Annotated[tuple[HardwareRow, ...], Field(max_length=256)] = Field(
-        default=(), description="GPUs beside those of the built-in table (docs/gpus.md), or in place of its figures."
+        default=(),
+        description="GPUs beside those of the built-in table (docs/hardware.md), or in place of its figures.",
     )
     nodes: Nodes = Field(default=Nodes(), description="How the operator learns which GPUs nodes have.")
 

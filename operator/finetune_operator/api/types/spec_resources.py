@@ -24,8 +24,8 @@ class AcceleratorSpec(SpecModel):
 
     product: Text | None = Field(
         default=None,
-        description="Product by its name, e.g. H100 or A100-80GB (all: docs/gpus.md), or as a node label has it, e.g. "
-        "NVIDIA-A100-SXM4-80GB. Pods go to nodes with it. Left out: any.",
+        description="Product by its name, e.g. H100 or A100-80GB (all: docs/hardware.md), or as a node label has it, "
+        "e.g. NVIDIA-A100-SXM4-80GB. Pods go to nodes with it. Left out: any.",
     )
     memory: Quantity | None = Field(
         default=None,
