@@ -49,6 +49,7 @@ from finetune_operator.planning.devices import has_fp8, mig_memory, mig_product,
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.endpoint_plan import choose_servers, serving_order
 from finetune_operator.planning.engines import choose_engine, choose_predict_engine
+from finetune_operator.planning.gpu_nodes import gpu_resource
 from finetune_operator.planning.inference import (
     check_inference,
     choose_inference,
@@ -207,7 +208,7 @@ def _device_of(spec: FineTuneJobSpec, nodes: NodesTold | None, settings: Setting
         return nodes.gpu, [f"hardware: {nodes.words}"]
     accelerator = spec.resources.accelerator
     memory = None if accelerator.memory is None else int(parse_quantity(accelerator.memory))
-    resource = accelerator.resource or settings.defaults.gpu_resource
+    resource = gpu_resource(spec, settings.defaults)
     product = mig_product(accelerator.product, resource)
     device, sentence = assumed_device(product, memory or mig_memory(resource), settings.hardware)
     told = [] if nodes is None else [f"hardware: {nodes.words}"]
