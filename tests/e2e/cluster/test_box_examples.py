@@ -326,7 +326,8 @@ def test_endpoint_example_answers_with_a_label(runs: dict[str, Future[Ended]], b
     ended = runs["endpoint"].result()
     assert ended.status["phase"] == "Serving"
     assert ended.status["artifacts"]["endpointUrl"].startswith(f"http://{ended.name}-endpoint.")
-    assert any("in a Deployment: the cluster is not known to serve" in one for one in ended.status["plan"]["reasons"])
+    runtime = "in a Deployment, up to 3 under load: the cluster is not known to serve KServe's"
+    assert any(runtime in one for one in ended.status["plan"]["reasons"])
     assert ended.seen["code"] == 200
     assert {one["label"] for row in ended.seen["answer"] for one in row} == {"negative", "positive"}
 
