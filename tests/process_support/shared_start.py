@@ -72,7 +72,7 @@ class StartServer:
 
     @property
     def python(self) -> str:
-        """What takes the place of Python's interpreter, to be followed by its arguments."""
+        """Return the command that replaces the Python interpreter, without arguments."""
         return str(self._program)
 
     def code(self, code: str) -> list[str]:

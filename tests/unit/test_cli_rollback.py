@@ -54,7 +54,7 @@ class Stored:
 
 
 def asked(found: ClusterJob, to: int | None = None) -> tuple[Rollback, list[tuple[str, str | None, bool]]]:
-    """What the command did, and what it wrote."""
+    """Return the result, and the annotations that were written: key, value, dry run."""
     stored = Stored(found)
     return asyncio.run(rollback(stored, "reviews", to)), stored.written  # type: ignore[arg-type]
 

@@ -183,15 +183,15 @@ class Cluster:
 
     async def set_suspended(self, job: ClusterJob, suspended: bool, dry_run: bool = False) -> ClusterJob:
         """Write `runPolicy.suspend` of this very job."""
-        body: Manifest = {"metadata": {"uid": job.metadata.uid}, "spec": {"runPolicy": {"suspend": suspended}}}
-        with self._in_words():
-            return parse_job(
-                await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
-            )
+        return await self._merge(job, {"spec": {"runPolicy": {"suspend": suspended}}}, dry_run)
 
     async def annotate(self, job: ClusterJob, key: str, value: str | None, dry_run: bool = False) -> ClusterJob:
         """Write an annotation of this very job; None takes it away."""
-        body: Manifest = {"metadata": {"uid": job.metadata.uid, "annotations": {key: value}}}
+        return await self._merge(job, {"metadata": {"annotations": {key: value}}}, dry_run)
+
+    async def _merge(self, job: ClusterJob, changes: dict[str, Any], dry_run: bool) -> ClusterJob:
+        """Merge `changes` into this very job, which its uid identifies."""
+        body = {**changes, "metadata": {**changes.get("metadata", {}), "uid": job.metadata.uid}}
         with self._in_words():
             return parse_job(
                 await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
@@ -234,12 +234,12 @@ class Cluster:
         return self._client.server
 
     async def document(self, path: str) -> Manifest:
-        """What the API server has at a path that is no resource's."""
+        """Return the API server's answer at a path outside of its resources."""
         with self._in_words():
             return await self._client.document(path, "discovery")
 
     async def serves(self, resource: Resource) -> bool:
-        """Whether the API server has this kind."""
+        """Return whether the API server serves the resource."""
         with self._in_words():
             return await self._client.serves(resource)
 

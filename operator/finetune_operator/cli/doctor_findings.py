@@ -1,4 +1,4 @@
-"""What a cluster has and lacks for jobs: what was read of it, judged row by row.
+"""Findings of `finetune doctor`: each fact that was read of a cluster, judged for a job.
 
 Pure: `judge` takes what could be read, each part as a value or as the words why it could not, and gives findings. What
 the caller may not read is told as not known, never taken for missing.

@@ -18,7 +18,7 @@ from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 @dataclass(frozen=True)
 class Rollback(Change):
-    """What was done to one endpoint."""
+    """Result of a rollback of one endpoint."""
 
     source: int
     """Revision that spec.endpoint asks for."""

@@ -119,7 +119,7 @@ class KubernetesClient:
         return await self._json(Request("get", path, counted))
 
     async def serves(self, resource: Resource) -> bool:
-        """Whether the API server has this kind."""
+        """Return whether the API server serves the resource."""
         try:
             found = await self.document(f"/apis/{resource.api_version}", f"{resource.plural}/discovery")
         except errors.NotFoundError:

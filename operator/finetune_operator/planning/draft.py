@@ -69,7 +69,7 @@ class Draft:
     kserve: bool
     """Whether the cluster serves InferenceServices of KServe."""
     runtime_there: EndpointRuntime | None
-    """What runs the job's endpoint already."""
+    """Runtime of the job's endpoint as it is deployed now."""
     prepared: bool
     """Whether prepare has succeeded."""
     predicted: bool
@@ -91,7 +91,7 @@ class Draft:
     engine: Literal["local", "job", "spark"] = "local"
     """What prepares."""
     predict_engine: Literal["job", "spark"] = "job"
-    """What runs the workers that predict."""
+    """Engine of predict's workers."""
     inference_precision: InferencePrecision = "fp32"
     predict_workers: int = 1
     """Processes that share the rows to predict."""

@@ -65,7 +65,7 @@ def asked_labels(spec: FineTuneJobSpec, settings: Settings) -> Labels:
 
 @dataclass(frozen=True)
 class Node:
-    """What is read of one node."""
+    """Name, labels, allocatable resources and taints of a node."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class GpuKind:
     shares: int
     """Pods that share one GPU; 1: none do."""
     how: str
-    """What tells the product."""
+    """Source of the product's name, e.g. a label."""
     speed: float
     """Peak in bf16, or 0 where it is not known."""
     link: float | None
@@ -201,7 +201,7 @@ def _whole(text: str) -> int:
 
 
 def told_by(nodes: Sequence[Node], spec: FineTuneJobSpec, settings: Settings) -> NodesTold:
-    """What the nodes that a job's pods can go to tell of their GPUs; of several kinds, the weakest."""
+    """Return the GPUs of the nodes that can run a job's pods; of several kinds, the weakest."""
     resource, asked = gpu_resource(spec, settings.defaults), spec.resources.gpus_per_node
     least = 1 if asked == "auto" else asked
     fitting = tuple(node for node in nodes if can_run(node, spec, settings))

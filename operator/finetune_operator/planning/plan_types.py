@@ -25,7 +25,7 @@ EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
 
 
 class NodesTold(Message):
-    """What the nodes that a job's pods can go to tell of their GPUs."""
+    """GPUs of the nodes that can run a job's pods, by the nodes' labels and resources."""
 
     gpu: DeviceFacts | None = None
     """Of the weakest of them; None: they tell nothing, or there are none."""
@@ -51,7 +51,7 @@ class Facts:
     kserve: bool = False
     """Whether the cluster serves InferenceServices of KServe."""
     runtime_there: EndpointRuntime | None = None
-    """What runs the job's endpoint already; None: nothing does."""
+    """Runtime of the job's endpoint as it is deployed now; None: it is not."""
     prepared: bool = False
     """Whether prepare has succeeded, so that nothing is asked any more of what only it runs with."""
     predicted: bool = False

@@ -64,6 +64,12 @@ class _InferenceService(Raw):
     status: _ServiceStatus = _ServiceStatus()
 
 
+def _revision(metadata: Meta) -> int | None:
+    """Return the revision that the labels of an object name; None if it is not of an endpoint."""
+    attempt = attempt_of(metadata)
+    return attempt[1] if attempt is not None and attempt[0] is Stage.SERVE else None
+
+
 def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
     """Return the endpoint; None for a Deployment without the labels of one, or that cannot be read. A Deployment of
     KServe's has the runtime `kserve`.
@@ -72,8 +78,8 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
         raw = _Deployment.model_validate(value)
     except ValidationError:
         return None
-    attempt = attempt_of(raw.metadata)
-    if attempt is None or attempt[0] is not Stage.SERVE:
+    revision = _revision(raw.metadata)
+    if revision is None:
         return None
     status = raw.status
     # What the controller said of an earlier generation is no word on this one.
@@ -81,7 +87,7 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
     stuck = next((one for one in status.conditions if one.type == "Progressing" and one.status == "False"), None)
     return EndpointView(
         ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
-        revision=attempt[1],
+        revision=revision,
         created=raw.metadata.creation_timestamp,
         # Kubernetes' own default.
         replicas=1 if raw.spec.replicas is None else raw.spec.replicas,
@@ -101,15 +107,15 @@ def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | Non
         raw = _InferenceService.model_validate(value)
     except ValidationError:
         return None
-    attempt = attempt_of(raw.metadata)
-    if attempt is None or attempt[0] is not Stage.SERVE:
+    revision = _revision(raw.metadata)
+    if revision is None:
         return None
     asked, annotations = raw.spec.predictor, raw.metadata.annotations
     bad = {one.type: one for one in raw.status.conditions if _is_trouble(one)}
     told = next((bad[name] for name in _TOLD_CONDITIONS if name in bad), None)
     return EndpointView(
         ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
-        revision=attempt[1],
+        revision=revision,
         created=raw.metadata.creation_timestamp,
         replicas=1 if asked.min_replicas is None else asked.min_replicas,
         runtime="kserve",

@@ -41,7 +41,7 @@ class Form:
     stop: tuple[str, ...] = ()
     """Texts that end what is written, and are no part of it."""
     seed: int | None = None
-    """Of what is drawn for each row; None: the job's, from which rows of a batch draw one after the other."""
+    """Seed of each row's sampling; None: the job's seed, shared by the rows of a batch in their order."""
 
     @property
     def columns(self) -> Columns:

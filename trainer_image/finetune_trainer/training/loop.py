@@ -228,9 +228,9 @@ class TrainingLoop:
         self._tell_trackers("on_train_begin")
 
     def _first_loss(self, model: torch.nn.Module) -> torch.Tensor:
-        """The loss of the first micro-batch of an epoch; the reference, which is asked later, says nothing in it."""
+        """Return the loss of an epoch's first micro-batch, in which the reference, asked later, answers 0."""
         parts = self.parts
-        batch = parts.collate(parts.rows.__getitems__(next(iter(parts.order))))
+        batch = parts.collate(parts.rows.without_reference(next(iter(parts.order))))
         if parts.objective is not None:
             pairs = torch.zeros(parts.collate.items(batch))
             batch |= {f"{REFERENCE}{name}": pairs for name in parts.objective.compares}

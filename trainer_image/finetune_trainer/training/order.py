@@ -152,9 +152,16 @@ class TrainRows(Dataset[Any]):
 
     def __getitems__(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
         """torch asks a data set that has this for a whole batch at once."""
+        features = self.without_reference(picks)
+        for feature, pick in zip(features, picks, strict=True):
+            feature |= self._reference.of("train", pick.row)
+        return features
+
+    def without_reference(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
+        """Return the features of a batch as they are before the reference is asked."""
         features = self._prepared.features("train", [pick.row for pick in picks])
         for feature, pick in zip(features, picks, strict=True):
-            feature |= {DRAW: pick.draw, **self._reference.of("train", pick.row)}
+            feature[DRAW] = pick.draw
         return features
 
 

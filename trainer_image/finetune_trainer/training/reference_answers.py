@@ -40,8 +40,8 @@ class Said:
     """By role, shape (features, names); NaN for features that nobody has asked about."""
 
     def of(self, role: str, feature: int) -> Answer:
-        """Of one feature, under `REFERENCE` names; nothing before the reference was asked."""
-        if not self.names or role not in self.values:
+        """Return the answers on one feature, under `REFERENCE` names."""
+        if not self.names:
             return {}
         said = zip(self.names, self.values[role][feature], strict=True)
         return {f"{REFERENCE}{name}": np.asarray(value) for name, value in said}

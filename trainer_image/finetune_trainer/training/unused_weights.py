@@ -22,7 +22,7 @@ _CHOOSES = re.compile(r"layer_?drop|experts$")
 
 
 def may_leave_weights_unused(model: PreTrainedModel, loss_of: LossOf) -> bool:
-    """Whether some trained weights of `model` may be without a gradient after a step. Keeps the model's mode; draws no
+    """Return whether a step may leave trained weights of `model` without a gradient. Keep the model's mode; draw no
     random numbers.
     """
     if _chooses(model):
