@@ -51,6 +51,10 @@ class _Rows(torch.utils.data.Dataset[Any]):
         return self._count
 
     def __getitems__(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
+        return self.without_reference(picks)
+
+    def without_reference(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
+        """As `TrainRows` has them; no case here asks a reference."""
         ids = np.arange(traced_cases.TOKENS) % 1000 + 1
         return [{"input_ids": ids, "labels": ids} for _ in picks]
 
