@@ -15,6 +15,7 @@ each connection, answers with the process id, later with the exit code, and kill
 from __future__ import annotations
 
 import array
+import atexit
 import gc
 import json
 import os
@@ -185,6 +186,7 @@ def _become(asked: dict[str, Any]) -> None:
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
+    atexit._clear()  # what the server has registered is no business of this process
     module, *arguments = asked["arguments"]
     sys.argv, sys.executable = [module, *arguments], asked["program"]  # torch's launcher starts ranks with it
     code = 0

@@ -88,3 +88,16 @@ def test_a_thread_that_waits_holds_nobody_up(sleeping: None, monkeypatch: pytest
     monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
     ending.let_collectives_end()
     assert slept
+
+
+def test_exit_waits_for_threads_and_calls_what_is_registered():
+    program = (
+        "import atexit, threading, time\n"
+        "from finetune_trainer import __main__ as trainer\n"
+        "def late(): threading.main_thread().join(0.2); print('a thread has ended')\n"
+        "trainer.run = lambda arguments: threading.Thread(target=late).start() or 0\n"
+        "atexit.register(print, 'the last word')\n"
+        "trainer.main([])\n"
+        "print('not reached')\n"
+    )
+    assert run(program, folders=()) == "a thread has ended\nthe last word\n"

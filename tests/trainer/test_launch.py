@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import Preparation
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import free_port
+from process_support.command_lines import command_of
 from process_support.left import left
 from process_support.signals import blocks
 from suite_plugins.patience import patient
@@ -49,14 +51,6 @@ class Pod:
         """The processes of the stage itself."""
         below = psutil.Process(self.process.pid).children(recursive=True)
         return [process for process in below if command_of(process)[1:3] == ["-m", "finetune_trainer"]]
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    """Empty for one that is gone by now: libraries have the linker and the compiler tell things while they start."""
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
 
 
 @dataclass
@@ -126,7 +120,8 @@ def cluster_of(tmp_path: Path):
         for pod in cluster.pods:
             if pod.process.poll() is None:
                 for process in psutil.Process(pod.process.pid).children(recursive=True):
-                    process.kill()
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
                 pod.process.kill()
                 pod.process.wait()
 

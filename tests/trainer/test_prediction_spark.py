@@ -24,6 +24,7 @@ from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.prediction_spark import Work, predict_by_spark
 from finetune_trainer.inference.prediction_workers import WORD, Word
 from finetune_trainer.progress import NoProgress
+from process_support.command_lines import command_of
 from suite_plugins.waiting import wait_until
 from trainer_support.tasks import write_lines
 
@@ -117,7 +118,7 @@ def test_executors_write_the_bytes_of_one_process_also_after_one_is_killed(
         forks = [
             one
             for one in psutil.Process().children(recursive=True)
-            if "pyspark.daemon" in one.cmdline() and "pyspark.daemon" in (one.parent() or one).cmdline()
+            if "pyspark.daemon" in command_of(one) and "pyspark.daemon" in command_of(one.parent() or one)
         ]
         for one in forks:
             os.kill(one.pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import CheckpointSchedule, Strategy
+from process_support.command_lines import command_of
 from process_support.signals import handles
 from suite_plugins.waiting import wait_until
 from trainer_support.forking import TESTS, fork_server
@@ -80,7 +81,7 @@ def history(bench) -> list[str]:
 
 def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes that train, in the order of their ranks."""
-    found = [child for child in psutil.Process(process.pid).children() if "process_support.held" in child.cmdline()]
+    found = [child for child in psutil.Process(process.pid).children() if "process_support.held" in command_of(child)]
     return sorted(found, key=lambda child: int(child.environ()["RANK"]))
 
 

@@ -14,20 +14,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from finetune_contract.layout import EXIT_OK
-from finetune_trainer.ending import let_collectives_end
+from finetune_trainer.ending import let_collectives_end, settle_exit
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The console script."""
     code = run(sys.argv[1:] if argv is None else argv)
     logging.shutdown()
+    if code == EXIT_OK:
+        let_collectives_end()
+        settle_exit()
+    # A process group whose peers are gone, or a thread inside a collective, can hold up an orderly end for minutes; and
+    # taking apart what torch and transformers have made of this process takes a second or two.
     sys.stdout.flush()
     sys.stderr.flush()
-    if code != EXIT_OK:
-        # A process group whose peers are gone, or a thread inside a collective, can hold up an orderly end for minutes.
-        os._exit(code)
-    let_collectives_end()
-    sys.exit(code)
+    os._exit(code)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -9,7 +9,9 @@ group. Standard library only: every Python process of a user's program imports t
 
 from __future__ import annotations
 
+import atexit
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -50,3 +52,11 @@ def _states() -> list[str]:
         if name.startswith(_NAME):
             found.append(rest.split()[0])
     return found
+
+
+def settle_exit() -> None:
+    """What the interpreter does first at its end, for a process that leaves by `os._exit` then: waits for threads that
+    are no daemons, and calls what libraries have registered (trackers send the last of what they were told).
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

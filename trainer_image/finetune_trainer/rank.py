@@ -20,7 +20,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_OK, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer import runs
+from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.failures import StageError, chain, classify
 from finetune_trainer.jobs import read_job
@@ -82,6 +82,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         job = read_job(arguments.job)
         name = job.name
         if stage is not Stage.TRAIN or job.script is None:
+            collection.put_off()
             quiet_libraries()
             leave_out_unused(job)
         paths = JobPaths.of(arguments.workspace, job.name)

@@ -16,7 +16,7 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import MeasuredFacts
 from finetune_contract.trainer_job import Script, TrainerJob, Training
-from finetune_trainer import runs
+from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.training.interruption import Interruption
@@ -62,6 +62,7 @@ def _prepare(given: StageInput) -> StageResult:
     if pod.leads:
         with Leader(pod) as leader:
             return _prepare_alone(given, leader)
+    collection.begin()
     settings = runs.Given.of(given.job, given.deepspeed)
 
     def finished() -> bool:
@@ -92,6 +93,7 @@ def _prepare_rows(given: StageInput, leader: Leader | None) -> StageResult:
     from finetune_trainer.data.prepare import prepare
     from finetune_trainer.data.shared_data import SharedData
 
+    collection.begin()
     facts = prepare(given.job, given.paths, given.progress, leader, SharedData.of(given.paths, os.environ))
     rows = {role: split.rows for role, split in facts.splits.items()}
     measured = _measured(given.job, facts) if given.job.run is not None else None
@@ -105,6 +107,7 @@ def _prepare_script(given: StageInput, script: Script) -> StageResult:
     from finetune_trainer.scripts.code import fetch_code
     from finetune_trainer.scripts.script_inputs import check_inputs
 
+    collection.begin()
     given.progress.update(0, 2)
     program = fetch_code(script, given.paths)
     given.progress.update(1, 2)
@@ -148,6 +151,7 @@ def _train(given: StageInput) -> StageResult:
         connect(given.world, device, threads, strategy)
     from finetune_trainer.training.run import read_deepspeed_config, train
 
+    collection.begin_with_models()
     config = read_deepspeed_config(given.deepspeed)
     outcome = train(
         given.job,
@@ -188,6 +192,7 @@ def _run_script(given: StageInput, script: Script) -> StageResult:
 def _evaluate(given: StageInput) -> StageResult:
     from finetune_trainer.inference.evaluate import evaluate
 
+    collection.begin_with_models()
     job = _inference_job(given)
     return StageResult(evaluate(job, given.paths, given.progress), {"metrics": given.paths.metrics.name})
 
@@ -196,6 +201,7 @@ def _predict(given: StageInput) -> StageResult:
     from finetune_trainer.inference.predict import predict
     from finetune_trainer.inference.prediction_spark import predict_by_spark
 
+    collection.begin_with_models()
     job = _inference_job(given)
     if job.predict is not None and job.predict.engine == "spark":
         return StageResult(predict_by_spark(job, given.paths, given.progress), {})

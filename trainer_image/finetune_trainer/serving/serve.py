@@ -22,6 +22,7 @@ from finetune_contract.layout import (
     JobPaths,
 )
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer import collection
 from finetune_trainer.failures import StageError, classify, needed_library
 from finetune_trainer.jobs import read_job
 from finetune_trainer.stage_console import quiet_libraries, settle_console
@@ -34,6 +35,7 @@ def serve(argv: Sequence[str]) -> int:
     """Serve until SIGTERM, and return the exit code."""
     arguments = _parse(argv)
     settle_console(0)
+    collection.put_off()
     quiet_libraries()
     # A batch of a few texts is done before other threads have woken up; on a busy machine they cost many times as much.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -17,6 +17,7 @@ import pyarrow as pa
 from finetune_contract.choices import WRITING_TASKS
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Columns, Generation, Prediction, Serving, TrainerJob
+from finetune_trainer import collection
 from finetune_trainer.data.prepare import labels_of_model
 from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, PreparedSplit
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
@@ -100,6 +101,7 @@ class ServingEngine:
         """Load the model, once, and convert it where the job asks for it. StageErrors of the model and of the rung."""
         if self._opened:
             return
+        collection.begin_with_models()
         serving, paths, job = self.serving, self.paths, self.job
         version = weights_version(job, paths)
         if self.trained:
