@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport
+from finetune_trainer import collection
 from finetune_trainer.distributed import LOOPBACK, START_SECONDS, free_port
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.files import write_atomically
@@ -144,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+    collection.begin()
     try:
         _launch(arguments)
     except ChildFailedError as error:
@@ -208,6 +210,7 @@ def main() -> None:
     parser.add_argument("program", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     arguments.program = arguments.program[1:]  # behind the "--" that ends our own options
+    collection.put_off()
     code = run(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
