@@ -130,6 +130,7 @@ class World:
     """What the pods have logged."""
     last_logs: dict[str, str] = field(default_factory=dict)
     """Those that were read when a deletion began."""
+    uid: str = UID
     events: list[EventNote] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
     writes: int = 0
@@ -144,7 +145,7 @@ class World:
         metadata: dict[str, Any] = {
             "name": "reviews",
             "namespace": "team",
-            "uid": UID,
+            "uid": self.uid,
             "generation": self.generation,
             "creationTimestamp": stamp(NOON),
         }

@@ -193,6 +193,12 @@ class Limits(SpecModel):
     unschedulable_seconds: Count | None = Field(
         default=None, description="Until a job whose pods find no node has failed. Left out: it waits, and says so."
     )
+    gang_seconds: Annotated[int, Field(ge=0, le=1500)] = Field(
+        default=900,
+        description="Until a training some of whose pods hold nodes while others find none is stopped and leaves them; "
+        "it starts again later, which counts as no restart. Below the 1800 s after which its processes would give up. "
+        "0: never. Default 900.",
+    )
     progress_seconds: NonNegative = Field(
         default=1800,
         description="Until an attempt that has reported progress and shows none any more is stopped and starts again, "

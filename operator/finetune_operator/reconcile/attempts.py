@@ -17,6 +17,7 @@ from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.course import Course, reference
 from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
 from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_lost, reported_success, without_report
+from finetune_operator.reconcile.gangs import look_for_rest
 from finetune_operator.reconcile.planned import configuration
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
@@ -182,9 +183,10 @@ def _underway(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
     stage = seen(stage.model_copy(update={"blocked_since": blocked}), pods)
     course = course.with_stage(stage)
     if held is not None:
-        course, fallen_back = look_for_nodes(course, stage, pods)
-        if fallen_back:
-            return course
+        for look in (look_for_rest, look_for_nodes):
+            course, stopped = look(course, stage, pods)
+            if stopped:
+                return course
     if held is not None and held.cause is not None:
         return attempt_failed(course, stage, held.cause)
     if held is not None:

@@ -1,0 +1,111 @@
+"""Gangs of which a part has nodes: the processes of a training wait for each other, and keep nodes from other jobs.
+
+Two trainings that hold half of a cluster each would wait for ever. Such an attempt is stopped after a limit, and starts
+again after a delay that differs from job to job. It is no failure: nothing ran, so it is no restart.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.quantities import human_seconds
+from finetune_operator.api.types import StageStatus
+from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_types import PodView
+from finetune_operator.reconcile.status_times import stamp
+from finetune_operator.reconcile.usage import attempt_over
+
+INCOMPLETE = "GangIncomplete"
+"""Reason of condition Running, and of the event when the attempt is stopped."""
+
+
+@dataclass(frozen=True)
+class HalfPlaced:
+    """A gang some of whose pods hold nodes while others find none."""
+
+    pod: PodView
+    """The one that has waited longest."""
+    placed: int
+    pods: int
+    since: datetime
+    """When the first node was held in vain."""
+    blocked: bool
+    """True if a container of the gang cannot start, which has a message of its own."""
+
+    @property
+    def message(self) -> str:
+        """State and the scheduler's message."""
+        holds = "holds a node and waits" if self.placed == 1 else "hold nodes and wait"
+        return (
+            f"{self.placed} of {self.pods} pods {holds} for the others: pod {self.pod.name} finds no node "
+            f"({self.pod.unschedulable})"
+        )
+
+
+def half_placed(stage: StageStatus, pods: Sequence[PodView]) -> HalfPlaced | None:
+    """Return how far the gang of a training is placed; None for one that is placed, or that holds nothing."""
+    if stage.name != Stage.TRAIN.value:
+        return None
+    living = [pod for pod in pods if not pod.over and pod.deleting_until is None]
+    waiting = [pod for pod in living if pod.phase == "Pending" and pod.unschedulable is not None]
+    # The launcher pod of an MPIJob, which has no index, holds next to nothing.
+    ranks = [pod for pod in living if pod.index is not None]
+    placed = [pod for pod in ranks if pod.node is not None]
+    if not waiting or not placed:
+        return None
+    first = min(pod.scheduled or pod.created for pod in placed)
+    longest = min(waiting, key=lambda pod: (pod.created, pod.name))
+    blocked = any(pod.waiting is not None for pod in living)
+    return HalfPlaced(longest, len(placed), len(ranks), max(first, longest.created), blocked)
+
+
+def look_for_rest(course: Course, stage: StageStatus, pods: Sequence[PodView]) -> tuple[Course, bool]:
+    """Follow an attempt that is half placed: it waits and reports it, or is stopped. True: it was stopped, and nothing
+    else is to be reported of it.
+    """
+    gang, limit = half_placed(stage, pods), course.settings.limits.gang_seconds
+    if gang is None:
+        return course, False
+    until = gang.since + timedelta(seconds=limit) if limit else None
+    if until is not None and until <= course.now and not course.spec.run_policy.suspend:
+        return _stopped(course, stage, gang), True
+    course = course.wake(until)
+    if gang.blocked:
+        return course, False
+    prospect = (
+        "" if until is None else f" At {stamp(until)} all are stopped and leave their nodes, and start again later."
+    )
+    return replace(course, waiting=f"{gang.message}.{prospect}", waiting_reason=INCOMPLETE), False
+
+
+def _stopped(course: Course, stage: StageStatus, gang: HalfPlaced) -> Course:
+    """The attempt is stopped; the next one starts after a delay, in which another job may get all its nodes."""
+    seconds = _delay(course, stage)
+    held = human_seconds((course.now - gang.since).total_seconds())
+    course = attempt_over(course, stage, course.now)
+    stopped = stage.model_copy(
+        update={
+            "state": "Failed",
+            "completion_time": stamp(course.now),
+            "next_attempt_time": stamp(course.now + timedelta(seconds=seconds)),
+        }
+    )
+    return course.with_stage(stopped).tell(
+        INCOMPLETE,
+        f"{gang.message}. After {held} attempt {stage.attempt} is stopped, as limits.gangSeconds says, so that others "
+        f"can have the nodes; attempt {stage.attempt + 1} starts in {human_seconds(seconds)}, which is no restart.",
+        warning=True,
+    )
+
+
+def _delay(course: Course, stage: StageStatus) -> float:
+    """Seconds until the next attempt: between the longest delay of a restart and twice that, by job and attempt. Gangs
+    that were in each other's way do not come back together.
+    """
+    longest = course.settings.limits.restart_delay_most_seconds
+    drawn = zlib.crc32(f"{course.job.uid}/{stage.attempt}".encode()) / 2**32
+    return float(round(longest * (1 + drawn)))
