@@ -25,6 +25,15 @@ from trainer_support.tasks import training_of
 
 GIB = 1 << 30
 # Shapes with another number in every place, so that a formula that mixes two of them up is found.
+GROUPED: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""A small decoder with grouped queries."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "bert": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
     "electra": {"embedding_size": 48, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
@@ -41,21 +50,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pos_att_type": ["p2c", "c2p"],
     },
     "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 256},
-    "llama": {
-        "hidden_size": 64,
-        "intermediate_size": 172,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+    "gemma": {**GROUPED, "head_dim": 32},
+    "llama": GROUPED,
     "mistral": {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 16},
-    "qwen2": {
-        "hidden_size": 64,
-        "intermediate_size": 172,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+    "phi3": {**GROUPED, "pad_token_id": 0},
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 32},
     "t5": {"d_model": 64, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24},
 }
 

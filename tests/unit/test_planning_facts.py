@@ -11,6 +11,7 @@ from finetune_operator.api.quantities import human_bytes, human_count, human_sec
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
 from finetune_operator.planning.assumed_facts import HardwareError, assumed_device, assumed_model, parse_hardware
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
+from finetune_operator.planning.known_models import KNOWN, known_config, known_name
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -38,9 +39,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "type_vocab_size": 0,
     },
     "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 256},
+    "gemma": {
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 160,
+        "head_dim": 24,
+        "vocab_size": 1000,
+    },
     "llama": {"num_hidden_layers": 2, "num_key_value_heads": 8, "vocab_size": 1000},
     "mistral": {"num_hidden_layers": 2, "vocab_size": 1000},
+    "phi3": {
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 160,
+        "vocab_size": 1000,
+        "pad_token_id": 0,
+    },
     "qwen2": {"num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": 1000},
+    "qwen3": {
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 160,
+        "head_dim": 32,
+        "vocab_size": 1000,
+    },
     "t5": {"d_model": 64, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24},
 }
 TASKS = {
@@ -55,8 +83,11 @@ TASKS = {
 SUPPORTED = {
     **dict.fromkeys(CONFIGS, ("text-classification", "token-classification", "question-answering", "masked-lm")),
     **dict.fromkeys(
-        ("gpt2", "llama", "mistral", "qwen2"),
+        ("gpt2", "llama", "mistral", "qwen2", "qwen3"),
         ("text-classification", "token-classification", "question-answering", "text-generation", "preference-tuning"),
+    ),
+    **dict.fromkeys(
+        ("gemma", "phi3"), ("text-classification", "token-classification", "text-generation", "preference-tuning")
     ),
     "t5": ("text-classification", "question-answering", "summarization"),
 }
@@ -135,6 +166,72 @@ def test_a_well_known_name_gives_its_published_size_and_says_that_nothing_was_re
     assert sentence.startswith(f"model: {uri} was not read; the published shape of ")
 
 
+PUBLISHED = {
+    "meta-llama/Llama-2-7b-hf": 6.738,
+    "meta-llama/Llama-2-13b-chat-hf": 13.016,
+    "meta-llama/Llama-2-70b-hf": 68.977,
+    "meta-llama/Meta-Llama-3-8B-Instruct": 8.030,
+    "meta-llama/Meta-Llama-3-70B": 70.554,
+    "meta-llama/Llama-3.1-8B": 8.030,
+    "meta-llama/Llama-3.3-70B-Instruct": 70.554,
+    "meta-llama/Llama-3.1-405B": 405.853,
+    "meta-llama/Llama-3.2-1B": 1.236,
+    "meta-llama/Llama-3.2-3B-Instruct": 3.213,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1.100,
+    "HuggingFaceTB/SmolLM2-135M": 0.1345,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 0.3618,
+    "HuggingFaceTB/SmolLM2-1.7B": 1.711,
+    "mistralai/Mistral-7B-v0.1": 7.242,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7.248,
+    "Qwen/Qwen2.5-0.5B-Instruct": 0.494,
+    "Qwen/Qwen2.5-1.5B": 1.544,
+    "Qwen/Qwen2.5-3B": 3.086,
+    "Qwen/Qwen2.5-7B-Instruct": 7.616,
+    "Qwen/Qwen2.5-14B": 14.770,
+    "Qwen/Qwen2.5-32B": 32.764,
+    "Qwen/Qwen2.5-72B-Instruct": 72.706,
+    "Qwen/Qwen3-0.6B": 0.596,
+    "Qwen/Qwen3-1.7B-Base": 1.721,
+    "Qwen/Qwen3-4B": 4.022,
+    "Qwen/Qwen3-4B-Instruct-2507": 4.022,
+    "Qwen/Qwen3-8B": 8.191,
+    "Qwen/Qwen3-14B": 14.768,
+    "Qwen/Qwen3-32B": 32.762,
+    "google/gemma-2b-it": 2.506,
+    "google/gemma-7b": 8.538,
+    "microsoft/Phi-3-mini-4k-instruct": 3.821,
+    "microsoft/phi-4": 14.660,
+    "google/flan-t5-small": 0.0770,
+    "google/flan-t5-base": 0.2476,
+    "google/flan-t5-large": 0.7832,
+    "google/flan-t5-xl": 2.850,
+    "google/flan-t5-xxl": 11.135,
+}
+"""Billions of parameters that the checkpoints' own pages give."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shapes_of_decoders_give_their_published_size(name):
+    facts, sentence = assumed_model(f"hf://{name}", "summarization" if "t5" in name else "text-generation")
+    assert facts.parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=1e-3)
+    assert "the published shape of" in sentence
+    if "t5" not in name:
+        assert facts.parameter_bytes == 2 * facts.parameters
+
+
+def test_every_decoder_in_the_table_has_a_published_size():
+    known = {known_name(f"hf://{name}") for name in PUBLISHED}
+    shapes = [known_config(name) for name in known if name is not None]
+    decoders = [name for name in KNOWN if "num_key_value_heads" in known_config(name)]
+    assert decoders
+    assert [name for name in decoders if known_config(name) not in shapes] == []
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct-AWQ", "org/Llama-3.1-8B-pruned", "org/my-Llama-3.1-8B"])
+def test_a_variant_of_another_shape_is_not_taken_for_the_published_one(name):
+    assert "its name says" in assumed_model(f"hf://{name}")[1]
+
+
 def test_an_unknown_name_is_taken_as_bert_base_and_says_so():
     facts, sentence = assumed_model("s3://bucket/my-model")
     assert facts == assumed_model("hf://google-bert/bert-base-uncased")[0]
@@ -148,7 +245,7 @@ def test_an_unknown_name_is_taken_as_bert_base_and_says_so():
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("meta-llama/Llama-3.1-70B", 70e9),
+        ("tiiuae/falcon-70B", 70e9),
         ("org/Some-7b-instruct", 7e9),
         ("org/model-1.1B-chat-v1.0", 1.1e9),
         ("facebook/opt-350m", 350e6),

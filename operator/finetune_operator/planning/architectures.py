@@ -313,20 +313,23 @@ def _llama(config: _Config, task: Task, labels: int) -> _Counts:
     head_size = config.number("head_dim", default=h // heads)
     key_value_heads = config.number("num_key_value_heads", default=heads)
     key_value = key_value_heads * head_size
-    tied = config.flag("tie_word_embeddings", False)
-    qwen = config.values.get("model_type") == "qwen2"
+    model_type = config.values.get("model_type")
+    tied = config.flag("tie_word_embeddings", model_type == "gemma")
+    qwen = model_type == "qwen2"
     attention_bias = qwen or config.flag("attention_bias", False)
     output_bias = not qwen and config.flag("attention_bias", False)
     attention = _linear(h, heads * head_size, attention_bias) + 2 * _linear(h, key_value, attention_bias)
     attention += _linear(heads * head_size, h, output_bias)
+    if model_type == "qwen3":
+        attention += 2 * head_size  # norms of queries and keys
     gated = 2 * _linear(h, f, config.flag("mlp_bias", False)) + _linear(f, h, config.flag("mlp_bias", False))
     layers, widths = config.number("num_hidden_layers"), {"q": heads * head_size, "k": key_value, "v": key_value}
-    shapes = {
-        **{f"self_attn.{name}_proj": (h, width) for name, width in widths.items()},
-        "self_attn.o_proj": (heads * head_size, h),
-        **{f"mlp.{name}_proj": (h, f) for name in ("gate", "up")},
-        "mlp.down_proj": (f, h),
-    }
+    if model_type == "phi3":
+        shapes = {"self_attn.qkv_proj": (h, sum(widths.values())), "mlp.gate_up_proj": (h, 2 * f)}
+    else:
+        shapes = {f"self_attn.{name}_proj": (h, width) for name, width in widths.items()}
+        shapes |= {f"mlp.{name}_proj": (h, f) for name in ("gate", "up")}
+    shapes |= {"self_attn.o_proj": (heads * head_size, h), "mlp.down_proj": (f, h)}
     return _Counts(
         embeddings=vocabulary * h,
         block=attention + gated + 2 * h,
@@ -398,9 +401,12 @@ _FORMULAS: dict[str, _Formula] = {
     "distilbert": _distilbert,
     "deberta-v2": _deberta_v2,
     "gpt2": _gpt2,
+    "gemma": _llama,
     "llama": _llama,
     "mistral": _llama,
+    "phi3": _llama,
     "qwen2": _llama,
+    "qwen3": _llama,
     "t5": _t5,
 }
 ARCHITECTURES = tuple(sorted(_FORMULAS))

