@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from finetune_operator.cli.measure import MEMORY_STEP, own_hardware
+from finetune_operator.cli.measure import MEMORY_STEP, free_part, own_hardware
 
 GIB = 1024**3
 
@@ -26,11 +26,11 @@ def test_a_plan_uses_the_memory_that_is_free_and_not_what_other_programs_have(
 ) -> None:
     memory = SimpleNamespace(total=32 * GIB, available=int(free))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    assert own_hardware().memory_bytes == planned
+    assert free_part(own_hardware()).memory_bytes == planned
     assert ("memory are free here" in " ".join(capsys.readouterr().err.split())) is told
 
 
 def test_all_of_the_memory_is_planned_with_when_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     total = 32 * GIB - 12_345
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=total))
-    assert own_hardware().memory_bytes == total
+    assert free_part(own_hardware()).memory_bytes == total

@@ -57,7 +57,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def document(spec: dict[str, Any]) -> dict[str, Any]:
-    whole = {"model": {"uri": "hf://meta-llama/Llama-3-8B"}, "dataset": {"uri": "hf://c/d"}, "training": {}, **spec}
+    whole = {"model": {"uri": "hf://meta-llama/Llama-8B"}, "dataset": {"uri": "hf://c/d"}, "training": {}, **spec}
     whole.setdefault("task", "text-classification")
     return {
         "apiVersion": "finetune.dev/v1alpha1",
@@ -68,7 +68,7 @@ def document(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def drawn(source: random.Random) -> dict[str, Any]:
-    spec: dict[str, Any] = {"model": {"uri": "hf://meta-llama/Llama-3-8B"}, "training": {}}
+    spec: dict[str, Any] = {"model": {"uri": "hf://meta-llama/Llama-8B"}, "training": {}}
     for path, values in CHOICES.items():
         if source.random() < 0.6:
             continue

@@ -34,7 +34,7 @@ from finetune_operator.cli.display import Display, Shown, Tail, latest
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.local_files import write_atomically
 from finetune_operator.cli.local_stage import Interrupts, StageProcess, failure_of, stage_command
-from finetune_operator.cli.measure import TRAINER, Measured, measure, own_hardware, trainer_is_installed
+from finetune_operator.cli.measure import TRAINER, Measured, free_part, measure, own_hardware, trainer_is_installed
 from finetune_operator.cli.workspace import (
     AFTER_TRAINING,
     FAILURE_FILE,
@@ -205,7 +205,7 @@ def _uris(job: FineTuneJob, stages: Sequence[Stage] = LOCAL_STAGES) -> dict[str,
 def _facts(request: RunRequest, keep_data: bool) -> Facts:
     measured = measure(request.job) if request.measure else Measured(None, own_hardware())
     data = prepared_facts(request.paths, request.job) if keep_data else None
-    return Facts(model=measured.model, data=data, hardware=measured.hardware, local=True)
+    return Facts(model=measured.model, data=data, hardware=free_part(measured.hardware), local=True)
 
 
 def _wanted(request: RunRequest, planned: JobPlan) -> tuple[Stage, ...]:

@@ -85,16 +85,16 @@ def measure(job: FineTuneJob, way_out: str = hub_reach.WAY_OUT) -> Measured:
         if facts is not None:
             with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan some seconds
                 write_atomically(cached, facts.to_json())
-    return Measured(None, own_hardware()) if facts is None else Measured(facts.model, _free_part(facts.hardware))
+    return Measured(None, own_hardware()) if facts is None else Measured(facts.model, facts.hardware)
 
 
 def own_hardware() -> HardwareFacts:
     """This machine as far as it can be seen without torch: GPUs cannot."""
     total = psutil.virtual_memory().total
-    return _free_part(HardwareFacts(cpu_cores=usable_cores(), memory_bytes=total, assumed=True))
+    return HardwareFacts(cpu_cores=usable_cores(), memory_bytes=total, assumed=True)
 
 
-def _free_part(hardware: HardwareFacts) -> HardwareFacts:
+def free_part(hardware: HardwareFacts) -> HardwareFacts:
     """Return the machine with the memory that other programs leave, in whole steps so that equal plans stay equal. A
     run that takes more would have the machine swap, or the kernel end something.
     """

@@ -78,14 +78,14 @@ def refuse_plan(entry: JobEntry, refused: PlanRefused, output: Output | Document
 
 def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, ask_trainer: bool) -> Facts:
     """What is known for a plan without a cluster: measured here, prepared earlier, or given with --hardware."""
-    from finetune_operator.cli.measure import Measured, measure, own_hardware
+    from finetune_operator.cli.measure import Measured, free_part, measure, own_hardware
     from finetune_operator.planning.plan_types import Facts
 
     measured = measure(entry.job) if ask_trainer else Measured(None, own_hardware())
     return Facts(
         model=measured.model,
         data=_earlier_data(entry, workspace),
-        hardware=measured.hardware if node is None else node,
+        hardware=free_part(measured.hardware) if node is None else node,
         local=node is None and entry.job.spec.resources.nodes == 1,
     )
 
