@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] =
         "Qwen2.5-72B",
         {**TRAINS, "resources": {"gpusPerNode": 1}},
         ("--hardware", "gpu=A10G,memory=24Gi"),
-        ("spec.resources: does not fit: needs 1.3 TiB of host memory a node", "72.7 billion parameters"),
+        ("spec.resources: does not fit: needs 1.3 TiB of host memory a node", "rows of 512 tokens are assumed"),
     ),
     "on the CPU": (
         "Llama-7B",
