@@ -69,8 +69,8 @@ def four_bit_weights(model: ModelFacts, adapter: Adapter | None) -> int:
 
 
 def largest_linear(model: ModelFacts) -> int:
-    """Return the weights of the blocks' largest linear layer. The n layers of one name have one shape: (n i o)^2 / (n i x
-    n o) = i o.
+    """Return the weights of the blocks' largest linear layer. The n layers of a name have one shape, so that i o =
+    (n i o)^2 / (n i x n o).
     """
     return max((each.weights**2 // (each.inputs * each.outputs) for each in model.linear_layers.values()), default=0)
 

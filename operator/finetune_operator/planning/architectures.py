@@ -58,9 +58,9 @@ class ActivationShape:
 _ENCODER = ActivationShape()
 # The other counts were fitted to torch's saved tensors of one layer (tests/unit/test_planning_memory.py repeats it):
 # DeBERTa gathers two more score matrices by relative position; GPT-2 and its kin compute their GELU in Python and save
-# three more intermediates; Llama's norm saves its normalised input and its feed-forward layer is gated. Others have also
-# norms of queries and keys (counted for four query heads on one key head), or norms after attention and the feed-forward
-# layer. Gemma 2 saves its capped scores and their softmax, the latter in fp32.
+# three more intermediates; Llama's norm saves its normalised input and its feed-forward layer is gated. Others also
+# have norms of queries and keys (counted for four query heads on one key head), or norms after attention and
+# feed-forward layer. Gemma 2 saves its capped scores and their softmax, the latter in fp32.
 _DECODER = ActivationShape(dropout_masks=0, attention_dropout=False)
 _PYTHON_GELU = replace(_DECODER, feed_forward=5)
 _GATED = replace(_DECODER, norm_inputs=4, feed_forward=4)

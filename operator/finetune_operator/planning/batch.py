@@ -72,8 +72,8 @@ def micro_batches(draft: Draft) -> tuple[int, ...]:
 
 
 def less_padded(draft: Draft, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Filter `sizes` (largest first) to those up to the one with the fastest step, since smaller ones have less padding;
-    return all if a step is not to be cut for that.
+    """Filter `sizes` (largest first) to those up to the one with the fastest step, since smaller ones have less
+    padding; return all of them if a step is not to be cut for that.
     """
     step = _uneven_step(draft, strategy)
     if step is None:
