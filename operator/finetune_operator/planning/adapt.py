@@ -14,7 +14,7 @@ from finetune_operator.planning.plan_types import Adaptation, JobPlan
 
 
 def next_adaptation(plan: JobPlan, current: Adaptation) -> Adaptation:
-    """Return the adaptation for a `plan` with `current` that ran out of memory. Raise ValueError if it trains nothing."""
+    """Return the adaptation that follows `current` after `plan` ran out of memory; ValueError if it trains nothing."""
     if plan.trainer.training is None:
         raise ValueError("nothing is trained, so there is no micro-batch to halve and no strategy to leave out")
     micro = plan.trainer.training.batch.micro_batch_size

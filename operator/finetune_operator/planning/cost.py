@@ -39,7 +39,7 @@ GPU_UTILISATION_FP32 = 0.6
 CPU_FLOPS_PER_CORE = 80e9
 """fp32 peak of one server core with AVX-512, measured on 2 cores (160 to 180 GFLOP/s together)."""
 CPU_UTILISATION = 0.5
-"""Share of a CPU's peak: a 22M-parameter BERT, length-grouped, trains at 50 rows/s of 27 tokens on those 2 cores."""
+"""Share of the peak, measured: a 22M-parameter BERT, length-grouped, trains 50 rows/s of 27 tokens on those 2 cores."""
 LINK_UTILISATION = 0.5
 """Share of a link's bandwidth that messages reach; an assumption, as is NETWORK_BYTES. It is the same for all compared
 plans, and communication is assumed not to overlap with computation.
