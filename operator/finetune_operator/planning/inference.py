@@ -1,5 +1,5 @@
 """Inference of evaluation, prediction and serving: batch size, precision, workers, and the check that the model fits.
-Each process holds the whole model on its device, whatever the training is spread over.
+Each process holds the whole model on its device, regardless of the training's parallelism.
 """
 
 from __future__ import annotations

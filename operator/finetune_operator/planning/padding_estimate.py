@@ -1,7 +1,7 @@
 """Share of padding in an optimizer step, and the micro-batch with which a step takes the least time.
 
 Expectations from the histogram of lengths alone, without sampling, so that a plan is a function of its facts. They
-describe steps of any rows; a step of rows of similar length has hardly any padding however it is cut.
+describe steps of any rows; a step of rows of similar length has hardly any padding at any micro-batch size.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def only_on(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, str]
 
 
 def only_with(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, Sequence[str]]]) -> Manifest:
-    """Restrict `affinity` to nodes with each label, and one of its values, of one of `nodes`; () changes nothing."""
+    """Restrict `affinity` to nodes that match one of `nodes`: each label with one of its values; () changes nothing."""
     if not nodes:
         return dict(affinity)
     of_nodes = _object(affinity.get("nodeAffinity"))
