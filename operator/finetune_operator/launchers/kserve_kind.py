@@ -1,4 +1,4 @@
-"""The facts of KServe's kind that runs an endpoint's servers. Nothing is imported here, as in launcher_rows.py."""
+"""Facts of KServe's kind that runs an endpoint's servers. This module imports nothing, as launcher_rows.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ KSERVE_API = f"{KSERVE_GROUP}/v1beta1"
 KSERVE_KIND = "InferenceService"
 KSERVE_PLURAL = "inferenceservices"
 KSERVE_LABEL = f"{KSERVE_GROUP}/inferenceservice"
-"""Of what KServe makes of an InferenceService, with its name."""
+"""Label of the objects that KServe creates for an InferenceService; its value is the service's name."""
 DEPLOYMENT_MODE = f"{KSERVE_GROUP}/deploymentMode"
-"""Annotation. `Standard`: KServe makes a Deployment, and nothing of Knative's."""
+"""Annotation. `Standard`: KServe creates a Deployment and no Knative objects."""
 AUTOSCALER_CLASS = f"{KSERVE_GROUP}/autoscalerClass"
-"""Annotation. `none`: KServe keeps the number of servers; `external`: an autoscaler that is not KServe's does."""
+"""Annotation. `none`: a fixed number of servers; `external`: an autoscaler other than KServe's scales them."""
 TAKEN_VARIABLES = ("MULTI_MODEL_SERVER", "PROTOCOL", "PYTHONPATH", "STORAGE_URI")
 """Variables that KServe refuses or reads (kserve 0.20, pkg/validation/env_policy.go and pkg/constants/constants.go)."""
 TAKEN_LABELS = ("app", "component")

@@ -1,7 +1,7 @@
-"""Makes the objects that run a plan, and reads what their controllers say of them, by the module of each launcher.
+"""Render the objects that run a plan, and read their status, by the module of each launcher.
 
-Pure: the operator creates what these functions return, in this order, and `finetune render` prints it. A launcher or a
-stage that cannot be rendered is refused with PlanRefused; validation refuses it before.
+Pure: the operator creates the returned objects in this order, and `finetune render` prints them. A launcher or a stage
+that cannot be rendered raises PlanRefused; validation refuses it before.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from finetune_operator.rendering.trainer_pod import StagePods
 
 
 class LauncherModule(Protocol):
-    """What a module of `launchers.kinds` has."""
+    """Interface of a module of `launchers.kinds`."""
 
     def render(self, pods: StagePods) -> tuple[Manifest, ...]:
-        """Return what runs the attempt beside its ConfigMap, in the order of creation."""
+        """Return the objects that run the attempt, without its ConfigMap, in order of creation."""
 
     def read(self, value: Mapping[str, JsonValue]) -> Verdict:
-        """Return how far an object of the launcher's kind is. ValidationError when it cannot be read."""
+        """Return the state of an object of the launcher's kind. Raise ValidationError if it cannot be read."""
 
 
 MODULES: Mapping[LauncherName, LauncherModule] = {
@@ -43,20 +43,20 @@ MODULES: Mapping[LauncherName, LauncherModule] = {
 
 
 def module_of(api_version: str, kind: str) -> LauncherModule | None:
-    """Return the module of a kind; None for one that runs no attempts."""
+    """Return the module of a kind; None for a kind that runs no attempts."""
     names = (each.name for each in SUPPORTED if (each.api_version, each.kind) == (api_version, kind))
     return next((MODULES[name] for name in names), None)
 
 
 def render(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
-    """Everything that a job without a failure needs: what is shared, then the first attempt of every stage in order."""
+    """Return all objects of a job without failures: the shared ones, then the first attempt of each stage in order."""
     attempts = [Attempt(each, capacity=first_capacity(context.spec, each)) for each in plan.stages]
     stages = [stage(plan, context, attempt) for attempt in attempts]
     return (*shared(plan, context), *(manifest for made in stages for manifest in made))
 
 
 def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Manifest, ...]:
-    """One attempt of a stage: its ConfigMap, a Service where its pods look for each other, and last what runs them."""
+    """Return the objects of an attempt: its ConfigMap, a Service if its pods need one, last the launcher's object."""
     if attempt.stage is Stage.SERVE:
         return endpoint_objects(plan, context).manifests
     if attempt.stage is Stage.TRAIN and plan.launcher not in TRAINING:

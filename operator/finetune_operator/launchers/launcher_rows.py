@@ -1,8 +1,8 @@
-"""The facts of each launcher, one row each.
+"""Facts of each launcher, one row each.
 
-Validation, planning, discovery, rights, metrics, help and documentation read these rows, and none of them names a
-launcher itself. How a launcher's manifest is made and its status read is a module of `launchers.kinds`. Nothing is
-imported here, as `finetune --help` reads the rows.
+Validation, planning, discovery, RBAC, metrics, help and documentation read these rows, and none of them names a
+launcher itself. A module of `launchers.kinds` renders the manifest and reads the status. No module of ours is imported
+here, as `finetune --help` reads the rows.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 TrainingLauncher: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", "job"]
-"""The launchers that spec.launcher can name."""
+"""Values of spec.launcher."""
 LauncherName: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", "job", "sparkapplication"]
 StageName: TypeAlias = Literal["prepare", "train", "evaluate", "predict"]
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Names that a launcher's controller sets in its pods; the job's template must not set them."""
+    """Names that a launcher's controller sets in its pods and the job's template must not set."""
 
     label_prefixes: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
@@ -35,45 +35,45 @@ class Launcher:
     kind: str
     plural: str
     installed_by: str
-    """The controller that an administrator installs for it, as part of a sentence."""
+    """Controller that an administrator installs for it, as part of a sentence."""
     manifest: str = ""
-    """What the operator makes of it, for docs/operator.md."""
+    """Object that the operator creates, for docs/operator.md."""
     stages: tuple[StageName, ...] = ("train",)
     """Stages that it can run."""
     supported: bool = True
-    """False: the API accepts its name, and validation refuses it as not supported in this version."""
+    """False if the API accepts its name but validation refuses it as not supported in this version."""
     built_in: bool = False
-    """True: Kubernetes serves it everywhere."""
+    """True if every Kubernetes cluster serves it."""
     engine: Literal["spark"] | None = None
-    """The value of preparation.engine or predict.engine that asks for it."""
+    """Value of preparation.engine or predict.engine that selects it."""
     starter: Literal["torchrun", "mpirun"] = "torchrun"
-    """What starts the ranks of a training."""
+    """Program that starts the ranks of a training."""
     starter_pod: tuple[str, str] | None = None
-    """Label and value of the pod that starts the ranks beside those that compute; None: there is no such pod."""
+    """Label and value of the extra pod that starts the ranks; None if there is no such pod."""
     first_host: str = ""
-    """Suffix of its name that gives the host of rank 0. Empty: a Service of ours is needed."""
+    """Suffix of its name that gives the host of rank 0. Empty if a Service of ours is needed."""
     index_label: str | None = None
     """Label of its pods that holds the node rank."""
     pod_suffix: str = ""
-    """The longest that its controller appends to its name for a pod, with 10,000 nodes."""
+    """Longest suffix that its controller appends to its name for a pod, with 10,000 nodes."""
     job_between: str | None = None
-    """Suffix of the batch Job that its controller makes between it and one of its pods."""
+    """Suffix of the batch Job that its controller creates between it and one of its pods."""
     driver: str | None = None
-    """Suffix of the pod that makes its other pods, and that may have no controller."""
+    """Suffix of the pod that creates its other pods, and that may have no controller."""
     reserved: Reserved = Reserved()
     foreign_names: tuple[str, ...] = ()
-    """Words that people write in spec.launcher when they mean it."""
+    """Other names for it that users write in spec.launcher."""
     foreign_tools: str = "Kubernetes"
-    """Who uses these words, as in docs/names.md."""
+    """Project or tool that uses these names, as in docs/names.md."""
 
     @property
     def group(self) -> str:
-        """API group of its kind."""
+        """Return the API group of its kind."""
         return self.api_version.partition("/")[0]
 
     @property
     def served_as(self) -> str:
-        """Its kind and version, as part of a sentence."""
+        """Return its kind and version, as part of a sentence."""
         return f"{self.kind} ({self.api_version})"
 
 
@@ -81,14 +81,14 @@ _KUBEFLOW = "training.kubeflow.org/"
 _REPLICA = f"{_KUBEFLOW}replica-index"
 
 LAUNCHERS: tuple[Launcher, ...] = (
-    # The most widely installed, and its Services give the rendezvous its address.
+    # The most widely installed; its Services give the rendezvous an address.
     Launcher(
         "pytorchjob", "kubeflow.org/v1", "PyTorchJob", "pytorchjobs", installed_by="the Kubeflow Training Operator",
         manifest="PyTorchJob, workers only, rendezvous by c10d", first_host="-worker-0",
         index_label=_REPLICA, pod_suffix="-worker-9999", reserved=Reserved(label_prefixes=(_KUBEFLOW,)),
         foreign_names=("pytorch", "kubeflow", "training-operator"),
     ),
-    # Needs an SSH server in each worker, and one pod more. That one has a replica index too.
+    # Needs an SSH server in each worker and one more pod, which has a replica index too.
     Launcher(
         "mpijob", "kubeflow.org/v2beta1", "MPIJob", "mpijobs", installed_by="the MPI Operator",
         manifest="MPIJob v2beta1, Open MPI over ssh on port 2222", starter="mpirun",
@@ -119,19 +119,19 @@ LAUNCHERS: tuple[Launcher, ...] = (
         pod_suffix="-driver", driver="-driver",
     ),
 )  # fmt: skip
-"""In the order in which spec.launcher auto prefers those that the API server serves."""
+"""Launchers in the order in which `spec.launcher: auto` prefers those that the API server serves."""
 
 SUPPORTED: tuple[Launcher, ...] = tuple(each for each in LAUNCHERS if each.supported)
 TRAINING: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if "train" in each.stages)
-"""Supported launchers of a training, by preference."""
+"""Supported launchers of a training, in order of preference."""
 BUILT_IN: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.built_in)
 ENGINES: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.engine is not None)
-"""Launchers that a job asks for by the engine of a stage."""
+"""Launchers selected by the engine of a stage."""
 LONGEST_POD_SUFFIX = max(len(each.pod_suffix) for each in SUPPORTED)
 
 
 def launcher(name: str) -> Launcher:
-    """Return the row of `name`. LookupError when there is none."""
+    """Return the row of `name`. Raise LookupError if there is none."""
     for each in LAUNCHERS:
         if each.name == name:
             return each
@@ -139,8 +139,8 @@ def launcher(name: str) -> Launcher:
 
 
 def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Launcher:
-    """Return what runs `stage`: `training` is the launcher of the training, `engine` what the stage asks for.
-    LookupError as `launcher`.
+    """Return the launcher of `stage`: `training` is the training's launcher, `engine` the stage's requested engine.
+    Raise LookupError as `launcher` does.
     """
     if stage == "train":
         return launcher(training)
@@ -149,6 +149,6 @@ def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Laun
 
 
 def to_come(fate: str, quote: str = "") -> str:
-    """Return ` A and B are <fate>.` of the launchers without support; empty when there are none."""
+    """Return ` A and B are <fate>.` for the unsupported launchers; empty if there are none."""
     names = [f"{quote}{each.name}{quote}" for each in LAUNCHERS if not each.supported]
     return f" {' and '.join(names)} {'are' if names[1:] else 'is'} {fate}." if names else ""

@@ -1,1 +1,1 @@
-"""From a job and facts to a plan. Pure."""
+"""Plan a job from its spec and facts. Pure."""

@@ -1,9 +1,9 @@
-"""What to try after an attempt has run out of memory, the smallest change first.
+"""Adaptations after an attempt has run out of memory, the smallest change first.
 
-Half the micro-batch, as often as there is a half, with the global batch kept by accumulation; then the next strategy of
-the ladder, beginning again with the micro-batch that is estimated to fit it; once there are checkpoints, the next one
-that goes on from them. Each step takes something away, so that there is an end: `plan` refuses when nothing is left.
-What an attempt failed of is for others to say.
+First the micro-batch is halved down to 1, with the global batch kept by accumulation; then the next strategy of the
+ladder (once there are checkpoints, the next that can resume from them) starts again at the micro-batch estimated to
+fit it. Each step removes an option, so that it terminates: `plan` refuses when none is left. Other modules determine
+the cause of a failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from finetune_operator.planning.plan_types import Adaptation, JobPlan
 
 
 def next_adaptation(plan: JobPlan, current: Adaptation) -> Adaptation:
-    """The adaptation after `plan`, which was made with `current`, has run out of memory; of a plan that trains."""
+    """Return the adaptation that follows `current` after `plan` ran out of memory; ValueError if it trains nothing."""
     if plan.trainer.training is None:
         raise ValueError("nothing is trained, so there is no micro-batch to halve and no strategy to leave out")
     micro = plan.trainer.training.batch.micro_batch_size

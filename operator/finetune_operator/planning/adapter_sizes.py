@@ -1,12 +1,12 @@
-"""What an adapter trains of a model: which layers it goes into, and how many parameters that makes.
+"""Layers that an adapter goes into, and the number of parameters that it trains.
 
 LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, section 4.1) puts B A beside a frozen
 weight, with A of rank x inputs and B of outputs x rank: rank x (inputs + outputs) parameters a layer. DoRA (Liu et al.,
 "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, section 4) adds one magnitude for each output. The task's head is
-trained whole; peft keeps its first state beside it.
+trained in full; peft keeps its initial state beside it.
 
 QLoRA (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, section 3) holds the linear layers of the
-blocks in 4 bits, adapted or not, and trains what LoRA trains.
+blocks in 4 bits, adapted or not, and trains the same parameters as LoRA.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from finetune_operator.api.quantities import human_bytes, human_count
 from finetune_operator.planning.draft import Draft
 
 FOUR_BIT_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Of a weight: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these scales."""
+"""Bytes of a weight: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these scales."""
 
 
 def adapted_layers(model: ModelFacts, adapter: Adapter) -> Mapping[str, LinearWidths]:
-    """The layers of `model` that `adapter` goes into, by their name in the block; all where it names none of them, as
-    an assumed model may have other names than the real one.
+    """Return the layers of `model` that `adapter` goes into, by their name in the block; all if it names none of them,
+    as an assumed model may have other names than the real one.
     """
     wanted = adapter.target_modules
     if wanted is None:
@@ -35,22 +35,22 @@ def adapted_layers(model: ModelFacts, adapter: Adapter) -> Mapping[str, LinearWi
 
 
 def _matches(target: str, name: str) -> bool:
-    """As peft matches: the whole name or its end from a dot on. A target that names one block stands for all."""
+    """Match as peft does: the whole name or its end after a dot. A target that names one block stands for all."""
     return name == target or name.endswith(f".{target}") or target.endswith(f".{name}")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Parameters of a run."""
+    """Counts of a run's parameters."""
 
     added: int
-    """Beside the model's own: the adapter's, and those of the head's first state."""
+    """Parameters beside the model's own: the adapter's, and those of the head's initial state."""
     trained: int
-    """All that have gradients and optimizer state."""
+    """Parameters with gradients and optimizer state."""
 
 
 def trained_parameters(model: ModelFacts, adapter: Adapter | None) -> Trained:
-    """What is trained of `model`. Where nobody has looked at its layers, every weight counts as trained."""
+    """Count the trained parameters of `model`: all of them if its layers are not known."""
     if adapter is None or not model.linear_layers:
         return Trained(0, model.parameters)
     matrices = sum(
@@ -62,21 +62,21 @@ def trained_parameters(model: ModelFacts, adapter: Adapter | None) -> Trained:
 
 
 def four_bit_weights(model: ModelFacts, adapter: Adapter | None) -> int:
-    """Weights that are held in 4 bits; none where nobody has counted them."""
+    """Return the number of weights held in 4 bits; 0 if they are not known."""
     if adapter is None or adapter.method != "qlora":
         return 0
     return sum(each.weights for each in model.linear_layers.values())
 
 
 def largest_linear(model: ModelFacts) -> int:
-    """Weights of the largest linear layer of the blocks, where layers of one name have one shape: n x n i o / (n i x n
-    o) = i o.
+    """Return the weights of the blocks' largest linear layer. The n layers of a name have one shape, so that i o =
+    (n i o)^2 / (n i x n o).
     """
     return max((each.weights**2 // (each.inputs * each.outputs) for each in model.linear_layers.values()), default=0)
 
 
 def choose_adapter(draft: Draft) -> Draft:
-    """The adapter as the job asks for it, or none; layers that a known model does not have are refused."""
+    """Set the adapter that the job asks for, if any; refuse layers that a known model does not have."""
     asked, model = draft.spec.model.adapter, draft.model
     if asked.method == "none":
         return draft

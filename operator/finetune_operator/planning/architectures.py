@@ -1,8 +1,8 @@
-"""Model facts from a `config.json` alone: parameter counts by formula, and how much memory a layer's activations take.
+"""Model facts from a `config.json` alone: parameter counts by formula, and the size of a layer's activations.
 
-With this `finetune plan` needs neither torch nor the weights. The counts equal those of transformers' own modules (the
-tests build each architecture on the meta device and compare). An architecture that is not here is refused, not guessed:
-the trainer's `facts` command measures any model that transformers can build.
+So `finetune plan` needs neither torch nor the weights. The counts equal those of transformers' own modules (the tests
+build each architecture on the meta device and compare). An architecture without a formula is refused, not guessed: the
+trainer's `facts` command measures any model that transformers can build.
 
 Symbols: h hidden size, f width of the feed-forward layer, V vocabulary, P positions, L labels.
 """
@@ -20,47 +20,47 @@ from finetune_contract.facts import LinearWidths, ModelFacts
 
 
 class UnknownArchitectureError(ValueError):
-    """The config's `model_type` has no formula here, or a number that the formula needs is missing."""
+    """Error of a config whose `model_type` has no formula here, or that lacks a number that the formula needs."""
 
 
 @dataclass(frozen=True)
 class ActivationShape:
-    """What one layer keeps for the backward pass, per token, in elements; see `memory.activation_bytes_per_token`.
+    """Elements that one layer saves for the backward pass, per token; see `memory.activation_bytes_per_token`.
 
     The default is the post-norm encoder layer of BERT: Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models" (2022), section 4.1, without its dropout after the softmax, which only unfused attention keeps.
     """
 
     norm_inputs: float = 2
-    """Times h: inputs of the norms, which autocast keeps in fp32."""
+    """Inputs of the norms, times h; autocast keeps them in fp32."""
     hidden: float = 6
-    """Times h: input of query, key and value, these three, the attention's output, the input of the feed-forward
-    layer.
+    """Hidden states, times h: input of query, key and value, these three, the attention's output, the feed-forward
+    layer's input.
     """
     feed_forward: float = 2
-    """Times f: input and output of the activation function."""
+    """Input and output of the activation function, times f."""
     dropout_masks: float = 2
-    """Times h."""
+    """Dropout masks, times h."""
     fused_attention: bool = True
-    """Whether transformers runs it by scaled_dot_product_attention; if not, heads x length scores are kept for each
-    token. Where this is True, what was found in the model itself counts (`ModelFacts.fused_attention`).
+    """True if transformers uses scaled_dot_product_attention, unless `ModelFacts.fused_attention` shows otherwise; if
+    False, heads x length scores are saved for each token.
     """
     score_tensors: float = 2
-    """Times heads x length when attention is not fused: the softmax and its dropped-out form (one mask more with
-    dropout).
+    """Score tensors of attention that is not fused, times heads x length: the softmax and its dropped-out form (with
+    dropout, one more mask).
     """
     attention_dropout: bool = True
-    """Whether attention drops out by default. On CPU this alone keeps scaled_dot_product_attention from its fused
+    """True if attention has dropout by default. On CPU this alone keeps scaled_dot_product_attention from its fused
     kernel.
     """
 
 
 _ENCODER = ActivationShape()
-# The counts for the others were fitted to what torch saves for one layer (tests/unit/test_planning_memory.py repeats
-# it): DeBERTa gathers two more score matrices by relative position; GPT-2 and its kin write their GELU out in Python
-# and keep three more intermediates; Llama's norm keeps its normalised input and its feed-forward layer is gated. Others
-# have norms of queries and keys besides (counted for four heads of queries on one of keys), or behind attention and
-# feed-forward layer. Gemma 2 keeps its capped scores and their softmax, the latter in fp32.
+# The other counts were fitted to torch's saved tensors of one layer (tests/unit/test_planning_memory.py repeats it):
+# DeBERTa gathers two more score matrices by relative position; GPT-2 and its kin compute their GELU in Python and save
+# three more intermediates; Llama's norm saves its normalised input and its feed-forward layer is gated. Others also
+# have norms of queries and keys (counted for four query heads on one key head), or norms after attention and
+# feed-forward layer. Gemma 2 saves its capped scores and their softmax, the latter in fp32.
 _DECODER = ActivationShape(dropout_masks=0, attention_dropout=False)
 _PYTHON_GELU = replace(_DECODER, feed_forward=5)
 _GATED = replace(_DECODER, norm_inputs=4, feed_forward=4)
@@ -92,13 +92,13 @@ _SHAPES: dict[str, ActivationShape] = {
 
 
 def activation_shape(model_type: str) -> ActivationShape:
-    """What a layer of `model_type` keeps; an architecture without an entry is taken as an encoder layer."""
+    """Return the activation shape of a layer of `model_type`; by default that of an encoder layer."""
     return _SHAPES.get(model_type, _ENCODER)
 
 
 @dataclass(frozen=True)
 class _Config:
-    """Typed reading of a config with its architecture's own field names."""
+    """Typed access to a config by its architecture's own field names."""
 
     values: Mapping[str, JsonValue]
 
@@ -120,7 +120,7 @@ class _Config:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Parameters by part."""
+    """Parameter counts by part of the model."""
 
     embeddings: int
     """Token and position embeddings."""
@@ -128,7 +128,7 @@ class _Counts:
     """The largest repeated block."""
     layers: int
     rest: int
-    """Everything else but the head: other embeddings, norms, position tables."""
+    """All other parameters without the head: other embeddings, norms, position tables."""
     head: int
     hidden: int
     feed_forward: int
@@ -141,12 +141,12 @@ class _Counts:
     key_value_heads: int | None = None
     """As in ModelFacts."""
     smaller_blocks: int = 0
-    """Parameters of the blocks that are not of the largest kind (T5's encoder), beside `layers`."""
+    """Parameters of the smaller kind of blocks (T5's encoder), which `layers` leaves out."""
     smaller_layers: int = 0
 
 
 def _widths(layers: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LinearWidths]:
-    """The linear layers of equal blocks; `shapes`: name in the block -> inputs and outputs."""
+    """Return the linear layers of equal blocks; `shapes`: name in the block -> inputs and outputs."""
     return {
         name: LinearWidths(inputs=layers * i, outputs=layers * o, weights=layers * i * o)
         for name, (i, o) in shapes.items()
@@ -154,7 +154,7 @@ def _widths(layers: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Lin
 
 
 def _encoder_linears(h: int, f: int, attention: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Shapes in a block of BERT and its kin."""
+    """Return the shapes of linear layers in a block of BERT and its kin."""
     own = {f"attention.self.{name}": (h, h) for name in attention}
     return {**own, "attention.output.dense": (h, h), "intermediate.dense": (h, f), "output.dense": (f, h)}
 
@@ -164,13 +164,13 @@ def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
 
 
 def _encoder_block(h: int, f: int) -> int:
-    """Self-attention (4 linear layers), feed-forward (2) and two LayerNorms, all with bias."""
+    """Count a block: self-attention (4 linear layers), feed-forward (2) and two LayerNorms, all with bias."""
     return 4 * _linear(h, h) + _linear(h, f) + _linear(f, h) + 2 * 2 * h
 
 
 def _encoder_head(task: Task, h: int, labels: int, vocabulary: int, embedding: int) -> int:
-    """The heads of encoders: a dense layer (BERT calls its one the pooler) and the classifier; masked-lm is tied to the
-    embeddings but for its bias.
+    """Count an encoder's head: a dense layer (BERT's pooler) and the classifier; masked-lm is tied to the embeddings,
+    without its bias.
     """
     match task:
         case "text-classification":
@@ -210,7 +210,7 @@ def _bert(config: _Config, task: Task, labels: int) -> _Counts:
 
 
 def _position_offset(config: _Config) -> int:
-    """RoBERTa and its kin count positions from the padding index + 1, so that they hold fewer tokens than positions."""
+    """Return the unusable positions: RoBERTa and its kin count positions from the padding index + 1."""
     if config.values.get("model_type") not in ("roberta", "xlm-roberta", "camembert", "longformer"):
         return 0
     return config.number("pad_token_id", default=1) + 1
@@ -410,16 +410,15 @@ _FORMULAS: dict[str, _Formula] = {
     "t5": _t5,
 }
 ARCHITECTURES = tuple(sorted(_FORMULAS))
-"""Values of `model_type` that `model_facts` knows."""
+"""Values of `model_type` that `model_facts` supports."""
 
 _BYTES_BY_TYPE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 def model_facts(config: Mapping[str, JsonValue], task: Task = "text-classification", labels: int = 2) -> ModelFacts:
-    """Facts of the model that `config` (the content of a config.json) describes, with `task`'s head for `labels`
-    labels.
+    """Return the facts of the model of `config` (the content of a config.json), with `task`'s head for `labels` labels.
 
-    UnknownArchitectureError when `model_type` has no formula here or a needed number is missing.
+    Raise UnknownArchitectureError if `model_type` has no formula here or a needed number is missing.
     """
     model_type = config.get("model_type")
     formula = _FORMULAS.get(model_type) if isinstance(model_type, str) else None

@@ -1,7 +1,7 @@
-"""What a plan rests on when nobody measured it: a model known by its name, a machine given in words.
+"""Facts that a plan assumes without a measurement: a model known by its name, a machine described as text.
 
-Nothing here asks the network or this machine. Whatever is taken for granted comes with a sentence that the plan repeats
-under its assumptions, so that an estimate is never mistaken for a measurement.
+Pure: no network access, no query of this machine. Each assumption comes with a sentence that the plan lists under its
+assumptions, so that an estimate is never mistaken for a measurement.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ GIB = 1 << 30
 CORES_PER_GPU = 8
 HOST_MEMORY_PER_GPU = 64 * GIB
 ASSUMED_NODE_MEMORY = 32 * GIB
-"""Of a node without GPUs."""
+"""Bytes of memory of a node without GPUs."""
 ASSUMED_CORES = 8
 UNKNOWN_GPU = "unknown GPU"
-"""In place of a product: no table has it, so that no speed and no price is found for it."""
+"""Placeholder for a product; no table has it, so that it has no speed and no price."""
 LEAST_GPU_MEMORY = 15_360 << 20
-"""Of a GPU of which nobody has said anything: that of the smallest in the table; what fits it fits the others."""
+"""Bytes of memory of an unknown GPU: that of the smallest in the table, so that a plan for it fits the others."""
 
 # --------------------------------------------------------------------------------------------------------------- models
 
 
 FALLBACK_NAME = "bert-base-uncased"
 LLAMA_VOCABULARY = 32_000
-"""Of Llama 2."""
+"""Vocabulary size of Llama 2."""
 LEAST_SIZE_IN_NAME = 5_000_000
-"""Below that, `1m` in a name is a context length or a number of rows."""
+"""Least number in a name that counts as parameters: below it, `1m` is a context length or a number of rows."""
 _SIZE_UNITS = {"b": 1e9, "m": 1e6}
-# Not after x: the 7b of a mixture of experts, `8x7b`, is the size of one of them.
+# Not after x: in the name of a mixture of experts, `8x7b`, 7b is the size of one expert.
 _SIZE_IN_NAME = re.compile(r"(?<![a-z0-9.])([0-9]+(?:\.[0-9]+)?)([bm])(?![a-z0-9])")
 
 
@@ -63,10 +63,10 @@ def is_well_known(uri: str) -> bool:
 
 
 def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2) -> tuple[ModelFacts, str]:
-    """Facts for a model that could not be read, and the sentence that says what was assumed.
+    """Return facts for a model that could not be read, and a sentence with the assumption.
 
-    A well-known name gives that checkpoint's published shape, a name that says its size (`-70B`) a decoder of that
-    size, and any other name the shape of BERT base, which may be far off.
+    A well-known name gives that checkpoint's published shape, a name with a size (`-70B`) a decoder of that size, and
+    any other name the shape of BERT base, which may be far off.
     """
     words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
     name = known_name(uri)
@@ -91,14 +91,14 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
 
 
 def _size_in_name(words: Sequence[str]) -> int | None:
-    """Parameters as a model's name says them, `llama-3.1-70b` or `opt-350m`; the largest where there are several."""
+    """Return the parameters by a model's name, `llama-3.1-70b` or `opt-350m`; the largest number if it has several."""
     sizes = [round(float(number) * _SIZE_UNITS[unit]) for word in words for number, unit in _SIZE_IN_NAME.findall(word)]
     return max((size for size in sizes if size >= LEAST_SIZE_IN_NAME), default=None)
 
 
 def _decoder_of(parameters: int) -> dict[str, JsonValue]:
-    """A Llama shape of about that size: 12 h^2 a layer (attention 4, gated feed-forward 8) and a layer for each 128 of
-    the width h, as Llama 2 has it at 7B (32 layers, 4,096 wide).
+    """Return a Llama config of about that size: 12 h^2 a layer (attention 4, gated feed-forward 8) and a layer for each
+    128 of the width h, as in Llama 2 7B (32 layers, 4,096 wide).
     """
     h = max(1, round((parameters * 128 / 12) ** (1 / 3) / 128)) * 128
     return {
@@ -116,7 +116,7 @@ def _decoder_of(parameters: int) -> dict[str, JsonValue]:
 
 
 class HardwareError(ValueError):
-    """A machine in words that cannot be read; the message names the key and the way out."""
+    """Error of an unreadable machine description; the message names the key and a hint."""
 
 
 def _quantity(key: str, text: str) -> int:
@@ -161,11 +161,11 @@ _KEYS: dict[str, Callable[[str, str], Any]] = {
 
 
 def parse_hardware(text: str, rows: Rows = ()) -> HardwareFacts:
-    """One node in words, e.g. `gpu=H100,memory=80Gi,gpus=8,cpu=96,hostMemory=1Ti`.
+    """Parse the description of one node, e.g. `gpu=H100,memory=80Gi,gpus=8,cpu=96,hostMemory=1Ti`.
 
-    Keys: `gpu` (product), `memory` (of one GPU; needed when the product is not in the table), `gpus` (1 when only `gpu`
-    is given), `bf16` (of a GPU that is not in the table, true when left out), `cpu` (cores; 8 a GPU, 8 without),
-    `hostMemory` (64Gi a GPU, 32Gi without), `cpuBf16` (false). HardwareError names the key that is wrong.
+    Keys: `gpu` (product), `memory` (of one GPU; needed if the product is not in the table), `gpus` (1 if only `gpu` is
+    given), `bf16` (of a GPU that is not in the table; default true), `cpu` (cores; 8 a GPU, 8 without),
+    `hostMemory` (64Gi a GPU, 32Gi without), `cpuBf16` (false). Raise HardwareError with the wrong key.
     """
     values = _read_pairs(text)
     if "nodes" in values:
@@ -220,16 +220,16 @@ def _device(parsed: dict[str, Any], rows: Rows) -> DeviceFacts:
 
 
 def assumed_memory(gpus: int) -> int:
-    """Bytes of memory that a node with `gpus` GPUs is taken to have."""
+    """Return the assumed bytes of memory of a node with `gpus` GPUs."""
     return HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY
 
 
 def assumed_device(product: str | None, memory: int | None = None, rows: Rows = ()) -> tuple[DeviceFacts, str | None]:
-    """The GPU called `product` from the tables, with `memory` bytes where that is given, and the sentence that says
-    what was assumed; None: nothing was.
+    """Return the GPU called `product` from the tables, with `memory` bytes if given, and a sentence with the assumption
+    (None if there is none).
 
-    Of one that is in no table the memory is the least that any has. It is taken to compute in bf16, as all have done
-    since 2020: plans for the others are far slower, and the trainer measures what is there.
+    A GPU in no table gets the least memory that any GPU has. It is assumed to compute in bf16, as all new GPUs since
+    2020 do: plans without it are far slower, and the trainer measures the actual GPU.
     """
     known = None if product is None else find_gpu(product, rows)
     if known is not None and known.memory_mib:
@@ -244,8 +244,8 @@ def assumed_device(product: str | None, memory: int | None = None, rows: Rows = 
 def assumed_hardware(
     gpus: int, device: DeviceFacts | None, cores: Decimal | None, memory: Decimal | None
 ) -> tuple[HardwareFacts, str]:
-    """One node as a job asks for it (None: it does not say) with such GPUs, and the sentence that says what was assumed
-    beyond that.
+    """Return one node as the job requests it (None: not requested) with such GPUs, and a sentence with the further
+    assumptions.
     """
     cpu_cores = max(1, int(cores)) if cores is not None else (CORES_PER_GPU * gpus or ASSUMED_CORES)
     node_memory = int(memory) if memory is not None else assumed_memory(gpus)
@@ -256,7 +256,7 @@ def assumed_hardware(
 
 
 def node_words(node: HardwareFacts) -> str:
-    """`8 x H100 with 79.6 GiB and bf16, 64 cores and 512 GiB of memory`."""
+    """Describe a node, e.g. `8 x H100 with 79.6 GiB and bf16, 64 cores and 512 GiB of memory`."""
     words = f"{node.cpu_cores} core{'s' * (node.cpu_cores != 1)} and {node.memory_bytes / GIB:.0f} GiB of memory"
     if node.gpu is None:
         return f"{words} and {'' if node.cpu_bf16 else 'no '}bf16 units"

@@ -1,6 +1,6 @@
-"""The arithmetic of one optimizer step: global batch = micro-batch x accumulation x data-parallel ranks, exactly.
+"""Arithmetic of one optimizer step: global batch = micro-batch x accumulation x data-parallel ranks, exactly.
 
-A global batch that the ranks do not divide is refused by a rule: rounding it would change what is learned.
+A rule refuses a global batch that the ranks do not divide: rounding it would change the training.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from finetune_operator.planning.model_parallel_plan import fills
 from finetune_operator.planning.padding_estimate import StepRows, quickest, step_rows
 
 CPU_TOKENS = 2048
-"""Tokens of a micro-batch above which a CPU gains nothing more: with a 22M-parameter BERT on 2 cores, rows/s at 32
+"""Tokens of a micro-batch above which a CPU gains no throughput: with a 22M-parameter BERT on 2 cores, rows/s at 32
 tokens rose from 18 (1 row) over 56 (8) to 68 (32) and 72 (64), and at 128 tokens from 12 (1 row) to 15.6 (16), then
 fell to 13.5 (64).
 """
 CPU_LEAST_ROWS = 4
-"""Fewer rows cost throughput at any length that fits (15 % at 32 tokens, 6 % at 128)."""
+"""Rows below which throughput falls at any length that fits (by 15 % at 32 tokens, 6 % at 128)."""
 CPU_PASS_TOKENS: Mapping[Precision, int] = {"fp32": 32, "bf16": 80}
-"""Tokens that a thread would compute in the time that a pass costs whatever its size. Forward and backward of a
-22M-parameter BERT took 25 ms and 0.72 to 0.80 ms a token of one core in fp32 (32 to 37 tokens), 21 ms and 0.23 to 0.32
-ms in bf16 (64 to 98); of BERT base 114 to 140 ms and 4.9 to 5.1 ms (22 to 28), 93 to 101 ms and 1.3 to 1.5 ms (61 to
-78). Times the threads: what a pass costs are many small operations and the way of all weights through memory, which
-more cores hardly shorten.
+"""Fixed cost of a pass, in tokens that a thread computes meanwhile. Forward and backward of a 22M-parameter BERT took
+25 ms and 0.72 to 0.80 ms a token of one core in fp32 (32 to 37 tokens), 21 ms and 0.23 to 0.32 ms in bf16 (64 to 98);
+of BERT base 114 to 140 ms and 4.9 to 5.1 ms (22 to 28), 93 to 101 ms and 1.3 to 1.5 ms (61 to 78). It is multiplied by
+the threads: the fixed cost is many small operations and reading all weights from memory, which more cores hardly
+shorten.
 """
 GPU_PASS_TOKENS = 16_384
-"""The same of a GPU, by arithmetic and not measured, and rather too high: a step is cut when that surely helps. Some
-2,000 kernels of 5 to 10 us are launched for the passes of a 12-layer encoder, 10 to 20 ms; an H100 at 35 % of its bf16
-peak computes 7,000 to 14,000 tokens of 85M parameters meanwhile.
+"""Fixed cost of a GPU's pass, computed and not measured, and rather too high, so that a step is only cut if that surely
+helps. Some 2,000 kernels of 5 to 10 us are launched for the passes of a 12-layer encoder, 10 to 20 ms; an H100 at 35 %
+of its bf16 peak computes 7,000 to 14,000 tokens of 85M parameters meanwhile.
 """
 GPU_PASS_TOKENS_WIDE = 4_096
-"""The same for models of more than 2,048 hidden units, 1B parameters and more. Launches cost them some 1,000 tokens. So
-do their weights: a pass moves about 20 bytes a parameter (read forward and backward, gradient written and summed) and
-computes 6 operations a parameter and token, which is as long at 20 / 6 x 295 = 1,000 tokens on an H100, which has 295
+"""Fixed cost for models of more than 2,048 hidden units, 1B parameters and more. Launches cost some 1,000 tokens. So do
+weights: a pass moves about 20 bytes a parameter (read forward and backward, gradient written and summed) and computes
+6 operations a parameter and token, which takes as long at 20 / 6 x 295 = 1,000 tokens on an H100 with its 295
 operations a byte.
 """
 GPU_WIDE = 2048
@@ -44,21 +44,21 @@ GPU_WIDE = 2048
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, largest first."""
+    """Return all divisors, largest first."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}, reverse=True))
 
 
 def cpu_row_limit(lengths: Lengths) -> int:
-    """Rows of a micro-batch above which a CPU computes no faster."""
+    """Return the rows of a micro-batch above which a CPU computes no faster."""
     return max(CPU_LEAST_ROWS, int(CPU_TOKENS / lengths.row))
 
 
 def micro_batches(draft: Draft) -> tuple[int, ...]:
-    """Micro-batches to try, the best first.
+    """Return the micro-batches to try, the best first.
 
-    The one that the user fixed is the only one until it has run out of memory: the global batch is what is promised,
-    and the micro-batch is how it is reached.
+    A micro-batch that the user fixed is the only one until it has run out of memory: only the global batch is
+    guaranteed.
     """
     asked, world, most = draft.training.micro_batch_size, decided(draft.world), draft.adaptation.micro_batch_limit
     if asked != "auto" and (most is None or asked <= most):
@@ -66,14 +66,14 @@ def micro_batches(draft: Draft) -> tuple[int, ...]:
     sizes = fills(draft.spec.parallelism.pipeline, divisors(_share(draft)), _share(draft))
     if asked == "auto" and world.device == "cpu":
         limit = cpu_row_limit(draft.lengths)
-        # A pipeline may take no passes of so few rows.
+        # A pipeline may not allow passes of so few rows.
         sizes = tuple(size for size in sizes if size <= limit) or sizes[-1:]
     return sizes if most is None else tuple(size for size in sizes if size <= most) or sizes[-1:]
 
 
 def less_padded(draft: Draft, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of `sizes` (largest first) those up to the one with which steps take the least time, as their rows are padded
-    less; all of them where a step is not to be cut for that.
+    """Filter `sizes` (largest first) to those up to the one with the fastest step, since smaller ones have less
+    padding; return all of them if a step is not to be cut for that.
     """
     step = _uneven_step(draft, strategy)
     if step is None:
@@ -83,12 +83,12 @@ def less_padded(draft: Draft, strategy: Strategy, sizes: tuple[int, ...]) -> tup
 
 
 def _uneven_step(draft: Draft, strategy: Strategy) -> StepRows | None:
-    """A step of rows of any length, where it may be cut so that less of it is padding.
+    """Return a step of rows of any length if it may be cut to have less padding.
 
-    None where there is nothing to gain or to choose (packs and steps of like rows have hardly any padding, and a
-    micro-batch that is asked for stays), where nobody knows the lengths, and where passes cost more than their
-    arithmetic: sharded strategies gather weights or reduce gradients in each of them, and processes that share a
-    replica wait for each other in each. DDP sends nothing before the last.
+    None if there is nothing to gain or to choose (packs and steps of like rows have hardly any padding, and a requested
+    micro-batch stays), if lengths are unknown, and if passes cost more than their arithmetic: sharded strategies gather
+    weights or reduce gradients in each pass, and processes that share a replica wait for each other in each. DDP sends
+    nothing before the last pass.
     """
     split = draft.train_split
     if draft.training.micro_batch_size != "auto" or draft.packing or draft.replica_ranks > 1:
@@ -101,7 +101,7 @@ def _uneven_step(draft: Draft, strategy: Strategy) -> StepRows | None:
 
 
 def _pass_tokens(draft: Draft) -> int:
-    """Tokens that would be computed in the time that a pass costs whatever its size."""
+    """Return the fixed cost of a pass, in tokens that are computed in the same time."""
     world = decided(draft.world)
     if world.device == "cpu":
         return CPU_PASS_TOKENS[decided(draft.precision)] * world.threads_per_process
@@ -109,13 +109,13 @@ def _pass_tokens(draft: Draft) -> int:
 
 
 def _share(draft: Draft) -> int:
-    """Rows of one rank in one optimizer step."""
+    """Return the rows of one rank in one optimizer step."""
     return draft.training.global_batch_size // draft.data_ranks
 
 
 def _ran_out(draft: Draft, limit: int) -> str:
-    """Which micro-batch ran out of memory, when `limit` is half of it: the only divisor with that half, if there is but
-    one.
+    """Name the micro-batch that ran out of memory, of which `limit` is half: the only divisor with that half, if there
+    is only one.
     """
     asked, sizes = draft.training.micro_batch_size, divisors(_share(draft))
     halved = [size for size in sizes if size // 2 == limit]
@@ -125,7 +125,7 @@ def _ran_out(draft: Draft, limit: int) -> str:
 
 
 def batch_of(draft: Draft, micro: int) -> Batch:
-    """The step's arithmetic with `micro` rows at once."""
+    """Return the step's arithmetic with `micro` rows at once."""
     ranks, total = draft.data_ranks, draft.training.global_batch_size
     return Batch(
         global_batch_size=total,
@@ -136,14 +136,14 @@ def batch_of(draft: Draft, micro: int) -> Batch:
 
 
 def batch_arithmetic(batch: Batch) -> str:
-    """`64 = 8 micro x 4 accumulation x 2 ranks`."""
+    """Format the arithmetic, e.g. `64 = 8 micro x 4 accumulation x 2 ranks`."""
     ranks = f"{batch.data_parallel} rank{'' if batch.data_parallel == 1 else 's'}"
     per_rank = f"{batch.micro_batch_size} micro x {batch.gradient_accumulation} accumulation"
     return f"{batch.global_batch_size} = {per_rank} x {ranks}"
 
 
 def explain_batch(draft: Draft, batch: Batch) -> str:
-    """Why this micro-batch."""
+    """Return the reason for this micro-batch."""
     micro, arithmetic = batch.micro_batch_size, batch_arithmetic(batch)
     share = batch.global_batch_size // batch.data_parallel
     if micro == draft.training.micro_batch_size:

@@ -1,7 +1,7 @@
-"""Which nodes the training asks for, and how long it waits for them.
+"""Capacity type of the training's nodes, and the wait for them.
 
-Spot nodes concern the train stage alone: the others are short, and one that is taken away in the middle of them saves
-nothing. On this machine the wish has no meaning, and is passed over with a sentence, so that one file serves both.
+Only the train stage uses spot nodes: the others are short, and a preemption would undo the saving. On this machine the
+setting has no effect and is noted in a sentence, so that one file works for both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ NO_SPOT_HERE = "it trains on this machine, as there are no spot nodes without a 
 
 
 def patience(spot: SpotSpec, settings: Settings, ran: float = 0.0, waited: float = 0.0) -> float:
-    """Seconds that pods wait for a spot node before they fall back, when `waited` s of spot.maxWaitSeconds are over and
-    `ran` s of training are done.
+    """Return the seconds that pods wait for a spot node before they fall back, after `waited` s of spot.maxWaitSeconds
+    and `ran` s of training.
 
-    Never so long that the training could not end in time on other nodes: it needs what is left of maxRunSeconds, and
-    where that has no bound half of maxWaitSeconds is kept for it.
+    The wait leaves the training time to end on other nodes: the rest of maxRunSeconds, or half of maxWaitSeconds if
+    maxRunSeconds is not set.
     """
     after = settings.spot.fallback_after_seconds
     if spot.max_wait_seconds is None:
@@ -31,7 +31,7 @@ def patience(spot: SpotSpec, settings: Settings, ran: float = 0.0, waited: float
 
 
 def choose_capacity(draft: Draft) -> Draft:
-    """Spot nodes or any."""
+    """Choose spot nodes or any."""
     spot = draft.spec.spot
     if not spot.enabled:
         return draft

@@ -1,6 +1,6 @@
-"""Validation's rules on a job whose node, precision and degrees are decided.
+"""Validation's rules for a job whose node, precision and degrees are decided.
 
-The plan closes what a spec leaves open; what then contradicts itself is refused in the words of validation.
+The plan decides the spec's open choices; contradictions that follow are refused with validation's messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_operator.planning.draft import Draft
 
 
 def check_rules(draft: Draft) -> Draft:
-    """Refuse what breaks a rule, as far as the draft is decided."""
+    """Refuse broken rules, as far as the draft is decided."""
     spec = _decided_spec(draft)
     for rule in RULES:
         if not rule.holds(spec):
@@ -33,7 +33,7 @@ def decided_choices(draft: Draft) -> Choices:
 
 
 def _decided_spec(draft: Draft) -> FineTuneJobSpec:
-    """Return the spec with what the node and the plan decide in place of `auto`."""
+    """Return the spec with the decisions of the node and the plan in place of `auto`."""
     spec, world = draft.spec, draft.world
     if world is None:
         return spec
@@ -41,7 +41,7 @@ def _decided_spec(draft: Draft) -> FineTuneJobSpec:
     resources = spec.resources.model_copy(
         update={"gpus_per_node": draft.gpus_per_node, "processes_per_node": world.processes_per_node}
     )
-    if world.device == "cpu":  # where there is no GPU, the kind that is asked for says nothing
+    if world.device == "cpu":  # without a GPU, the requested kind has no effect
         resources = resources.model_copy(update={"accelerator": AcceleratorSpec()})
     if training is not None and draft.precision is not None:
         training = training.model_copy(update={"precision": draft.precision})
@@ -49,10 +49,10 @@ def _decided_spec(draft: Draft) -> FineTuneJobSpec:
 
 
 def with_spec(draft: Draft, spec: FineTuneJobSpec) -> Draft:
-    """Return the draft of a job with another spec, with the rules that it breaks as problems."""
+    """Return the draft of a job with another spec, with its broken rules as problems."""
     return check_rules(replace(draft, job=draft.job.model_copy(update={"spec": spec})))
 
 
 def with_parallelism(draft: Draft, parallelism: ParallelismSpec) -> Draft:
-    """`with_spec` of a job that differs in this alone."""
+    """Return the draft of a job that differs in this alone, as `with_spec`."""
     return with_spec(draft, draft.spec.model_copy(update={"parallelism": parallelism}))

@@ -1,8 +1,8 @@
-"""How long the training takes and what it costs, from arithmetic alone.
+"""Time and cost of the training, from arithmetic alone.
 
 An estimate to compare plans by, not a promise: the share of the peak that a run reaches differs by a factor of two
-between models. What it rests on is said with it. Where the device's speed or the node's price is not known, there is no
-number.
+between models. The estimate includes its basis; it has no number if the device's speed or the node's price is not
+known.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ GPU_UTILISATION = 0.35
 TFLOP/s an A100).
 """
 GPU_UTILISATION_FP8 = 0.19
-"""Of a peak twice as high, with torch.compile: 1.1 times as fast as in bf16. torchao measured 1.25 times with 8 billion
-parameters on 8 GPUs, and smaller layers gain less; attention, the head and the optimizer are not in fp8.
+"""Share of the fp8 peak (twice that of bf16) with torch.compile: 1.1 times as fast as bf16. torchao measured 1.25 times
+with 8 billion parameters on 8 GPUs, and smaller layers gain less; attention, head and optimizer are not in fp8.
 """
 GPU_UTILISATION_FP8_EAGER = 0.12
-"""Without torch.compile: 0.7 of the speed in bf16. Each tensor is read and written several times to be rounded; on an
-H100 two layers took 1.4 times as long as in bf16 (pytorch/ao, issue 2262).
+"""Share without torch.compile: 0.7 of the speed in bf16. Each tensor is read and written several times to be rounded;
+on an H100 two layers took 1.4 times as long as in bf16 (pytorch/ao, issue 2262).
 """
 GPU_UTILISATION_FP32 = 0.6
-"""Plain fp32 has no matrix units to starve."""
+"""Share of the fp32 peak; it is higher, as plain fp32 has no matrix units that wait for data."""
 CPU_FLOPS_PER_CORE = 80e9
 """fp32 peak of one server core with AVX-512, measured on 2 cores (160 to 180 GFLOP/s together)."""
 CPU_UTILISATION = 0.5
-"""Measured: a 22M-parameter BERT with length-grouped batches trains at 50 rows/s of 27 tokens on those 2 cores."""
+"""Share of the peak, measured: a 22M-parameter BERT, length-grouped, trains 50 rows/s of 27 tokens on those 2 cores."""
 LINK_UTILISATION = 0.5
-"""Share of a link's bandwidth that messages reach; an assumption, as is the next one. It is the same for all that is
-compared, and nothing is taken to be sent while something is computed.
+"""Share of a link's bandwidth that messages reach; an assumption, as is NETWORK_BYTES. It is the same for all compared
+plans, and communication is assumed not to overlap with computation.
 """
 NETWORK_BYTES = 12.5e9
-"""Bytes a second that a GPU sends to other nodes: 100 Gbit/s for each of them, as nodes with 8 GPUs and 8 adapters of
-that speed have; no fact tells of the network.
+"""Bytes a second that a GPU sends to other nodes: 100 Gbit/s a GPU, as with 8 GPUs and 8 adapters of that speed; no
+fact describes the network.
 """
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one process computes with."""
+    """Throughput of one process."""
 
     flops: float
-    """Operations a second that it reaches."""
+    """Achieved operations a second."""
     words: str
 
 
 def training_flops(
     model: ModelFacts, tokens: float, length: float, recompute: bool, adapter: Adapter | None = None
 ) -> float:
-    """Operations of forward and backward pass over `tokens` tokens of rows of `length`.
+    """Return the operations of forward and backward pass over `tokens` tokens of rows of `length`.
 
     6 x parameters a token (2 forward, 4 backward), without embeddings, which are looked up; 12 x layers x hidden x
     length for the attention scores (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
-    2021, appendix; Kaplan et al., 2020). Recomputation repeats the forward pass: a third more. Of a frozen weight there
-    is no gradient, which are 2 of the 4.
+    2021, appendix; Kaplan et al., 2020). Recomputation repeats the forward pass: a third more. Frozen weights have no
+    gradient, which is 2 of the 4.
     """
     matrix = model.parameters - model.embedding_parameters
     parts = trained_parameters(model, adapter)
@@ -78,12 +78,12 @@ def training_flops(
 
 
 def forward_flops(model: ModelFacts, tokens: float, length: float) -> float:
-    """Operations of a forward pass alone: a third of `training_flops`."""
+    """Return the operations of a forward pass alone: a third of `training_flops`."""
     return training_flops(model, tokens, length, recompute=False) / 3
 
 
 def process_speed(draft: Draft) -> Speed | None:
-    """What one process of a draft whose precision is decided reaches; None for a GPU that is not in the table."""
+    """Return the speed of one process, of a draft with a decided precision; None for a GPU that is not in the table."""
     world = decided(draft.world)
     precision: Precision = decided(draft.precision)
     if world.device == "cpu":
@@ -112,12 +112,12 @@ def process_speed(draft: Draft) -> Speed | None:
 
 
 def exchanged_bytes(model: ModelFacts, strategy: Strategy, tokens: float, width: int) -> float:
-    """Bytes that one process sends in attention while its group reads `tokens` tokens, forward and backward.
+    """Return the bytes that one process sends in attention while its group reads `tokens` tokens, forward and backward.
 
-    Queries, keys, values and what attention says are exchanged in each layer, N h elements each for N tokens of width h
-    of which a P-th belongs to one process: 4 N h / P (Jacobs et al., "DeepSpeed Ulysses", 2023, section on the analysis
-    of communication). Of heads that share keys and values these are narrower, and a P-th of its part a process keeps.
-    Gradients go back in the same way; recomputation repeats the forward pass.
+    Each layer exchanges queries, keys, values and attention outputs, N h elements each for N tokens of width h, of
+    which a P-th belongs to one process: 4 N h / P (Jacobs et al., "DeepSpeed Ulysses", 2023, section on the analysis of
+    communication). Shared (grouped-query) keys and values are narrower, and a process keeps a P-th of its part.
+    Gradients are exchanged likewise; recomputation repeats the forward pass.
     """
     degree = strategy.sequence
     elements = tokens * 2 * (model.hidden_size + model.key_value_width) / degree * (degree - 1) / degree
@@ -126,11 +126,11 @@ def exchanged_bytes(model: ModelFacts, strategy: Strategy, tokens: float, width:
 
 
 def state_bytes(strategy: Strategy, held: int, trained: int, width: int, batch: Batch, ranks: int) -> float:
-    """Bytes of weights and gradients that one of `ranks` processes sends in a step, of weights `width` bytes wide.
+    """Return the bytes of weights (`width` bytes each) and gradients that one of `ranks` processes sends in a step.
 
-    Rajbhandari et al., "ZeRO" (2020), section 7: a sum of gradients that all get is 2 a parameter, as is what stages 1
-    and 2 send: each its part of the sums, and the weights after the step. Stage 3, and fsdp, sends the weights once for
-    each pass in place of that. From stage 2 on gradients leave with every micro-batch.
+    Rajbhandari et al., "ZeRO" (2020), section 7: an all-reduce of gradients sends 2 a parameter, and so do stages 1 and
+    2: a reduce-scatter of gradients, and an all-gather of weights after the step. Stage 3, and fsdp, gathers the
+    weights once for each pass instead. From stage 2 on gradients are sent with every micro-batch.
     """
     micros, share = batch.gradient_accumulation, width * (ranks - 1) / ranks
     if strategy.name == "fsdp" or strategy.zero_stage == 3:
@@ -140,31 +140,31 @@ def state_bytes(strategy: Strategy, held: int, trained: int, width: int, batch: 
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long an optimizer step takes whose rows are in slices."""
+    """Time of an optimizer step whose rows are in slices."""
 
     computing: float
-    """Seconds."""
+    """Seconds of computation."""
     exchanging: float
-    """Seconds in which heads are exchanged for tokens."""
+    """Seconds of the exchange of heads for tokens."""
     sending: float
-    """Seconds in which weights and gradients are sent."""
+    """Seconds of sending weights and gradients."""
     exchanged_bytes: float
-    """That one process sends to exchange heads for tokens."""
+    """Bytes that one process sends to exchange heads for tokens."""
 
     @property
     def total(self) -> float:
-        """Seconds; nothing is taken to happen at once."""
+        """Return the seconds of the step, without any overlap."""
         return self.computing + self.exchanging + self.sending
 
     @property
     def exchanging_share(self) -> str:
-        """Of the total, in words."""
+        """Return the exchange's share of the total as text."""
         share = self.exchanging / self.total
         return "less than 1%" if share < 0.01 else f"{share:.0%}"
 
 
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:
-    """Of a draft with these; None where the device's speed or that of its links is not known, as on a CPU."""
+    """Return the time of a step; None if the speed of the device or of its links is not known, as on a CPU."""
     world, speed = decided(draft.world), process_speed(draft)
     precision: Precision = decided(draft.precision)
     link = link_bytes(decided(draft.hardware.gpu).product, draft.settings.hardware) if world.device == "cuda" else None
@@ -190,7 +190,7 @@ def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None
 
 
 def estimate_training(draft: Draft) -> Estimate:
-    """Time and cost of the whole training of a finished draft."""
+    """Return time and cost of the whole training of a finished draft."""
     world, batch, steps = decided(draft.world), decided(draft.batch), decided(draft.steps)
     speed = process_speed(draft)
     if speed is None:
@@ -205,7 +205,7 @@ def estimate_training(draft: Draft) -> Estimate:
     recompute = decided(draft.strategy).activation_checkpointing == "full"
     flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter)
     if draft.compares:
-        # What the untrained model says is asked for once, of the rows that are read.
+        # The untrained model's answers are computed once for each row that is read.
         once = tokens * min(1.0, steps.per_epoch / steps.total)
         flops += forward_flops(draft.model, once, draft.lengths.typical)
     pipeline = decided(draft.strategy).pipeline
@@ -220,7 +220,7 @@ def estimate_training(draft: Draft) -> Estimate:
 
 
 def cost_problems(draft: Draft, estimate: Estimate) -> tuple[Problem, ...]:
-    """Return why a finished draft costs more than `allow.maxCost` of the settings, or could without anybody knowing."""
+    """Return the problem of a finished draft that costs more than the settings' `allow.maxCost`, or has no price."""
     most, world = draft.settings.allow.max_cost, draft.world
     if most is None or draft.local or world is None:
         return ()
@@ -247,7 +247,7 @@ def cost_problems(draft: Draft, estimate: Estimate) -> tuple[Problem, ...]:
 
 
 def _node_price(draft: Draft) -> tuple[Price | None, str, int]:
-    """Return the price of one node of a finished draft, if there is one, with its product and its GPUs."""
+    """Return the price of one node of a finished draft, or None, with its product and its number of GPUs."""
     gpus = draft.hardware.gpus_per_node if decided(draft.world).device == "cuda" else 0
     product = decided(draft.hardware.gpu).product if gpus else "cpu"
     return find_price(draft.settings, product, gpus), product, gpus
@@ -272,7 +272,7 @@ def _with_cost(draft: Draft, seconds: float, basis: str) -> Estimate:
 
 
 def find_price(settings: Settings, product: str, gpus: int) -> Price | None:
-    """The price of a node with `gpus` GPUs of `product` (`cpu` for a node without); None: it is not in the table."""
+    """Return the price of a node with `gpus` GPUs of `product` (`cpu` without GPUs); None if it is not in the table."""
     known = find_gpu(product, settings.hardware)
     for price in settings.prices:
         same = price.product.casefold() == product.casefold()

@@ -1,8 +1,8 @@
-"""Degrees of tensor, pipeline and sequence parallelism that a job leaves open: the same job with the degrees written
-out, kept to every rule that such a job has to keep. So what is chosen here is what its user could have written.
+"""Degrees of tensor, pipeline and sequence parallelism that a job leaves open: each candidate is the same job with
+explicit degrees, checked by every rule. So the user could have written any chosen degrees.
 
-No degree is tried that is not known to work: the model's family has to have a plan, and to be known to be cut, or its
-rows to be. Which of the degrees fit the memory is for others to say.
+Only degrees known to work are tried: the model's family has to have a tensor-parallel plan, or be known to allow stages
+or slices of rows. Other modules decide which degrees fit the memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finetune_operator.planning.sequence_plan import check_sequence
 
 
 def with_degrees(draft: Draft, tensor: int, pipeline: int) -> Draft:
-    """The draft of the same job with these degrees, and the problems that it then has."""
+    """Return the draft of the same job with these degrees and its problems."""
     asked, model = draft.spec.parallelism, draft.model
     stages = asked.pipeline.model_copy(update={"degree": pipeline})
     changed = with_parallelism(draft, asked.model_copy(update={"tensor": tensor, "pipeline": stages}))
@@ -33,8 +33,8 @@ def with_degrees(draft: Draft, tensor: int, pipeline: int) -> Draft:
 
 
 def with_slices(draft: Draft, degree: int) -> Draft:
-    """The draft of the same job with rows in so many slices, and the problems that it then has. Rows are packed or not
-    as they are without: what a step learns from does not follow from what fits.
+    """Return the draft of the same job with rows in `degree` slices and its problems. Packing stays as it is: memory
+    does not decide the content of a step.
     """
     changed = with_parallelism(draft, draft.spec.parallelism.model_copy(update={"sequence": degree}))
     if not draft.model_known:
@@ -52,9 +52,8 @@ def _unread(draft: Draft) -> Draft:
 
 
 def degrees(nodes: int, processes_per_node: int) -> Iterator[tuple[int, int]]:
-    """Tensor- and pipeline-parallel degrees that so many processes allow, the smallest first: layers split inside of a
-    node, then the model cut into stages as well. Of as many processes a replica those with fewer stages are first, as
-    they wait less.
+    """Yield tensor- and pipeline-parallel degrees that the processes allow, the smallest first: layers split inside a
+    node, then also stages. For the same processes a replica, fewer stages come first, as they wait less.
     """
     inside = tuple(reversed(divisors(processes_per_node)))
     yield from ((tensor, 1) for tensor in inside[1:])
@@ -63,15 +62,15 @@ def degrees(nodes: int, processes_per_node: int) -> Iterator[tuple[int, int]]:
 
 
 def spreads(draft: Draft) -> Iterator[Draft]:
-    """The drafts of all degrees that the processes allow, in their order."""
+    """Yield the drafts of all degrees that the processes allow, in the order of `degrees`."""
     world = decided(draft.world)
     for tensor, stages in degrees(world.nodes, world.processes_per_node):
         yield with_degrees(draft, tensor, stages)
 
 
 def slices(draft: Draft) -> Iterator[tuple[Draft, ...]]:
-    """The drafts of all sequence-parallel degrees that the processes allow, each group the smallest first: those inside
-    of a node, then those over several.
+    """Yield the drafts of all sequence-parallel degrees that the processes allow, in two groups, each smallest first:
+    those inside a node, then those over several.
     """
     world = decided(draft.world)
     inside, everywhere = (tuple(reversed(divisors(count)))[1:] for count in (world.processes_per_node, world.size))
@@ -80,8 +79,8 @@ def slices(draft: Draft) -> Iterator[tuple[Draft, ...]]:
 
 
 def obstacles(problems: tuple[Problem, ...]) -> tuple[str, ...]:
-    """Why a job may not have its degrees: of each rule what it says first, without the lists that follow. Where a rule
-    of the API and a phase of the plan refuse the same field, the phase says why in the words of what was to be chosen.
+    """Return the reasons against a job's degrees: the first clause of each rule, without the lists that follow. If both
+    a rule of the API and a phase of the plan refuse a field, only the phase's reason is kept, as it fits the choice.
     """
     fields = [problem.path for problem in problems]
     last = [

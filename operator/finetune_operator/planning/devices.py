@@ -1,6 +1,6 @@
-"""GPUs by name: the built-in table with what the settings' `hardware` adds to it.
+"""GPUs by name: the built-in table, extended by the settings' `hardware`.
 
-A product that neither has is not guessed from its name; what is then taken for granted is `assumed_facts`' business.
+A product in neither is not guessed from its name; `assumed_facts` has the assumptions for it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 Rows = tuple[HardwareRow, ...]
-"""`hardware` of the settings."""
+"""Rows of the settings' `hardware`."""
 PCIE_GIGABYTES = 16.0
-"""Of 16 lanes of the third generation, in 10^9 bytes a second and direction; later ones have twice that and more."""
+"""Bandwidth of PCIe 3.0 x16, in 10^9 bytes a second and direction; later generations have at least twice that."""
 FP16_FROM = 7
 """Compute capability of Volta, the first chips whose tensor cores multiply in fp16."""
 BF16_FROM = (8, 0)
@@ -40,23 +40,23 @@ FP8_FROM = (8, 9)
 _FORMS = ("PCIE", "NVL")
 _SLICE = re.compile(r"MIG-([1-7])[CG]\.([0-9]+)GB(?:[.+].*)?$")
 SLICES = 7
-"""Of a whole GPU; a MIG profile names how many it has."""
+"""Compute slices of a whole GPU; a MIG profile names its number of slices."""
 MIG_SHARE = 5 / 6
-"""Of the memory in a MIG profile's name, what an instance has at least: 4.75 of 5 GiB on an A100, 20 of 24 on a
+"""Least share of the memory in a MIG profile's name that an instance has: 4.75 of 5 GiB on an A100, 20 of 24 on a
 GB200.
 """
 
 
 def find_gpu(product: str, rows: Rows = ()) -> GpuModel | None:
-    """The entry for a product however it is spelled (`a100-80gb`, `NVIDIA-H100-80GB-HBM3`, `nvidia-tesla-a100`); None
-    when neither table has it. A MIG instance is a part of its GPU.
+    """Return the entry of a product in any spelling (`a100-80gb`, `NVIDIA-H100-80GB-HBM3`, `nvidia-tesla-a100`); None
+    if neither table has it. A MIG instance gives a part of its GPU.
     """
     upper = product.upper()
     found = _SLICE.search(upper)
     if found is not None:
         whole = find_gpu(product[: found.start()].rstrip("-."), rows)
         return None if whole is None else _part(whole, int(found[1]), int(found[2]))
-    # The settings' names come first, and label values before words: p4d.24xlarge has no word of its GPU.
+    # The settings' names come first, and label values before words: p4d.24xlarge does not contain its GPU's name.
     for row in rows:
         if _plain(product) in (_plain(name) for name in _names(row)):
             return _of_row(row)
@@ -77,7 +77,7 @@ def _plain(name: str) -> str:
 
 
 def _variants(upper: str) -> Iterator[GpuModel]:
-    """Entries of the built-in table that a spelling may mean, the likeliest first."""
+    """Yield the built-in entries that a spelling may mean, the likeliest first."""
     words = set(re.split(r"[^A-Z0-9]+", upper))
     forms = {gpu.form for gpu in GPU_MODELS if gpu.chip in words} & (words & set(_FORMS) or {""})
     found = [gpu for gpu in GPU_MODELS if gpu.chip in words and gpu.form in (forms or {""})]
@@ -86,7 +86,7 @@ def _variants(upper: str) -> Iterator[GpuModel]:
 
 
 def _part(whole: GpuModel, slices: int, memory_gb: int) -> GpuModel:
-    """A MIG instance of a GPU: it reaches no other one by NVLink."""
+    """Return the entry of a MIG instance of a GPU, which has no NVLink to others."""
     share = slices / SLICES
     return replace(
         whole,
@@ -103,13 +103,13 @@ def _part(whole: GpuModel, slices: int, memory_gb: int) -> GpuModel:
 
 
 def mig_memory(resource: str) -> int | None:
-    """Bytes that an instance of a MIG resource (`nvidia.com/mig-3g.40gb`) has at least; None for other resources."""
+    """Return the least bytes of an instance of a MIG resource (`nvidia.com/mig-3g.40gb`); None for other resources."""
     found = _SLICE.search(resource.upper())
     return None if found is None else round(int(found[2]) * 1024 * MIG_SHARE) * MIB
 
 
 def mig_product(product: str | None, resource: str) -> str | None:
-    """The product of an instance, where a job names that of the whole GPU."""
+    """Return the product of a MIG instance for a job that names the whole GPU's."""
     if product is None or mig_memory(resource) is None:
         return product
     return f"{product}-MIG-{resource.rpartition('/mig-')[2]}"
@@ -119,7 +119,7 @@ def mig_product(product: str | None, resource: str) -> str | None:
 
 
 def _overridden(gpu: GpuModel, rows: Rows) -> GpuModel:
-    """A built-in entry with what the settings say of it under its own name."""
+    """Return a built-in entry with the overrides of the settings' row of the same name."""
     row = next((row for row in rows if _plain(row.name) == _plain(gpu.name)), None)
     return gpu if row is None else _with(gpu, row)
 
@@ -164,8 +164,8 @@ def _numbers(capability: str) -> tuple[int, int]:
 
 
 def link_bytes(product: str, rows: Rows = ()) -> float | None:
-    """Bytes a second that a GPU sends to others of its node; None for a product that is not in the table. One that is
-    named a PCIe card has no NVLink to all others.
+    """Return the bytes a second that a GPU sends to others of its node; None for a product that is not in the table. A
+    product named as a PCIe card has no NVLink to all others.
     """
     gpu = find_gpu(product, rows)
     if gpu is None or not gpu.link_gigabytes:
@@ -175,7 +175,7 @@ def link_bytes(product: str, rows: Rows = ()) -> float | None:
 
 
 def has_fp8(device: DeviceFacts, rows: Rows = ()) -> bool | None:
-    """Whether a device has units for fp8; None where nobody knows."""
+    """Return whether a device has units for fp8; None if unknown."""
     gpu = find_gpu(device.product, rows)
     if gpu is not None:
         return gpu.fp8
@@ -185,12 +185,12 @@ def has_fp8(device: DeviceFacts, rows: Rows = ()) -> bool | None:
 
 
 def has_bf16(capability: str | None) -> bool:
-    """Whether a device of this compute capability has units for bf16; one that nobody knows is taken to."""
+    """Return whether a device of this compute capability has units for bf16; assumed if it is unknown."""
     return not capability or _numbers(capability) >= BF16_FROM
 
 
 def scales_fp16(device: DeviceFacts, rows: Rows = ()) -> bool:
-    """Whether a device has units for fp16 and none for bf16: Volta and Turing, compute capability 7.x."""
+    """Return whether a device has units for fp16 and none for bf16: Volta and Turing, compute capability 7.x."""
     gpu = find_gpu(device.product, rows)
     capability = device.capability or (None if gpu is None else gpu.capability)
     return not device.bf16 and bool(capability) and _numbers(str(capability))[0] == FP16_FROM
@@ -200,16 +200,16 @@ def scales_fp16(device: DeviceFacts, rows: Rows = ()) -> bool:
 
 
 def product_labels(product: str, rows: Rows = ()) -> Labels:
-    """Label values, by key, of nodes with a product: of all variants that the name leaves open, so that `A100` means
-    those of 40 and of 80 GB. A value of a label itself means that value alone; so does what neither table has, as the
-    value of GPU feature discovery's label.
+    """Return label values, by key, of nodes with a product, in all variants that the name leaves open: `A100` gives
+    those of 40 and of 80 GB. A label's value gives itself alone, and so does a product in neither table, as the value
+    of GPU feature discovery's label.
     """
     given = [label for row in rows if _plain(product) in map(_plain, (row.name, *row.aliases)) for label in row.labels]
     if given:
         return {label.key: label.values for label in given}
     for values in (gpu.labels for gpu in _all(rows)):
         for key, known in values.items():
-            if product in known and key != KARPENTER_LABEL:  # whose values are names as people write them
+            if product in known and key != KARPENTER_LABEL:  # its values are product names in common spelling
                 return {key: (product,)}
     found: dict[str, list[str]] = {}
     if _SLICE.search(product.upper()) is None:

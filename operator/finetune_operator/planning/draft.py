@@ -1,8 +1,8 @@
-"""The value that walks through the phases of planning.
+"""Draft of a plan, which the phases of planning pass on.
 
-Each phase takes a draft and returns a richer one: its decision, one sentence why, a sentence for each fact that it had
-to assume, and a problem for each wish that cannot be met. A phase never raises; `plan` stops between groups of phases,
-so that all problems of one group are reported together.
+Each phase takes a draft and returns a richer one, with its decision, a sentence with the reason, a sentence for each
+assumed fact, and a problem for each request that cannot be met. A phase never raises; `plan` stops between groups of
+phases, so that all problems of one group are reported together.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, M
 Value = TypeVar("Value")
 
 DEFAULT_LENGTH = 512
-"""Truncation length in tokens that the trainer takes when the job gives none and the model allows it."""
+"""Default truncation length in tokens, if the model allows it; the trainer uses the same."""
 
 
 def decided(value: Value | None) -> Value:
-    """A decision of an earlier phase; that it is missing is an error in the order of the phases."""
+    """Return a decision of an earlier phase; a missing one is a bug in the order of the phases."""
     assert value is not None, "a phase ran before the one that it needs"
     return value
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of what is trained on, in tokens."""
+    """Lengths of the rows to train on, in tokens."""
 
     longest: int
-    """Of a sequence."""
+    """Length of the longest sequence."""
     typical: float
-    """Of a sequence."""
+    """Length of a typical sequence."""
     sequences: int = 1
-    """That one row is."""
+    """Sequences of one row."""
 
     @property
     def row(self) -> float:
-        """Of a typical row."""
+        """Return the length of a typical row."""
         return self.typical * self.sequences
 
 
@@ -67,29 +67,29 @@ class Draft:
     served: tuple[LauncherName, ...]
     """Launchers whose kinds the cluster serves."""
     kserve: bool
-    """Whether the cluster serves InferenceServices of KServe."""
+    """True if the cluster serves KServe's InferenceServices."""
     runtime_there: EndpointRuntime | None
-    """Runtime of the job's endpoint as it is deployed now."""
+    """Runtime of the job's endpoint as deployed now."""
     prepared: bool
-    """Whether prepare has succeeded."""
+    """True if prepare has succeeded."""
     predicted: bool
-    """Whether predict has succeeded."""
+    """True if predict has succeeded."""
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts
     hardware_known: bool
-    """False: `hardware` follows from what the job asks for, and says nothing about any node."""
+    """False if `hardware` is derived from the job's requests and not from a node."""
     model: ModelFacts
     model_known: bool
-    """False: nobody has read the model, and its name says no more than a size, or nothing."""
+    """False if the model was not read and its name gives at most a size."""
     model_revision: str
     as_known: bool
-    """True: what does not fit as far as is known is refused, also where prepare could still measure less."""
+    """True to refuse a job that does not fit by the known facts, even if prepare could still measure less."""
     data: DataFacts | None
     lengths: Lengths
     stages: tuple[Stage, ...] = ()
     engine: Literal["local", "job", "spark"] = "local"
-    """What prepares."""
+    """Engine of prepare."""
     predict_engine: Literal["job", "spark"] = "job"
     """Engine of predict's workers."""
     inference_precision: InferencePrecision = "fp32"
@@ -101,10 +101,10 @@ class Draft:
     launcher: PlanLauncher | None = None
     world: World | None = None
     adapter: Adapter | None = None
-    """None: all weights are trained."""
+    """None if all weights are trained."""
     precision: Precision | None = None
     scaled: bool = True
-    """Whether `auto` may take fp16, which wants its loss scaled."""
+    """True if `auto` may choose fp16, which needs loss scaling."""
     packing: bool = False
     strategy: Strategy | None = None
     batch: Batch | None = None
@@ -122,76 +122,76 @@ class Draft:
 
     @property
     def training(self) -> TrainingSpec:
-        """The training that is asked for; only phases of a training read it."""
+        """Return the job's training; only phases of a training read it."""
         return decided(self.job.spec.training)
 
     @property
     def model_ranks(self) -> int:
-        """Processes that hold one replica of the model together by tensor and pipeline parallelism."""
+        """Return the processes that together hold one replica of the model by tensor and pipeline parallelism."""
         return self.spec.parallelism.model_ranks
 
     @property
     def replica_ranks(self) -> int:
-        """Processes that read the same rows: those that hold a replica of the model, or slices of the rows."""
+        """Return the processes that read the same rows: those of one replica of the model, or of slices of the rows."""
         return self.spec.parallelism.replica_ranks
 
     @property
     def data_ranks(self) -> int:
-        """Processes, or groups of them, each of which reads rows of its own."""
+        """Return the number of data-parallel ranks: processes, or groups of them, that read rows of their own."""
         return max(1, decided(self.world).size // self.replica_ranks)
 
     @property
     def script(self) -> ScriptSpec | None:
-        """The user's own program that trains, in place of the loop."""
+        """Return the user's own training program, which replaces the built-in loop; None without one."""
         return self.spec.script
 
     @property
     def loops(self) -> bool:
-        """Whether the built-in loop trains."""
+        """Return whether the built-in loop trains."""
         return self.spec.training is not None and self.script is None
 
     @property
     def compares(self) -> bool:
-        """Whether the model is compared with itself before training, on two answers to each row."""
+        """Return whether the model is compared with its untrained state, on two answers to each row."""
         return self.spec.task == "preference-tuning"
 
     @property
     def train_split(self) -> SplitFacts | None:
-        """The prepared train split, when prepare has run."""
+        """Return the prepared train split; None before prepare."""
         return None if self.data is None else self.data.splits.get("train")
 
     @property
     def length_limit(self) -> int:
-        """Truncation length in tokens."""
+        """Return the truncation length in tokens."""
         if self.data is not None:
             return self.data.max_length
         return self.spec.preparation.max_length or min(self.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of a node that the job gets."""
+        """Return the GPUs that the job gets on a node."""
         asked = self.spec.resources.gpus_per_node
         return self.hardware.gpus_per_node if asked == "auto" else asked
 
     @property
     def inference_device(self) -> Device:
-        """What evaluate and predict compute on."""
+        """Return the device of inference: evaluate, predict and serve."""
         return "cpu" if self.spec.resources.gpus_per_node == 0 else self.hardware.device
 
     @property
     def device_bytes(self) -> int:
-        """Memory of one process's device: of its GPU, or its share of the node."""
+        """Return the memory of one process's device: of its GPU, or its share of the node's."""
         world = decided(self.world)
         if world.device == "cuda":
             return decided(self.hardware.gpu).memory_bytes
         return self.hardware.memory_bytes // world.processes_per_node
 
     def because(self, reason: str) -> Self:
-        """Add the sentence of a decision."""
+        """Add the reason of a decision, a sentence."""
         return replace(self, reasons=(*self.reasons, reason))
 
     def assuming(self, assumption: str) -> Self:
-        """Add the sentence of something that was not known."""
+        """Add an assumption about an unknown fact, a sentence."""
         return replace(self, assumptions=(*self.assumptions, assumption))
 
     def refusing(

@@ -1,7 +1,7 @@
-"""The endpoint's servers: how many, what each takes, and how it answers.
+"""Servers of the endpoint: their number, resources and serving options.
 
-A server is one process with the whole model on its device, as in evaluation and prediction; a model that needs several
-devices is refused there (inference.py).
+A server is one process with the whole model on its device, as in evaluation and prediction; inference.py refuses a
+model that needs several devices.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from finetune_operator.planning.inference import inference_tokens
 from finetune_operator.planning.plan_types import Servers
 
 USUAL_CORES = 2
-"""Request of one server on CPU: more of them answer more requests than larger ones do."""
+"""CPU request of one server: more servers answer more requests than larger servers do."""
 MEMORY_CEILING = 2
-"""Limit of a server's memory by what it requests, where KServe would set a limit that knows nothing of the model."""
+"""Ratio of a server's memory limit to its request, where KServe would set a limit regardless of the model."""
 DRAIN_SECONDS = 30
-"""After SIGTERM accepted requests are still answered for so long."""
+"""Seconds after SIGTERM in which accepted requests are still answered."""
 
 
 def choose_servers(draft: Draft) -> Draft:
-    """Size the servers, and choose how they compute."""
+    """Size the servers, and choose their runtime and optimization."""
     endpoint = draft.spec.endpoint
     if endpoint is None or Stage.SERVE not in draft.stages:
         return draft
@@ -58,7 +58,7 @@ def choose_servers(draft: Draft) -> Draft:
 
 
 def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
-    """Decide how servers compute; `auto` becomes measuring where there is something to measure."""
+    """Choose the servers' optimization; `auto` becomes `measured` if there are alternatives to measure."""
     asked, on_cpu = endpoint.optimization, draft.inference_device == "cpu"
     if asked == "none":
         return draft
@@ -78,7 +78,7 @@ def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
 
 
 def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[str, str], int]:
-    """Requests and limits of one server, and its threads."""
+    """Return requests, limits and threads of one server."""
     asked = endpoint.resources
     given = {"cpu": asked.cpu, "memory": asked.memory}
     limits = {name: text for name, text in given.items() if text is not None}
@@ -92,7 +92,7 @@ def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[s
 
 
 def _ceilings(requests: dict[str, str], limits: dict[str, str]) -> dict[str, str]:
-    """Return limits for what has none. KServe would set its own, 1 CPU and 2Gi, which may be below the requests."""
+    """Return limits for resources without any. KServe would set 1 CPU and 2Gi, which may be below the requests."""
     found = {name: requests[name] for name in ("cpu",) if name not in limits}
     if "memory" not in limits:
         found["memory"] = memory_request(MEMORY_CEILING * math.ceil(parse_quantity(requests["memory"])))
@@ -100,7 +100,7 @@ def _ceilings(requests: dict[str, str], limits: dict[str, str]) -> dict[str, str
 
 
 def _cost_per_hour(draft: Draft, replicas: int) -> float | None:
-    """A node without GPUs for each server, or the share of a node that goes with one of its GPUs."""
+    """Return the hourly cost: a node without GPUs for each server, or one GPU's share of a node."""
     settings, gpus = draft.settings, draft.gpus_per_node
     if draft.inference_device == "cpu":
         price, share = find_price(settings, "cpu", 0), 1.0
@@ -113,7 +113,7 @@ def _cost_per_hour(draft: Draft, replicas: int) -> float | None:
 
 
 def serving_order(draft: Draft) -> Serving | None:
-    """What the trainer's image is told to serve."""
+    """Return the trainer's serving options; None without the stage serve."""
     endpoint = draft.spec.endpoint
     if endpoint is None or Stage.SERVE not in draft.stages:
         return None

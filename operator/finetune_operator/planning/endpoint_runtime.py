@@ -1,7 +1,7 @@
-"""The choice of what runs an endpoint's servers: a Deployment, or KServe by an InferenceService in Standard mode.
+"""Choice of the endpoint's runtime: a Deployment, or a KServe InferenceService in Standard mode.
 
-KServe passes labels and annotations on to pods and reads some variables of a container as its own settings. A job that
-uses those for itself is served by a Deployment.
+KServe copies labels and annotations to pods and reads some variables of a container as its own settings. A job that
+uses those itself is served by a Deployment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune_operator.planning.plan_types import EndpointRuntime
 
 
 def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, EndpointRuntime, str]:
-    """Return what runs the servers, and why."""
+    """Return the runtime of the servers, and the reason."""
     asked, obstacle = endpoint.runtime, _obstacle(draft)
     path, there = ("endpoint", "runtime"), draft.runtime_there
     match asked:
@@ -45,7 +45,7 @@ def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, Endpoin
 
 
 def _obstacle(draft: Draft) -> str | None:
-    """Return what KServe cannot do of what the job asks for."""
+    """Return the first requested setting that conflicts with KServe; None if there is none."""
     template = draft.spec.template
     variables = [name for one in template.env if (name := one.get("name")) in TAKEN_VARIABLES]
     if variables:
@@ -54,7 +54,7 @@ def _obstacle(draft: Draft) -> str | None:
     labels = [name for name in named if name.startswith(f"{KSERVE_GROUP}/") or name in TAKEN_LABELS]
     if labels:
         return f"KServe sets {labels[0]} of spec.template on pods itself"
-    # With two digits for the revision.
+    # 99: room for two digits of the revision.
     namespace, name = draft.job.metadata.namespace or "", JobNames.of(draft.job.name).predictor(99)
     if len(name) + 1 + len(namespace) > LABEL_LIMIT:
         return f"the host {name}-{namespace} that KServe names is longer than {LABEL_LIMIT} characters"

@@ -1,4 +1,4 @@
-"""What runs the processes that prepare or predict: one pod, the pods of an Indexed Job, or Spark.
+"""Engines of prepare and predict: one pod, the pods of an Indexed Job, or Spark.
 
 The choice makes no difference to the result.
 """
@@ -14,7 +14,7 @@ from finetune_operator.planning.draft import Draft
 
 
 def choose_engine(draft: Draft) -> Draft:
-    """What tokenises."""
+    """Choose the engine of prepare, which tokenises."""
     asked, workers = draft.spec.preparation.engine, draft.spec.preparation.workers
     path = ("preparation", "engine")
     match asked:
@@ -57,10 +57,10 @@ def _prepared_by_spark(draft: Draft) -> Draft:
 
 
 def choose_predict_engine(draft: Draft) -> Draft:
-    """What the workers are that predict, once their number is known."""
+    """Choose the engine of predict, once the number of workers is known."""
     asked = draft.spec.predict
     if asked is None or Stage.PREDICT not in draft.stages or asked.engine != "spark" or draft.local:
-        return draft  # without a cluster one process predicts, which the reason for the number says
+        return draft  # without a cluster one process predicts; choose_workers gives the reason
     path, instead = ("predict", "engine"), "leave it out"
     if draft.script is not None:
         return draft.refusing(
@@ -80,7 +80,7 @@ def choose_predict_engine(draft: Draft) -> Draft:
 
 
 def _spark_granted(draft: Draft, stage: Stage, path: tuple[PathPart, ...], instead: str, *, over: bool) -> Draft:
-    """Refuse a SparkApplication where the cluster or the settings lack what it needs, until its stage is `over`."""
+    """Refuse a SparkApplication if the cluster or the settings lack its requirements and its stage is not `over`."""
     row = launcher_of(stage, engine="spark")
     if not (row.name in draft.served or over):
         draft = draft.refusing(

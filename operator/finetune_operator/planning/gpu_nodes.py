@@ -1,8 +1,8 @@
-"""The GPUs of a cluster's nodes, as labels and allocatable resources tell them: which ones a job's pods can go to, and
-what they have.
+"""GPUs of a cluster's nodes, by their labels and allocatable resources: the nodes that can run a job's pods, and the
+GPUs of these.
 
-Nothing is asked here: nodes come as values. What a node does not say is told as not known, never guessed: a node that
-has GPUs and no label of theirs is one with an unknown GPU.
+Pure: nodes are arguments. Missing facts are reported as unknown, never guessed: a node that has GPUs and no label of
+theirs has an unknown GPU.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from finetune_operator.planning.gpu_table import MIB, Labels
 from finetune_operator.planning.plan_types import NodesTold
 
 MEMORY_LABELS = ("nvidia.com/gpu.memory", "karpenter.k8s.aws/instance-gpu-memory")
-"""In MiB."""
+"""Labels with the memory of a GPU in MiB."""
 AMD_MEMORY_LABEL = "amd.com/gpu.vram"
-"""With a unit, e.g. 192G."""
+"""Label with the memory of a GPU and its unit, e.g. 192G."""
 CAPABILITY_LABELS = ("nvidia.com/gpu.compute.major", "nvidia.com/gpu.compute.minor")
 SHARES_LABEL = "nvidia.com/gpu.replicas"
-"""How many pods share one GPU by time-slicing or MPS; the allocatable count is that of the shares."""
+"""Label with the number of pods that share a GPU by time-slicing or MPS; allocatable GPUs are then shares."""
 MOST_NAMED = 4
 _NEVER = frozenset({"NoSchedule", "NoExecute"})
 
 
 def gpu_resource(spec: FineTuneJobSpec, defaults: Defaults) -> str:
-    """The resource by which pods of a job ask for GPUs."""
+    """Return the resource by which the pods of a job request GPUs."""
     return spec.resources.accelerator.resource or defaults.gpu_resource
 
 
 def gpu_taints(resource: str) -> tuple[str, ...]:
-    """Keys of taints that keep nodes for pods with GPUs: the resource's name, and its vendor's for whole GPUs."""
+    """Return taint keys that reserve nodes for pods with GPUs: the resource's name, and its vendor's for whole GPUs."""
     return tuple(dict.fromkeys((f"{resource.partition('/')[0]}/gpu", resource)))
 
 
 def asked_labels(spec: FineTuneJobSpec, settings: Settings) -> Labels:
-    """Labels of which nodes with the product that a job names have one; {}: it names none."""
+    """Return labels of which each node with the job's product has one; {} if the job names no product."""
     product = spec.resources.accelerator.product
     if product is None:
         return {}
@@ -74,7 +74,7 @@ class Node:
 
 
 def read_node(value: Mapping[str, JsonValue]) -> Node:
-    """A node as the API server has it; what is missing is left out."""
+    """Parse a Node object; missing parts stay empty."""
     metadata, spec, status = (_object(value.get(part)) for part in ("metadata", "spec", "status"))
     taints = spec.get("taints")
     return Node(
@@ -98,24 +98,24 @@ def _texts(value: JsonValue) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GpuKind:
-    """Nodes that are alike in their GPUs."""
+    """Nodes with equal GPUs."""
 
     device: DeviceFacts
     count: int
-    """GPUs of one of them; of MIG instances and shares, those."""
+    """GPUs of one of them, or its MIG instances or shares."""
     shares: int
-    """Pods that share one GPU; 1: none do."""
+    """Pods that share one GPU; 1 without sharing."""
     how: str
     """Source of the product's name, e.g. a label."""
     speed: float
-    """Peak in bf16, or 0 where it is not known."""
+    """Peak in bf16, in 10^12 operations a second; 0 if unknown."""
     link: float | None
-    """Bytes a second to the others of the node; None: not known."""
+    """Bytes a second to the other GPUs of the node; None if unknown."""
     nodes: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
-        """`2 nodes with 8 x H100 of 79.6 GiB (label nvidia.com/gpu.product)`."""
+        """Return a description, e.g. `2 nodes with 8 x H100 of 79.6 GiB (label nvidia.com/gpu.product)`."""
         many = f"{len(self.nodes)} node{'s' * (len(self.nodes) > 1)}"
         shared = f", each shared by {self.shares} pods" if self.shares > 1 else ""
         memory = human_bytes(self.device.memory_bytes)
@@ -123,7 +123,7 @@ class GpuKind:
 
 
 def gpu_kinds(nodes: Iterable[Node], resource: str, settings: Settings) -> tuple[GpuKind, ...]:
-    """The kinds of nodes that have the resource, the weakest first."""
+    """Return the kinds of nodes that have the resource, the weakest first."""
     found: dict[GpuKind, list[str]] = {}
     for node in nodes:
         if (kind := _kind(node, resource, settings)) is not None:
@@ -158,8 +158,8 @@ def _kind(node: Node, resource: str, settings: Settings) -> GpuKind | None:
 
 
 def _product(node: Node, settings: Settings) -> tuple[str | None, GpuModel | None, str]:
-    """The product, its entry of the tables, and what tells it: the first label whose value is in a table counts, and
-    else what GPU feature discovery or AMD's labeller say, whose values are the product's own name.
+    """Return the product, its table entry and its source: the first label with a value in a table, else the label of
+    GPU feature discovery or AMD's labeller, whose values are the product's own name.
     """
     own = (label.key for row in settings.hardware for label in row.labels)
     named: tuple[str, str] | None = None
@@ -178,7 +178,7 @@ def _product(node: Node, settings: Settings) -> tuple[str | None, GpuModel | Non
 
 
 def _memory(node: Node) -> int | None:
-    """Bytes of one GPU, where a label tells them."""
+    """Return the memory of one GPU in bytes by a label; None without such a label."""
     for key in MEMORY_LABELS:
         if mib := _whole(node.labels.get(key, "0")):
             return mib * MIB
@@ -201,7 +201,7 @@ def _whole(text: str) -> int:
 
 
 def told_by(nodes: Sequence[Node], spec: FineTuneJobSpec, settings: Settings) -> NodesTold:
-    """Return the GPUs of the nodes that can run a job's pods; of several kinds, the weakest."""
+    """Return the GPUs of the nodes that can run a job's pods; the weakest of several kinds."""
     resource, asked = gpu_resource(spec, settings.defaults), spec.resources.gpus_per_node
     least = 1 if asked == "auto" else asked
     fitting = tuple(node for node in nodes if can_run(node, spec, settings))
@@ -231,7 +231,7 @@ def _listed(kinds: Sequence[GpuKind]) -> str:
 
 
 def can_run(node: Node, spec: FineTuneJobSpec, settings: Settings) -> bool:
-    """Whether the scheduler may place a pod of the training on a node, as far as labels and taints go."""
+    """Return whether labels and taints of a node allow the scheduler to place a pod of the training there."""
     template, labels = spec.template, asked_labels(spec, settings)
     if any(node.labels.get(key) != value for key, value in template.node_selector.items()):
         return False
@@ -249,7 +249,7 @@ def can_run(node: Node, spec: FineTuneJobSpec, settings: Settings) -> bool:
 
 
 def _bears(tolerations: Iterable[Mapping[str, JsonValue]], taint: Mapping[str, str]) -> bool:
-    # Kubernetes' own tell of a state that passes: a node that is cordoned or not ready comes back as what it is.
+    # Kubernetes' own taints are temporary: a node that is cordoned or not ready returns unchanged.
     if str(taint.get("key", "")).partition("/")[0] in ("node.kubernetes.io", "node.cloudprovider.kubernetes.io"):
         return True
     for each in tolerations:

@@ -1,9 +1,9 @@
-"""What is publicly known about GPUs: the built-in table, which the settings' `hardware` extends and overrides.
+"""Public data of GPUs: the built-in table, which the settings' `hardware` extends and overrides.
 
-Memory is what the driver reports as total (a little below the number in the product's name). Throughput is the dense
-peak of the vendor's data sheet: with sparsity, sheets show twice as much. Label values are what GPU feature discovery
-writes (NVML's name of the device, spaces as `-`), what GKE names the accelerator, Karpenter's short name, the cloud's
-instance types, and what AMD's node labeller writes.
+Memory is the driver's total (a little below the number in the product's name). Throughput is the dense peak of the
+vendor's data sheet: with sparsity, sheets show twice as much. Label values are those of GPU feature discovery (NVML's
+name of the device, spaces as `-`), of AMD's node labeller, GKE's name of the accelerator, Karpenter's short name, and
+the cloud's instance types.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ KARPENTER_LABEL = "karpenter.k8s.aws/instance-gpu-name"
 TYPE_LABEL = "node.kubernetes.io/instance-type"
 AMD_LABEL = "amd.com/gpu.product-name"
 Labels = Mapping[str, tuple[str, ...]]
-"""Label key -> values."""
+"""Values by label key."""
 
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One product."""
+    """GPU product, or a variant of it."""
 
     name: str
     chip: str
-    """The word that every spelling of the product holds, e.g. `A100` in `NVIDIA-A100-SXM4-80GB`."""
+    """Word in every spelling of the product, e.g. `A100` in `NVIDIA-A100-SXM4-80GB`."""
     memory_gb: int
-    """The number in the product's name; tells variants of a chip apart."""
+    """Number in the product's name; distinguishes variants of a chip."""
     memory_mib: int
     capability: str
-    """CUDA compute capability; empty for a GPU that is not NVIDIA's, or where nobody has said."""
+    """CUDA compute capability; empty for a GPU of another vendor, or if unknown."""
     half_tflops: float
-    """Dense peak of bf16 (of fp16 where there is no bf16) matrix products with fp32 sums, in 10^12 operations a
-    second; 0: not known.
+    """Dense peak of bf16 (fp16 without bf16) matrix products with fp32 sums, in 10^12 operations a second; 0 if
+    unknown.
     """
     fp32_tflops: float
-    """Peak of plain fp32; TF32 is not counted, as PyTorch leaves it off."""
+    """Peak of plain fp32, in the same unit; TF32 is not counted, as PyTorch leaves it off."""
     link_gigabytes: float
-    """What one GPU sends to others of its node, in 10^9 bytes a second: one direction of NVLink as on the boards with 8
-    of them (half of what data sheets add up), of 16 lanes of PCIe where there is none; 0: not known.
+    """Bandwidth of one GPU to others of its node, in 10^9 bytes a second: one direction of NVLink as on boards with 8
+    of them (half of the data sheets' sum), or of 16 lanes of PCIe without NVLink; 0 if unknown.
     """
     labels: Labels = field(default_factory=dict)
     form: str = ""
-    """Word that tells a card from the module of the same chip: PCIE or NVL. A name without it means the module."""
+    """Word that distinguishes a card from the module of the same chip: PCIE or NVL; empty for the module."""
     bf16: bool = True
     fp8: bool = False
     gpu_hour: float | None = None
-    """Price of one for an hour, in the settings' currency."""
+    """Price of one GPU for an hour, in the settings' currency."""
     spot_gpu_hour: float | None = None
 
     def facts(self) -> DeviceFacts:
-        """This product as the planner sees a device."""
+        """Return the device facts of this product."""
         return DeviceFacts(
             product=self.name,
             memory_bytes=self.memory_mib * MIB,
@@ -65,8 +65,8 @@ class GpuModel:
         )
 
     def peak_flops(self, precision: Precision) -> float:
-        """Operations a second at `precision`; bf16 without units for it runs as fp32 does. In fp8 there are twice as
-        many as in bf16, by the data sheets of all products that have it.
+        """Return the operations a second at `precision`; bf16 without units for it runs as fp32 does. fp8 has twice the
+        rate of bf16, by the data sheets of all products that have it.
         """
         if precision == "fp8":
             return 2 * self.half_tflops * 1e12
@@ -80,7 +80,7 @@ def _nvidia(*products: str, gke: tuple[str, ...] = (), karpenter: str = "", type
 
 
 def _sizes(family: str, *numbers: int) -> tuple[str, ...]:
-    """Instance types of a family of AWS: `xlarge` is 1."""
+    """Return instance types of an AWS family: `xlarge` is 1."""
     return tuple(f"{family}.{'' if number == 1 else number}xlarge" for number in numbers)
 
 
@@ -133,7 +133,7 @@ GPU_MODELS: tuple[GpuModel, ...] = (
     GpuModel("L40", "L40", 48, 46_068, "8.9", 181.0, 90.5, 32.0, fp8=True, labels=_nvidia("NVIDIA-L40")),
     GpuModel("L40S", "L40S", 48, 46_068, "8.9", 362.0, 91.6, 32.0, fp8=True,
              labels=_nvidia("NVIDIA-L40S", karpenter="l40s", types=_sizes("g6e", *_MANY))),
-    # Hopper. H800 and H20 are made for other markets: fewer links, and for H20 less throughput.
+    # Hopper. H800 and H20 are for other markets: fewer links, and for H20 less throughput.
     GpuModel("H100", "H100", 80, 81_559, "9.0", 989.0, 67.0, 450.0, fp8=True,
              labels=_nvidia("NVIDIA-H100-80GB-HBM3", gke=("nvidia-h100-80gb", "nvidia-h100-mega-80gb"),
                             karpenter="h100", types=("p5.4xlarge", "p5.48xlarge", "Standard_ND96isr_H100_v5"))),
@@ -164,4 +164,4 @@ GPU_MODELS: tuple[GpuModel, ...] = (
     GpuModel("MI300X", "MI300X", 192, 196_592, "", 1307.0, 163.4, 448.0, fp8=True,
              labels={AMD_LABEL: ("AMD_Instinct_MI300X_OAM",), TYPE_LABEL: ("Standard_ND96isr_MI300X_v5",)}),
 )  # fmt: skip
-"""Ordered by generation and memory: a name that does not tell variants apart means the smaller one."""
+"""Built-in table, ordered by generation and memory: a name that fits several variants means the smaller one."""

@@ -1,5 +1,5 @@
-"""How evaluation and prediction go over rows, and whether they can at all: they are one process with the whole model on
-its device, however many the training is spread over.
+"""Inference of evaluation, prediction and serving: batch size, precision, workers, and the check that the model fits.
+Each process holds the whole model on its device, regardless of the training's parallelism.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ GPU_BATCH_TOKENS = 16_384
 wide.
 """
 GPU_BATCH_TOKENS_WIDE = 4_096
-"""The same for models wider than that."""
+"""Padded tokens of one inference batch for wider models."""
 UNREAD_SLACK = 1.25
-"""By what a model that nobody has read may be too large before it is refused: its size follows from its name, and a
+"""Factor by which an unread model may exceed the memory before it is refused: its size follows from its name, and a
 batch that does not fit after all is halved.
 """
 ONE_PROCESS_HERE = (
@@ -31,13 +31,13 @@ ONE_PROCESS_HERE = (
     "spec.predict.engine hold in one"
 )
 WORKER_SECONDS = 300
-"""Least work of a worker with `predict.workers: auto`: a pod starts, imports and loads a model in 20 to 60 s."""
+"""Least seconds of work for a worker with `predict.workers: auto`: a pod starts and loads a model in 20 to 60 s."""
 CPU_BATCH_TOKENS = 2_048
-"""On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
+"""Padded tokens of one batch on CPU; larger ones gain nothing and exceed the caches; see `batch.CPU_TOKENS`."""
 
 
 def inference_tokens(draft: Draft) -> int:
-    """Padded tokens of one inference batch; never fewer than the longest row."""
+    """Return the padded tokens of one inference batch; at least those of the longest row."""
     if draft.inference_device == "cpu":
         tokens = CPU_BATCH_TOKENS
     else:
@@ -48,10 +48,10 @@ def inference_tokens(draft: Draft) -> int:
 
 
 def choose_inference(draft: Draft) -> Draft:
-    """fp32 where that fits, else bf16 where the GPU has units for it and that fits. Where neither does, an evaluation
-    that nobody has asked for is left out, and `check_inference` refuses what was asked for.
+    """Choose fp32 if it fits, else bf16 if the GPU has units for it and it fits. If neither fits, an evaluation that
+    was not requested is left out, and `check_inference` refuses requested stages.
 
-    The stages of a job that has begun stay as they are: what prepare has measured changes only what they compute in.
+    The stages of a running job stay as they are: prepare's measurements change only their precision.
     """
     if not {Stage.EVALUATE, Stage.PREDICT, Stage.SERVE} & set(draft.stages):
         return draft
@@ -76,10 +76,10 @@ def choose_inference(draft: Draft) -> Draft:
 
 
 def choose_workers(draft: Draft) -> Draft:
-    """How many processes share the rows to predict. The choice makes no difference to the result.
+    """Choose the number of processes that share the rows to predict. It makes no difference to the result.
 
-    With `auto`: as many as the job's nodes have GPUs (as it has nodes, without GPUs), but no more than have
-    `WORKER_SECONDS` of work each, where the rows are known, and than the settings allow.
+    With `auto`: one for each GPU of the job's nodes (for each node without GPUs), but no more than the settings allow,
+    and than have `WORKER_SECONDS` of work each, if the rows are known.
     """
     if draft.spec.predict is None or Stage.PREDICT not in draft.stages:
         return draft
@@ -108,7 +108,7 @@ def choose_workers(draft: Draft) -> Draft:
 
 
 def choose_optimization(draft: Draft) -> Draft:
-    """How the model computes predictions: `auto` becomes measuring where there is something to measure."""
+    """Choose predict's optimization; `auto` becomes `measured` if there are alternatives to measure."""
     asked = draft.spec.predict
     if asked is None or Stage.PREDICT not in draft.stages or asked.optimization == "none":
         return draft
@@ -138,7 +138,7 @@ def choose_optimization(draft: Draft) -> Draft:
 
 
 def _automatic_workers(draft: Draft) -> tuple[int, str]:
-    """The number, and the part of the rule that decides it."""
+    """Return the number, and the part of the rule that decides it."""
     if draft.script is not None:
         return 1, "the rows for a program's model are prepared by the stage that predicts"
     nodes, gpus = draft.spec.resources.nodes, draft.gpus_per_node
@@ -158,8 +158,8 @@ def _automatic_workers(draft: Draft) -> tuple[int, str]:
 
 
 def _seconds_to_predict(draft: Draft) -> float | None:
-    """Seconds that one worker takes for all rows; None where nobody has counted them, or the device's speed or the
-    length of what is written is not known.
+    """Return the seconds that one worker takes for all rows; None if their number, the device's speed or the length of
+    generated text is not known.
     """
     predict = decided(draft.spec.predict)
     if predict.dataset is not None or draft.data is None or draft.spec.task in WRITING_TASKS:
@@ -176,7 +176,7 @@ def _seconds_to_predict(draft: Draft) -> float | None:
 
 
 def check_inference(draft: Draft) -> Draft:
-    """Refuse an evaluation or a prediction that was asked for and does not fit."""
+    """Refuse a requested evaluation, prediction or endpoint that does not fit."""
     asked = {"evaluation": draft.spec.evaluation, "predict": draft.spec.predict, "endpoint": draft.spec.endpoint}
     paths = [path for path, given in asked.items() if given is not None and (path != "endpoint" or not draft.local)]
     if not paths or not _is_known(draft):
@@ -192,8 +192,8 @@ def check_inference(draft: Draft) -> Draft:
 
 
 def _is_known(draft: Draft) -> bool:
-    """Whether prepare will not measure another model; of a job that has begun the stages stay, unless somebody asks
-    for what is known now.
+    """Return whether prepare will not measure another model; the stages of a running job stay, unless `as_known` asks
+    for a plan by the known facts.
     """
     if draft.as_known:
         return True
@@ -202,20 +202,20 @@ def _is_known(draft: Draft) -> bool:
 
 @dataclass(frozen=True)
 class _Need:
-    """Bytes of the device that one process takes with the whole model."""
+    """Memory of the device that one process takes with the whole model, in bytes."""
 
     wide: int
-    """In fp32."""
+    """Bytes in fp32."""
     narrow: int | None
-    """In bf16; None: the device does not compute in it."""
+    """Bytes in bf16; None if the device does not compute in it."""
     there: int
 
     def fits(self, *, wide: bool = False) -> bool:
-        """Whether it fits; `wide`: in fp32."""
+        """Return whether it fits; `wide`: in fp32."""
         return min(self.wide, self.wide if wide or self.narrow is None else self.narrow) <= self.there
 
     def rule(self, draft: Draft) -> str:
-        """What it takes and what there is."""
+        """Describe the needed and the available memory."""
         of = human_bytes(self.there)
         rule = f"one process with the whole model does it, which takes {human_bytes(self.wide)} of {of} in fp32"
         if self.narrow is not None:
@@ -225,7 +225,7 @@ class _Need:
         return f"{rule}, and {decided(draft.hardware.gpu).product} does not compute in bf16"
 
     def enough(self, draft: Draft) -> str:
-        """What it would fit."""
+        """Describe devices on which it would fit."""
         if draft.inference_device == "cpu":
             return f"nodes with more than {human_bytes(self.wide)} of memory"
         if self.narrow is not None:
@@ -242,9 +242,9 @@ def _need(draft: Draft) -> _Need:
 
 
 def _takes(draft: Draft, precision: InferencePrecision) -> int:
-    """Bytes of the device."""
+    """Return the bytes of the device's memory that one process takes."""
     task, sequences, generation = draft.spec.task, draft.lengths.sequences, draft.spec.generation
-    # However few tokens a batch is to have, one row is in it.
+    # A batch has at least one row.
     tokens, cached = max(inference_tokens(draft), sequences * draft.length_limit), 0
     if task in WRITING_TASKS:
         cached = max(tokens, (draft.length_limit + generation.max_new_tokens) * generation.num_beams)

@@ -1,11 +1,11 @@
-"""How much memory one process needs, term by term.
+"""Memory of one process, term by term.
 
-Each term has its formula and the formula's source beside it, and carries the numbers it was computed from, so that a
-plan can be checked by hand. P is the number of parameters, N the number of data-parallel ranks. Sizes are bytes.
+Each term has its formula and the formula's source beside it, and includes its numbers, so that a plan can be checked by
+hand. P is the number of parameters, N the number of data-parallel ranks. Sizes are bytes.
 
-What is modelled: weights, gradients and optimizer state as each strategy divides them, saved activations, the blocks
-that ZeRO-3 and FSDP gather, communication buffers, the fixed cost of a process and the allocator's losses. What is not:
-memory that a task's own metrics take, and the page cache, which gives way.
+Modelled: weights, gradients and optimizer state as each strategy shards them, saved activations, the blocks that ZeRO-3
+and FSDP gather, communication buffers, the fixed cost of a process and the allocator's losses. Not modelled: memory of
+a task's own metrics, and the page cache, which is reclaimable.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ measured.
 CUDA_CONTEXT_BYTES = 1024 * MIB
 """CUDA context and loaded kernels (about 500 MiB on current data-centre GPUs), cuBLAS workspace, NCCL's buffers."""
 ALLOCATOR_SHARE = 0.10
-"""On a GPU, of everything that torch allocates: rounding to blocks, fragments, temporaries of single operations."""
+"""Share on a GPU, of all torch allocations: rounding to blocks, fragments, temporaries of single operations."""
 CPU_ALLOCATOR_SHARE = 1.2
-"""The same on a CPU, where the C library keeps every fragment and gloo copies what it sends. Measured on a
-22M-parameter BERT with micro-batches of 16 rows over 534 steps, as peak resident set beyond the process and the other
-terms: 0.5 with DDP, 1.2 with ZeRO-2, 1.3 with FSDP; 0.3 with a single process over 15 steps. The upper end: too small
-kills a run.
+"""Share on a CPU, where the C library keeps every fragment and gloo copies its messages. Measured on a 22M-parameter
+BERT with micro-batches of 16 rows over 534 steps, as peak resident set beyond the process and the other terms: 0.5 with
+DDP, 1.2 with ZeRO-2, 1.3 with FSDP; 0.3 with a single process over 15 steps. It is near the upper end, since too small
+a value kills a run.
 """
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""DeepSpeed's default of 500 million takes 2 GB twice in fp32; a tenth still fills the links many times over."""
+"""Elements of a reduce bucket; DeepSpeed's 500 million take 2 GB twice in fp32, and a tenth is ample to fill links."""
 SUB_GROUP_ELEMENTS = 1_000_000_000
-"""DeepSpeed's default of sub_group_size: ZeRO-3 steps, and makes fp32 gradients, for this much of a shard at a time."""
+"""DeepSpeed's default of sub_group_size: elements of a shard that ZeRO-3 steps, with fp32 gradients, at a time."""
 PREFETCH_BUCKET_ELEMENTS = 50_000_000
 """DeepSpeed's own default of stage3_prefetch_bucket_size."""
 NVME_SUB_GROUP_ELEMENTS = 50_000_000
-"""Of a shard whose optimizer state is in files, what is in memory at a time; the default above would be all of it."""
+"""Elements in memory at a time of a shard with its optimizer state in files; the default above would be all of it."""
 NVME_OPTIMIZER_BUFFERS = 4
-"""DeepSpeed's own default: one for each of AdamW's states, with the master copy and the gradient."""
+"""DeepSpeed's default of buffers: one for each of AdamW's states, with the master copy and the gradient."""
 NVME_PARAMETER_BUFFERS = 5
-"""DeepSpeed's own default of buffers that parameters from files are read into."""
+"""DeepSpeed's default of buffers for parameters read from files."""
 
 
 def compute_bytes(precision: Precision) -> int:
-    """Bytes of one element of a matrix product."""
+    """Return the bytes of one element of a matrix product."""
     return 4 if precision == "fp32" else 2
 
 
 def weight_bytes(strategy: Strategy, precision: Precision) -> int:
-    """Bytes of one weight on the device: DeepSpeed converts the model, autocast leaves it in fp32."""
+    """Return the bytes of one weight on the device: DeepSpeed converts the model, autocast leaves it in fp32."""
     return compute_bytes(precision) if strategy.name == "deepspeed" else 4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that the memory of one process depends on."""
+    """Inputs of the memory estimate of one process."""
 
     model: ModelFacts
     task: Task
@@ -83,12 +83,12 @@ class Workload:
     length: int
     """Tokens of the longest sequence: length-grouped batches put such rows together."""
     sequences: int = 1
-    """That one row is."""
+    """Sequences of one row."""
     packed: bool = False
-    """Whether a sequence holds several rows, which do not see each other."""
+    """True if a sequence holds several rows, which do not attend to each other."""
     adapter: Adapter | None = None
     secondary_shards: int = 1
-    """Processes of a node over which ZeRO++ divides the parameters a second time; 1: it does not."""
+    """Processes of a node over which ZeRO++ shards the parameters a second time; 1 without it."""
 
     @property
     def deepspeed(self) -> bool:
@@ -96,43 +96,41 @@ class Workload:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of one element of a matrix product."""
+        """Return the bytes of one element of a matrix product."""
         return compute_bytes(self.precision)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one weight on the device."""
+        """Return the bytes of one weight on the device."""
         return weight_bytes(self.strategy, self.precision)
 
     @property
     def replicas(self) -> int:
-        """Data-parallel ranks."""
+        """Return the data-parallel ranks."""
         return self.world.size // self.strategy.model_ranks
 
     @property
     def trained(self) -> int:
-        """Parameters with gradients and optimizer state."""
+        """Return the parameters with gradients and optimizer state."""
         if self.strategy.model_ranks > 1:
             return self.held
         return trained_parameters(self.model, self.adapter).trained
 
     @property
     def held(self) -> int:
-        """Parameters in all, those of an adapter among them; with tensor or pipeline parallelism those of one
-        process.
-        """
+        """Return all parameters, including an adapter's; with tensor or pipeline parallelism, those of one process."""
         if self.strategy.model_ranks > 1:
             return parameters_of_a_process(self.model, self.strategy)
         return self.model.parameters + trained_parameters(self.model, self.adapter).added
 
     @property
     def four_bit(self) -> int:
-        """Weights in 4 bits, of those that are held."""
+        """Return the number of held weights that are in 4 bits."""
         return four_bit_weights(self.model, self.adapter)
 
     @property
     def shards(self) -> int:
-        """Processes that share one copy of what is divided."""
+        """Return the processes that share one copy of the sharded state."""
         return self.world.processes_per_node if self.strategy.fsdp_sharding == "hybrid" else self.world.size
 
 
@@ -144,11 +142,11 @@ class ModelStates:
     gradients: int
     optimizer: int
     offloaded: int
-    """In host memory."""
+    """Bytes in host memory."""
     disk: int
-    """In files."""
+    """Bytes in files."""
     host: int
-    """Offloaded state of all processes of one node, or what reading the weights takes there; whichever is most."""
+    """Bytes of offloaded state of all processes of one node, or of reading the weights there; the larger of both."""
     parameters_formula: str
     gradients_formula: str
     optimizer_formula: str
@@ -159,7 +157,7 @@ def _shards(count: int, per_parameter: float, ranks: int) -> int:
 
 
 def optimizer_state_bytes(optimizer: OptimizerName, hidden_size: int) -> float:
-    """Bytes of optimizer state per parameter, without a master copy.
+    """Return the bytes of optimizer state per parameter, without a master copy.
 
     AdamW keeps two fp32 moments; SGD as Hugging Face sets it up has no momentum; Adafactor keeps one row and one column
     of sums for each matrix (Shazeer and Stern, 2018), about 2 / h of its elements.
@@ -174,14 +172,14 @@ def optimizer_state_bytes(optimizer: OptimizerName, hidden_size: int) -> float:
 
 
 def model_states(work: Workload) -> ModelStates:
-    """Weights, gradients and optimizer state of one process.
+    """Return weights, gradients and optimizer state of one process.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3: with
     bf16 or fp16 weights 2P + 2P + 12P, where 12 = fp32 master copy 4 + moments 8; stage 1 divides the optimizer state,
     stage 2 the gradients too, stage 3 the parameters too. DeepSpeed's own estimators
-    (`estimate_zero2_model_states_mem_needs`) add the fp32 copy of a rank's gradients that its optimizer step makes:
+    (`estimate_zero2_model_states_mem_needs`) add the fp32 copy of a rank's gradients that its optimizer step creates:
     4P/N, at stage 3 for one sub-group at a time. Its fp32 mode keeps the master copy as well. Stage 0 sums gradients in
-    fp32. Of frozen weights there are neither gradients nor optimizer state (Hu et al., "LoRA", 2021, section 4.2).
+    fp32. Frozen weights have neither gradients nor optimizer state (Hu et al., "LoRA", 2021, section 4.2).
     """
     return _deepspeed_states(work) if work.deepspeed else _torch_states(work)
 
@@ -234,8 +232,8 @@ def _deepspeed_states(work: Workload) -> ModelStates:
     gradients_formula = f"{_formula(str(width), count, by_gradients)} + fp32 copy {fp32_copy} x {stepped:,}"
     optimizer = _shards(count, 4 + state, by_optimizer)
     optimizer_formula = f"(master copy 4 + {state:.3g}) {_formula('', count, by_optimizer)}"
-    # Gradients leave through the reduce buckets as they come; their fp32 copy, the master copy and the moments are
-    # where the optimizer is, and it steps on the host.
+    # Gradients leave through the reduce buckets as they are computed; their fp32 copy, the master copy and the moments
+    # are with the optimizer, which steps on the host.
     match work.strategy.offload_optimizer:
         case "cpu":
             offloaded += _shards(count, fp32_copy + 4 + state, ranks)
@@ -270,10 +268,10 @@ _HOST, _FILES = "on the host", "in files"
 
 
 def _four_bit_bytes(work: Workload) -> tuple[int, str]:
-    """Weights of one process, some of them in 4 bits, and the formula.
+    """Return the bytes of one process's weights, some of them in 4 bits, and the formula.
 
-    A GPU gets them in 4 bits. On a CPU the whole model is there beside them: before they are rounded, and again when
-    the adapter is merged.
+    A GPU gets only the 4-bit form. On a CPU the whole model is in memory beside it: before it is quantized, and again
+    when the adapter is merged.
     """
     packed, words = int(FOUR_BIT_BYTES * work.four_bit), f"{FOUR_BIT_BYTES:.3f} x {work.four_bit:,} in 4 bits"
     if work.world.device == "cpu":
@@ -283,7 +281,7 @@ def _four_bit_bytes(work: Workload) -> tuple[int, str]:
 
 
 def _unfolded(work: Workload) -> MemoryTerm | None:
-    """The weight of one layer as a product has it, for which it is unfolded from 4 bits."""
+    """Return the weight of one layer, dequantized from 4 bits for its matrix product."""
     if not work.four_bit:
         return None
     layer = largest_linear(work.model)
@@ -292,21 +290,21 @@ def _unfolded(work: Workload) -> MemoryTerm | None:
 
 
 def nvme_buffer_elements(model: ModelFacts, ranks: int) -> int:
-    """Elements that the shard of any one weight has at most; DeepSpeed reads a shard from its file in one piece."""
+    """Return the most elements in the shard of any weight; DeepSpeed reads a shard from its file in one piece."""
     return -(-largest_layer(model) // ranks)
 
 
 def _stay_in_files(model: ModelFacts) -> bool:
-    """Whether weights are left in their files until they are used: those in fp32, as safetensors maps them. The pages
-    are shared by the processes of a node and give way. Others each process converts to fp32 when it reads them; with
-    transformers 5.23 and safetensors 0.8 the memory of its own grew by 4 bytes a parameter of a bf16 file and by
-    none of an fp32 one.
+    """Return whether weights stay in their files until use: those in fp32, as safetensors maps them. The processes of a
+    node share the pages, which are reclaimable. Other types are converted to fp32 by each process when it reads them;
+    with transformers 5.23 and safetensors 0.8 its private memory grew by 4 bytes a parameter of a bf16 file and by none
+    of an fp32 one.
     """
     return model.parameter_bytes > 3 * model.parameters
 
 
 def _spreading_bytes(work: Workload) -> int:
-    """Host memory of a node while a model that is spread by tensor or pipeline parallelism is read: tensor ranks copy
+    """Return the host memory of a node while it reads a model for tensor or pipeline parallelism: tensor ranks copy
     their shards of all layers before the stages are cut.
     """
     whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
@@ -315,9 +313,9 @@ def _spreading_bytes(work: Workload) -> int:
 
 
 def _dividing_bytes(work: Workload) -> int:
-    """Host memory of a node while ZeRO-3 divides a model: each process converts one weight at a time and gives it away
-    (`finetune_trainer.strategies.deepspeed`). Whole models are there before, unless they stay in their files: what
-    `estimate_zero3_model_states_mem_needs` has without `zero_init`.
+    """Return the host memory of a node while ZeRO-3 shards a model: each process converts one weight at a time and then
+    frees it (`finetune_trainer.strategies.deepspeed`). Whole models are in memory before, unless they stay in their
+    files, as in `estimate_zero3_model_states_mem_needs` without `zero_init`.
     """
     processes = work.world.processes_per_node
     if not _stay_in_files(work.model):
@@ -326,9 +324,9 @@ def _dividing_bytes(work: Workload) -> int:
 
 
 def _saving_bytes(work: Workload) -> int:
-    """Host memory that a checkpoint, or the trained model, takes on rank 0 beside what is offloaded there.
+    """Return the host memory of a checkpoint, or of the trained model, on rank 0 beside offloaded state.
 
-    All strategies but deepspeed gather weights and optimizer state of what is trained, whole
+    All strategies but deepspeed gather the full weights and optimizer state of trained parameters
     (`finetune_trainer.strategies.full_state`). DeepSpeed's processes write their own shards; at the end the weights are
     gathered, as wide as on the device. An adapter is merged into the model in fp32, which is loaded again for that.
     """
@@ -344,9 +342,9 @@ def _formula(per_parameter: str, count: int, ranks: int) -> str:
 
 
 def _unfused_scores(work: Workload) -> float:
-    """Elements kept for each token and head, per token of length; 0 when attention is fused.
+    """Return the elements saved for each token and head, per token of length; 0 if attention is fused.
 
-    On CPU, PyTorch has a fused kernel only without dropout, so that models that drop out attention keep their scores
+    On CPU, PyTorch has a fused kernel only without dropout, so that models with attention dropout save their scores
     there.
     """
     shape = activation_shape(work.model.model_type)
@@ -356,19 +354,19 @@ def _unfused_scores(work: Workload) -> float:
 
 
 def _mask_bytes_per_token(work: Workload) -> int:
-    """Bytes of the mask that fused attention is given, for one token: an element for each token of the whole sequence.
+    """Return the bytes of fused attention's mask for one token: an element for each token of the whole sequence.
 
-    transformers makes one for all layers where rows are padded or packed, of booleans, and torch's
-    `scaled_dot_product_attention` keeps one of the queries' type for each layer. A row by itself needs none.
+    If rows are padded or packed, transformers creates one boolean mask for all layers, and torch's
+    `scaled_dot_product_attention` saves one of the queries' type for each layer. A single row needs none.
     """
     if _unfused_scores(work) or not (work.packed or work.micro_batch * work.sequences > 1):
         return 0
-    # A process has whole sequences of some heads where it has slices of all of them elsewhere.
+    # In attention a process has whole sequences of some heads, elsewhere slices with all of them.
     return work.length * work.compute_bytes * work.strategy.sequence
 
 
 def activation_bytes_per_token(work: Workload) -> int:
-    """Bytes that one layer keeps for the backward pass, for one token.
+    """Return the bytes that one layer saves for the backward pass, for one token.
 
     Korthikanti et al. (2022), section 4.1, with element widths set apart: norms keep fp32 inputs under autocast,
     dropout masks are one byte on GPUs and a whole element on CPU, and unfused attention keeps its scores in fp32 on
@@ -377,8 +375,8 @@ def activation_bytes_per_token(work: Workload) -> int:
     shape, model = activation_shape(work.model.model_type), work.model
     wide = work.compute_bytes if work.deepspeed else 4
     mask = 1 if work.world.device == "cuda" else work.compute_bytes
-    # Of the hidden states those that queries and the feed-forward layer are made of are whole on every tensor rank, as
-    # the inputs of norms and the masks are; the rest is split (Korthikanti et al., section 4.2).
+    # Every tensor rank has the full inputs of queries, of the feed-forward layer and of norms, and the full masks;
+    # other activations are split (Korthikanti et al., section 4.2).
     tensor = work.strategy.tensor
     hidden = min(shape.hidden, 2) + max(0, shape.hidden - 2) / tensor
     linear = (
@@ -388,7 +386,7 @@ def activation_bytes_per_token(work: Workload) -> int:
     score_width = 4 if work.world.device == "cpu" else work.compute_bytes
     scores = _unfused_scores(work)
     if shape.fused_attention and not work.model.fused_attention:
-        # transformers' own attention takes the softmax in fp32, and keeps that.
+        # transformers' own attention computes the softmax in fp32, and saves it.
         scores += (4 - score_width) / score_width
     dropped = (4 if work.world.device == "cpu" else 1) if scores and shape.attention_dropout else 0
     attention = model.attention_heads / tensor * work.length * (scores * score_width + dropped)
@@ -396,11 +394,11 @@ def activation_bytes_per_token(work: Workload) -> int:
 
 
 def _adapter_bytes_per_token(work: Workload, mask: int) -> float:
-    """Bytes that the adapters of one layer keep for one token, beside what the frozen layer is counted with.
+    """Return the bytes that the adapters of one layer save for one token, beside those of the frozen layer.
 
-    Between A and B `rank` elements; with dropout the input of A and its mask, which are the layer's own; with DoRA both
-    products that are scaled by the magnitudes. As peft 0.21 computes them (`tuners/lora/variants.py`), compared with
-    what torch saves in tests/unit/test_planning_adapters.py. The frozen layer keeps a little less than is counted.
+    Between A and B `rank` elements; with dropout the input of A and its mask, one for each layer; with DoRA both
+    products that the magnitudes scale. As in peft 0.21 (`tuners/lora/variants.py`), compared with torch's saved tensors
+    in tests/unit/test_planning_adapters.py. The frozen layer saves a little less than is counted.
     """
     if work.adapter is None:
         return 0.0
@@ -415,11 +413,11 @@ def _adapter_bytes_per_token(work: Workload, mask: int) -> float:
 
 
 def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
-    """Bytes that one layer keeps for one token from its forward pass until its backward pass, and in words what.
+    """Return the bytes that one layer keeps for one token between its forward and backward pass, and a description.
 
     Selective checkpointing keeps a layer's input and the results of its matrix products with weights and of fused
-    attention (`finetune_trainer.training.activations`); a layer whose linear layers nobody has counted is taken for one
-    with four square ones and two of the feed-forward layer.
+    attention (`finetune_trainer.training.activations`); a layer with unknown linear layers counts as four square ones
+    and two of the feed-forward layer.
     """
     model, width = work.model, work.compute_bytes
     wide = width if work.deepspeed else 4
@@ -441,7 +439,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
 
 
 def _activations(work: Workload) -> tuple[MemoryTerm, int]:
-    """On the device, and the bytes of them that are offloaded."""
+    """Return the activations on the device, and the bytes of offloaded activations."""
     model, length = work.model, slice_tokens(work.length, work.strategy.sequence)
     tokens = work.micro_batch * work.sequences * length
     layer = activation_bytes_per_token(work)
@@ -457,7 +455,7 @@ def _activations(work: Workload) -> tuple[MemoryTerm, int]:
     words += f" + 1 layer of {layer:,}" if recomputes else ""
     total, offloaded = layers * kept * kept_at_once + (layer if recomputes else 0) + ends, 0
     if work.strategy.offload_activations != "none" and work.world.device == "cuda":
-        # One layer is at work; its copies come and go.
+        # Only the layer that computes is on the device.
         words, total, offloaded = f"1 layer of {layer:,}", layer + ends, layers * kept
     passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
     each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
@@ -467,7 +465,7 @@ def _activations(work: Workload) -> tuple[MemoryTerm, int]:
 
 
 def gathered_bytes(largest_layer_parameters: int, width: int) -> int:
-    """Weights and gradient of the largest layer that ZeRO-3 gathers whole.
+    """Return the bytes of weights and gradient of the largest layer that ZeRO-3 gathers in full.
 
     As in `estimate_zero3_model_states_mem_needs`: 4 bytes a parameter with 16-bit weights.
     """
@@ -475,27 +473,27 @@ def gathered_bytes(largest_layer_parameters: int, width: int) -> int:
 
 
 def largest_layer(model: ModelFacts) -> int:
-    """Parameters of the largest unit that is gathered at once: the embeddings or one block."""
+    """Return the parameters of the largest unit that is gathered at once: the embeddings or one block."""
     return max(model.embedding_parameters, model.block_parameters)
 
 
 FP8_ROUNDING_BYTES = 12
-"""For each element of a tensor that torchao 0.18 rounds: its scaled and its clipped form in fp32 and results in fp8.
-Measured as what one layer's pass takes beyond the same one in bf16: 7 to 11 without torch.compile, which makes none of
+"""Bytes for each element of a tensor that torchao 0.18 rounds: its scaled and clipped forms in fp32 and results in fp8.
+Measured as the excess of one layer's pass over the same in bf16: 7 to 11 without torch.compile, which creates none of
 them.
 """
 
 
 def _rounded(work: Workload) -> MemoryTerm | None:
-    """What rounding the largest factor of a product in fp8 takes; nothing of it is kept.
+    """Return the temporary memory to round the largest factor of a product to fp8.
 
-    torchao saves what layers in bf16 save, inputs in 16 bits, and rounds them again in the backward pass.
+    torchao saves the same tensors as layers in bf16, inputs in 16 bits, and rounds them again in the backward pass.
     """
     if work.precision != "fp8":
         return None
     model = work.model
     layer = largest_linear(model) or model.hidden_size * model.intermediate_size
-    # Of each name the inputs and outputs of all its layers are counted together: n i o / n o = i.
+    # `inputs` and `outputs` are sums over the n layers of a name: n i o / n o = i.
     counted = [each for each in model.linear_layers.values() if each.weights]
     sides = [each.weights // side for each in counted for side in (each.inputs, each.outputs)]
     tokens = work.micro_batch * work.sequences * work.length
@@ -508,8 +506,8 @@ def _gathered(work: Workload) -> MemoryTerm | None:
     model = work.model
     if work.strategy.name == "fsdp":
         root = max(0, model.parameters - model.layers * model.block_parameters)
-        # fully_shard leaves the root (embeddings and head) gathered from forward to backward, and holds two blocks
-        # when it prefetches. Gradients are whole until they are reduced, those of frozen weights never are.
+        # fully_shard keeps the root (embeddings and head) gathered from forward to backward, and holds two blocks
+        # when it prefetches. Gradients are full-size until they are reduced; frozen weights have none.
         graded = root + model.block_parameters if work.adapter is None else work.trained
         blocks = 2 if work.strategy.fsdp_sharding != "grad-op" else model.layers
         size = 4 * root + blocks * 4 * model.block_parameters + 4 * graded
@@ -526,7 +524,7 @@ def _gathered(work: Workload) -> MemoryTerm | None:
 
 
 def _secondary(work: Workload) -> MemoryTerm | None:
-    """The second shards of ZeRO++, from which backward passes gather without leaving the node (Wang et al., "ZeRO++",
+    """Return the secondary shards of ZeRO++, from which backward passes gather within the node (Wang et al., "ZeRO++",
     2023, section 3.2)."""
     if work.secondary_shards == 1 or work.strategy.zero_stage != 3:
         return None
@@ -539,7 +537,7 @@ def _secondary(work: Workload) -> MemoryTerm | None:
 
 
 def _checkpoint_copy(work: Workload) -> MemoryTerm | None:
-    """Rank 0 gathers the whole state in host memory to write it, which on a CPU is the device's."""
+    """Return the full state that rank 0 gathers in host memory to write it, which on a CPU is the device's."""
     if work.strategy.name != "fsdp" or work.world.device != "cpu":
         return None
     count = work.trained
@@ -547,12 +545,12 @@ def _checkpoint_copy(work: Workload) -> MemoryTerm | None:
 
 
 def reduce_bucket_elements(parameters: int) -> int:
-    """Elements of DeepSpeed's reduce and all-gather buckets: never more than the model has."""
+    """Return the elements of DeepSpeed's reduce and all-gather buckets: at most those of the model."""
     return min(parameters, REDUCE_BUCKET_ELEMENTS)
 
 
 def overlaps_communication(device: Device) -> bool:
-    """Whether DeepSpeed reduces while it computes; on CPU there is no second stream to do it on."""
+    """Return whether DeepSpeed overlaps reduction with computation; a CPU has no second stream for it."""
     return device == "cuda"
 
 
@@ -564,8 +562,8 @@ def _buffers(work: Workload) -> MemoryTerm | None:
         bucket = min(count, AVERAGED_ELEMENTS)
         return MemoryTerm(name="communication buffers", bytes=4 * bucket, formula=f"averaged gradients 4 x {bucket:,}")
     if work.strategy.name == "ddp":
-        # Gradients lie in the buckets of DistributedDataParallel once it has reduced them; those of the micro-batches
-        # before lie beside the buckets until then. With one micro-batch a step this is more than is needed.
+        # Gradients are in the buckets of DistributedDataParallel once reduced; those of earlier micro-batches are
+        # beside the buckets until then. With one micro-batch a step this overestimates.
         return MemoryTerm(name="communication buffers", bytes=4 * count, formula=f"gradient buckets 4 x {count:,}")
     if not work.deepspeed or not work.strategy.zero_stage:
         return None
@@ -580,7 +578,7 @@ def _buffers(work: Workload) -> MemoryTerm | None:
 
 
 def _autocast_copies(work: Workload) -> MemoryTerm | None:
-    """Autocast saves the 16-bit copies of the weights of linear layers for the backward pass."""
+    """Return the 16-bit copies of linear layers' weights that autocast saves for the backward pass."""
     if work.deepspeed or work.compute_bytes == 4:
         return None
     count = max(0, work.model.parameters - work.model.embedding_parameters - work.four_bit)
@@ -590,7 +588,7 @@ def _autocast_copies(work: Workload) -> MemoryTerm | None:
 
 
 def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
-    """The memory of one process of `work` on a device (a share of a node, on CPU) of `capacity_bytes`."""
+    """Estimate the memory of one process of `work` on a device (on CPU, a share of a node) of `capacity_bytes`."""
     states = model_states(work)
     on_cpu = work.world.device == "cpu"
     terms: list[MemoryTerm] = [
@@ -621,7 +619,7 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
     words = "interpreter and libraries, measured" if on_cpu else "CUDA context, cuBLAS and NCCL"
     terms.append(MemoryTerm(name="process", bytes=fixed, formula=words))
     total = sum(term.bytes for term in terms)
-    # One after the other: reading the weights, activations, a checkpoint between steps.
+    # The largest of three that do not overlap: reading the weights, activations, a checkpoint between steps.
     offloaded = max(
         states.host, (states.offloaded + moved) * processes, states.offloaded * processes + _saving_bytes(work)
     )
@@ -638,14 +636,14 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
 def inference_bytes(
     model: ModelFacts, task: Task, precision: InferencePrecision, *, tokens: int, length: int, cached: int
 ) -> int:
-    """Memory of a GPU on which one process with the whole model answers batches of `tokens` padded tokens, in rows of
-    `length`; `cached`: tokens of which it keeps keys and values while it writes.
+    """Return the GPU memory of one process with the whole model on batches of `tokens` padded tokens, in rows of
+    `length`; `cached`: tokens whose keys and values are in the cache while it generates.
 
-    Of activations there is one layer's at a time, at most what training keeps of it. Logits are there whole, and once
-    more where the model computes a loss of its own, as of text to text; a decoder is asked for `ASKED_LOGITS` at a
-    time, and the next come while the last are there. Of `JUDGED_LOGITS` there are a copy, its float32 form and the
-    log-probabilities. Nothing is judged while the model writes. Weights come once, in blocks of their size: only what
-    comes and goes is subject to the allocator's losses.
+    Activations are those of one layer at a time, at most as many as training saves. Logits are there in full, and twice
+    if the model computes a loss of its own, as text-to-text models do; a decoder computes `ASKED_LOGITS` at a time, and
+    the next ones before the last are freed. `JUDGED_LOGITS` have a copy, its float32 form and the log-probabilities;
+    scoring and generation do not overlap. Weights are allocated once, in blocks of their size: only temporary memory is
+    subject to the allocator's losses.
     """
     alone = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
     work = Workload(

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism: which models allow them, how processes are ordered, and what they cost.
+"""Tensor and pipeline parallelism: supported models, order of the processes, and cost.
 
 T is the tensor-parallel degree, p the pipeline's, v the stages of one process, m the micro-batches of one pass of the
 schedule.
@@ -18,7 +18,7 @@ from finetune_operator.api.types import ParallelismSpec, PipelineSpec
 from finetune_operator.planning.draft import Draft, decided
 
 PASSES_TO_FILL = 4
-"""With m = 4 p a fifth of the time at most is bubble; more micro-batches make them smaller, and slower for that."""
+"""Least m / p to fill a pipeline: with m = 4 p the bubble is at most a fifth; more micro-batches are slower each."""
 _NAMED: dict[str, RankOrder] = {"cluster": "DPT", "spread": "PTD"}
 
 
@@ -26,7 +26,7 @@ _NAMED: dict[str, RankOrder] = {"cluster": "DPT", "spread": "PTD"}
 
 
 def bubble(pipeline: Pipeline) -> float:
-    """Share of a pass in which a process has nothing to do, (p - 1) / (v m + p - 1) with stages that take equally long.
+    """Return the idle share of a pass, (p - 1) / (v m + p - 1) for stages of equal duration.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), section 2.2, who give it
     in relation to the time without a bubble.
@@ -36,10 +36,10 @@ def bubble(pipeline: Pipeline) -> float:
 
 
 def in_flight(pipeline: Pipeline) -> float:
-    """Micro-batches whose activations the first process keeps at once, over all of its layers.
+    """Return the micro-batches whose activations the first process keeps at once, over all of its layers.
 
-    All m of a pass with GPipe; p with 1F1B, as many as are under way when the first comes back; of the interleaved
-    schedule as many as torch's warm-up lets in: 2 (p - 1) + (v - 1) p and the one in work, each a v-th of the layers.
+    All m of a pass with GPipe; p with 1F1B, as many as are in flight when the first returns; with the interleaved
+    schedule those of torch's warm-up, 2 (p - 1) + (v - 1) p, and the current one, each a v-th of the layers.
     """
     p, v, m = pipeline.degree, pipeline.stages_per_process, pipeline.micro_batches
     match pipeline.schedule:
@@ -52,15 +52,15 @@ def in_flight(pipeline: Pipeline) -> float:
 
 
 def layers_of_a_process(model: ModelFacts, pipeline: Pipeline | None) -> int:
-    """Of the process that has most of them."""
+    """Return the layers of the process that has most of them."""
     if pipeline is None:
         return model.layers
     return pipeline.stages_per_process * -(-model.layers // pipeline.stages)
 
 
 def parameters_of_a_process(model: ModelFacts, strategy: Strategy) -> int:
-    """Of the process that has most of them: the first stage with the embeddings or the last with what else there is
-    (and a copy of tied embeddings), split over T. What a plan leaves whole, norms and heads, is small beside it.
+    """Return the most parameters of a process: of the first stage with the embeddings, or of the last with all others
+    (and a copy of tied embeddings), split over T. Parts that a plan does not split, norms and heads, are small.
     """
     pipeline = strategy.pipeline
     if pipeline is None:
@@ -72,7 +72,7 @@ def parameters_of_a_process(model: ModelFacts, strategy: Strategy) -> int:
 
 
 def rank_order(placement: str) -> RankOrder:
-    """The order of the dimensions, that of neighbouring ranks last. Dimensions that `placement` does not name have one
+    """Return the order of the dimensions, that of neighbouring ranks last. Dimensions that `placement` omits have one
     rank each, and come first.
     """
     if placement in _NAMED:
@@ -86,7 +86,7 @@ def rank_order(placement: str) -> RankOrder:
 
 
 def spread(asked: ParallelismSpec, base: Strategy) -> Strategy:
-    """`base` with the degrees that are asked for; how many micro-batches pass at once follows from the micro-batch."""
+    """Return `base` with the requested degrees; `filled` sets the micro-batches of a pass, by the micro-batch size."""
     if asked.model_ranks == 1:
         return base.model_copy(update={"sequence": asked.sequence})
     pipeline = None
@@ -97,7 +97,7 @@ def spread(asked: ParallelismSpec, base: Strategy) -> Strategy:
 
 
 def filled(strategy: Strategy, asked: PipelineSpec, accumulation: int) -> Strategy:
-    """`strategy` with the micro-batches of a pass: those asked for, or all of a step."""
+    """Return `strategy` with the micro-batches of a pass: the requested number, or all of a step."""
     if strategy.pipeline is None:
         return strategy
     passed = accumulation if asked.micro_batches == "auto" else asked.micro_batches
@@ -105,8 +105,8 @@ def filled(strategy: Strategy, asked: PipelineSpec, accumulation: int) -> Strate
 
 
 def fills(asked: PipelineSpec, sizes: tuple[int, ...], share: int) -> tuple[int, ...]:
-    """Of micro-batches to try, best first, those that keep a pipeline busy: of `share` rows they leave whole passes, of
-    at least 4 p micro-batches where there are such.
+    """Filter micro-batch sizes (best first) to those that keep a pipeline busy: they divide `share` rows into whole
+    passes, of at least 4 p micro-batches if possible.
     """
     if asked.degree == 1:
         return sizes
@@ -138,7 +138,7 @@ def check_model_parallel(draft: Draft) -> Draft:
 def _stays_on_a_node(draft: Draft, order: RankOrder) -> bool:
     world, pipeline = decided(draft.world), draft.spec.parallelism.pipeline
     sizes = {"D": draft.data_ranks, "P": pipeline.degree, "T": draft.spec.parallelism.tensor}
-    # The span of ranks of one replica: from the first to the last, with those of other replicas between them.
+    # Span: ranks from the first to the last of one replica, including other replicas' ranks between them.
     stride, span = 1, 1
     for letter in reversed(order):
         if letter != "D":
@@ -169,17 +169,17 @@ def _check_tensor(draft: Draft) -> Draft:
 
 
 def divisor_hint(degree: int, blamed: int, counts: Iterable[tuple[int, str]]) -> str:
-    """The greatest degree that divides all `counts`, and the asked one as well: it divides the processes."""
+    """Suggest the greatest degree that divides all `counts` and `degree`; so it divides the processes, too."""
     return f"set it to {math.gcd(degree, *(count for count, _ in counts))}, or to another divisor of {blamed}"
 
 
 def _dealt_out(model: ModelFacts) -> tuple[tuple[int, str], ...]:
-    """What tensor ranks get equal parts of."""
+    """Return the counts that tensor ranks share equally, each with its name."""
     return (*heads(model), (model.intermediate_size, "columns of feed-forward layers"))
 
 
 def heads(model: ModelFacts) -> tuple[tuple[int, str], ...]:
-    """How many there are of each kind."""
+    """Return the number of heads of each kind."""
     return (
         (model.attention_heads, "attention heads"),
         (model.key_value_heads or model.attention_heads, "key-value heads"),
@@ -202,7 +202,7 @@ def _check_pipeline(draft: Draft) -> Draft:
 
 
 def explain_pipeline(draft: Draft) -> Draft:
-    """What the schedule costs."""
+    """Add the cost of the pipeline's schedule to the reasons."""
     pipeline = decided(draft.strategy).pipeline
     if pipeline is None:
         return draft

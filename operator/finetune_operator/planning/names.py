@@ -1,9 +1,9 @@
-"""Every name of a job's children, made once.
+"""Names of a job's children, computed once.
 
-Kubernetes allows job names up to 63 characters that begin with a digit, but children become pod host names and
-services, which have to be DNS-1035 labels of at most 63 characters, and training operators append `-worker-<index>` or
-`-master-0` to theirs. So a long name, or one that does not begin with a letter, is cut and gets a hash of the whole:
-two jobs never share a child.
+Kubernetes allows job names of up to 63 characters that begin with a digit, but children become pod host names and
+Services, which have to be DNS-1035 labels of at most 63 characters, and training operators append `-worker-<index>` or
+`-master-0` to theirs. So a long name, or one that does not begin with a letter, is truncated and gets a hash of the
+full name: two jobs never share a child.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from finetune_contract.choices import Stage
 from finetune_operator.launchers.launcher_rows import LONGEST_POD_SUFFIX
 
 LABEL_LIMIT = 63
-"""RFC 1035, section 2.3.4."""
+"""Most characters of a label: RFC 1035, section 2.3.4."""
 ATTEMPT_SUFFIX = len("-evaluate-99999")
-"""The longest stage with an attempt of five digits."""
+"""Length of the suffix of the longest stage name with a five-digit attempt."""
 BASE_LIMIT = LABEL_LIMIT - LONGEST_POD_SUFFIX - ATTEMPT_SUFFIX
 HASH_LENGTH = 8
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -26,15 +26,15 @@ _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 @dataclass(frozen=True)
 class JobNames:
-    """The names of one job's children."""
+    """Names of one job's children."""
 
     job: str
     base: str
-    """What they all begin with: the job's name where that is short and begins with a letter."""
+    """Common prefix: the job's name if it is short and begins with a letter."""
 
     @classmethod
     def of(cls, job: str) -> JobNames:
-        """The names for the job called `job`, any name that Kubernetes takes."""
+        """Return the names for the job called `job`, any name that Kubernetes allows."""
         if len(job) <= BASE_LIMIT and _LABEL.fullmatch(job):
             return cls(job, job)
         digest = hashlib.sha256(job.encode()).hexdigest()[:HASH_LENGTH]
@@ -43,34 +43,34 @@ class JobNames:
         return cls(job, f"{letters[: BASE_LIMIT - HASH_LENGTH - 1].rstrip('-')}-{digest}")
 
     def stage(self, stage: Stage, attempt: int) -> str:
-        """The object that runs attempt `attempt` (1 to 99,999) of `stage`."""
+        """Name the object that runs attempt `attempt` (1 to 99,999) of `stage`."""
         if not 1 <= attempt <= 99_999:
             raise ValueError(f"attempt {attempt} is outside 1 to 99999")
         return f"{self.base}-{stage.value}-{attempt}"
 
     @property
     def claim(self) -> str:
-        """The claim that the operator makes when `storage.workspace` is left out."""
+        """Name the claim that the operator creates if `storage.workspace` is left out."""
         return f"{self.base}-workspace"
 
     @property
     def network_policy(self) -> str:
-        """What the pods of the job may reach."""
+        """Name the NetworkPolicy of the job's pods."""
         return f"{self.base}-network"
 
     @property
     def endpoint(self) -> str:
-        """The Service of the servers, and what else all revisions of an endpoint share."""
+        """Name the Service of the servers, and the other objects that all revisions of an endpoint share."""
         return f"{self.base}-endpoint"
 
     def servers(self, revision: int) -> str:
-        """The servers of a revision (1 to 99,999) of the endpoint, and what they are told."""
+        """Name the servers and the ConfigMap of a revision (1 to 99,999) of the endpoint."""
         return f"{self.endpoint}-{revision}"
 
     def predictor(self, revision: int) -> str:
-        """The Deployment and the Service that KServe makes of the InferenceService of a revision."""
+        """Name the Deployment and the Service that KServe creates for the InferenceService of a revision."""
         return f"{self.servers(revision)}-predictor"
 
     def service(self, attempt: int) -> str:
-        """The headless Service through which the processes of a training attempt find each other."""
+        """Name the headless Service through which the processes of a training attempt find each other."""
         return f"{self.stage(Stage.TRAIN, attempt)}-ranks"

@@ -1,7 +1,7 @@
-"""How much of what an optimizer step computes is padding, and the micro-batch with which a step takes the least time.
+"""Share of padding in an optimizer step, and the micro-batch with which a step takes the least time.
 
-Expectations from the histogram of lengths alone, without a draw, so that a plan stays a function of its facts. They
-describe steps of any rows; a step whose rows are all of like length has hardly any padding however it is cut.
+Expectations from the histogram of lengths alone, without sampling, so that a plan is a function of its facts. They
+describe steps of any rows; a step of rows of similar length has hardly any padding at any micro-batch size.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from math import ceil, erfc, exp, lgamma, log, log1p, sqrt
 from finetune_contract.facts import SplitFacts
 
 _PARTS = 4
-"""Of a bucket of lengths, in each of which one share of rows is longer: 2 tokens each where rows are short."""
+"""Parts of a bucket of lengths, each with one share of longer rows: 2 tokens each for short rows."""
 _DEVIATIONS = 6.0
-"""Counts of rows further from the mean than that have a probability below 1e-8."""
+"""Deviations from the mean beyond which a count of rows has a probability below 1e-8."""
 _NORMAL = 5.0
-"""Deviation of a count of rows above which the normal distribution stands for the binomial one, whose sums would take
+"""Deviation of a count of rows above which the normal distribution approximates the binomial one, whose sums would take
 seconds for thousands of rows; the number of micro-batches differs by 0.7 % at most.
 """
 LEAST_GAIN = 0.05
-"""Share of the time below which a step is not cut: the estimate is no better than that."""
+"""Least share of the time that has to be saved to cut a step: the estimate is no better than that."""
 
 
 @dataclass(frozen=True)
@@ -30,54 +30,54 @@ class Slab:
     """Neighbouring positions of rows."""
 
     tokens: float
-    """How many."""
+    """Number of positions."""
     share: float
-    """Of all rows, those that are so long."""
+    """Fraction of rows with at least this length."""
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """What a step of any rows is made of."""
+    """Expected rows of a step."""
 
     slabs: tuple[Slab, ...]
     rows: int
-    """Over all ranks."""
+    """Rows of all ranks."""
 
     def computed(self, micro: int) -> float:
-        """Expected tokens of the step, padding included, when micro-batches have `micro` rows.
+        """Return the expected tokens of the step, including padding, for micro-batches of `micro` rows.
 
         The rows are sorted and cut into micro-batches, each as long as its longest row (the trainer's
-        `data.batches.training_order`; which rank gets which of them changes no sum). With K(l) rows longer than l, the
+        `data.batches.training_order`; their assignment to ranks changes no sum). With K(l) rows longer than l, the
         first K(l) of the sorted ones, ceil(K(l) / micro) micro-batches are longer than l; so their lengths add up to
         the sum of that over all l. K(l) is binomial, of `rows` draws with the share of the data's rows that are longer
         than l: P(k-th longest > l) = P(K(l) >= k) (David and Nagaraja, "Order Statistics", 2003, section 2.1). The data
-        are taken to be many more rows than a step.
+        are assumed to have many more rows than a step.
         """
         return micro * sum(slab.tokens * _micro_batches(slab.share, self.rows, micro) for slab in self.slabs)
 
     @property
     def useful(self) -> float:
-        """Expected tokens of the step without padding."""
+        """Return the expected tokens of the step without padding."""
         return self.rows * sum(slab.tokens * slab.share for slab in self.slabs)
 
     def padding(self, micro: int) -> float:
-        """Expected share of padding in what is computed."""
-        # Rounding alone makes row by row less than nothing.
+        """Return the expected share of padding in the computed tokens."""
+        # Rounding may give a slightly negative share for micro-batches of one row.
         return max(0.0, 1 - self.useful / self.computed(micro))
 
 
 def step_rows(split: SplitFacts, rows: int) -> StepRows:
-    """A step of `rows` rows of a split whose lengths have been measured.
+    """Return a step of `rows` rows of a split with measured lengths.
 
-    Of a row that is two sequences their sum counts, and of an encoder-decoder's row the encoder's tokens: the padding
-    of the shorter sequence, and of targets, is not known.
+    The length of a row of two sequences is their sum, that of an encoder-decoder's row the encoder's tokens: the
+    padding of the shorter sequence, and of targets, is not known.
     """
     return StepRows(tuple(_slabs(split)), rows)
 
 
 def _slabs(split: SplitFacts) -> Iterator[Slab]:
-    """Shares by position, from the histogram. The rows of a bucket are spread evenly below its upper edge: over all of
-    it, or as much less as makes the mean length the measured one, e.g. not at all when all rows are equally long.
+    """Yield shares by position, from the histogram. The rows of a bucket are spread evenly below its upper edge: over
+    all of it, or over less to match the measured mean length, e.g. not at all if all rows are equally long.
     """
     edges = sorted(split.length_histogram)
     buckets = [
@@ -98,7 +98,7 @@ def _slabs(split: SplitFacts) -> Iterator[Slab]:
 
 
 def _micro_batches(share: float, rows: int, micro: int) -> float:
-    """E[ceil(K / micro)] for binomial K, of `rows` draws with probability `share`."""
+    """Return E[ceil(K / micro)] for binomial K, of `rows` draws with probability `share`."""
     if share >= 1:
         return ceil(rows / micro)
     mean, deviation = rows * share, sqrt(rows * share * (1 - share))
@@ -113,23 +113,23 @@ def _micro_batches(share: float, rows: int, micro: int) -> float:
 
 
 def _probability(count: int, rows: int, share: float) -> float:
-    """Of `count` of `rows` draws; by logarithms, as the factors alone leave the range of floats."""
+    """Return the binomial probability of `count` in `rows` draws, by logarithms, as the factors overflow floats."""
     ways = lgamma(rows + 1) - lgamma(count + 1) - lgamma(rows - count + 1)
     return exp(ways + count * log(share) + (rows - count) * log1p(-share))
 
 
-# Kept: a plan asks again for each rung of its ladder, and the operator plans anew at each look at a job.
+# Cached: a plan repeats the call for each rung of its ladder, and the operator plans again at each reconcile of a job.
 @lru_cache(maxsize=256)
 def quickest(step: StepRows, sizes: tuple[int, ...], pass_tokens: float) -> int:
-    """Of micro-batches (the largest first) the one with which the step takes the least time; the first, where no other
-    saves at least `LEAST_GAIN`.
+    """Return the micro-batch (of `sizes`, largest first) with the fastest step; the first if no other saves at least
+    `LEAST_GAIN`.
 
-    A pass takes the time of its tokens and of `pass_tokens` more, which it costs whatever its size.
+    A pass takes the time of its tokens and of `pass_tokens` more, its fixed cost.
     """
     best, least = sizes[0], (step.computed(sizes[0]) + pass_tokens * step.rows / sizes[0]) * (1 - LEAST_GAIN)
     for size in sizes[1:]:
         passes = pass_tokens * step.rows / size
-        # Even without any padding it would take longer, and so would smaller ones.
+        # Even without padding this size would take longer, and so would smaller ones.
         if step.useful + passes >= least:
             break
         if (time := step.computed(size) + passes) < least:

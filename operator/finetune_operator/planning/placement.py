@@ -1,6 +1,6 @@
-"""Where a job runs: the launcher, and the processes of the training.
+"""Placement of a job: the launcher, and the processes of the training.
 
-Refuses hardware that the node does not have, and without a cluster what only a cluster has.
+Refuses hardware that the node does not have, and without a cluster the features of a cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finetune_operator.planning.draft import Draft
 
 
 def check_place(draft: Draft) -> Draft:
-    """What cannot be had where the job runs, and without a cluster what has no effect."""
+    """Refuse settings that the place of the job cannot meet; without a cluster, list those without effect."""
     resources = draft.spec.resources
     if not draft.local:
         if resources.gpus_per_node == "auto" and not draft.hardware_known:
@@ -58,7 +58,7 @@ def check_place(draft: Draft) -> Draft:
 
 
 def _claims(spec: FineTuneJobSpec) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is read from or written to a claim, other than the workspace, for which a local run has its own."""
+    """Yield path and URI of inputs and outputs on claims, without the workspace, as a local run has its own."""
     predict = spec.predict
     uris = (
         (("model", "uri"), spec.model.uri),
@@ -70,7 +70,7 @@ def _claims(spec: FineTuneJobSpec) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _without_effect(spec: FineTuneJobSpec) -> list[str]:
-    """Fields that differ from their defaults and speak of pods, claims or the operator."""
+    """Return the changed fields that concern pods, claims or the operator."""
     blocks = {
         "resources.network": spec.resources.network not in ("auto", "tcp"),
         "resources.sharedMemory": spec.resources.shared_memory != "auto",
@@ -86,7 +86,7 @@ def _without_effect(spec: FineTuneJobSpec) -> list[str]:
 
 
 def choose_launcher(draft: Draft) -> Draft:
-    """`local` without a cluster, the named one if it is served, else the first served one of `TRAINING`."""
+    """Choose `local` without a cluster, the named launcher if served, else the first served one of `TRAINING`."""
     asked, served = draft.spec.launcher, tuple(name for name in draft.served if name in TRAINING)
     if draft.local:
         draft = replace(draft, launcher="local")
@@ -128,7 +128,7 @@ def choose_launcher(draft: Draft) -> Draft:
 
 
 def choose_world(draft: Draft) -> Draft:
-    """Nodes, processes on each, their device and their CPU threads."""
+    """Choose nodes, processes on each, their device and their CPU threads."""
     resources, hardware = draft.spec.resources, draft.hardware
     if draft.local and resources.nodes > 1:
         draft = draft.refusing(
@@ -178,7 +178,7 @@ def choose_world(draft: Draft) -> Draft:
 
 
 def _processes(draft: Draft, gpus: int, asked: StrategyName | None) -> tuple[Draft, int]:
-    """Processes on each node, and why."""
+    """Choose the processes on each node, and add the reason."""
     wanted, cores = draft.spec.resources.processes_per_node, draft.hardware.cpu_cores
     if wanted != "auto":
         note = ""

@@ -1,8 +1,8 @@
-"""From a job, facts and settings to the complete plan: what will run, why, and what was assumed.
+"""Create the complete plan from a job, facts and settings, with reasons and assumptions.
 
-`plan` is pure: the same values give the same plan, on a laptop and in the operator. Wishes are met exactly or refused
-with all their problems; nothing is replaced in silence. The order of the phases is the order in which decisions depend
-on each other.
+`plan` is pure: the same values give the same plan, on a laptop and in the operator. Requests are met exactly or refused
+with all their problems; nothing is replaced silently. The phases are in the order in which decisions depend on each
+other.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from finetune_operator.planning.strategy import choose_strategy
 Phase: TypeAlias = Callable[[Draft], Draft]
 
 NOT_ADAPTED = Adaptation()
-"""Of a first attempt."""
+"""Adaptation of the first attempt: none."""
 
 
 def plan(
@@ -79,10 +79,10 @@ def plan(
     *,
     as_known: bool = False,
 ) -> JobPlan:
-    """The plan for `job`, adapted to what earlier attempts have shown not to fit.
+    """Plan `job`, with the adaptation to earlier attempts that ran out of memory.
 
     A job that does not fit, but may once prepare has measured the model and the rows, gets a provisional plan; with
-    `as_known` it is refused. Raises PlanRefused with all problems of the first group of phases that found any.
+    `as_known` it is refused. Raise PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation, as_known)
     first = (
@@ -107,7 +107,7 @@ def plan(
 
 
 def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem, ...]:
-    """What does not fit as far as is known, of a job that is planned because prepare measures first."""
+    """Return the problems, by the known facts, of a job planned provisionally because prepare measures first."""
     try:
         plan(job, facts, settings, as_known=True)
     except PlanRefused as refused:
@@ -116,8 +116,8 @@ def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem
 
 
 def _walk_training(draft: Draft) -> Draft:
-    """The phases of the built-in loop. Where `auto` has taken fp16 and nothing fits that goes together with it, fp32 is
-    tried, with which layers can be split.
+    """Run the phases of the built-in loop. If `auto` chose fp16 and nothing compatible with it fits, retry with fp32,
+    with which layers can be split.
     """
     begun = _walk(draft, choose_world, choose_precision)
     try:
@@ -142,7 +142,7 @@ def _walk(draft: Draft, *phases: Phase) -> Draft:
 
 
 def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation, as_known: bool) -> Draft:
-    """A draft in which every missing fact is replaced by an assumption, and copied settings by our fields."""
+    """Return a draft with assumptions for all missing facts, and with copied settings replaced by our fields."""
     told = notices(job.spec)
     job = job.model_copy(update={"spec": settle(job.spec).spec})
     assumptions: list[str] = []
@@ -160,7 +160,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         hardware, sentence = assumed_hardware(gpus, device, cores, node_memory)
         assumptions += [sentence, *sentences]
     else:
-        # A pod gets what it asks for, and no more than the node has.
+        # A pod gets its requests, and no more than the node has.
         limited = {
             "cpu_cores": hardware.cpu_cores if cores is None else min(hardware.cpu_cores, max(1, int(cores))),
             "memory_bytes": hardware.memory_bytes
@@ -201,8 +201,8 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
 
 
 def _device_of(spec: FineTuneJobSpec, nodes: NodesTold | None, settings: Settings) -> tuple[DeviceFacts, list[str]]:
-    """The GPU of nodes that nobody has measured: as they tell it, or as the job and the tables do; and what was assumed
-    for it, in sentences.
+    """Return the GPU of unmeasured nodes, by their labels or by the job and the tables, and sentences with the
+    assumptions.
     """
     if nodes is not None and nodes.gpu is not None:
         return nodes.gpu, [f"hardware: {nodes.words}"]
@@ -216,13 +216,13 @@ def _device_of(spec: FineTuneJobSpec, nodes: NodesTold | None, settings: Setting
 
 
 def _with_lengths(draft: Draft) -> Draft:
-    """Lengths of the prepared rows; before prepare, every row counts as being as long as the limit."""
+    """Set the lengths of the prepared rows; before prepare, every row counts as being as long as the limit."""
     split = draft.train_split
     limit = draft.length_limit
     # A row with two answers is two sequences, each with the prompt.
     sequences = 2 if draft.compares else 1
     if split is not None and split.rows and split.longest:
-        # Measured are rows; of two sequences none is known to be shorter than the limit.
+        # Rows are measured as a whole: neither of two sequences is known to be shorter than the limit.
         longest = split.longest if sequences == 1 else min(split.longest, limit)
         typical = max(1.0, split.tokens / split.rows / sequences)
         return replace(draft, lengths=Lengths(longest, typical, sequences))
@@ -238,7 +238,7 @@ def _with_lengths(draft: Draft) -> Draft:
 
 
 def choose_stages(draft: Draft) -> Draft:
-    """The stages that the job needs, in order."""
+    """Choose the stages that the job needs, in order."""
     spec = draft.spec
     stages: list[Stage] = []
     predicts = spec.predict is not None
@@ -246,7 +246,7 @@ def choose_stages(draft: Draft) -> Draft:
         stages.append(Stage.PREPARE)
     if spec.training is not None:
         stages.append(Stage.TRAIN)
-    # What a user's own program trains may be nothing that we can measure: only when asked.
+    # The model of a user's own program may not be measurable: evaluate it only on request.
     if draft.loops or spec.evaluation is not None:
         stages.append(Stage.EVALUATE)
     if predicts:
@@ -264,7 +264,7 @@ def choose_stages(draft: Draft) -> Draft:
 
 
 def check_lengths(draft: Draft) -> Draft:
-    """Refuse rows longer than the model's positions, when somebody has read it: else the trainer does."""
+    """Refuse rows longer than the model's positions, if the model is known; otherwise the trainer does."""
     asked, limit = draft.spec.preparation.max_length, draft.model.max_positions
     if not draft.model_known or asked is None or limit is None or asked <= limit:
         return draft
@@ -277,9 +277,9 @@ def check_lengths(draft: Draft) -> Draft:
 
 
 def choose_packing(draft: Draft) -> Draft:
-    """Whether rows share sequences. Without a word from the user those of plain text do, whose borders mean little, and
-    prompts and conversations do not: there a step is a number of rows. Nor do rows that are divided among processes:
-    they are long, and a pack has a mask of tokens x tokens, which is not divided, where a row of its own needs none.
+    """Choose whether rows share sequences. By default plain text is packed, as its row borders mean little, but prompts
+    and conversations are not: there a step is a number of rows. Rows divided among processes are not packed either:
+    they are long, and a pack needs an undivided mask of tokens x tokens, while a single row needs none.
     """
     asked, task = draft.spec.preparation.packing, draft.spec.task
     if not draft.loops or asked == "never":
@@ -302,19 +302,19 @@ def choose_packing(draft: Draft) -> Draft:
 
 
 def _splits_layers(spec: FineTuneJobSpec) -> bool:
-    """Whether the job asks for tensor or pipeline parallelism, which scale no loss for fp16."""
+    """Return whether the job requests tensor or pipeline parallelism, which have no loss scaling for fp16."""
     return spec.parallelism.tensor > 1 or spec.parallelism.pipeline.degree > 1
 
 
 def choose_precision(draft: Draft) -> Draft:
-    """fp32, or bf16 where the hardware has units for it, whatever the model's size.
+    """Choose the precision; `auto` takes bf16 if the hardware has units for it, for any model size, else fp16 or fp32.
 
     Measured on 2 cores with AVX512-BF16, rows of 32 and 128 tokens: bf16 trains a 22M-parameter BERT 1.5 to 1.8 times
     as fast as fp32 and BERT base 1.7 to 1.9 times; on cores without such units it is 2 to 4 times slower.
     """
     asked, hardware, world = draft.training.precision, draft.hardware, draft.world
     if world is None:
-        return draft  # The world was refused, and without it nothing can be said about its devices.
+        return draft  # The world was refused, and without it the devices are not known.
     on_gpu = world.device == "cuda"
     has_bf16 = decided(hardware.gpu).bf16 if on_gpu else hardware.cpu_bf16
     device = decided(hardware.gpu).product if on_gpu else "the CPU"
@@ -356,13 +356,13 @@ def choose_precision(draft: Draft) -> Draft:
 
 
 BEYOND_FP16 = ("t5", "mt5", "umt5", "longt5", "gemma", "gemma2", "gemma3", "gemma3_text")
-"""Model types that were trained in bf16 and whose activations are beyond what fp16 holds, so that no scale of the loss
-helps.
+"""Model types that were trained in bf16 and whose activations exceed the range of fp16, so that loss scaling does not
+help.
 """
 
 
 def _automatic_precision(draft: Draft, device: str, has_bf16: bool) -> tuple[Precision, str]:
-    """What is taken, and why."""
+    """Return the precision for `auto`, and the reason."""
     if has_bf16:
         return "bf16", f"{device} has units for bf16"
     if decided(draft.world).device == "cpu":
@@ -391,16 +391,16 @@ _TASK_COLUMNS: dict[Task, tuple[str, ...]] = {
     "translation": ("source", "target"),
     "masked-lm": ("text",),
 }
-"""Columns that a task reads under their own names when the job does not name others."""
+"""Columns that a task reads, by their default names."""
 _INSTEAD_OF_TEXT = frozenset({"messages", "source", "target"})
-"""Columns that say that rows to write on are no plain text."""
+"""Columns of rows of text-generation that are not plain text."""
 _ANSWERS = frozenset({"label", "tags", "answers", "target", "chosen", "rejected"})
-"""What is to be predicted: rows to predict have it only when the job says so."""
+"""Columns with answers; rows to predict have them only if the job names them."""
 
 
 def predicted_source(spec: FineTuneJobSpec) -> DataSource | None:
-    """The rows of `predict.dataset`. Of text-generation they have the form of the trained rows, which the trainer takes
-    from those where no column is named.
+    """Return the source of `predict.dataset`. For text-generation, rows have the form of the trained rows, which the
+    trainer takes from these if no column is named.
     """
     rows = None if spec.predict is None else spec.predict.dataset
     return None if rows is None else data_source(spec.task, rows, False, spec.dataset is not None)
@@ -409,7 +409,7 @@ def predicted_source(spec: FineTuneJobSpec) -> DataSource | None:
 def data_source(
     task: Task, dataset: DatasetSpec, with_answers: bool = True, has_trained_rows: bool = False
 ) -> DataSource:
-    """The trainer's form of a data set, with the task's own column names where the job gives none."""
+    """Return the trainer's form of a data set, with the task's default names for columns that the job does not name."""
     given = dataset.columns.model_dump(by_alias=False, exclude_none=True)
     names = [name for name in _TASK_COLUMNS[task] if with_answers or name not in _ANSWERS]
     if task == "text-generation" and has_trained_rows and not given:
@@ -471,7 +471,7 @@ def _evaluation(draft: Draft) -> Evaluation | None:
 
 
 BAD_ROWS = 0.01
-"""Share of rows that may be unreadable: data of many sources have a few, and more of them are a mistake."""
+"""Allowed share of unreadable rows: data of many sources have a few, and more of them are a mistake."""
 
 
 def _prediction(draft: Draft) -> Prediction | None:
@@ -498,7 +498,7 @@ def _prediction(draft: Draft) -> Prediction | None:
 
 
 def trainer_job(draft: Draft) -> TrainerJob:
-    """What the trainer gets of a finished draft."""
+    """Return the trainer's job of a finished draft."""
     spec = draft.spec
     job = TrainerJob(
         name=draft.job.name,

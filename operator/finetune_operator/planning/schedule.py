@@ -1,4 +1,4 @@
-"""How long the run is and when it is saved.
+"""Length of the run, and its checkpoint schedule.
 
 Steps are counted as transformers' Trainer does: the incomplete last batch of an epoch is dropped, parts of an epoch and
 shares of the run are rounded up.
@@ -15,26 +15,24 @@ from finetune_operator.planning.draft import Draft, Steps, decided
 DEFAULT_EPOCHS = 3.0
 ASSUMED_ROWS = 10_000
 FEW_STEPS = 10
-"""Steps below which a fine-tuning hardly leaves the model that it began with: at usual rates AdamW moves a weight by
-about 2e-5 a step.
-"""
+"""Steps below which fine-tuning hardly changes the model: at usual rates AdamW moves a weight by about 2e-5 a step."""
 MOST_CHECKPOINTS = 20
-"""Of one run when `auto` decides: a run of many short epochs would spend its time saving."""
+"""Most checkpoints of a run with `auto`: a run of many short epochs would spend its time saving."""
 MOST_STEPS_BETWEEN = 1000
-"""Steps that a crash may cost when `auto` decides."""
+"""Most steps that a crash costs with `auto`."""
 MINUTES_BETWEEN = 10.0
-"""Minutes of work that a crash may cost when `auto` decides, and between two checkpoints on spot nodes. A node that is
-taken away gives notice of 30 s (GKE, AKS) to 2 minutes (EKS), which may be too short for a large model, or none at all.
+"""Most minutes of work that a crash costs with `auto`, and minutes between checkpoints on spot nodes. The notice of a
+preemption is 30 s (GKE, AKS) to 2 minutes (EKS), which may be too short for a large model, or none at all.
 """
 
 
 def _round_up(number: float) -> int:
-    """The next whole number; 3.0000000001 is 3, as it comes from a product of decimals."""
+    """Round up to a whole number; 3.0000000001 is 3, as it comes from a product of decimals."""
     return math.ceil(round(number, 6))
 
 
 def choose_steps(draft: Draft) -> Draft:
-    """Optimizer steps per epoch, in all, and of the warm-up."""
+    """Choose the optimizer steps per epoch, in total, and of the warm-up."""
     training, split = draft.training, draft.train_split
     total_rows, batch = ASSUMED_ROWS, training.global_batch_size
     if split is None:
@@ -84,7 +82,7 @@ def _with_warmup(draft: Draft, per_epoch: int, total: int) -> Draft:
 
 
 def choose_checkpoints(draft: Draft) -> Draft:
-    """When the state is saved."""
+    """Choose the checkpoint schedule."""
     asked, steps = draft.spec.checkpoints, decided(draft.steps)
     minutes: float | None = None
     within: float | None = None

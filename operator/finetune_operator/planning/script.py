@@ -1,7 +1,7 @@
-"""A user's own training program: where it runs is planned, what it does is not.
+"""User's own training program: only its placement is planned.
 
-Its memory, steps and time are its author's business. So there is no strategy to choose, no micro-batch to fit, and
-nothing to adapt when memory runs out; the plan says so rather than to guess.
+Its author decides memory, steps and time. So there is no strategy to choose, no micro-batch to fit, and nothing to
+adapt after it runs out of memory; the plan states that instead of guessing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from finetune_operator.api.types import ScriptSpec
 from finetune_operator.planning.draft import Draft, decided
 
 SCRIPT = "script"
-"""Where other plans name their strategy."""
+"""Value of `JobPlan.strategy` for a script."""
 
 
 def choose_script(draft: Draft) -> Draft:
-    """What is said of the program in the plan."""
+    """Add the plan's reasons about the program."""
     world, script = draft.world, decided(draft.script)
-    if world is None:  # choose_world has told why
+    if world is None:  # choose_world has added the problem
         return draft
     place = "/".join(part for part in (script.git.path, script.entry_point) if part)
     draft = draft.because(
@@ -31,7 +31,7 @@ def choose_script(draft: Draft) -> Draft:
 
 
 def script_order(draft: Draft, script: ScriptSpec) -> Script:
-    """What the trainer gets."""
+    """Return the trainer's script."""
     return Script(
         url=script.git.url,
         ref=script.git.ref,
@@ -44,13 +44,11 @@ def script_order(draft: Draft, script: ScriptSpec) -> Script:
 
 
 def arguments(script: ScriptSpec) -> tuple[str, ...]:
-    """`--key value` for each hyperparameter, by name: an API server does not keep the order in which they were
-    written.
-    """
+    """Return `--key value` for each hyperparameter, sorted by name, as an API server does not keep their order."""
     given = sorted(script.hyperparameters.items())
     return tuple(word for name, value in given for word in (f"--{name}", _word(value)))
 
 
 def _word(value: str | int | float | bool) -> str:
-    """Numbers as Python writes them, truth values as YAML does."""
+    """Format numbers as Python does, booleans as YAML does."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,6 +1,4 @@
-"""Sequence parallelism: neighbouring processes read the same rows, each a slice of their tokens. Which models
-allow it.
-"""
+"""Sequence parallelism, in which neighbouring processes read the same rows, each a slice of the tokens: its checks."""
 
 from __future__ import annotations
 
@@ -34,5 +32,5 @@ def check_sequence(draft: Draft) -> Draft:
 
 
 def slice_tokens(length: int, degree: int) -> int:
-    """Tokens that each of `degree` processes has of a row of `length`."""
+    """Return the tokens that each of `degree` processes has of a row of `length`."""
     return -(-length // degree)

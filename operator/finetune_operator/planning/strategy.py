@@ -1,9 +1,9 @@
-"""How the model is spread: the first rung of a ladder, from the cheapest to the most frugal, on which a micro-batch
-fits. Where none does, layers are split and the model is cut into stages, in the smallest degrees that fit. Where these
-do not fit either, rows of text are divided.
+"""Choice of the strategy: the first rung of a ladder, from the cheapest to the most frugal, on which a micro-batch
+fits. If none fits, layers are split and the model is cut into stages, in the smallest degrees that fit. If these do not
+fit either, rows of text are divided.
 
-An explicit choice leaves one rung, or a few; it is met or refused, never replaced. What fits on no rung is refused with
-the arithmetic and each change that would fit.
+An explicit choice leaves one rung, or a few; it is met or refused, never replaced. A job that fits on no rung is
+refused with the arithmetic and each change that would fit.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from finetune_operator.planning.model_parallel_plan import explain_pipeline, fil
 from finetune_operator.planning.plan_types import MemoryEstimate
 
 MOST_NODES = 4096
-"""Up to here the refusal looks for a number of nodes that would do."""
+"""Most nodes that a refusal tries in its search for a sufficient number."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A strategy and a micro-batch with their memory."""
+    """Strategy and micro-batch with their memory."""
 
     strategy: Strategy
     micro_batch: int
@@ -51,11 +51,11 @@ class Fit:
 
 
 def ladder(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
-    """The strategies that the spec leaves open, the cheapest first.
+    """Yield the strategies that the spec leaves open, the cheapest first.
 
     Sharding comes before recomputation (a third more arithmetic), and both before offload (each step waits for the
     host), of the optimizer's state first. ZeRO-0 is not tried by itself: stage 1 sends as much and needs less. Offload
-    is tried on GPUs only, as on CPU it moves nothing, and never to files, whose speed nobody knows.
+    is tried on GPUs only, as on CPU it moves nothing, and never to files, whose speed is unknown.
     """
     modes: tuple[CheckpointingMode, ...] = ("none", "full")
     if asked.activation_checkpointing != "auto":
@@ -77,7 +77,7 @@ def ladder(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
 
 
 def _offloads(asked: ParallelismSpec, world: World) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
-    """Where optimizer state and parameters may lie, the cheapest first."""
+    """Return the possible places of optimizer state and parameters, the cheapest first."""
     name, given = asked_strategy(asked), asked.offload
     if name == "fsdp" and given.parameters == "cpu":
         return (("cpu", "cpu"),)
@@ -107,7 +107,7 @@ def _sharding(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
 
 
 def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
-    """Memory of one process of this draft."""
+    """Estimate the memory of one process of this draft."""
     work = memory.Workload(
         model=draft.model,
         task=draft.spec.task,
@@ -126,23 +126,23 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
 
 
 def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
-    """Whether device and host hold it."""
+    """Return whether it fits the device and the host."""
     return estimated.total_bytes <= estimated.capacity_bytes and estimated.host_bytes <= draft.hardware.memory_bytes
 
 
 def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
-    """The ladder, as far as the other choices of the job go together with it."""
+    """Return the rungs of the ladder that are compatible with the job's other choices."""
     world, choices = decided(draft.world), decided_choices(draft)
     found = ladder(asked, world)
     if draft.precision == "fp8" and asked_strategy(asked) is None and world.size > 1:
-        # Where all is left open fsdp takes the place of DeepSpeed's stages.
+        # Without a requested strategy, fsdp replaces DeepSpeed's stages.
         found = chain(found, ladder(asked.model_copy(update={"strategy": "fsdp"}), world))
     return tuple(rung for rung in found if not broken(choices.with_strategy(rung)))
 
 
 def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
-    """The ladder of this draft, without what has run out of memory with one row at a time, and without what could not
-    go on from the checkpoints that are there.
+    """Return the ladder of this draft, without strategies that have run out of memory with one row at a time, and
+    without those that cannot resume from the existing checkpoints.
     """
     skipped, form = draft.adaptation.skipped_strategies, draft.adaptation.checkpoint_form
     return tuple(
@@ -151,14 +151,14 @@ def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
 
 
 def _filled(draft: Draft, rung: Strategy, micro: int) -> Strategy:
-    """The rung with as many micro-batches in a pass of its pipeline as there are of that size."""
+    """Return the rung with the micro-batches of a pipeline pass set by their size, `micro`."""
     share = draft.training.global_batch_size // draft.data_ranks
     return filled(rung, draft.spec.parallelism.pipeline, max(1, share // micro))
 
 
 def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Fit | None:
-    """The first rung on which one of `micros` (largest first) fits, without those that would waste time on padding
-    there.
+    """Return the first rung on which one of `micros` (largest first) fits, without those that would waste time on
+    padding there.
     """
     for rung in rungs(draft, asked):
         for micro in less_padded(draft, rung, micros):
@@ -170,12 +170,12 @@ def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> 
 
 
 def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
-    """The first rung that fits, and the draft of the job that it belongs to: this one, or where all is left open and no
-    rung fits, the one with the first degrees of tensor and pipeline parallelism on which one does, and else one whose
-    rows are divided.
+    """Return the first rung that fits, and the draft of its job: this one or, if all is left open and no rung fits, the
+    one with the first degrees of tensor and pipeline parallelism on which one does, and else one whose rows are
+    divided.
 
-    Slices come after the degrees also where they would be quicker, as which are depends on links between GPUs that no
-    fact tells: what can be planned without them is.
+    Slices come after the degrees even if they would be quicker, since that depends on links between GPUs that no fact
+    describes.
     """
     asked = draft.spec.parallelism
     found = first_fit(draft, asked, micro_batches(draft))
@@ -187,7 +187,7 @@ def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
 
 
 def _fitting(drafts: Iterable[Draft]) -> Iterator[tuple[Draft, Fit]]:
-    """Of drafts without problems those that fit, each with its first rung."""
+    """Yield the drafts without problems that fit, each with its first rung."""
     for draft in drafts:
         found = None if draft.problems else first_fit(draft, draft.spec.parallelism, micro_batches(draft))
         if found is not None:
@@ -195,8 +195,8 @@ def _fitting(drafts: Iterable[Draft]) -> Iterator[tuple[Draft, Fit]]:
 
 
 def _quickest_slices(draft: Draft) -> tuple[Draft, Fit] | None:
-    """Of degrees of sequence parallelism above the job's own on which a rung fits the quickest, inside of a node if
-    there is one; None: there is none.
+    """Return the quickest degree of sequence parallelism above the job's own on which a rung fits, inside a node if
+    there is one; None if there is none.
     """
     own = draft.spec.parallelism.sequence
     for drafts in slices(draft):
@@ -207,8 +207,8 @@ def _quickest_slices(draft: Draft) -> tuple[Draft, Fit] | None:
 
 
 def _slowness(chosen: tuple[Draft, Fit]) -> tuple[int, float]:
-    """What orders fits: offload last, as on the ladder, since nobody knows the host's speed; then the time of a step.
-    Where that is not known all are alike.
+    """Return the sort key of fits: offload last, as on the ladder, since the host's speed is unknown; then the time of
+    a step. If that is unknown, all are equal.
     """
     draft, found = chosen
     strategy = found.strategy
@@ -218,9 +218,7 @@ def _slowness(chosen: tuple[Draft, Fit]) -> tuple[int, float]:
 
 
 def choose_strategy(draft: Draft) -> Draft:
-    """Strategy, degrees, checkpointing, offload and micro-batch together: each depends on the others through the
-    memory.
-    """
+    """Choose strategy, degrees, checkpointing, offload and micro-batch together, as they share the memory."""
     chosen = best_fit(draft)
     if chosen is not None:
         changed, found = chosen
@@ -249,8 +247,8 @@ def choose_strategy(draft: Draft) -> Draft:
 
 
 def _may_fit(draft: Draft) -> bool:
-    """Whether what prepare will measure can make the job fit: a model that nobody has read, or rows shorter than the
-    longest that are allowed.
+    """Return whether prepare's measurements can make the job fit: of an unread model, or of rows shorter than the
+    limit.
     """
     if draft.as_known or draft.data is not None or Stage.PREPARE not in draft.stages:
         return False
@@ -260,7 +258,7 @@ def _may_fit(draft: Draft) -> bool:
 
 
 def _explain_strategy(draft: Draft, found: Fit) -> str:
-    """Why the fit, of a draft as it was before its degrees were chosen."""
+    """Return the reason for the fit; `draft` is the one before its degrees were chosen."""
     asked, world = draft.spec.parallelism, decided(draft.world)
     words = found.strategy.label
     need = f"{human_bytes(found.memory.total_bytes)} of {human_bytes(found.memory.capacity_bytes)}"
@@ -290,7 +288,7 @@ def _explain_strategy(draft: Draft, found: Fit) -> str:
 
 
 def _explain_exchange(draft: Draft, found: Fit) -> str:
-    """Why as many slices, and what they cost, of the draft that has them."""
+    """Return the reason for the number of slices, and their cost; `draft` has them."""
     time = step_time(draft, found.strategy, batch_of(draft, found.micro_batch))
     if time is None:
         return (
@@ -304,7 +302,7 @@ def _explain_exchange(draft: Draft, found: Fit) -> str:
 
 
 def _explain_extras(draft: Draft, strategy: Strategy, nothing: str) -> Draft:
-    """`nothing`: in words, that nothing fits without."""
+    """Add reasons for checkpointing and offload. `nothing`: text that nothing fits without them."""
     asked = draft.spec.parallelism
     if strategy.activation_checkpointing != "none":
         why = nothing if asked.activation_checkpointing == "auto" else "as asked"
@@ -339,12 +337,12 @@ def _ran_out_at_one(labels: Sequence[str]) -> str:
 
 
 def _unit(draft: Draft) -> str:
-    """What one process computes on."""
+    """Return the unit that one process computes on, as text."""
     return "GPU" if decided(draft.world).device == "cuda" else "process"
 
 
 def _refuse_more(draft: Draft) -> Draft:
-    """The problem of a job whose strategies have all been tried, or all that could go on from its checkpoints."""
+    """Refuse a job whose strategies have all been tried, or all that can resume from its checkpoints."""
     asked, tried = draft.spec.parallelism, draft.adaptation
     rule = f"{_ran_out_at_one(tried.skipped_strategies)}, and none is left"
     ways = ["use devices or nodes with more memory, or a smaller preparation.maxLength or model"]
@@ -361,8 +359,8 @@ def _refuse_more(draft: Draft) -> Draft:
 
 
 def _refuse(draft: Draft) -> Draft:
-    """The problem of a job that fits on no rung: the arithmetic of its most frugal form, why its model is not split,
-    and what would help.
+    """Refuse a job that fits on no rung, with the arithmetic of its most frugal form, the reason why its model is not
+    split, and hints.
     """
     best = _most_frugal(draft)
     asked, world = draft.spec.parallelism, decided(draft.world)
@@ -378,7 +376,7 @@ def _refuse(draft: Draft) -> Draft:
 
 
 def _assumed_less(draft: Draft, fit: Fit) -> Iterator[str]:
-    """How to say what nodes have, where what is too small for `fit` is assumed."""
+    """Yield hints to describe the nodes, if assumed memory is too small for `fit`."""
     needed = fit.memory
     on_host = needed.host_bytes > draft.hardware.memory_bytes
     if on_host and _host_is_assumed(draft) and decided(draft.world).device == "cuda":
@@ -404,18 +402,18 @@ def _gpu_is_assumed(draft: Draft) -> bool:
 
 
 def _lacking(draft: Draft, fit: Fit) -> str:
-    """What a form that does not fit needs, and what there is."""
+    """Describe the needed and the available memory of a form that does not fit."""
     return f"{_form(fit)} needs {_short_of(draft, fit)[0]}"
 
 
 def _form(fit: Fit) -> str:
-    """The form in words, with its micro-batch where the device is short of memory."""
+    """Describe the form, with its micro-batch if the device is short of memory."""
     short = fit.memory.total_bytes > fit.memory.capacity_bytes
     return f"{fit.strategy.label}{f' with micro-batch {fit.micro_batch}' if short else ''}"
 
 
 def _short_of(draft: Draft, fit: Fit) -> tuple[str, ...]:
-    """`61.2 GiB a GPU, and there are 24.0 GiB`: of the device, of the host, or of both."""
+    """Describe the shortage of the device, the host or both, e.g. `61.2 GiB a GPU, and there are 24.0 GiB`."""
     needed, there, short = fit.memory, draft.hardware.memory_bytes, []
     if needed.total_bytes > needed.capacity_bytes:
         has = _are(needed.capacity_bytes, _gpu_is_assumed(draft))
@@ -427,7 +425,7 @@ def _short_of(draft: Draft, fit: Fit) -> tuple[str, ...]:
 
 
 def _terms(fit: Fit) -> str:
-    """The largest terms of the device's memory, where it is short."""
+    """List the largest terms of the device's memory, if it is short."""
     if fit.memory.total_bytes <= fit.memory.capacity_bytes:
         return ""
     big = sorted(fit.memory.terms, key=lambda term: term.bytes, reverse=True)[:4]
@@ -435,7 +433,7 @@ def _terms(fit: Fit) -> str:
 
 
 def _taken(draft: Draft) -> str:
-    """What was assumed of the model and the rows."""
+    """List the assumptions about the model and the rows."""
     taken = [] if draft.model_known else [f"{human_count(draft.model.parameters)} parameters"]
     if draft.data is None:
         taken.append(f"rows of {draft.lengths.longest} tokens")
@@ -443,13 +441,13 @@ def _taken(draft: Draft) -> str:
 
 
 def _are(there: int, assumed: bool) -> str:
-    """`there are 64.0 GiB`, or `64.0 GiB are assumed`."""
+    """Format `there are 64.0 GiB`, or `64.0 GiB are assumed`."""
     return f"{human_bytes(there)} are assumed" if assumed else f"there are {human_bytes(there)}"
 
 
 def _why_whole(draft: Draft) -> Iterator[str]:
-    """Why neither layers are split, nor the model is cut, nor rows of text are divided: what forbids it, or what the
-    most frugal degrees need.
+    """Yield reasons why layers are not split, the model is not cut, and rows of text are not divided: the obstacles, or
+    the memory of the most frugal degrees.
     """
     tried = tuple(spreads(draft))
     divides = draft.spec.task == "text-generation" and draft.spec.parallelism.sequence == 1
@@ -469,7 +467,7 @@ def _why_whole(draft: Draft) -> Iterator[str]:
 
 
 def _most_frugal(draft: Draft) -> Fit:
-    """The rung that needs the least on the device, at the smallest micro-batch that the spec allows."""
+    """Return the rung that needs the least on the device, at the smallest micro-batch that the spec allows."""
     micro = micro_batches(draft)[-1]
     forms = [_filled(draft, rung, micro) for rung in rungs(draft, draft.spec.parallelism)]
     tried = [Fit(form, micro, estimate(draft, form, micro)) for form in forms]
@@ -478,13 +476,13 @@ def _most_frugal(draft: Draft) -> Fit:
 
 
 def _takes(draft: Draft, fit: Fit) -> str:
-    """`61.2 GiB of 79.6 GiB a GPU`."""
+    """Format the memory of a fit, e.g. `61.2 GiB of 79.6 GiB a GPU`."""
     needed = fit.memory
     return f"{human_bytes(needed.total_bytes)} of {human_bytes(needed.capacity_bytes)} a {_unit(draft)}"
 
 
 def _ways_out(draft: Draft) -> Iterator[str]:
-    """Changes of how the same training is done, each of which has been computed to fit, the smallest first."""
+    """Yield changes that keep the training the same, each computed to fit, the smallest first."""
     asked, training, seen = draft.spec.parallelism, draft.training, set[str]()
     if training.micro_batch_size != "auto":
         share = training.global_batch_size // draft.data_ranks
@@ -520,8 +518,8 @@ def _ways_out(draft: Draft) -> Iterator[str]:
 
 
 def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
-    """Rows in slices, without what keeps them whole: settings that do not go together with slices, and packs, which a
-    job that asks for slices has only when it asks for them as well.
+    """Yield the change to rows in slices, without settings that exclude slices, and without packs, unless the job
+    explicitly asks for these.
     """
     spec, training = draft.spec, draft.training
     whole = ("torch_compile", "use_liger_kernel")
@@ -543,7 +541,7 @@ def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
 
 
 def _greater_ways_out(draft: Draft) -> Iterator[str]:
-    """Changes that ask for more of the nodes or train less of the model, each computed to fit."""
+    """Yield changes that need more of the nodes or train less of the model, each computed to fit."""
     asked, adapter = draft.spec.parallelism, draft.spec.model.adapter
     for devices in ({"optimizer": "nvme"}, {"optimizer": "nvme", "parameters": "nvme"}):
         moved = ParallelismSpec.model_validate({"strategy": "deepspeed", "offload": devices})
@@ -579,7 +577,7 @@ def _greater_ways_out(draft: Draft) -> Iterator[str]:
 
 
 def _more(draft: Draft, best: Fit) -> str:
-    """More or larger nodes, or less to train."""
+    """Suggest more or larger nodes, or less to train."""
     world = decided(draft.world)
     bigger = f"devices of at least {human_bytes(best.memory.total_bytes)}"
     if best.memory.total_bytes <= best.memory.capacity_bytes:
@@ -596,7 +594,7 @@ def _more(draft: Draft, best: Fit) -> str:
 
 
 def _set_free(asked: ParallelismSpec) -> str:
-    """What to change so that the plan may choose among all strategies; what only one of them reads goes as well."""
+    """Suggest the change that opens all strategies to the plan; it removes fields that only one strategy reads."""
     fixed = (
         ("zeroStage", asked.zero_stage != "auto"),
         ("sharding", asked.sharding != "full"),
@@ -610,7 +608,7 @@ def _set_free(asked: ParallelismSpec) -> str:
 
 
 def _nodes_that_fit(draft: Draft) -> str:
-    """`16 nodes (128 GPUs in all), or ` when more nodes of this kind would do; empty when they would not."""
+    """Format `16 nodes (128 GPUs in all), or ` if more nodes of this kind suffice; empty if not."""
     world, asked = decided(draft.world), draft.spec.parallelism
     if draft.local:
         return ""

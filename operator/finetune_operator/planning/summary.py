@@ -1,6 +1,6 @@
-"""A plan as rows for people: what runs, the batch arithmetic, memory, time and cost, reasons, assumptions.
+"""Plan as rows for people: job, batch arithmetic, memory, time and cost, reasons, assumptions.
 
-It returns data; how rows are drawn is the command line's business.
+It returns data; the command line draws the rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from finetune_operator.planning.plan_types import Estimate, JobPlan, MemoryEstim
 
 @dataclass(frozen=True)
 class Row:
-    """One line: a label (empty in lists of sentences), a value, and a remark."""
+    """Line of a section: a label (empty in lists of sentences), a value, and a remark."""
 
     label: str
     value: str
@@ -33,7 +33,7 @@ class Section:
 
 
 def summarise(plan: JobPlan) -> tuple[Section, ...]:
-    """The sections of `plan` in reading order."""
+    """Return the sections of `plan` in reading order."""
     training = plan.trainer.training
     sections = (
         Section("What runs", _what_runs(plan)),
@@ -77,7 +77,7 @@ def _rows_words(plan: JobPlan) -> str:
 
 
 def _adapter(plan: JobPlan, adapter: Adapter | None) -> tuple[Row, ...]:
-    """What is trained; no rows when that is everything."""
+    """Return rows about the adapter; none if all weights are trained."""
     if adapter is None:
         return ()
     trained, own = trained_parameters(plan.model, adapter).trained, plan.model.parameters

@@ -1,1 +1,1 @@
-"""From a plan to what others read: job.json, deepspeed.json, manifests. Pure."""
+"""Render a plan as job.json, deepspeed.json and manifests. Pure."""

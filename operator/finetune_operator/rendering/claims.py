@@ -1,8 +1,8 @@
-"""Which claims a stage mounts, where, and what a `pvc://` URI of the job is called inside the pod.
+"""Claims that a stage mounts, their mount paths, and the paths of the job's `pvc://` URIs inside the pod.
 
-The workspace and the cache are written to by every stage. Claims that hold models and data are mounted read-only, and
-only in the stages that read them, so that a claim which one node at a time may attach does not hold up a training of
-many; the claim that predictions go to is writable in that stage.
+Every stage writes to the workspace and the cache. Claims with models and data are mounted read-only, and only in the
+stages that read them, so that a ReadWriteOnce claim does not block a training on several nodes; the claim for
+predictions is writable in that stage.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ClaimPath:
 
     claim: str
     path: str
-    """Below the claim's root, as written; empty for the root itself."""
+    """Path below the claim's root, as written; empty for the root itself."""
 
     @classmethod
     def parse(cls, uri: str, field: str) -> ClaimPath:
-        """The place that `uri`, the value of `field`, names; PlanRefused when it names none or leads out of it."""
+        """Parse `uri`, the value of `field`. Raise PlanRefused if it names no claim or leads out of it."""
         claim, _, path = uri.removeprefix(_SCHEME).partition("/")
         if not uri.startswith(_SCHEME) or not _CLAIM_NAME.fullmatch(claim):
             raise _refused(uri, field, "it has to name a claim of the job's namespace")
@@ -46,7 +46,7 @@ class ClaimPath:
         return cls(claim, path.strip("/"))
 
     def below(self, folder: str) -> str:
-        """The place when the claim's root is mounted at `folder`."""
+        """Return the path if the claim's root is mounted at `folder`."""
         return f"{folder}/{self.path}" if self.path else folder
 
 
@@ -57,23 +57,23 @@ def _refused(uri: str, field: str, rule: str) -> PlanRefused:
 
 @dataclass(frozen=True)
 class Storage:
-    """The folders of one stage's pods."""
+    """Folders of one stage's pods."""
 
     workspace: str
     """Folder that holds the job's folder."""
     cache: str | None
-    """Folder for what jobs share, in a claim of its own; None: in the workspace."""
+    """Folder of the cache that jobs share, in a claim of its own; None if it is in the workspace."""
     volumes: tuple[Volume, ...]
     mounts: tuple[Mount, ...]
 
     @property
     def hub_cache(self) -> str:
-        """HF_HOME: what was fetched from the Hub."""
+        """Return HF_HOME, the folder of downloads from the Hub."""
         return self.cache or f"{self.workspace}/.cache/huggingface"
 
 
 def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
-    """Where the pods of `stage` find the workspace, the cache and what they read."""
+    """Return the folders, volumes and mounts of the pods of `stage`."""
     workspace = ClaimPath(names.claim, "")
     if spec.storage.workspace is not None:
         workspace = ClaimPath.parse(spec.storage.workspace, "spec.storage.workspace")
@@ -101,13 +101,13 @@ def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
 
 
 def needs_workspace(spec: FineTuneJobSpec) -> bool:
-    """Return whether a claim holds the job's folder: a job that only serves a model has nothing to keep."""
+    """Return whether a claim holds the job's folder; a job that only serves a model needs none."""
     given = (spec.training, spec.evaluation, spec.predict, spec.storage.workspace)
     return any(part is not None for part in given)
 
 
 def _claims_of(spec: FineTuneJobSpec, stage: Stage) -> dict[str, bool]:
-    """Claim -> whether `stage` writes to it."""
+    """Return the claims of `stage`, each with True if the stage writes to it."""
     claims = {ClaimPath.parse(uri, field).claim: False for field, uri in _read_by(spec, stage) if _in_claim(uri)}
     output = None if spec.predict is None else spec.predict.output
     if stage is Stage.PREDICT and output is not None and _in_claim(output):
@@ -116,9 +116,9 @@ def _claims_of(spec: FineTuneJobSpec, stage: Stage) -> dict[str, bool]:
 
 
 def _read_by(spec: FineTuneJobSpec, stage: Stage) -> Iterator[tuple[str, str]]:
-    """Field and URI of what `stage` reads. Rows to train and evaluate on are read once, by prepare; after it they lie
-    in the workspace. A user's own program reads them itself, and what evaluates its model prepares them then. Rows to
-    predict are checked by prepare, and read by predict.
+    """Yield field and URI of the inputs of `stage`. Prepare reads the rows to train and evaluate on, once, and writes
+    them to the workspace. A user's own program reads them itself, and the stage that evaluates its model prepares them
+    then. Rows to predict are checked by prepare and read by predict.
     """
     yield "spec.model.uri", spec.model.uri
     prepares = stage is Stage.PREPARE or spec.script is not None
@@ -133,7 +133,7 @@ def _in_claim(uri: str) -> bool:
 
 
 def in_the_pod(job: TrainerJob) -> TrainerJob:
-    """`job` with every `pvc://` URI as the path at which its claim is mounted."""
+    """Return `job` with every `pvc://` URI replaced by the path at which its claim is mounted."""
     predict = job.predict
     if predict is not None:
         output = None if predict.output is None else _mounted_output(predict.output)
@@ -145,7 +145,7 @@ def in_the_pod(job: TrainerJob) -> TrainerJob:
 
 
 def _mounted_output(uri: str) -> str:
-    """The place; one that ends in / is a folder, and stays one."""
+    """Return the mounted path; a folder keeps its final slash."""
     place = _mounted(uri, "spec.predict.output")
     return f"{place}/" if uri.endswith("/") and not place.endswith("/") else place
 

@@ -1,7 +1,6 @@
-"""What a plan hands to the trainer: the texts of job.json and deepspeed.json, and the arguments that name them.
+"""Input of the trainer: the texts of job.json and deepspeed.json, and the arguments that name them.
 
-Equal plans give equal bytes, so that the hash of the texts tells whether a running attempt still obeys the current
-plan.
+Equal plans give equal bytes, so that the hash of the texts shows whether a running attempt matches the current plan.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from finetune_operator.rendering.render_types import RenderContext
 JOB_FILE = "job.json"
 DEEPSPEED_FILE = "deepspeed.json"
 Starter: TypeAlias = Literal["process", "index", "torchrun", "mpirun"]
-"""What starts the ranks of a stage."""
+"""Program that starts the ranks of a stage."""
 
 
 def files(plan: JobPlan) -> dict[str, str]:
-    """File name -> text, for a run on this machine; `deepspeed.json` only when the plan trains with DeepSpeed."""
+    """Return texts by file name, for a run on this machine; `deepspeed.json` only if the plan trains with DeepSpeed."""
     texts = {JOB_FILE: plan.trainer.to_json()}
     config = deepspeed_config(plan)
     if config is not None:
@@ -32,11 +31,11 @@ def files(plan: JobPlan) -> dict[str, str]:
 
 
 def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str, str]:
-    """The same for the pods of one stage: claims are paths there, the job has an identity, and only the training reads
-    `deepspeed.json`.
+    """Return the files for the pods of one stage: claims are paths there, the job has an identity, and only training
+    reads `deepspeed.json`.
     """
     run = None if context.owner is None else context.owner.uid
-    # What only servers read is left out elsewhere, so that an endpoint can change while an attempt runs.
+    # Other stages get no `serving`, so that an endpoint can change while an attempt runs.
     serving = plan.trainer.serving if stage is Stage.SERVE else None
     trainer = in_the_pod(plan.trainer).model_copy(update={"run": run, "serving": serving})
     texts = files(plan.model_copy(update={"trainer": trainer}))
@@ -46,20 +45,20 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
 
 
 def stage_arguments(stage: Stage, job: str, workspace: str) -> tuple[str, ...]:
-    """Arguments of the trainer's program for one rank of `stage`."""
+    """Return the arguments of the trainer's program for one rank of `stage`."""
     return (stage.value, "--job", job, "--workspace", workspace)
 
 
 def launch_arguments(
     stage: Stage, job: str, workspace: str, starter: Starter, deepspeed: str | None
 ) -> tuple[str, ...]:
-    """Arguments of the trainer's program for the launcher of the ranks of `stage`, in a pod or on this machine."""
+    """Return the arguments of the trainer's program that starts the ranks of `stage`, in a pod or on this machine."""
     config = () if deepspeed is None else ("--deepspeed", deepspeed)
     return ("launch", *stage_arguments(stage, job, workspace), *config, "--with", starter)
 
 
 def fingerprint(texts: dict[str, str]) -> str:
-    """sha256 over names and texts in the order of the names, in hexadecimal."""
+    """Return the sha256 of names and texts, in the order of the names, in hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(texts):
         digest.update(f"{name}\0{len(texts[name].encode())}\0{texts[name]}".encode())

@@ -1,12 +1,11 @@
-"""The DeepSpeed configuration of a plan: a model dump with every number decided, never `auto`.
+"""DeepSpeed configuration of a plan: a model dump with every number decided, never `auto`.
 
-`auto` would be filled by transformers at start-up, out of the sight of the plan. Numbers that transformers knows too
-are the same numbers, as it compares them and refuses a difference. The user's own keys, which the plan has checked, are
-merged last.
+transformers would resolve `auto` at start-up, invisibly to the plan. Numbers that transformers has too are equal, as it
+compares them and refuses a difference. The user's own keys, which the plan has checked, are merged last.
 
-There is no `steps_per_print`, as accelerate replaces it with infinity, whatever it is. There is no `optimizer` section,
-with offload either: accelerate turns the Trainer's AdamW into DeepSpeed's CPU Adam and keeps its parameter groups,
-while an optimizer made by DeepSpeed would decay biases and norms as well.
+There is no `steps_per_print`, as accelerate always replaces it with infinity. There is no `optimizer` section, not even
+with offload: accelerate turns the Trainer's AdamW into DeepSpeed's CPU Adam and keeps its parameter groups, while an
+optimizer created by DeepSpeed would decay biases and norms as well.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.merging import merge
 
 OFFLOAD_FOLDER = "/offload"
-"""Where pods mount the volume for files of offloaded state."""
+"""Mount path of the volume for files of offloaded state."""
 
 
 class _Section(BaseModel):
@@ -42,35 +41,33 @@ class _Section(BaseModel):
 
 
 class Enabled(_Section):
-    """A section that is only switched on or off."""
+    """Section with a switch only."""
 
     enabled: bool
 
 
 class OffloadOptimizer(_Section):
-    """Where optimizer state lies."""
+    """Placement of optimizer state."""
 
     device: OffloadDevice
     pin_memory: bool
-    """Page-locked host memory copies faster to a GPU; on CPU nothing is copied."""
+    """True on GPUs: page-locked host memory copies faster to them. On CPU nothing is copied."""
     nvme_path: str | None = None
-    """Folder of the files; None without files, and where the trainer takes one of the job's own."""
+    """Folder of the files; None without files, or if the trainer uses a folder of the job."""
     buffer_count: int | None = None
 
 
 class OffloadParameters(OffloadOptimizer):
-    """Where parameters lie."""
+    """Placement of parameters."""
 
     buffer_size: int | None = None
     """Elements."""
     max_in_cpu: int | None = None
-    """Elements that stay in host memory in spite of `nvme`; DeepSpeed's default is 10^9, which for most models is all
-    of them.
-    """
+    """Elements kept in host memory in spite of `nvme`; DeepSpeed's default, 10^9, is all of them for most models."""
 
 
 class ZeroOptimization(_Section):
-    """What is divided over the ranks."""
+    """ZeRO stage, and the sizes and places of the sharded state."""
 
     stage: ZeroStage
     offload_optimizer: OffloadOptimizer | None = None
@@ -78,7 +75,7 @@ class ZeroOptimization(_Section):
     overlap_comm: bool | None = None
     contiguous_gradients: bool | None = None
     reduce_bucket_size: int | None = None
-    """Elements, as all sizes here."""
+    """Size in elements, as all sizes here."""
     allgather_bucket_size: int | None = None
     sub_group_size: int | None = None
     stage3_prefetch_bucket_size: int | None = None
@@ -89,7 +86,7 @@ class ZeroOptimization(_Section):
 
 
 class DeepSpeedConfig(_Section):
-    """The keys that a plan decides."""
+    """Keys that a plan decides."""
 
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
@@ -99,19 +96,19 @@ class DeepSpeedConfig(_Section):
     fp16: Enabled
     zero_optimization: ZeroOptimization
     zero_allow_untested_optimizer: Literal[True] = True
-    """DeepSpeed calls every optimizer but its own and Adam untested; Adafactor and SGD are element- or matrix-wise and
-    work.
+    """True, as DeepSpeed calls all optimizers but its own and Adam untested; Adafactor and SGD work, since they are
+    element- or matrix-wise.
     """
     wall_clock_breakdown: bool = False
 
 
 def deepspeed_config(plan: JobPlan) -> dict[str, JsonValue] | None:
-    """The whole configuration of `plan`, the user's keys merged last; None when it does not train with DeepSpeed."""
+    """Return the configuration of `plan`, the user's keys merged last; None if it does not train with DeepSpeed."""
     training = plan.trainer.training
     if training is None or training.strategy.name != "deepspeed":
         return None
     config = DeepSpeedConfig(
-        # DeepSpeed multiplies by all processes: it does not know that some read the same rows.
+        # DeepSpeed multiplies by all processes, including those that read the same rows (sequence parallelism).
         train_batch_size=training.batch.global_batch_size * training.strategy.sequence,
         train_micro_batch_size_per_gpu=training.batch.micro_batch_size,
         gradient_accumulation_steps=training.batch.gradient_accumulation,
@@ -141,8 +138,7 @@ def _zero(plan: JobPlan) -> ZeroOptimization:
     )
     if stage < 3:
         return shared
-    # DeepSpeed's defaults keep up to 10^9 parameters gathered, which for most models is all of them: then stage 3
-    # saves nothing.
+    # DeepSpeed's defaults keep up to 10^9 parameters gathered: all of them for most models, so stage 3 saves nothing.
     return shared.model_copy(
         update={
             "offload_param": _offload_parameters(plan, strategy.offload_parameters, training.world),
@@ -178,12 +174,12 @@ def _offload_parameters(plan: JobPlan, where: OffloadDevice, world: World) -> Of
 
 
 def _folder(plan: JobPlan) -> str | None:
-    """Where files of offloaded state go: in pods a volume, else a folder of the job that the trainer knows."""
+    """Return the folder of offloaded state: a volume in pods; None on this machine, where the trainer has a folder."""
     return None if plan.launcher == "local" else OFFLOAD_FOLDER
 
 
 def uses_offload_folder(config: Mapping[str, JsonValue]) -> bool:
-    """Whether a DeepSpeed configuration writes to the pods' own volume: the user's keys may name another place."""
+    """Return whether a DeepSpeed configuration uses the pods' own volume; the user's keys may name another path."""
     zero = config.get("zero_optimization")
     sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")] if isinstance(zero, dict) else []
     return any(isinstance(each, dict) and each.get("nvme_path") == OFFLOAD_FOLDER for each in sections)

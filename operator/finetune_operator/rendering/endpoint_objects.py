@@ -1,11 +1,10 @@
-"""The objects of an endpoint: servers of each revision, in a Deployment or in an InferenceService of KServe, and beside
-them a Service, rules for the network and, where there are several servers, what scales them and keeps them from being
-evicted together.
+"""Objects of an endpoint: a Deployment or a KServe InferenceService for each revision, beside them a Service, a
+NetworkPolicy and, with several servers, a HorizontalPodAutoscaler and a PodDisruptionBudget.
 
-A revision is what servers are told and made of; their attempt label has its number. The Service leads to one revision,
-and what scales them belongs to that one. The rest is for servers of all revisions. What runs the servers comes last
-and has the digest of all objects, so that one look at it tells whether the endpoint is as it should be. Servers
-of KServe have the same labels: the rest holds for them, and the URL stays where they take the place of a Deployment's.
+A revision is a configuration of the servers (files and pod template); its number is their attempt label. The Service
+selects one revision, and the autoscaler scales that one. The other objects cover all revisions. The servers' object
+comes last and has the digest of all objects, so that reading it alone shows whether the endpoint is up to date. Servers
+of KServe have the same labels: the shared objects select them too, and the URL stays if they replace a Deployment's.
 """
 
 from __future__ import annotations
@@ -38,29 +37,27 @@ from finetune_operator.rendering.trainer_pod import Role, StagePods, stage_pod
 
 SERVICE_PORT = 80
 LEAVING_SECONDS = 5
-"""Between the decision to stop a server and its SIGTERM: until proxies on all nodes have heard that it goes, some send
-it requests.
-"""
+"""preStop delay before a server's SIGTERM: proxies send it requests until the change of endpoints reaches all nodes."""
 MARGIN_SECONDS = 10
 GRACE_SECONDS = LEAVING_SECONDS + DRAIN_SECONDS + MARGIN_SECONDS
 START_SECONDS = 900
-"""For a new revision to become available; then the job says so, and the servers go on loading."""
+"""Progress deadline of a rollout; past it the job's status reports the delay, and the servers go on loading."""
 IMPORT_SECONDS = 300
-"""For a server to listen, which it does before it loads its model: most of it goes into imports from a cold disk."""
+"""Time for a server to listen, which it does before it loads its model; mostly imports from a cold disk."""
 PROBE_PERIOD_SECONDS = 2
 BUSY_PERCENT = 70
-"""Of the CPU request, on average: above, servers are added."""
+"""Target average CPU use, in percent of the request; above it, servers are added."""
 OPTIONAL_KINDS = (("autoscaling/v2", "HorizontalPodAutoscaler"), ("policy/v1", "PodDisruptionBudget"))
 SHARED_KINDS = (*OPTIONAL_KINDS, ("networking.k8s.io/v1", "NetworkPolicy"), ("v1", "Service"))
-"""What all revisions share."""
+"""Kinds of objects that all revisions share."""
 RUNTIMES: Mapping[EndpointRuntime, tuple[str, str]] = {
     "deployment": ("apps/v1", "Deployment"),
     "kserve": (KSERVE_API, KSERVE_KIND),
 }
 REVISION_KINDS = (("v1", "ConfigMap"), RUNTIMES["deployment"])
-"""What each revision has of its own; in place of the Deployment it may have an InferenceService."""
+"""Kinds of each revision's own objects; an InferenceService may replace the Deployment."""
 KINDS = (*SHARED_KINDS, *REVISION_KINDS)
-"""All that an endpoint can have where there is no KServe, in the order in which it is taken away."""
+"""All kinds of an endpoint without KServe, in order of deletion."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +65,30 @@ class EndpointObjects:
     """Objects of an endpoint."""
 
     beside: tuple[Manifest, ...]
-    """What all revisions share; the Service leads to this one."""
+    """Objects that all revisions share; the Service selects this revision."""
     servers: tuple[Manifest, ...]
-    """What the revision has of its own, in the order in which it is applied."""
+    """Objects of the revision, in the order in which they are applied."""
     digest: str
-    """Of all objects, but for a number of servers that an autoscaler may change."""
+    """sha256 of all objects, without a number of servers that an autoscaler may change."""
     replicas: int
-    """Servers that are asked for."""
+    """Requested servers."""
     most: int
-    """Servers that an autoscaler may ask for."""
+    """Most servers that an autoscaler may request."""
     runtime: EndpointRuntime
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
-        """All, in the order in which they are applied."""
+        """Return all objects, in the order in which they are applied."""
         return (*self.beside, *self.servers)
 
 
 def endpoint_url(job: str, namespace: str) -> str:
-    """Return where the cluster's own clients reach the endpoint."""
+    """Return the endpoint's URL for clients in the cluster."""
     return f"http://{JobNames.of(job).endpoint}.{namespace}.svc"
 
 
 def revision_digest(plan: JobPlan, context: RenderContext) -> str:
-    """Return the digest of what servers are told and made of, whatever the number of their revision is."""
+    """Return the digest of the servers' files and pod template; it does not depend on the revision's number."""
     assert plan.servers is not None, "a plan with the stage serve has servers"
     return _sha256(_server_pod(StagePods(plan, context, Attempt(Stage.SERVE)), plan.servers.runtime).manifest())
 
@@ -99,15 +96,15 @@ def revision_digest(plan: JobPlan, context: RenderContext) -> str:
 def endpoint_objects(
     plan: JobPlan, context: RenderContext, running: int | None = None, revision: int = 1
 ) -> EndpointObjects:
-    """Return the objects of the endpoint of `plan`, whose Service leads to `revision`. `running`: servers that an
-    autoscaler has asked for last.
+    """Return the objects of the endpoint of `plan`, whose Service selects `revision`. `running`: servers that an
+    autoscaler requested last.
     """
     servers = plan.servers
     assert servers is not None, "a plan with the stage serve has servers"
     pods = StagePods(plan, context, Attempt(Stage.SERVE, revision))
     scales = servers.most > servers.replicas
     told, beside = config_map(pods), _beside(pods, servers)
-    # A number that an autoscaler changes is no part of the digest.
+    # The digest leaves out a number that an autoscaler changes.
     replicas = servers.replicas if running is None or not scales else min(max(running, servers.replicas), servers.most)
     made = revision_digest(plan, context)
     if servers.runtime == "kserve":
@@ -119,8 +116,8 @@ def endpoint_objects(
 
 
 def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], made: str) -> EndpointObjects:
-    """Return the objects of an endpoint that KServe runs. It passes annotations on to pods, so that a digest which the
-    number of servers changes would replace them all.
+    """Return the objects of an endpoint that KServe runs. It copies annotations to pods, so that a digest that depends
+    on the number of servers would replace all pods.
     """
     kept = [one for one in beside if (one["apiVersion"], one["kind"]) not in OPTIONAL_KINDS]
     fixed = servers.model_copy(update={"replicas": 1, "most": 1})
@@ -137,7 +134,7 @@ def _sha256(value: JsonValue | list[Manifest]) -> str:
 
 
 def _beside(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
-    """Return what all revisions share, the Service with the labels of this one's pods."""
+    """Return the objects that all revisions share; the Service selects this revision's pods."""
     context, everyone = pods.context, {**pods.identity}
     del everyone[ATTEMPT_LABEL]
     labels: JsonValue = {name: text for name, text in pods.labels.items() if name != ATTEMPT_LABEL}
@@ -179,7 +176,7 @@ def _deployment(pods: StagePods, replicas: int, annotations: Manifest) -> Manife
 
 
 def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
-    """A custom predictor in Standard mode. KServe reads the pod beside its own fields."""
+    """Return a custom predictor in Standard mode. KServe reads the pod spec beside its own fields."""
     pod = _server_pod(pods, "kserve").manifest()
     about, spec = pod["metadata"], pod["spec"]
     assert isinstance(about, dict), "a pod template has metadata"
@@ -193,7 +190,7 @@ def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Mani
         "annotations": about["annotations"],
         **spec,
     }
-    # Left out, KServe would make an autoscaler of its own, also for one server.
+    # Without this, KServe would create an autoscaler of its own, also for one server.
     scaler = "external" if servers.most > servers.replicas else "none"
     annotations: JsonValue = {DEPLOYMENT_MODE: "Standard", AUTOSCALER_CLASS: scaler, **own}
     return document(
@@ -213,8 +210,8 @@ def _server_pod(pods: StagePods, runtime: EndpointRuntime) -> Pod:
 
 
 def _health() -> Manifest:
-    """Ready only after its warm-up, started over when it hangs, and left alone while it loads the model, which may take
-    any time: a large one comes from a bucket.
+    """Return probes and hooks: a server is ready only after warm-up and restarted when it hangs, but not while it loads
+    the model, which may take any time if a large one comes from a bucket.
     """
     ready: JsonValue = {"path": "/v2/health/ready", "port": SERVE_PORT}
     live: JsonValue = {"path": "/v2/health/live", "port": SERVE_PORT}

@@ -1,4 +1,4 @@
-"""The objects beside those that run attempts: what all attempts of a job share, and what each has of its own."""
+"""Objects beside those that run attempts: shared by all attempts of a job, or of one attempt."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from finetune_operator.rendering.trainer_pod import CA_FILE, RENDEZVOUS_PORT, St
 
 
 def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
-    """What outlives attempts: the rules for the pods' network, and the claim for the workspace when the job names none.
+    """Return the objects that outlive attempts: the NetworkPolicy, and a claim for the workspace if the job names none.
 
-    The claim belongs to nobody, as it holds the results: deleting the job leaves it, and a later job of the same name
-    takes it up again.
+    The claim holds the results and so has no owner reference: it outlives the job, and a later job of the same name
+    reuses it.
     """
     policy = (_network_policy(plan, context),) if context.settings.network_policy.enabled else ()
     if context.spec.storage.workspace is not None or not needs_workspace(context.spec):
         return policy
     asked, defaults = context.spec.storage, context.settings.defaults
-    # A claim that one node at a time may attach would keep the other pods from starting.
+    # A ReadWriteOnce claim would keep pods on other nodes from starting.
     world = plan.trainer.world
     beside = plan.launcher != "local" and launcher(plan.launcher).starter_pod is not None
     servers = 1 if plan.servers is None else plan.servers.most
@@ -51,17 +51,17 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
 
 
 def metadata(pods: StagePods, name: str | None = None) -> Manifest:
-    """`metadata` of an object of the attempt, by default of the one that runs it."""
+    """Return `metadata` of an object of the attempt, by default of the one that runs it."""
     labels: JsonValue = dict(pods.labels)
     return {"name": name or pods.name, "namespace": pods.context.namespace, "labels": labels, **owned(pods.context)}
 
 
 def owned(context: RenderContext) -> Manifest:
-    """The reference to the job, by which an object goes with it."""
+    """Return the owner reference to the job, so that the object is deleted with it."""
     owner = context.owner
     if owner is None:
         return {}
-    # Without blockOwnerDeletion: where owner references are policed, it needs a right on the job's finalizers.
+    # No blockOwnerDeletion: admission by OwnerReferencesPermissionEnforcement asks for a right on the job's finalizers.
     reference: JsonValue = {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -85,7 +85,7 @@ def _network_policy(plan: JobPlan, context: RenderContext) -> Manifest:
 
 
 def config_map(pods: StagePods) -> Manifest:
-    """The files that the pods of the attempt read."""
+    """Return the ConfigMap with the files that the pods of the attempt read."""
     data: dict[str, JsonValue] = {**pods.files}
     if pods.reports_to is not None:
         data[CA_FILE] = pods.reports_to.ca_certificate
@@ -94,6 +94,6 @@ def config_map(pods: StagePods) -> Manifest:
 
 
 def service(pods: StagePods, name: str) -> Manifest:
-    """The addresses of the pods of the attempt."""
+    """Return the headless Service that gives the pods of the attempt addresses."""
     selector: JsonValue = dict(pods.identity)
     return document("service", metadata=metadata(pods, name), selector=selector, port=RENDEZVOUS_PORT)

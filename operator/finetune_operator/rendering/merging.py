@@ -1,4 +1,4 @@
-"""Laying what a user wrote over or beside what we made; neither value is changed."""
+"""Merge a user's values into ours; neither argument is changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 
 def merge(base: dict[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """`added` laid over `base`, objects merged key by key."""
+    """Return `base` overridden by `added`, objects merged key by key."""
     merged = dict(base)
     for key, value in added.items():
         below = merged.get(key)
@@ -17,7 +17,7 @@ def merge(base: dict[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[st
 
 
 def join(base: Mapping[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """As `merge`, but lists become longer instead of being replaced: an affinity keeps our terms beside the user's."""
+    """Merge like `merge`, but append lists instead of replacing them: an affinity keeps our terms beside the user's."""
     joined = dict(base)
     for key, value in added.items():
         below = joined.get(key)

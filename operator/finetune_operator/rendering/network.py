@@ -1,8 +1,8 @@
-"""What the pods of a job may reach, and who may reach them: the rules of its NetworkPolicy, and the same in words.
+"""Rules of a job's NetworkPolicy, and a description of them in plain words.
 
-Only pods of the same job come in. Out go DNS, the job's own pods (rendezvous and collectives choose their ports), the
+Ingress: pods of the same job. Egress: DNS, the job's own pods (rendezvous and collectives choose their ports), the
 operator's progress server, and the ports that the settings open to the world, but never the addresses at which clouds
-hand out credentials of the node. What the kubelet does for a pod (volumes, images, probes) no policy concerns.
+serve the node's credentials. The kubelet's work for a pod (volumes, images, probes) is not subject to policies.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from finetune_operator.rendering.render_types import (
 )
 
 ALLOWS_ANNOTATION = "finetune.dev/allows"
-"""On the policy: what it allows, in plain words."""
+"""Annotation of the policy: its rules in plain words."""
 OPERATOR_LABELS = {"app.kubernetes.io/component": "operator"}
-"""Of the operator's pods, in manifests/operator/deployment.yaml."""
+"""Labels of the operator's pods, as in manifests/operator/deployment.yaml."""
 _HTTPS_PORT = 443
 _METADATA_IPV4 = ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32")
 _METADATA_IPV6 = ("fd00:ec2::254/128", "fd00:ec2::23/128", "fd20:ce::254/128", "fe80::/10")
-"""Where clouds hand out credentials of the node or of a pod, each in its maker's own documentation: link-local in all
+"""Addresses at which clouds serve credentials of the node or of a pod, by their own documentation: link-local in all
 large ones (169.254.169.254; EKS Pod Identity 169.254.170.23), Alibaba's 100.100.100.200, Azure's 168.63.129.16; for
 IPv6 those of EC2, of EKS Pod Identity and of Google.
 """
@@ -38,22 +38,22 @@ _WORLD: tuple[Manifest, ...] = (
     {"ipBlock": {"cidr": "::/0", "except": [*_METADATA_IPV6]}},
 )
 _DNS_PORTS = (53, 5353)
-"""The second is that of OpenShift's resolvers behind their Service, where policies look."""
+"""DNS ports; 5353 is the pod port of OpenShift's resolvers, which policies see instead of the Service's."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The policy of one job."""
+    """Rules of one job's policy."""
 
     pods: Manifest
-    """Selects the job's pods."""
+    """Selector of the job's pods."""
     egress: tuple[Manifest, ...]
-    """Beyond the job's own pods, which the template has."""
+    """Egress rules beyond the job's own pods, which the template has."""
     words: str
 
 
 def rules_of(job: str, context: RenderContext) -> Rules:
-    """The rules for the job called `job`."""
+    """Return the rules for the job called `job`."""
     settings = context.settings.network_policy
     egress: list[Manifest] = []
     words = ["In: pods of this job. Out: pods of this job"]
@@ -84,7 +84,7 @@ def _written(parts: Sequence[BaseModel]) -> list[JsonValue]:
 
 
 def _progress(endpoint: ProgressEndpoint, url: str | None) -> list[tuple[Manifest, str]]:
-    """Rules for reporting progress, each in words: to the operator's pods, and to the address of the settings."""
+    """Return rules for progress reports, each with a description: to the operator's pods, and to the settings' URL."""
     found: list[tuple[Manifest, str]] = []
     if endpoint.namespace is not None:
         operator: Manifest = {
@@ -102,7 +102,7 @@ def _progress(endpoint: ProgressEndpoint, url: str | None) -> list[tuple[Manifes
 
 
 def _addresses(host: str) -> list[JsonValue]:
-    """Of a host: one address, or where it has a name, which no policy can hold, the world."""
+    """Return the peers of a host: its IP address, or the world if it is a name, which no policy can hold."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,9 +1,9 @@
-"""The parts that pods have in common, as typed values that turn into Kubernetes' JSON: environment, volumes, resources,
-affinity, security context, the pod itself.
+"""Common parts of pods, as typed values that render to Kubernetes' JSON: environment, volumes, resources, affinity,
+security context, the pod itself.
 
-They decide nothing about a job; `trainer_pod.py` does. What holds for every pod of ours is fixed here: PodSecurity
-`restricted` is met by construction, no API token is mounted, the root file system is read-only, and text never meets
-the kubelet's `$(NAME)` expansion.
+They decide nothing about a job; `trainer_pod.py` does. This module fixes the rules for every pod of ours: PodSecurity
+`restricted` is met by construction, no API token is mounted, the root file system is read-only, and the kubelet's
+`$(NAME)` expansion never changes text.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.rendering.spot_affinity import only_on, only_with
 
 CONTAINER_NAME = "pytorch"
-"""In every kind but one, as PyTorchJob takes no other."""
+"""Container name in every kind but one, as PyTorchJob accepts no other."""
 SERVED_CONTAINER_NAME = "kserve-container"
-"""In an InferenceService, as KServe takes no other."""
+"""Container name in an InferenceService, as KServe accepts no other."""
 USER_ID = 1000
-"""The image's user mpiuser; a number, since `runAsNonRoot` cannot check a name."""
+"""User mpiuser of the image; a number, since `runAsNonRoot` cannot check a name."""
 
 
 def literal(text: str) -> str:
-    """`text` so that the kubelet makes it `text` again: it reads `$(NAME)` as a variable and `$$` as one `$`.
+    """Escape `text` for the kubelet, which expands `$(NAME)` and reads `$$` as one `$`.
 
     Kubernetes, third_party/forked/golang/expansion/expand.go: in command, args and env values.
     """
@@ -41,14 +41,14 @@ def literal(text: str) -> str:
 
 @dataclass(frozen=True)
 class PodLabel:
-    """A label of the pod itself, which a controller may have added."""
+    """Label of the pod itself, which a controller may have added."""
 
     label: str
 
 
 @dataclass(frozen=True)
 class EnvVar:
-    """One variable of the container: a text, one key of a Secret, or a label of the pod."""
+    """Variable of the container: a text, one key of a Secret, or a label of the pod."""
 
     name: str
     value: str | SecretKeySpec | PodLabel
@@ -64,7 +64,7 @@ class EnvVar:
 
 
 def user_variable(variable: Mapping[str, JsonValue]) -> Manifest:
-    """A Kubernetes EnvVar that a user wrote; its text arrives as it is, as no `$(NAME)` is expanded."""
+    """Return a user's Kubernetes EnvVar, escaped so that the kubelet expands no `$(NAME)` in it."""
     value = variable.get("value")
     return {**variable, "value": literal(value)} if isinstance(value, str) else dict(variable)
 
@@ -74,14 +74,14 @@ def user_variable(variable: Mapping[str, JsonValue]) -> Manifest:
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume of the pod; made by the functions below."""
+    """Volume of the pod; created by the functions below."""
 
     name: str
     source: Manifest
 
     @property
     def claim(self) -> str | None:
-        """Return the claim that it is; None for what is none."""
+        """Return the name of its claim; None if it is another kind of volume."""
         source = self.source.get("persistentVolumeClaim")
         return str(source["claimName"]) if isinstance(source, dict) else None
 
@@ -91,7 +91,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Mount:
-    """Where the trainer's container sees a volume."""
+    """Mount of a volume in the trainer's container."""
 
     volume: str
     path: str
@@ -103,27 +103,27 @@ class Mount:
 
 
 def config_volume(name: str, config_map: str) -> Volume:
-    """The keys of a ConfigMap as files."""
+    """Return a volume with the keys of a ConfigMap as files."""
     return Volume(name, {"configMap": {"name": config_map}})
 
 
 def claim_volume(name: str, claim: str) -> Volume:
-    """A claim; whether it may be written to is the mount's business."""
+    """Return a volume of a claim; the mount decides whether it is writable."""
     return Volume(name, {"persistentVolumeClaim": {"claimName": claim}})
 
 
 def scratch_volume(name: str) -> Volume:
-    """Space on the node's disk that ends with the pod."""
+    """Return space on the node's disk that is deleted with the pod."""
     return Volume(name, {"emptyDir": {}})
 
 
 def memory_volume(name: str, size: str) -> Volume:
-    """Space in memory, for /dev/shm; what is written counts into the container's memory."""
+    """Return space in memory, for /dev/shm; its content counts towards the container's memory."""
     return Volume(name, {"emptyDir": {"medium": "Memory", "sizeLimit": size}})
 
 
 def token_volume(name: str, audience: str, file: str) -> Volume:
-    """A token that is good for `audience` only, which the API server itself does not take, renewed every hour."""
+    """Return a token valid for `audience` only (the API server itself refuses it), renewed every hour."""
     token: JsonValue = {"serviceAccountToken": {"audience": audience, "expirationSeconds": 3600, "path": file}}
     return Volume(name, {"projected": {"sources": [token]}})
 
@@ -133,13 +133,13 @@ def token_volume(name: str, audience: str, file: str) -> Volume:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a container takes, as quantities; names among `limits` are requested as much."""
+    """Resources of a container, as quantities; each of `limits` is also its request."""
 
     requests: Mapping[str, str]
-    """Asked of the scheduler without a limit."""
+    """Requests without a limit, but for `ceilings`."""
     limits: Mapping[str, str] = field(default_factory=dict)
     ceilings: Mapping[str, str] = field(default_factory=dict)
-    """Limits of what is among `requests`."""
+    """Limits of resources in `requests`."""
 
     def manifest(self) -> Manifest:
         limited: JsonValue = {**self.ceilings, **self.limits}
@@ -151,7 +151,7 @@ class Resources:
 
 
 def avoiding(nodes: Sequence[str]) -> Manifest:
-    """Affinity to any other node than `nodes`: a wish, as there may be no other."""
+    """Return a preferred affinity to nodes other than `nodes`; not a required one, as there may be no others."""
     if not nodes:
         return {}
     hostname: JsonValue = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
@@ -168,7 +168,7 @@ class Container:
 
     image: str
     command: tuple[str, ...]
-    """An argument vector: no shell reads it."""
+    """Argument vector, not passed to a shell."""
     env: tuple[EnvVar, ...]
     mounts: tuple[Mount, ...]
     resources: Resources
@@ -178,7 +178,7 @@ class Container:
     name: str = CONTAINER_NAME
     ports: Mapping[str, int] = field(default_factory=dict)
     ready_port: int | None = None
-    """Port that has to answer before the container counts as ready; None: it is ready once it runs."""
+    """Port that has to answer before the container is ready; None if it is ready once it runs."""
     health: Mapping[str, JsonValue] = field(default_factory=dict)
     """Probes and lifecycle hooks, by their names in Kubernetes."""
     user_env: tuple[Mapping[str, JsonValue], ...] = ()
@@ -213,7 +213,7 @@ class Container:
         }
 
     def _env(self) -> list[JsonValue]:
-        """A user's variable takes the place of ours; validation refuses those that may not be replaced."""
+        """Return all variables. A user's replaces ours; validation refuses those that may not be replaced."""
         replaced = {variable["name"] for variable in self.user_env}
         ours = (variable for variable in self.env if variable.name not in replaced)
         return [*(variable.manifest() for variable in ours), *map(user_variable, self.user_env)]
@@ -221,7 +221,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod template; the fields that begin with `user_` are laid beside or over ours as they were written."""
+    """Pod template; fields with the prefix `user_` are merged into ours as they were written."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
@@ -232,16 +232,16 @@ class Pod:
     tolerations: tuple[Mapping[str, JsonValue], ...] = ()
     affinity: Mapping[str, JsonValue] = field(default_factory=dict)
     only_nodes: tuple[Mapping[str, str], ...] = ()
-    """Labels of the nodes that it may run on: all of one of these, whatever the user asks for beside it; (): any."""
+    """Label sets of nodes, one of which has to match in full beside the user's own affinity; () for any node."""
     one_label: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Labels of which the nodes that it may run on have one, with one of its values; {}: any."""
+    """Values by label; a node has to have one of these labels with one of its values; {} for any node."""
     image_pull_secrets: tuple[SecretSpec, ...] = ()
     service_account: str | None = None
     priority_class: str | None = None
     restart_policy: Literal["Never", "Always"] = "Never"
-    """Always: what a Deployment takes."""
+    """Restart policy; a Deployment accepts `Always` only."""
     api_token: bool = False
-    """Whether the token of its service account is mounted."""
+    """True if the token of its service account is mounted."""
     subdomain: str | None = None
     """Headless Service that gives the pod's host name an address."""
     user_labels: Mapping[str, str] = field(default_factory=dict)
@@ -252,7 +252,7 @@ class Pod:
     user_security_context: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def manifest(self) -> Manifest:
-        """A PodTemplateSpec. The operator finds pods by our labels, so they come last."""
+        """Return a PodTemplateSpec. The operator finds pods by our labels, so they override the user's."""
         return {
             "metadata": {
                 "labels": {**self.user_labels, **self.labels},
@@ -271,7 +271,7 @@ class Pod:
         }
 
     def _placement(self) -> Manifest:
-        """Fields that are left out where there is nothing to say."""
+        """Return the fields of the pod spec that are left out if empty."""
         fields: Manifest = {
             "nodeSelector": {**self.node_selector, **self.user_node_selector},
             "tolerations": [dict(toleration) for toleration in self.tolerations],
@@ -288,13 +288,13 @@ class Pod:
 
 
 def _security_context() -> Manifest:
-    """PodSecurity `restricted`, and volumes that our group may write to."""
+    """Return a security context for PodSecurity `restricted`, with volumes that our group may write to."""
     return {
         "runAsNonRoot": True,
         "runAsUser": USER_ID,
         "runAsGroup": USER_ID,
         "fsGroup": USER_ID,
-        # Without this, the kubelet changes the owner of every file of the workspace at each start of a pod.
+        # Otherwise the kubelet changes the owner of every file of the workspace at each start of a pod.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }

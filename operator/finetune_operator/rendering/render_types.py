@@ -1,4 +1,4 @@
-"""What rendering needs beside a plan, and what it gives back."""
+"""Types that rendering takes beside a plan, and those that it returns."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Manifest: TypeAlias = dict[str, JsonValue]
 """One Kubernetes object as JSON."""
 
 FIELD_OWNER = "finetune-operator"
-"""Field manager of everything that the operator writes."""
+"""Field manager of all the operator's writes."""
 
 JOB_LABEL = "finetune.dev/job"
 UID_LABEL = "finetune.dev/job-uid"
 STAGE_LABEL = "finetune.dev/stage"
 ATTEMPT_LABEL = "finetune.dev/attempt"
 CAPACITY_LABEL = "finetune.dev/capacity"
-"""`spot` or `onDemand`, on what belongs to a training that has asked for spot nodes."""
+"""Label `spot` or `onDemand` on the objects of a training that requests spot nodes."""
 PROGRESS_PORT = 8443
-"""Where the operator's pods take progress reports."""
+"""Port of the operator's pods for progress reports."""
 HASH_ANNOTATION = "finetune.dev/config-sha256"
 ENDPOINT_ANNOTATION = "finetune.dev/endpoint-sha256"
-"""On a Deployment of servers: digest of all that belongs to the endpoint, which was applied before it."""
+"""Annotation of the servers' Deployment: digest of all objects of the endpoint, which were applied before it."""
 REVISION_ANNOTATION = "finetune.dev/revision-sha256"
-"""On a Deployment of servers: digest of what its pods are made of."""
+"""Annotation of the servers' Deployment: digest of its pod template."""
 ROLLBACK_ANNOTATION = "finetune.dev/rollback"
-"""On a FineTuneJob, `FROM:TO`: as long as spec.endpoint asks for revision FROM, revision TO is served."""
+"""Annotation of a FineTuneJob, `FROM:TO`: while spec.endpoint gives revision FROM, revision TO is served."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "finetune-operator"}
-"""Label of every object that the operator makes."""
+"""Label of every object that the operator creates."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class Owner:
 
 @dataclass(frozen=True)
 class ProgressEndpoint:
-    """Where the pods of the job report progress."""
+    """Server to which the pods of the job report progress."""
 
     base_url: str
     """`https://host:port`, without a path."""
     ca_certificate: str
     """PEM of the authority that signed the server's certificate."""
     namespace: str | None = None
-    """Where the operator's pods are; None: it runs outside of the cluster."""
+    """Namespace of the operator's pods; None if it runs outside of the cluster."""
 
 
 @dataclass(frozen=True)
 class RenderContext:
-    """The job's surroundings; with `owner` and `progress` left out, what `finetune render` prints without a cluster."""
+    """The job's surroundings; `finetune render` leaves `owner` and `progress` out, as it has no cluster."""
 
     namespace: str
     spec: FineTuneJobSpec
@@ -68,7 +68,7 @@ class RenderContext:
     progress: ProgressEndpoint | None = None
 
     def job_labels(self, job: str) -> dict[str, str]:
-        """What tells the objects of the job from those of any other, one of the same name before it included."""
+        """Return labels that identify the job's objects, also against those of an earlier job of the same name."""
         uid = {} if self.owner is None else {UID_LABEL: self.owner.uid}
         return {JOB_LABEL: job, **uid}
 
@@ -80,6 +80,6 @@ class Attempt:
     stage: Stage
     number: int = 1
     avoid_nodes: tuple[str, ...] = field(default=())
-    """Nodes on which an earlier attempt broke; pods prefer others."""
+    """Nodes on which an earlier attempt failed; pods prefer others."""
     capacity: Capacity | None = None
-    """Nodes that pods ask for; None and `onDemand`: any."""
+    """Capacity type of the nodes that pods request; None and `onDemand`: any."""

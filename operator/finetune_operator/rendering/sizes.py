@@ -1,8 +1,8 @@
-"""What the container of a stage takes: CPU, memory, GPUs, /dev/shm and network devices.
+"""Resources of a stage's container: CPU, memory, GPUs, /dev/shm and network devices.
 
-`resources.cpu` and `resources.memory` speak of one node's pod of the training. A stage that takes as many GPUs as that
-(on CPU: every stage) gets them as requests and limits. Another one, such as the inference on one GPU of eight, asks for
-the memory that it is expected to need and has no limit: a whole node's share would keep it from nodes that it fits.
+`resources.cpu` and `resources.memory` are those of one node's training pod. A stage with as many GPUs as that pod (on
+CPU: every stage) gets them as requests and limits. Any other, such as inference on one GPU of eight, requests the
+memory that it is expected to need, without a limit: a whole node's share would keep it from nodes that it fits.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from finetune_operator.rendering.pod_parts import Resources
 
 MIB = 1 << 20
 SHARED_MEMORY_BYTES: dict[Device, int] = {"cuda": 1024 * MIB, "cpu": 256 * MIB}
-"""Of one process in /dev/shm. NCCL takes up to some 10 MiB for each channel and peer where GPUs have no direct link,
-DeepSpeed's collectives on CPU two buffers of 32 MiB a process; the rest is for batches that data loaders hand over. It
-is a bound: only what is written takes memory.
+"""Bytes of /dev/shm for a process. NCCL takes up to some 10 MiB for each channel and peer if GPUs have no direct link,
+DeepSpeed's collectives on CPU two buffers of 32 MiB a process; the rest is for data loaders' batches. It is an upper
+bound: only written pages take memory.
 """
 EFA = "vpc.amazonaws.com/efa"
 EFA_HUGE_PAGES = "5120Mi"
-"""In 2 MiB pages, for the provider's bounce buffers: what AWS documents for one interface of EKS pods."""
+"""Huge pages of 2 MiB for the provider's bounce buffers, as AWS documents for one interface of EKS pods."""
 
 
 def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:
-    """GPUs that the job takes on each node."""
+    """Return the GPUs that the job takes on each node."""
     asked = spec.resources.gpus_per_node
     if asked != "auto":
         return asked
@@ -39,12 +39,12 @@ def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:
 
 
 def stage_gpus(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> int:
-    """GPUs of one pod of `stage`."""
+    """Return the GPUs of one pod of `stage`."""
     return gpus_of_stage(stage, node_gpus(plan, spec))
 
 
 def gpus_of_stage(stage: Stage, of_node: int) -> int:
-    """GPUs of one pod of `stage`, where the training takes `of_node`: none to prepare, and inference is one process."""
+    """Return the GPUs of one pod of `stage`: `of_node` to train, none to prepare, at most 1 for inference."""
     match stage:
         case Stage.PREPARE:
             return 0
@@ -55,12 +55,12 @@ def gpus_of_stage(stage: Stage, of_node: int) -> int:
 
 
 def stage_device(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> Device:
-    """Where `stage` computes."""
+    """Return the device of `stage`."""
     return "cuda" if stage_gpus(plan, spec, stage) else "cpu"
 
 
 def stage_threads(plan: JobPlan, stage: Stage) -> int:
-    """CPU threads of one process of `stage`."""
+    """Return the CPU threads of one process of `stage`."""
     world = plan.trainer.world
     if stage is Stage.SERVE and plan.servers is not None:
         return plan.servers.threads
@@ -72,7 +72,7 @@ def stage_threads(plan: JobPlan, stage: Stage) -> int:
 def stage_resources(
     plan: JobPlan, spec: FineTuneJobSpec, defaults: Defaults, stage: Stage, offloads_to_files: bool = False
 ) -> Resources:
-    """Of one pod of `stage` (of one worker, for an MPIJob), with room on the node's disk where state lies in files."""
+    """Return the resources of one pod of `stage` (one worker of an MPIJob), with disk space if state is in files."""
     if stage is Stage.SERVE and plan.servers is not None:
         return Resources(plan.servers.requests, plan.servers.limits, plan.servers.ceilings)
     gpus, asked = stage_gpus(plan, spec, stage), spec.resources
@@ -90,21 +90,21 @@ def stage_resources(
 
 
 def _expected_bytes(plan: JobPlan, stage: Stage) -> int:
-    """Host memory of one pod."""
+    """Return the expected host memory of one pod, in bytes."""
     if stage is Stage.TRAIN and plan.trainer.script is not None:
-        # What it takes is not known, and less than the weights cannot be.
+        # The program's need is not known, but it is at least the weights.
         return plan.trainer.script.world.processes_per_node * (CPU_PROCESS_BYTES + 4 * plan.model.parameters)
     if stage is Stage.TRAIN:
         assert plan.memory is not None, "a plan that trains has an estimate of its memory"
         return plan.memory.host_bytes
     if stage is Stage.PREPARE:
-        # One reads. Of what tokenises each pod of an Indexed Job has one process.
+        # One process reads; each pod of an Indexed Job has one process that tokenises.
         return (1 + plan.trainer.preparation.workers // plan.trainer.preparation.pods) * CPU_PROCESS_BYTES
     return inference_bytes(plan.model.parameters)
 
 
 def shared_memory(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> str:
-    """Size of /dev/shm: as asked, or `SHARED_MEMORY_BYTES` for each process."""
+    """Return the size of /dev/shm: the spec's, or `SHARED_MEMORY_BYTES` for each process."""
     if spec.resources.shared_memory != "auto":
         return spec.resources.shared_memory
     world = plan.trainer.world
@@ -116,10 +116,10 @@ def shared_memory(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> str:
 
 
 def network_devices(spec: FineTuneJobSpec, defaults: Defaults) -> dict[str, str]:
-    """Devices for the network between nodes; none for a single node, which has nobody to talk to.
+    """Return the devices for the network between nodes; none for a single node.
 
-    RDMA needs memory that cannot be swapped out. The capability IPC_LOCK, which lifts the limit on it, is refused by
-    PodSecurity `restricted`: the container runtime's limit on locked memory has to be high enough.
+    RDMA needs locked memory. PodSecurity `restricted` refuses the capability IPC_LOCK, which lifts the limit on it, so
+    the container runtime's limit on locked memory has to be high enough.
     """
     if spec.resources.nodes == 1:
         return {}
@@ -133,7 +133,7 @@ def network_devices(spec: FineTuneJobSpec, defaults: Defaults) -> dict[str, str]
 
 
 def network_environment(spec: FineTuneJobSpec) -> dict[str, str]:
-    """Variables that hold NCCL to the network that was asked for; with `auto` it looks for itself."""
+    """Return variables that make NCCL use the requested network; with `auto` it chooses by itself."""
     if spec.resources.nodes == 1:
         return {}
     match spec.resources.network:

@@ -1,9 +1,9 @@
-"""Keeping pods on spot nodes and on those with the GPU that is asked for: a required node affinity that holds beside
-whatever the user's own template asks for.
+"""Required node affinity that keeps pods on spot nodes and on those with the requested GPU, in addition to the user's
+own template.
 
-Required terms of node affinity are alternatives, and what stands in one term holds together. A term of ours beside the
-user's would therefore let pods on nodes that the user has ruled out: each of the user's is combined with each of ours.
-Nodes to be avoided are a wish, in a list of its own, and stay what they are.
+Required terms of node affinity are ORed, the expressions of one term ANDed. So a term of ours beside the user's would
+allow nodes that the user has ruled out: each term of the user is combined with each of ours. Nodes to avoid are in the
+list of preferred terms, which does not change.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def first_capacity(spec: FineTuneJobSpec, stage: Stage) -> Capacity | None:
-    """What the first attempt at `stage` asks for; None: any node."""
+    """Return the capacity type of the first attempt at `stage`; None for any node."""
     return "spot" if spec.spot.enabled and stage is Stage.TRAIN else None
 
 
 def spot_tolerations(settings: Settings) -> tuple[Manifest, ...]:
-    """Taints of spot nodes that pods bear."""
+    """Return the pods' tolerations for taints of spot nodes."""
     return tuple(
         toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in settings.spot.tolerations
     )
 
 
 def only_on(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, str]]) -> Manifest:
-    """`affinity`, but only to nodes that have all labels of one of `nodes`; none: as it is."""
+    """Restrict `affinity` to nodes that have all labels of one of `nodes`; without `nodes`, return it unchanged."""
     return only_with(affinity, [{key: (value,) for key, value in labels.items()} for labels in nodes])
 
 
 def only_with(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, Sequence[str]]]) -> Manifest:
-    """`affinity`, but only to nodes that for one of `nodes` have each label with one of its values; none: as it is."""
+    """Restrict `affinity` to nodes that match one of `nodes`: each label with one of its values; () changes nothing."""
     if not nodes:
         return dict(affinity)
     of_nodes = _object(affinity.get("nodeAffinity"))
     required = _object(of_nodes.get(_REQUIRED))
     given = required.get("nodeSelectorTerms")
-    # An empty term matches no node; combined with ours it would match some.
+    # An empty term matches no node, but combined with ours it would match some.
     own = [] if not isinstance(given, list) else [term for term in map(_object, given) if any(term.values())]
     if given and not own:
         return dict(affinity)

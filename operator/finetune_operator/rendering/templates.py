@@ -1,9 +1,8 @@
 """Outer documents as jinja2 templates.
 
-Every value enters by the filter `tojson`. It puts a mark in the value's place, and the value itself only once the
-document has been read: text of users never passes a reader of YAML, and so can neither break out of its place nor be
-read as something else. A name that a template uses and nobody gave is an error. Templates hold no decision beyond an
-optional block.
+Every value enters by the filter `tojson`, which writes a mark; once the document is parsed, the value replaces it. So
+users' text never reaches the YAML parser, and can neither break out of its place nor change its type. A name without a
+value is an error. Templates hold no decision beyond an optional block.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ TemplateName: TypeAlias = (
     ]
     | LauncherName
 )
-"""A launcher's template has the launcher's name."""
+"""Name of a template; a launcher's template has the launcher's name."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The one in C where there is one: it reads some ten times as fast."""
+"""YAML loader in C if available: it is about ten times as fast."""
 _TAKEN = "values_taken"
-"""Name under which a template's context holds the values that its marks stand for."""
+"""Key of a template's context for the values that its marks stand for."""
 _MARK = "value of the template, number "
 
 
 def document(template: TemplateName, **values: JsonValue) -> Manifest:
-    """The object that `template` makes of `values`."""
+    """Render `template` with `values` to an object."""
     taken: list[JsonValue] = []
     text = _environment().get_template(f"{template}.yaml.jinja").render({**values, _TAKEN: taken})
     made = _put_in(yaml.load(text, _Loader), taken)
@@ -57,19 +56,19 @@ def document(template: TemplateName, **values: JsonValue) -> Manifest:
 
 @pass_context
 def _mark(context: Context, value: Any) -> str:
-    """The filter `tojson`."""
+    """Store a value and return its mark: the filter `tojson`."""
     taken: list[JsonValue] = context[_TAKEN]
-    # By way of JSON: what is no JSON value ends here, and nothing is shared with what the caller holds.
+    # The round trip refuses non-JSON values and copies the rest, so that nothing is shared with the caller.
     taken.append(json.loads(json.dumps(value, allow_nan=False, default=_no_json)))
     return json.dumps(f"{_MARK}{len(taken) - 1}")
 
 
 def _no_json(value: object) -> NoReturn:
-    raise TypeError(f"{value} is no JSON value")  # A name that nobody gave tells itself when it becomes text.
+    raise TypeError(f"{value} is no JSON value")  # A name without a value names itself when it becomes text.
 
 
 def _put_in(read: Any, taken: list[JsonValue]) -> JsonValue:
-    """What was read of a template's text, with the values in their places."""
+    """Replace the marks in a parsed template by their values."""
     match read:
         case dict():
             return {name: _put_in(inner, taken) for name, inner in read.items()}

@@ -1,7 +1,7 @@
-"""The pods of a stage: what runs in them, with which environment, where.
+"""Pods of a stage: their command, environment, volumes and placement.
 
-One function makes the environment, one the mounts, one the pod; launchers differ only in the command, in a port and in
-who brings the rendezvous.
+One function builds the environment, one the mounts, one the pod; launchers differ only in the command, a port and the
+source of the rendezvous.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ CA_FILE = "ca.crt"
 TOKEN_FOLDER = "/var/run/secrets/finetune.dev/progress"
 TOKEN_FILE = "token"
 HOME = "/tmp/home"
-"""Libraries write caches below the home, and the root file system is read-only."""
+"""Writable home: libraries write caches below it, and the root file system is read-only."""
 RENDEZVOUS_PORT = 29400
 JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"
-"""Which the Job controller sets (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
+"""Label that the Job controller sets (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """How one pod of an attempt differs from the others."""
+    """Differences of one pod of an attempt from the others."""
 
     home: Mapping[str, str] = field(default_factory=lambda: {"HOME": HOME})
-    """Variables that lead libraries to a home that can be written to."""
+    """Variables that point libraries to a writable home."""
     computes: bool = True
-    """False: it takes no GPU."""
+    """False if it takes no GPU."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Further variables."""
 
@@ -99,7 +99,7 @@ TRAINER = Role()
 
 @dataclass(frozen=True)
 class StagePods:
-    """One attempt of a stage, as its pods are made from it."""
+    """Attempt of a stage with all that its pods are built from."""
 
     plan: JobPlan
     context: RenderContext
@@ -115,14 +115,14 @@ class StagePods:
 
     @property
     def name(self) -> str:
-        """Of the child, and of its ConfigMap."""
+        """Return the name of the child and of its ConfigMap."""
         if self.stage is Stage.SERVE:
             return self.names.servers(self.attempt.number)
         return self.names.stage(self.attempt.stage, self.attempt.number)
 
     @property
     def nodes(self) -> int:
-        """Pods that compute."""
+        """Return the number of pods that compute."""
         world = self.plan.trainer.world
         if self.stage is Stage.PREPARE:
             return self.plan.trainer.preparation.pods
@@ -132,8 +132,8 @@ class StagePods:
 
     @property
     def service(self) -> str | None:
-        """Headless Service of an Indexed Job whose pods have to find each other; those that prepare or predict meet in
-        files.
+        """Return the headless Service of an Indexed Job whose pods have to find each other; to prepare or predict, they
+        share files instead.
         """
         return self.names.service(self.attempt.number) if self.stage is Stage.TRAIN and self.nodes > 1 else None
 
@@ -143,18 +143,18 @@ class StagePods:
 
     @property
     def reports_to(self) -> ProgressEndpoint | None:
-        """Where the pods report progress; servers make none."""
+        """Return the server for the pods' progress reports; None for servers, which send none."""
         return None if self.stage is Stage.SERVE else self.context.progress
 
     @property
     def offloads_to_files(self) -> bool:
-        """Whether the pods need a volume for state that is in files."""
+        """Return whether the pods need a volume for offloaded state."""
         config = deepspeed_config(self.plan) if self.stage is Stage.TRAIN else None
         return config is not None and uses_offload_folder(config)
 
     @property
     def identity(self) -> dict[str, str]:
-        """Labels that no pod of another attempt has."""
+        """Return labels that no pod of another attempt has."""
         return {
             **self.context.job_labels(self.plan.name),
             STAGE_LABEL: self.stage.value,
@@ -163,28 +163,28 @@ class StagePods:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of every object of the attempt, and of its pods."""
+        """Return the labels of every object of the attempt and of its pods."""
         capacity = self.attempt.capacity
         return {**MANAGED_BY, **self.identity, **({} if capacity is None else {CAPACITY_LABEL: capacity})}
 
     @property
     def processes_per_node(self) -> int:
-        """Ranks on each node of the training."""
+        """Return the ranks on each node of the training."""
         world = self.plan.trainer.world
         assert world is not None, "only a training has ranks"
         return world.processes_per_node
 
     @property
     def shares_rows(self) -> bool:
-        """Whether the pods of an Indexed Job share the rows. The first one ends well once all rows are done, whoever
-        did them.
+        """Return whether the pods of an Indexed Job share the rows. The first pod succeeds once all rows are done, no
+        matter by which pods.
         """
         by_job = self.plan.engine_of(self.stage) == "job"
         return by_job and (self.stage is Stage.PREPARE or self.nodes > 1)
 
     @property
     def starter(self) -> Starter:
-        """What starts the ranks."""
+        """Return the program that starts the ranks."""
         world = self.plan.trainer.world
         if self.shares_rows:
             return "index"
@@ -195,13 +195,13 @@ class StagePods:
 
 
 def stage_pod(pods: StagePods, role: Role = TRAINER) -> Pod:
-    """The pod template of one role, the user's own settings beside ours."""
+    """Return the pod template of one role, the user's own settings beside ours."""
     spec, settings, defaults = pods.context.spec, pods.context.settings, pods.context.settings.defaults
     folders, on_spot = storage(spec, pods.names, pods.stage), pods.attempt.capacity == "spot"
     gpus = stage_gpus(pods.plan, spec, pods.stage) if role.computes else 0
     resource, template = gpu_resource(spec, defaults), spec.template
     labels = asked_labels(spec, settings) if gpus else {}
-    # One value of one label is a selector, which people know better than an affinity.
+    # One value of one label becomes a node selector, which is easier to read than an affinity.
     only = {key: values[0] for key, values in labels.items()} if len(labels) == 1 == len(*labels.values()) else {}
     return Pod(
         labels=pods.labels,
@@ -256,7 +256,7 @@ def _launch(pods: StagePods, folders: Storage) -> tuple[str, ...]:
 
 
 def program_arguments(pods: StagePods) -> tuple[str, ...]:
-    """Of the trainer's own program, for a launcher that starts it by itself."""
+    """Return the arguments of the trainer's program, for a launcher that starts it by itself."""
     folders = storage(pods.context.spec, pods.names, pods.stage)
     return stage_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace)
 
@@ -270,13 +270,13 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(stage_threads(plan, pods.stage)),
         "TOKENIZERS_PARALLELISM": "true",
-        # Servers have the workspace read-only.
+        # The workspace of servers is read-only.
         "HF_HOME": folders.cache or f"{HOME}/huggingface" if pods.stage is Stage.SERVE else folders.hub_cache,
         ENV_GRACE_SECONDS: str(pods.context.settings.defaults.termination_grace_seconds),
         **role.home,
     }
     if stage_device(plan, spec, pods.stage) == "cpu":
-        # DeepSpeed looks for accelerators by itself; on a node with GPUs the plan may still say CPU.
+        # DeepSpeed detects accelerators by itself, and the plan may use the CPU of a node with GPUs.
         variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     if folders.cache is not None and pods.stage is Stage.PREPARE:
         variables[ENV_CACHE] = folders.cache
@@ -285,7 +285,7 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
     if pods.stage is Stage.TRAIN:
         variables |= network_environment(spec)
     variables |= {**_rendezvous(pods), **_progress(pods), **role.env}
-    # Of the Job itself: another one has another uid, also when its name comes again.
+    # The uid of the Job: a new Job of the same name has another one.
     attempt = (EnvVar(ENV_ATTEMPT, PodLabel(JOB_UID_LABEL)),) if pods.starter == "index" else ()
     if pods.stage is Stage.SERVE:
         attempt = (EnvVar(ENV_ENDPOINT_REVISION, PodLabel(ATTEMPT_LABEL)),)
@@ -293,8 +293,8 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
 
 
 def _stacks(pods: StagePods) -> dict[str, str]:
-    """When a process that makes no progress says where it stands: half-way to its end for that reason, so that the
-    operator still finds it in the log.
+    """Return the delay after which a process without progress logs its stacks: half the progress deadline, so that the
+    operator still finds them in the log.
     """
     context = pods.context
     seconds = context.settings.progress_deadline(context.spec.run_policy)
@@ -302,7 +302,7 @@ def _stacks(pods: StagePods) -> dict[str, str]:
 
 
 def _rendezvous(pods: StagePods) -> dict[str, str]:
-    """Where torchrun's agents meet."""
+    """Return the variables of torchrun's rendezvous."""
     if pods.starter != "torchrun":
         return {}
     suffix = launcher(pods.plan.launcher).first_host
@@ -315,7 +315,7 @@ def _rendezvous(pods: StagePods) -> dict[str, str]:
 
 
 def _progress(pods: StagePods) -> dict[str, str]:
-    """Kubeflow's progress protocol, which our trainer and transformers' own callback speak."""
+    """Return the variables of Kubeflow's progress protocol, used by our trainer and transformers' own callback."""
     context, progress = pods.context, pods.reports_to
     if progress is None:
         return {}

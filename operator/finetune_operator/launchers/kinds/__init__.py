@@ -1,1 +1,1 @@
-"""A module for each launcher: how its object is made, and how its status is read."""
+"""Modules of the launchers: each renders its object and reads its status."""

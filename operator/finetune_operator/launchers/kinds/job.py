@@ -18,8 +18,8 @@ from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import StagePods, stage_pod
 
 REPLACEMENTS = 3
-"""Pods of one index that the Job replaces in an attempt. One lost more often is a failure of the attempt, with its
-cause, and the next attempt begins with new pods. The Job waits 10, 20 and 40 s before the three.
+"""Pods of one index that the Job replaces in an attempt. One more loss fails the attempt, with its cause, and the next
+attempt starts new pods. The Job's back-off is 10, 20 and 40 s.
 """
 REPLACED_CODES = tuple(
     EXIT_CODES[failure]
@@ -30,8 +30,8 @@ REPLACED_CODES = tuple(
         FailureClass.HUB_UNAVAILABLE,
     )
 )
-"""Exit codes of processes that were killed, for lack of memory among other reasons, were told to stop, or lost what
-another node may still reach. With any other one the trainer reports a failure that ends the attempt.
+"""Exit codes of processes that were killed (e.g. out of memory), preempted, or lost storage or a Hub that another node
+may still reach. Any other code is a failure that ends the attempt.
 """
 
 
@@ -42,7 +42,7 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
         metadata=metadata(pods),
         nodes=pods.nodes,
         container=CONTAINER_NAME,
-        # Of a gang each one's end counts.
+        # Any failed pod of a gang fails the attempt.
         first_pod_decides=pods.shares_rows,
         replacements=REPLACEMENTS if replaces else None,
         on_disruption="Count" if replaces else "FailJob",
@@ -68,12 +68,12 @@ class _Job(Raw):
 
 
 def read(value: Mapping[str, JsonValue]) -> Verdict:
-    """`FailureTarget` comes before `Failed`, and `SuccessCriteriaMet` before `Complete`: pods still end then.
+    """Read a Job's status: while pods end, `FailureTarget` precedes `Failed` and `SuccessCriteriaMet` `Complete`.
 
-    Of a failure they may tell the cause, and it is waited for. A success stays one, however the pods end that are not
-    needed any more (KEP-3998 of kubernetes/enhancements), and one on a node that is gone may never end.
+    A failure is final only at `Failed`, since its pods may still report the cause. `SuccessCriteriaMet` is final: the
+    remaining pods do not matter (KEP-3998 of kubernetes/enhancements), and one on a lost node may never end.
 
-    A Job counts pods that only wait as active, so it is running when one of them is ready.
+    A Job counts pending pods as active, so it is running once one of them is ready.
     """
     raw = _Job.model_validate(value)
     return replace(

@@ -1,4 +1,4 @@
-"""What the modules of launchers share: a verdict on an object, and the status that most kinds have."""
+"""Types shared by the modules of launchers: the verdict on an object, and the status that most kinds have."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ChildState: TypeAlias = Literal["Pending", "Running", "Succeeded", "Failed", "Su
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far an object is, in the words of its own controller."""
+    """State of an object as its own controller reports it."""
 
     state: ChildState
     said: RawCondition | None = None
-    """The condition that says so."""
+    """Condition that the state follows from."""
     finished: datetime | None = None
     started: datetime | None = None
     configuration: str | None = None
-    """sha256 of the files that its pods read; None: its kind does not show it."""
+    """sha256 of the files that its pods read; None if its kind does not expose it."""
     replaces_pods: bool = False
-    """Whether its controller creates another pod in the place of one that is lost."""
+    """True if its controller replaces a lost pod."""
 
 
 class TemplateMeta(Raw):
@@ -42,7 +42,7 @@ class PodTemplate(Raw):
 
     @property
     def configuration(self) -> str | None:
-        """As `Verdict.configuration`."""
+        """Return the value of `Verdict.configuration`."""
         return self.metadata.annotations.get(HASH_ANNOTATION)
 
 
@@ -66,7 +66,7 @@ class ConditionedStatus(Raw):
     completion_time: Time | None = None
 
     def condition(self, type_: str) -> RawCondition | None:
-        """Return the condition of that type when it holds."""
+        """Return the condition of this type if it is true."""
         return next((one for one in self.conditions if one.type == type_ and one.holds), None)
 
 
@@ -77,7 +77,7 @@ class KubeflowJob(Raw):
     status: ConditionedStatus = ConditionedStatus()
 
     def underway(self) -> Verdict:
-        """Return the verdict on one that is not over."""
+        """Return the verdict on an unfinished job."""
         started = self.status.start_time
         if self.spec.run_policy.suspend:
             return Verdict("Suspended", self.status.condition("Suspended"), started=started)

@@ -16,11 +16,11 @@ from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import HOME, Role, StagePods, stage_pod
 
 SSH_KEYS = "/home/mpiuser/.ssh"
-"""ssh looks for keys in the home that passwd names for the user, whatever HOME says."""
+"""Folder of ssh keys: ssh uses the home from passwd and ignores HOME."""
 CACHES = {"XDG_CACHE_HOME": f"{HOME}/.cache", "TRITON_CACHE_DIR": f"{HOME}/.triton"}
-"""Ranks that sshd starts get their home from passwd, which is read-only: each cache is moved by its own name."""
+"""Cache folders: ranks started by sshd get a read-only home from passwd, so each cache is moved by its own variable."""
 STARTS_RANKS = Resources(requests={"cpu": "100m", "memory": "512Mi"})
-"""The launcher starts the ranks and waits."""
+"""Resources of the launcher, which starts the ranks and waits."""
 
 
 def render(pods: StagePods) -> tuple[Manifest, ...]:
@@ -37,9 +37,9 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
 
 
 def _launcher(pods: StagePods) -> Pod:
-    """Open MPI 5 (PRRTE) reads other names than Open MPI 4; the MPI Operator sets OMPI_MCA_* and not these.
+    """Return the launcher's pod, with the PRTE_MCA_* variables of Open MPI 5; the MPI Operator sets OMPI_MCA_* only.
 
-    A session of ssh has none of the pod's variables: `launch` passes those of the contract on, and those named here.
+    An ssh session has none of the pod's variables: `launch` forwards those of the contract and those named here.
     """
     forwarded = [*CACHES, *(str(variable["name"]) for variable in pods.context.spec.template.env)]
     variables = {
@@ -59,8 +59,8 @@ def _worker(pods: StagePods) -> Pod:
 
 
 def read(value: Mapping[str, JsonValue]) -> Verdict:
-    """It is over when it says so and has a completion time: an eviction sets `Failed` alone, and the launcher may still
-    be tried again.
+    """Read an MPIJob's status, final only with a completion time: an eviction sets `Failed` alone, and the launcher may
+    still be retried.
     """
     raw = KubeflowJob.model_validate(value)
     over, started = raw.status.completion_time, raw.status.start_time

@@ -14,7 +14,7 @@ from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import StagePods, stage_pod
 
 PORT = {"pytorchjob-port": 23456}
-"""Name and default that the Training Operator looks for; the rendezvous listens there."""
+"""Port name and default that the Training Operator looks for; the rendezvous listens there."""
 
 
 def render(pods: StagePods) -> tuple[Manifest, ...]:
@@ -30,7 +30,7 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
 
 
 def read(value: Mapping[str, JsonValue]) -> Verdict:
-    """`Failed` stays for ever beside later conditions and may come without a completion time: the first end counts."""
+    """Read a PyTorchJob's status. `Failed` is never removed and may lack a completion time, so it takes precedence."""
     raw = KubeflowJob.model_validate(value)
     status = raw.status
     if failed := status.condition("Failed"):

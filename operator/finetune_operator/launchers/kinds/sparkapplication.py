@@ -24,7 +24,7 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
     settings = pods.context.settings.spark
     assert settings.image is not None, "a plan with Spark has an image"
     pod = _pod(pods, settings.image)
-    # The labels of the attempt are the driver's alone: its end is the attempt's.
+    # Only the driver has the attempt's labels: its end is the attempt's.
     labels = {**MANAGED_BY, **pods.context.job_labels(pods.plan.name)}
     made = document(
         "sparkapplication",
@@ -35,7 +35,7 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
         executors=pods.nodes - 1,
         **_size(pods),
         executor_labels=dict.fromkeys((STAGE_LABEL, ATTEMPT_LABEL), ""),
-        # The driver asks the API server for executors.
+        # The driver requests executors from the API server.
         driver=replace(pod, service_account=settings.service_account_name, api_token=True).manifest(),
         executor=replace(pod, labels=labels).manifest(),
     )
@@ -43,17 +43,17 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
 
 
 def _pod(pods: StagePods, image: str) -> Pod:
-    """Spark adds command and sizes, and keeps what else the container asks for: devices, whose names have a domain."""
+    """Return the pod without command and sizes, which Spark adds; its devices (names with a domain) are kept."""
     pod = stage_pod(pods)
     limits = {name: count for name, count in pod.container.resources.limits.items() if "/" in name}
     return replace(pod, container=replace(pod.container, image=image, command=(), resources=Resources({}, limits)))
 
 
 def _size(pods: StagePods) -> dict[str, JsonValue]:
-    """CPU and Python's memory of the driver and of an executor.
+    """Return CPU and Python memory of the driver and of an executor.
 
-    Spark makes its request of memory a limit, too. So where the job names none, prediction gets twice what it is
-    expected to take: measuring ways to compute holds a converted model beside the first.
+    Spark also uses the memory request as the limit. So without one from the job, prediction gets twice the expected
+    memory: measuring ways to compute holds a converted model beside the first.
     """
     if pods.stage is Stage.PREPARE:
         return {"cpu": None, "python_memory": "2g"}
@@ -88,10 +88,10 @@ class _Application(Raw):
 
 
 def read(value: Mapping[str, JsonValue]) -> Verdict:
-    """Read a status as `api/v1beta2/sparkapplication_types.go` of the Spark Operator has the states.
+    """Read a status with the states of the Spark Operator's `api/v1beta2/sparkapplication_types.go`.
 
-    Two are an end. Those that say so in other words are on the way to them: SUBMISSION_FAILED becomes FAILED where
-    nothing is tried again, and SUCCEEDING and FAILING come before the driver is looked at for the last time.
+    COMPLETED and FAILED are final. Others lead to them: SUBMISSION_FAILED becomes FAILED unless it is retried, and
+    SUCCEEDING and FAILING precede the last check of the driver.
     """
     raw = _Application.model_validate(value)
     verdict = _judged(raw.status)
