@@ -80,7 +80,7 @@ class Lines:
         """`longest`: bytes after which a line is passed on in parts; None: never."""
         self._longest = longest
         self.rest = b""
-        """The line that has not ended yet."""
+        """Line that has not ended yet."""
 
     def take(self, chunk: bytes) -> list[bytes]:
         """Return the lines that end in this chunk."""

@@ -84,7 +84,7 @@ class Request:
     seconds: float | None = REQUEST_SECONDS
     """Limit for the whole answer; None: no limit."""
     tries: int | None = None
-    """None: the client's number."""
+    """Maximum number of tries; None: the client's."""
 
     def __str__(self) -> str:
         """Return the text for error messages."""

@@ -34,13 +34,13 @@ from finetune_operator.rendering.render_types import Attempt
 GONE_SECONDS = 30
 """A pod that still exists this long after the grace period of its deletion has a node that does not answer."""
 LAST_WORD_SECONDS = 30
-"""Most that an update of a pod may lag behind that of its child."""
+"""Maximum lag of a pod's update behind that of its child."""
 CAUSE_SECONDS = 10
 """Same limit when a cause is known already and a better one may follow."""
 READ_SECONDS = 1
 """Delay before logs that were not read yet are requested again."""
 HALF_DEAD_SECONDS = 60
-"""Most that a child may run on after one of its pods has failed: its own controller usually ends it at once."""
+"""Maximum run time of a child after one of its pods has failed: its own controller usually ends it at once."""
 
 
 def settle(course: Course) -> Course:

@@ -91,7 +91,7 @@ class Course:
 
     @property
     def accepted(self) -> FineTuneJob:
-        """The job; only phases after its acceptance read it."""
+        """Job; only phases after its acceptance read it."""
         assert self.job.job is not None, "a phase ran before the job was accepted"
         return self.job.job
 
@@ -111,7 +111,7 @@ class Course:
 
     @property
     def current(self) -> StageStatus | None:
-        """The first stage that is not done; None when all are."""
+        """First stage that is not done; None when all are."""
         return next((stage for stage in self.status.stages if stage.state != "Succeeded"), None)
 
     def stored(self, name: str) -> StageStatus | None:

@@ -56,10 +56,10 @@ class Fleet:
     progress_age_seconds: float = 0.0
     """Longest time since a running attempt with progress has reported anything new."""
     samples_per_second: Mapping[str, float] = field(default_factory=dict)
-    """By stage."""
+    """Rows per second of running attempts, by stage."""
     tokens_per_second: Mapping[str, float] = field(default_factory=dict)
     estimated_cost: Mapping[str, float] = field(default_factory=dict)
-    """By currency, of the trainings of jobs that are not over."""
+    """Estimated cost of the trainings of jobs that are not over, by currency."""
 
 
 # ------------------------------------------------------------------------------------------------------ one new status

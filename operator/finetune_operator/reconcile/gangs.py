@@ -32,7 +32,7 @@ class HalfPlaced:
     placed: int
     pods: int
     since: datetime
-    """When the first node was held in vain."""
+    """Time when the first node was held in vain."""
     blocked: bool
     """True if a container of the gang cannot start, which has a message of its own."""
 

@@ -46,7 +46,7 @@ _STARTERS = tuple(each.starter_pod for each in SUPPORTED if each.starter_pod is 
 FAILURES_ANNOTATION = "batch.kubernetes.io/job-index-failure-count"
 """Annotation of pods of a Job with backoffLimitPerIndex (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
 MOST_DIGITS = 10
-"""Most digits of a count that a person can set."""
+"""Maximum number of digits of a count that a person can set."""
 _NOT_WAITING = frozenset({"", "ContainerCreating", "PodInitializing"})
 """Waiting reasons of the kubelet for a start that goes on."""
 

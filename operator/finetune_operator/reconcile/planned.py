@@ -1,7 +1,7 @@
 """The job's plan: computed when it is needed, from values that are all in the job and its status.
 
 So a plan never has to be stored whole: after a restart of the operator the same values give the same plan. It is
-computed anew when the spec changes before anything has started, after prepare has measured, and after memory ran out.
+computed again when the spec changes before anything has started, after prepare has measured, and after memory ran out.
 The launcher stays that of the job's start, whatever is installed later.
 """
 

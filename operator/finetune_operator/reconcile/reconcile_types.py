@@ -45,7 +45,7 @@ class JobView:
     managed_by: str | None
     """`runPolicy.managedBy` as written, readable also when the rest of the spec is not."""
     job: FineTuneJob | None
-    """None if it cannot be run; `problems` has the reasons."""
+    """Parsed job; None: it cannot be run, for the reasons in `problems`."""
     problems: tuple[Problem, ...]
     status: FineTuneJobStatus
     """Status that was stored last; it holds everything that has to survive a restart of the operator."""
@@ -172,7 +172,7 @@ class EndpointView:
     """Number of servers that it asks for."""
     runtime: EndpointRuntime = "deployment"
     most: int | None = None
-    """Most servers that an InferenceService may scale to."""
+    """Maximum number of servers, of an InferenceService."""
     available: int = 0
     """Number of servers that answer."""
     updated: int = 0
@@ -241,7 +241,7 @@ class Observed:
     kserve: bool = False
     """True if the API server serves InferenceServices."""
     moved: datetime | None = None
-    """Time of the last report of the running attempt with progress; None: this operator has received none."""
+    """Time of the running attempt's last report with anything new; None: this operator has received none."""
 
     @property
     def ends(self) -> tuple[tuple[str, str], ...]:

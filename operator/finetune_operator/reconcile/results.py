@@ -172,7 +172,7 @@ class PodPrice:
 
     ordinary: float
     spot: float | None
-    """None: there is no price for spot nodes of this kind."""
+    """Price on spot nodes; None: there is none for nodes of this kind."""
 
 
 def _price(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> PodPrice | None:

@@ -1,6 +1,6 @@
 """The `finetune-operator` command.
 
-Exit codes: 0 after an orderly end; 1 when there is no cluster to be had; 2 for a call or a settings file that is wrong.
+Exit codes: 0 after an orderly end; 1 when no cluster can be used; 2 for a wrong call or a wrong settings file.
 """
 
 from __future__ import annotations

@@ -63,11 +63,11 @@ from finetune_operator.shell.clock import ClusterClock
 log = logging.getLogger(__name__)
 
 APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
-"""With a parameter: the client library would write a body of the bare type itself, by json.dumps."""
+"""Content type with a parameter: the client library would write a body of the bare type itself, by json.dumps."""
 LOG_SECONDS = 10.0
 LOG_LINES = 60
 LOG_BYTES = 256 * 1024
-"""Most bytes of those lines. The kubelet cuts them at their end, so that this has to hold them all."""
+"""Maximum size of those lines. The kubelet cuts them at their end, so that this has to hold them all."""
 EVENT_MESSAGE = 1024
 """Longest message of a core/v1 Event that the API server takes, in bytes."""
 ISSUER_PATH = "/.well-known/openid-configuration"

@@ -33,7 +33,7 @@ class Row:
     """Values of each label, in order."""
     meaning: str
     most: int
-    """Most series."""
+    """Maximum number of series."""
 
 
 class Family(Generic[M]):

@@ -4,8 +4,8 @@ Kubernetes names the controller of an object in its `ownerReferences`. A child o
 a pod by the child, by an object in between (the batch Job of an MPIJob's launcher), or by another pod (executors of
 Spark by their driver). A copy of a pod that kept its labels, and a pod that somebody else labelled, have no such chain.
 
-This keeps objects apart within a namespace; it is not a boundary there: whoever can create pods in a namespace can
-write any reference. Between namespaces nothing is shared, as Kubernetes knows no owner in another namespace.
+This keeps objects apart within a namespace; it is not a boundary there: a user who can create pods in a namespace
+can write any reference. Between namespaces nothing is shared, as Kubernetes knows no owner in another namespace.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Reconciler:
         self._untold: asyncio.Queue[tuple[Manifest, str, EventNote]] = asyncio.Queue()
         """Events to be created: the object that they are about, their salt, and the note."""
         self._claims: OrderedDict[str, float] = OrderedDict()
-        """By uid of an object that claims a job and is not its own: when that was seen first."""
+        """Time when an object that claims a job and is not its own was seen first, by uid."""
         self._claims_told = Rate(burst=CLAIMS_BURST, per_second=CLAIMS_PER_SECOND)
 
     async def work(self) -> None:
@@ -160,7 +160,7 @@ class Reconciler:
                 self._rests.task_done()
 
     async def look(self, key: JobKey) -> Rest | None:
-        """Reconcile one job. Only the leader acts; a replica that gains leadership reconciles every job anew.
+        """Reconcile one job. Only the leader acts; a replica that gains leadership reconciles every job again.
 
         Return the remainder of a reconcile that has created something: when many jobs come at once, the children of all
         of them are more urgent than the status of the first.
@@ -200,7 +200,7 @@ class Reconciler:
         self._state.queue.add_after(key, delay)
         return "failed"
 
-    # ------------------------------------------------------------------------------------------------------ the pass
+    # ------------------------------------------------------------------------------------------------- one reconcile
 
     async def _pass(self, key: JobKey) -> Outcome | Rest:
         job = self._state.store.job(key)
@@ -336,7 +336,7 @@ class Reconciler:
             log.warning("%s: %s %s was refused: %s", key, refusal.ref.kind, refusal.ref.name, refusal.message)
             repeated = refusal in memory.refusals
             memory.refusals = (refusal,)
-            # The decided status names an object that does not exist: the job is decided anew.
+            # The decided status names an object that does not exist: the job is decided again.
             if repeated:
                 self._state.queue.add_after(key, FIRST_RETRY_SECONDS)
             else:

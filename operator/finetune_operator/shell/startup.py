@@ -43,7 +43,7 @@ from finetune_operator.shell.webhook import WebhookOptions
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 10.0
-"""Time for reconciles in progress at the end; Kubernetes gives 30 s in all."""
+"""Time for reconciles in progress at the end; Kubernetes allows 30 s in all."""
 EVENTS_SECONDS = 3.0
 """Time after that for events that are not created yet."""
 AGAIN_SECONDS = 2.0
@@ -52,7 +52,7 @@ STATUS_WRITERS = 4
 SPARE_CONNECTIONS = 8
 """Connections beside those of the workers: for lists, the Lease, tokens, events."""
 FOLLOWED_KINDS = 8
-"""Most kinds; each has a connection for each namespace that is followed."""
+"""Maximum number of kinds; each has a connection for each namespace that is followed."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Options:
     http_port: int = HTTP_PORT
     progress_port: int = PORT
     webhook: WebhookOptions | None = None
-    """None: no webhook is served."""
+    """Options of the webhook; None: it is not served."""
 
 
 class Operator:

@@ -67,7 +67,7 @@ class ProgressBook:
         return None if known is None else known.progress
 
     def moved(self, job_uid: str, stage: Stage, attempt: int) -> datetime | None:
-        """Return when this attempt reported progress last."""
+        """Return when this attempt last reported anything new."""
         known = self._of(job_uid, stage, attempt)
         return None if known is None else known.moved
 

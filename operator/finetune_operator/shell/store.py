@@ -63,7 +63,7 @@ class Entry:
     """Job that it is, or belongs to."""
     job_uid: str
     view: View | None
-    """None: the object has our label, but is not ours by its other labels."""
+    """Parsed object; None: it has our label, but is not ours by its other labels."""
     heard: float
     """Time when it changed last for us, on the monotonic clock."""
     owner: Owner | None = None
@@ -94,8 +94,8 @@ class Store:
         self._links: dict[JobId, Links] = {}
         """Objects that are known to be a job's own, as long as any of its objects exists."""
         self._departed: dict[JobId, dict[str, PodView]] = {}
-        """By their job, then by uid: deleted pods while the object that runs their attempt exists. A deletion would
-        otherwise take the cause of the attempt's failure with it.
+        """Deleted pods while the object that runs their attempt exists, by job, then by uid. A deletion would otherwise
+        take the cause of the attempt's failure with it.
         """
 
     # ------------------------------------------------------------------------------------------------------- reading
