@@ -1,4 +1,4 @@
-"""Files that a user names: read up to what `documents` takes, whatever the name stands for."""
+"""Read files that a user names, up to the limit of `documents`, whatever the name stands for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from finetune_operator.documents import MAX_BYTES
 
 
 class UnreadableFileError(Exception):
-    """It cannot be read; says the file and why."""
+    """Error of a file that cannot be read; the text has its name and the reason."""
 
     def __init__(self, name: object, error: OSError | ValueError) -> None:
         why = error.strerror if isinstance(error, OSError) else str(error)
@@ -17,8 +17,8 @@ class UnreadableFileError(Exception):
 
 
 def read_input(file: Path) -> bytes:
-    """The file's bytes, at most one more than `read_documents` takes: enough for it to refuse the file, also one that
-    never ends. UnreadableFileError.
+    """Return the file's bytes, at most one more than `read_documents` takes: enough for it to refuse the file, also one
+    that never ends. UnreadableFileError.
     """
     try:
         with file.open("rb") as stream:
@@ -28,12 +28,12 @@ def read_input(file: Path) -> bytes:
 
 
 def read_stream(stream: IO[bytes]) -> bytes:
-    """The same for a stream that is open."""
+    """Return the bytes of an open stream, up to the same limit."""
     return stream.read(MAX_BYTES + 1)
 
 
 def files_in(folder: Path, suffixes: tuple[str, ...]) -> list[Path] | None:
-    """The files of a folder with one of these suffixes, by name; None when it is no folder. UnreadableFileError."""
+    """Return a folder's files with one of these suffixes, by name; None if it is no folder. UnreadableFileError."""
     try:
         if not folder.is_dir():
             return None

@@ -12,7 +12,7 @@ from finetune_operator.input_file import UnreadableFileError, read_input
 
 
 class SettingsError(Exception):
-    """The file cannot be used; `problems` has every reason, each with its file and its line or field."""
+    """Error of a file that cannot be used; `problems` has every reason, each with its file and its line or field."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("; ".join(problems))
@@ -20,7 +20,7 @@ class SettingsError(Exception):
 
 
 def read_settings_file(file: Path) -> Settings:
-    """The settings in `file`; those that it leaves out are the defaults. SettingsError."""
+    """Return the settings in `file`; those that it leaves out are the defaults. SettingsError."""
     try:
         documents, problems = read_documents(read_input(file))
     except UnreadableFileError as error:

@@ -1,4 +1,4 @@
-"""Reads the text of a job file as kubectl would, and says where each field stands.
+"""Reads the text of a job file as kubectl would, with the position of each field.
 
 One file, one meaning: `finetune` and `kubectl apply` must send the same numbers and the same text. So the
 rules are those of kubectl's reader (k8s.io/apimachinery's YAML-or-JSON decoder over sigs.k8s.io/yaml 1.6,
@@ -8,7 +8,7 @@ passed over, JSON is read as JSON, and a `List` stands for its items.
 Refused, always with a line: files beyond 3 MiB or not in Unicode, syntax errors, control characters, duplicate
 fields, infinities and NaN, tags of types that JSON lacks, aliases that loop or explode, nesting beyond 100
 levels, more than 100,000 values or 10,000 documents, field names that cannot become text, and content that
-kubectl would drop without a word (after `...`).
+kubectl would silently drop (after `...`).
 
 Known differences, all of them refusals on one side: kubectl keeps the last of duplicate fields, and reads the
 text of custom tags and the base64 of `!!binary`; go-yaml refuses the escape `\\/` and an unspaced `?` in a flow
@@ -29,7 +29,7 @@ from finetune_operator.documents.values import JsonValue, Path, ValueReader
 __all__ = ["MAX_BYTES", "MAX_DOCUMENTS", "Document", "JsonValue", "Path", "Position", "position_of", "read_documents"]
 
 MAX_BYTES = 3 * 1024 * 1024
-"""What the API server takes in one request; nothing larger could be applied."""
+"""Largest request that the API server takes; nothing larger could be applied."""
 
 MAX_DOCUMENTS = 10_000
 """Documents between separators; starting the parser for each costs more than its text."""
@@ -50,20 +50,20 @@ class Document:
     index: int
     """Its place among the objects of the file, from 0."""
     line: int
-    """The line on which its value begins."""
+    """Line on which its value begins."""
     value: JsonValue
     positions: Mapping[Path, Position]
-    """Where each field's name, each list item, and under `()` the value itself begins. Merged fields point
+    """Start of each field's name, of each list item, and under `()` of the value itself. Merged fields point
     to where they are written, aliased ones to the field that holds the alias."""
 
 
 def read_documents(source: str | bytes) -> tuple[list[Document], list[Problem]]:
-    """Every object in the text of a YAML or JSON file, and everything that is wrong with the file.
+    """Return every object in the text of a YAML or JSON file, and all problems of the file.
 
-    Bytes are UTF-8, or UTF-16 with a byte order mark. A document that is not well-formed is left out and
-    the others are still read. A document with a refused value is returned with that value as its text (the
-    last one of duplicates), so that its other fields can be checked in the same pass: while there are
-    problems, the values must not be used for more.
+    Bytes are UTF-8, or UTF-16 with a byte order mark. A document that is not well-formed is left out and the others are
+    still read. A document with a refused value is returned with that value as its text (the last one of duplicates), so
+    that its other fields can be checked in the same pass: while there are problems, the values must not be used for
+    more.
     """
     documents: list[Document] = []
     problems: list[Problem] = []
@@ -76,8 +76,7 @@ def read_documents(source: str | bytes) -> tuple[list[Document], list[Problem]]:
 
 
 def position_of(document: Document, path: Path) -> Position:
-    """Where the field is, or where the nearest of its ancestors is that exists: the place to add a missing
-    field."""
+    """Return the position of the field, or of its nearest ancestor that exists: the place to add a missing field."""
     for length in range(len(path), 0, -1):
         if path[:length] in document.positions:
             return document.positions[path[:length]]
@@ -110,7 +109,7 @@ def _check_bytes(size: int) -> None:
 
 
 def _split(text: str, problems: list[Problem]) -> Iterator[tuple[int, str]]:
-    """The chunks between separator lines that are not blank, each with its first line.
+    """Yield the chunks between separator lines that are not blank, each with the number of its first line.
 
     As for kubectl, a line that begins with `---` is a separator wherever it stands, and may carry a comment only.
     """
@@ -174,7 +173,7 @@ def _compose(chunk: str, first_line: int) -> list[Node]:
 
 
 def _unfolded(document: Document) -> list[Document]:
-    """The items of a List, each as a document of its own; Lists in Lists too. Anything else is itself."""
+    """Return the items of a List, each as a document of its own, also of Lists in Lists; anything else as it is."""
     value = document.value
     if not isinstance(value, dict):
         return [document]

@@ -1,4 +1,4 @@
-"""The text of one document as a tree of nodes with positions, before any value is decided.
+"""The text of one document as a tree of nodes with positions, before any value is resolved.
 
 PyYAML scans and parses; of its layers only the event stream is used, because the composer above it recurses
 without a limit and its resolver reads scalars in PyYAML's way. JSON text is read here by JSON's own rules,
@@ -22,8 +22,8 @@ from finetune_operator.documents.scalars import STANDARD_TAG, tag_shown
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 MAX_NODES = 100_000
-"""Nodes of one document, or of one stream of JSON objects, with the aliases written out: some 20 times what a
-job file with a long pod template holds, and read within a second."""
+"""Nodes of one document, or of one stream of JSON objects, with the aliases written out: some 20 times the
+nodes of a job file with a long pod template, and read within a second."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Scalar:
     text: str
     tag: str | None
     plain: bool
-    """Written without quotes, so that its text decides its type."""
+    """True if written without quotes, so that its text decides its type."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,7 +66,7 @@ Node = Scalar | Items | Fields | Alias
 
 
 class _Mark(Protocol):
-    """What PyYAML's two kinds of mark have in common."""
+    """Common attributes of PyYAML's two kinds of mark."""
 
     @property
     def line(self) -> int: ...
@@ -154,11 +154,11 @@ def _check_surrogates(text: str, position: Position) -> None:
 
 
 def compose_yaml(text: str, first_line: int) -> Node | None:
-    """The tree of the one YAML document in `text`, which starts at line `first_line` of the file; None if
-    it is empty.
+    """Return the tree of the one YAML document in `text`, which starts at line `first_line` of the file; None if it is
+    empty.
 
-    Raises RefusedError for syntax errors, unknown anchors, tags on collections, too deep nesting and too many
-    nodes. Content after the document's end (`...`), which kubectl drops without a word, is a syntax error.
+    Raises RefusedError for syntax errors, unknown anchors, tags on collections, too deep nesting and too many nodes.
+    Content after the document's end (`...`), which kubectl drops silently, is a syntax error.
     """
     try:
         return _Composer(first_line).compose(yaml.parse(text, Loader=_LOADER))
@@ -184,7 +184,7 @@ def compose_yaml(text: str, first_line: int) -> Node | None:
 
 
 def _place(mark: _Mark | None, first_line: int) -> Position:
-    """A mark of PyYAML, which counts from 0 within the document, in the file; the first line where it has none."""
+    """Convert a PyYAML mark, from 0 within the document, to a position in the file; None: the first line."""
     return Position(first_line, 1) if mark is None else Position(first_line + mark.line, mark.column + 1)
 
 
@@ -288,10 +288,10 @@ class NotJSONError(ValueError):
 
 
 def compose_json(text: str, first_line: int) -> list[Node]:
-    """The trees of the JSON objects in `text`, one after the other as in `{}{}`.
+    """Return the trees of the JSON objects in `text`, one after the other as in `{}{}`.
 
-    Raises NotJSONError where the text is not JSON, and RefusedError for too deep nesting, too many nodes and halves
-    of surrogate pairs, which are no characters.
+    Raises NotJSONError where the text is not JSON, and RefusedError for too deep nesting, too many nodes and halves of
+    surrogate pairs, which are no characters.
     """
     return _JSONReader(text, first_line).read_all()
 
@@ -356,7 +356,7 @@ class _JSONReader:
         if match is None:
             raise NotJSONError
         self._at = match.end()
-        # YAML would read a number that overflows as text; JSON has no such way out.
+        # YAML would read a number that overflows as text; JSON has no such fallback.
         if match.group()[-1].isdigit() and math.isinf(float(match.group())):
             raise RefusedError(
                 position, "a number must fit a 64-bit float", "write a smaller number, or quote it as text"

@@ -1,10 +1,10 @@
 """The value of a YAML scalar, as go-yaml v2 resolves it for sigs.k8s.io/yaml.
 
-kubectl and PyYAML disagree on what a plain word means: `2e-5` is a number for kubectl and text for PyYAML,
-`1:30` is text for kubectl and 90 for PyYAML, `y` is true for kubectl only. The rules here are kubectl's.
-Numbers come out as the API server stores them: what Go's JSON encoder writes without a fraction and fits 64
-signed bits is an int (`1e3`, `2.0` and `-0.0` are 1000, 2 and 0), everything else is a float. Explicit tags
-beyond those of JSON's own types are refused: JSON has no such types, and kubectl quietly reads them as text.
+kubectl and PyYAML disagree on the meaning of a plain word: `2e-5` is a number for kubectl and text for PyYAML, `1:30`
+is text for kubectl and 90 for PyYAML, `y` is true for kubectl only. The rules here are kubectl's. Numbers come out as
+the API server stores them: those that Go's JSON encoder writes without a fraction and that fit 64 signed bits are ints
+(`1e3`, `2.0` and `-0.0` are 1000, 2 and 0), all others are floats. Explicit tags beyond those of JSON's own types are
+refused: JSON has no such types, and kubectl quietly reads them as text.
 """
 
 import math
@@ -44,11 +44,10 @@ class NotResolvableError(ValueError):
 
 
 def resolve(text: str, tag: str | None, plain: bool) -> JsonScalar:
-    """The value of a scalar with this text.
+    """Return the value of a scalar with this text.
 
-    `tag` is the explicit tag or None, `plain` whether the text stands without quotes. Floats may be
-    infinite or NaN here, and integers may lie between int64 and uint64; `as_stored` brings both to what
-    JSON holds.
+    `tag` is the explicit tag or None, `plain` is True for text without quotes. Floats may be infinite or NaN here, and
+    integers may lie between int64 and uint64; `as_stored` converts both to values that JSON can hold.
 
     Raises NotResolvableError for a tag that JSON has no type for, and for text that is not of the tag's type.
     """
@@ -81,13 +80,13 @@ def _resolve_plain(text: str) -> JsonScalar:
     integer = _integer(digits)
     if integer is not None:
         return integer
-    # What overflows a float (1e400) is text for Go, since its parser reports the range error.
+    # A number that overflows a float (1e400) is text for Go, since its parser reports the range error.
     number = float(digits) if _FLOAT.fullmatch(digits) else math.inf
     return number if math.isfinite(number) else text
 
 
 def _integer(digits: str) -> int | None:
-    """The 64-bit integer that Go's ParseInt and ParseUint with base 0 read, if they do."""
+    """Return the 64-bit integer that Go's ParseInt and ParseUint with base 0 read, if they do."""
     match = _INTEGER.fullmatch(digits)
     # 4300 decimal digits are the most that Python converts; 64 bits need 64 of the shortest base, so cut
     # long before.
@@ -109,7 +108,7 @@ def _integer(digits: str) -> int | None:
 
 
 def as_stored(value: JsonScalar) -> JsonScalar:
-    """The value after the way through Go's JSON: encoded by kubectl, decoded by the API server.
+    """Return the value after the way through Go's JSON: encoded by kubectl, decoded by the API server.
 
     Raises NotResolvableError for infinities and NaN, which JSON cannot write.
     """
@@ -128,10 +127,9 @@ def as_stored(value: JsonScalar) -> JsonScalar:
 
 
 def as_key(value: JsonScalar) -> str:
-    """The field name that a scalar key becomes: true, 1 and 1.5 are names too.
+    """Return the field name that a scalar key becomes: true, 1 and 1.5 are names too.
 
-    Raises NotResolvableError for null and for integers beyond 64 signed bits, for which sigs.k8s.io/yaml has no
-    name.
+    Raises NotResolvableError for null and for integers beyond 64 signed bits, for which sigs.k8s.io/yaml has no name.
     """
     match value:
         case str():
@@ -147,7 +145,7 @@ def as_key(value: JsonScalar) -> str:
 
 
 def _single_precision(value: float) -> str:
-    """A float as Go's FormatFloat(value, 'g', -1, 32) writes it: shortest digits in single precision."""
+    """Return a float as Go's FormatFloat(value, 'g', -1, 32) writes it: shortest digits in single precision."""
     if math.isnan(value):
         return ".nan"
     try:
@@ -169,6 +167,6 @@ def _single_precision(value: float) -> str:
 
 
 def tag_shown(tag: str) -> str:
-    """A tag as people write it: `!!int`, not its URI; cut where it is longer than a line of text would bear."""
+    """Return a tag as people write it: `!!int`, not its URI; cut to 60 characters."""
     written = tag.replace(STANDARD_TAG, "!!")
     return written if len(written) <= 60 else f"{written[:57]}..."

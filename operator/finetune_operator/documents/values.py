@@ -1,9 +1,8 @@
-"""From a tree of nodes to the value that kubectl would send, with the place of every field.
+"""Convert a tree of nodes to the value that kubectl would send, with the position of every field.
 
-Aliases are written out, merge keys merged, scalars resolved. What kubectl accepts but would change or drop
-without a word is a problem here: a key set twice, infinities, tags. The work is bounded by the number of
-nodes after the aliases are written out, counted as they are, so that a small file that explodes is refused
-after a fixed number of steps.
+Aliases are written out, merge keys merged, scalars resolved. Input that kubectl accepts but would silently change or
+drop is a problem here: a key set twice, infinities, tags. The work is bounded by the number of nodes after the aliases
+are written out, counted as they are, so that a small file that explodes is refused after a fixed number of steps.
 """
 
 from collections.abc import Iterator
@@ -49,7 +48,7 @@ class ValueReader:
         return list(self._problems)
 
     def read(self, root: Node) -> JsonValue:
-        """The document's value. A value that is refused stands in it as its text, next to the problem.
+        """Return the document's value. A refused value stands in it as its text, next to the problem.
 
         Raises RefusedError for aliases that contain themselves or explode, and for too deep nesting.
         """
@@ -81,7 +80,7 @@ class ValueReader:
             return node.text
 
     def _fill(self, fields: dict[str, JsonValue], node: Fields, path: Path) -> None:
-        """Set the fields of `node` in the order of the text: as for go-yaml, a merge replaces what precedes it."""
+        """Set the fields of `node` in the order of the text: as for go-yaml, a merge replaces earlier fields."""
         seen: dict[str, Position] = {}
         for key_node, value_node in node.entries:
             if isinstance(key_node, Scalar) and key_node.plain and key_node.text == MERGE_KEY:
@@ -153,7 +152,7 @@ class ValueReader:
                 self._open_aliases.pop()
 
     def _cause(self, node: Node) -> Position:
-        """Where a limit is passed: at the outermost alias being written out, not inside the anchor's own text."""
+        """Return where a limit is exceeded: at the outermost alias being written out, not in the anchor's text."""
         return self._open_aliases[0].position if self._open_aliases else node.position
 
     def _count(self, node: Node) -> None:

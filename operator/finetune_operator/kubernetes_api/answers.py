@@ -1,7 +1,7 @@
 """Pages of lists, events of watches, lines of logs, and the delay before the next try, all without I/O.
 
-Anybody who may create objects decides what is in them. `json_text.loads` bounds the depth of every answer; here an item
-that is no object costs that item only.
+Anybody who may create objects decides their content. `json_text.loads` bounds the depth of every answer; an item that
+is no object is skipped here, and only that item.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WatchEvent:
 
     type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
     object: Manifest
-    """As it is now, or was last; in a bookmark only the resource version."""
+    """Its current state, or its last; in a bookmark only the resource version."""
     version: int
     """Resource version from which a later watch can start."""
 
@@ -61,7 +61,7 @@ def page_of(what: str, resource: Resource, answer: Manifest, *, first: bool) -> 
 
 
 def event_of(what: str, resource: Resource, value: JsonValue) -> WatchEvent:
-    """Return the event. Raise the error that it holds; UnavailableError for what is no event."""
+    """Return the event. Raise the error that it holds; UnavailableError if it is no event."""
     read: Any = value
     try:
         kind, found = read["type"], read["object"]
@@ -80,7 +80,7 @@ class Lines:
         """`longest`: bytes after which a line is passed on in parts; None: never."""
         self._longest = longest
         self.rest = b""
-        """The line that has not ended yet."""
+        """Line that has not ended yet."""
 
     def take(self, chunk: bytes) -> list[bytes]:
         """Return the lines that end in this chunk."""

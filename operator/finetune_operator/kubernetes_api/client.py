@@ -39,7 +39,7 @@ LIST_SECONDS = 60.0
 WATCH_SECONDS = 300
 """Life of a watch; up to a minute more at random, so that not all of them start again at once."""
 SILENCE_SECONDS = 150.0
-"""Of a watch. The server sends a bookmark about once a minute; two that are missing mean a dead connection."""
+"""Longest silence of a watch. The server sends a bookmark about once a minute; two missing mean a dead connection."""
 PAGE = 500
 ANSWER_BYTES = 16 * 1024 * 1024
 """Longest answer; a longer page of a list is requested again with fewer objects. One object has about 3 MiB at most,
@@ -49,7 +49,7 @@ SMALLER = 8
 AT_ONCE_BYTES = 128 * 1024
 """Longest text that is parsed on the event loop; longer ones are parsed in a thread."""
 LOG_LINE_BYTES = 1024 * 1024
-"""A longer line of a log is passed on in parts: what runs in a pod decides when a line ends."""
+"""A longer line of a log is passed on in parts: the program in a pod decides when a line ends."""
 MERGE_PATCH = "application/merge-patch+json"
 _METHODS: Mapping[Verb, str] = {"create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE"}
 """All others are GET."""
@@ -77,23 +77,23 @@ class Request:
     verb: Verb
     path: str
     counted: str
-    """The resource that metrics count it under."""
+    """Resource under which metrics count it."""
     query: Query = field(default_factory=dict)
     body: Manifest | str | None = None
     content_type: str = "application/json"
     seconds: float | None = REQUEST_SECONDS
-    """Of the whole answer; None: as long as it goes on."""
+    """Limit for the whole answer; None: no limit."""
     tries: int | None = None
-    """None: as often as the client does."""
+    """Maximum number of tries; None: the client's."""
 
     def __str__(self) -> str:
-        """Return the words for error messages."""
+        """Return the text for error messages."""
         return f"{self.verb} {self.path}"
 
 
 @dataclass
 class KubernetesClient:
-    """The API server. Methods raise ApiError."""
+    """Client of the API server. Methods raise ApiError."""
 
     api: client.ApiClient
     manager: str
@@ -115,7 +115,7 @@ class KubernetesClient:
         return await self._json(Request("get", resource.path(namespace, name), resource.plural))
 
     async def document(self, path: str, counted: str) -> Manifest:
-        """Return what is at a path that belongs to no resource; `counted`: what requests are counted as."""
+        """Return the document at a path that belongs to no resource; `counted`: see `Request`."""
         return await self._json(Request("get", path, counted))
 
     async def serves(self, resource: Resource) -> bool:
@@ -181,11 +181,11 @@ class KubernetesClient:
         labels: str | None = None,
         fields: str | None = None,
     ) -> AsyncGenerator[WatchEvent, None]:
-        """Yield what happens to objects after `version`, until the server ends the watch, which it does every few
+        """Yield the changes of objects after `version`, until the server ends the watch, which it does every few
         minutes.
 
-        GoneError when the server no longer has that version; UnavailableError when the connection breaks or is silent
-        for longer than the bookmarks that the server sends about once a minute.
+        GoneError if the server no longer has that version; UnavailableError if the connection breaks or is silent for
+        longer than the bookmarks that the server sends about once a minute.
         """
         query = {
             "watch": "true",
@@ -234,8 +234,8 @@ class KubernetesClient:
     async def delete(
         self, resource: Resource, namespace: str, name: str, uid: str | None, *, dry_run: bool = False
     ) -> Manifest | None:
-        """Delete an object and, in the background, what it owns. Return it while it still ends, None when it is gone.
-        ConflictError when the name belongs to an object with another uid.
+        """Delete an object and, in the background, its dependents. Return it while it still ends, None once it is
+        deleted. ConflictError if the name belongs to an object with another uid.
         """
         body: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
@@ -316,7 +316,7 @@ class KubernetesClient:
     async def _sent(
         self, request: Request, silence_seconds: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to one request, whose body is still to be read."""
+        """Yield the answer to one request, whose body is still to be read."""
         timeout = aiohttp.ClientTimeout(request.seconds, sock_connect=self.connect_seconds, sock_read=silence_seconds)
         method, url, headers, sent, _ = await self.api.param_serialize(
             _METHODS.get(request.verb, "GET"),
@@ -333,19 +333,19 @@ class KubernetesClient:
         async with response:
             yield response
 
-    # ------------------------------------------------------------------------------- hooks: what becomes of requests
+    # ----------------------------------------------------------------------------------- hooks: outcomes of requests
 
     def _responded(self, date: str | None, sent: datetime) -> None:
-        """Hear the `Date` at the head of an answer to a request that was sent at `sent`."""
+        """Note the `Date` header of an answer to a request that was sent at `sent`."""
 
     def _answered(self) -> None:
-        """Hear that a request was carried out."""
+        """Note that a request was carried out."""
 
     def _failed(self) -> None:
-        """Hear that a request had no answer."""
+        """Note that a request had no answer."""
 
     def _count(self, request: Request, code: int, began: float) -> None:
-        """Hear that a request is over that began then, on the monotonic clock; `code` 0: it had no answer."""
+        """Note the end of a request that began then, on the monotonic clock; `code` 0: it had no answer."""
 
 
 def _given(query: Mapping[str, str | None]) -> Query:

@@ -1,4 +1,4 @@
-"""Where the API server is and with which credentials: the kubeconfig, or the pod around this process."""
+"""Address and credentials of the API server: from the kubeconfig, or from the pod around this process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _kubeconfigs(named: Path | None) -> list[Path]:
 
 
 async def configure(configuration: Any, kubeconfig: Path | None, context: str | None) -> str:
-    """Fill in server and credentials; return the namespace that holds when none is named. NoClusterError.
+    """Fill in server and credentials; return the default namespace. NoClusterError.
 
-    As kubectl does: what a kubeconfig says, and without one what the pod around this process has.
+    As kubectl does: from the kubeconfig, or without one from the service account of the pod around this process.
     """
     from kubernetes.aio import config
     from yaml import YAMLError
@@ -59,7 +59,7 @@ async def configure(configuration: Any, kubeconfig: Path | None, context: str | 
 
 
 def _check_context(text: str, wanted: str | None) -> None:
-    """NoClusterError with the existing contexts when the wanted one is not among them."""
+    """Raise NoClusterError with the existing contexts if the wanted one is not among them."""
     from kubernetes.aio.config.kube_config import KubeConfigMerger
     from yaml import YAMLError
 

@@ -1,4 +1,4 @@
-"""What it means when the API server does not do what it was asked for."""
+"""Errors of requests to the API server, by their meaning."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from finetune_operator.api.json_text import loads
 
 
 class NoClusterError(Exception):
-    """No cluster is configured, or its configuration cannot be used; the text says what to do."""
+    """No cluster is configured, or its configuration cannot be used; the text has a hint."""
 
 
 class ApiError(Exception):
-    """The API server did not do what was asked for."""
+    """The API server did not carry out a request."""
 
     def __init__(self, what: str, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
         super().__init__(f"{what}: {code} {reason}: {message}" if code else f"{what}: {message}")
         self.code = code
         """HTTP status; 0 when there was no answer."""
         self.reason = reason
-        """The Status object's word: NotFound, AlreadyExists, Forbidden, ..."""
+        """Reason of the Status object: NotFound, AlreadyExists, Forbidden, ..."""
         self.message = message
-        """The Status object's sentence."""
+        """Message of the Status object."""
         self.retry_after = retry_after
 
 
@@ -36,11 +36,11 @@ class AlreadyExistsError(ApiError):
 
 
 class ConflictError(ApiError):
-    """409: what we know is older than what is there."""
+    """409: the object has changed since it was read."""
 
 
 class InvalidError(ApiError):
-    """400, 413 or 422: the object is refused for what it says."""
+    """400, 413 or 422: the object is refused for its content."""
 
 
 class ForbiddenError(ApiError):
@@ -48,15 +48,15 @@ class ForbiddenError(ApiError):
 
 
 class NamespaceTerminatingError(ApiError):
-    """403 because the namespace is being deleted: whatever is asked about goes as well."""
+    """403 because the namespace is being deleted, and its objects with it."""
 
 
 class UnauthorizedError(ApiError):
-    """401: the credentials are not taken."""
+    """401: the credentials are not accepted."""
 
 
 class GoneError(ApiError):
-    """410: the version that was asked from is no longer there."""
+    """410: the requested resource version no longer exists."""
 
 
 class TooManyRequestsError(ApiError):
@@ -72,12 +72,12 @@ class NoAnswerError(UnavailableError):
 
 
 class TooLongError(ApiError):
-    """The answer is longer than was asked for."""
+    """The answer is longer than its limit."""
 
 
 class WebhookError(UnavailableError):
-    """500 because an admission webhook that must be asked does not answer: the API server is well, the webhook's
-    program (a training operator, a policy engine) is not.
+    """500 because a required admission webhook does not answer: the API server is well, the webhook's program (a
+    training operator, a policy engine) is not.
     """
 
 
@@ -95,7 +95,7 @@ _ERRORS: Mapping[int, type[ApiError]] = {
 
 
 def error_of(what: str, code: int, body: bytes, retry_after: str | None = None) -> ApiError:
-    """The error that an answer means. Proxies answer in HTML, so the body may be anything."""
+    """Return the error for an answer. Proxies answer in HTML, so the body may be anything."""
     reason, message = "", ""
     try:
         status = loads(body)
@@ -120,7 +120,7 @@ def _is_caused_by(status: JsonValue, reason: str) -> bool:
 
 
 def _seconds(written: str | None) -> float | None:
-    """`Retry-After` as the API server writes it; a date, which it never sends, counts as nothing."""
+    """Parse `Retry-After` as the API server writes it; None for a date, which it never sends."""
     return float(written) if written is not None and written.isascii() and written.isdecimal() else None
 
 

@@ -1,1 +1,1 @@
-"""From what is seen in the cluster to what to do next. Pure: no clock, no network."""
+"""Decisions on jobs from the observed state of the cluster. Pure: no clock, no network."""

@@ -1,10 +1,10 @@
-"""What the API server is told when it asks whether a FineTuneJob may be stored.
+"""Answer the API server when it asks whether a FineTuneJob may be stored.
 
-The CRD's own rules are checked before. What is left for this are the rules that CEL cannot say: those of the
-administrator's settings, those across many fields with lists of known names in them, and those across jobs. It is the
-code of `finetune validate --cluster`, and of the operator, which would tell the same a moment later in a condition.
+The CRD's own rules are checked before. This adds the rules that CEL cannot express: those of the administrator's
+settings, those across many fields with lists of known names, and those across jobs. It is the code of
+`finetune validate --cluster`, and of the operator, which would report the same a moment later in a condition.
 
-An answer names no other job: who may ask is not known here.
+An answer names no other job: the rights of the requester are not known here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ KIND = "AdmissionReview"
 
 
 class NoReviewError(ValueError):
-    """What was sent is no AdmissionReview."""
+    """Error of a body that is no AdmissionReview."""
 
 
 class _Asked(BaseModel):
-    """The parts of an AdmissionReview's request that are read."""
+    """Fields that are read from an AdmissionReview's request."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True)
 
@@ -60,8 +60,8 @@ class _Review(BaseModel):
 def answer(
     review: bytes, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName] = ()
 ) -> dict[str, JsonValue]:
-    """The AdmissionReview that answers `review`. `jobs` are all that are known; `served` empty: it is not known which
-    launchers the cluster has. Raises NoReviewError.
+    """Return the AdmissionReview that answers `review`. `jobs` are all known ones; `served` empty: it is not known
+    which launchers the cluster has. Raises NoReviewError.
     """
     try:
         asked = _Review.model_validate(loads(review)).request
@@ -97,7 +97,7 @@ def _verdict(
 
 
 def _work(job: Mapping[str, JsonValue]) -> JsonValue:
-    """What the job does: its spec without how long it may live."""
+    """Return the job's work: its spec without the run policy."""
     spec = job.get("spec")
     return {name: value for name, value in spec.items() if name != "runPolicy"} if isinstance(spec, dict) else spec
 
@@ -108,7 +108,7 @@ def _leaves(wanted: Mapping[str, JsonValue]) -> bool:
 
 
 def _clashes(asked: _Asked, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> Iterator[Problem]:
-    """Places that a job which has not ended writes to already: one would overwrite what the other has written."""
+    """Yield a problem for each place that another unfinished job writes to: one would overwrite the other's results."""
     written = dict(_written(spec))
     for other in jobs:
         same = (other.namespace, other.name) == (asked.namespace, asked.name)
@@ -126,7 +126,7 @@ def _clashes(asked: _Asked, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> I
 
 
 def _written(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
-    """Fields that name a place to write to, and the place."""
+    """Yield the fields that name a place to write to, and the place."""
     if spec.predict is not None and spec.predict.output is not None:
         yield "spec.predict.output", spec.predict.output
     if spec.checkpoints.uri is not None:
@@ -134,7 +134,7 @@ def _written(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _status(asked: _Asked, problems: Iterable[Problem]) -> dict[str, JsonValue]:
-    """As the API server tells of a spec that its own schema refuses: one cause for each field."""
+    """Return the Status that the API server has for a spec that its schema refuses: one cause for each field."""
     found = tuple(problems)
     causes: list[JsonValue] = [
         # kubectl puts the field before each.

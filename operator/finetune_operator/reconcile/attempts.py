@@ -1,7 +1,7 @@
-"""What has become of the attempts: each stage's newest child is looked at, and the status follows.
+"""Follow the attempts of each stage: read the newest child and update the status.
 
-A child whose attempt is higher than the status says was made before the status could be written: it is taken up as the
-current one, so that nothing is made twice. A child that the status names and that is not there was deleted by hand.
+A child whose attempt is higher than the status has was created before the status could be written: it is adopted, so
+that nothing is created twice. A child that the status names and that does not exist was deleted by hand.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from finetune_operator.reconcile.waiting_reasons import waits
 from finetune_operator.rendering.render_types import Attempt
 
 GONE_SECONDS = 30
-"""A pod that is to be deleted and is still there that long after its grace period has a node that does not answer."""
+"""A pod that still exists this long after the grace period of its deletion has a node that does not answer."""
 LAST_WORD_SECONDS = 30
-"""How long word of a pod may be behind word of its child."""
+"""Maximum lag of a pod's update behind that of its child."""
 CAUSE_SECONDS = 10
-"""The same when there is a cause already, and a better one may come."""
+"""Same limit when a cause is known already and a better one may follow."""
 READ_SECONDS = 1
-"""Until logs that were not read yet are asked for again."""
+"""Delay before logs that were not read yet are requested again."""
 HALF_DEAD_SECONDS = 60
-"""How long a child may run on after one of its pods has failed: its own controller usually ends it at once."""
+"""Maximum run time of a child after one of its pods has failed: its own controller usually ends it at once."""
 
 
 def settle(course: Course) -> Course:
-    """Follow the stages as far as they have come."""
+    """Process the current stage, and the next ones as stages succeed."""
     while course.end is None and (current := course.current) is not None and current.name != Stage.SERVE.value:
         course = _look(course, current)
         after = course.current
@@ -106,10 +106,10 @@ def _taken_up(course: Course, stage: StageStatus, child: ChildView) -> tuple[Cou
 
 
 def _superseded(course: Course, stage: StageStatus, child: ChildView) -> bool:
-    """Whether the job's first child was made from an earlier spec.
+    """Return whether the job's first child was created from an earlier spec.
 
-    Until the status tells of an attempt the API server lets the spec be edited, so that the child may be of the one
-    before. All that follows would be planned from the new one.
+    Until the status records an attempt, the API server allows edits of the spec, so the child may be of an earlier one.
+    Everything that follows would be planned from the new one.
     """
     first = stage.name == course.status.stages[0].name and child.attempt == 1
     if course.begun or not first or child.configuration is None or child.state in ("Succeeded", "Failed"):
@@ -122,7 +122,7 @@ def _superseded(course: Course, stage: StageStatus, child: ChildView) -> bool:
 
 
 def _replaced(course: Course, stage: StageStatus, child: ChildView) -> Course:
-    """Deleted once the status tells of it, and made anew; nobody is to blame for it."""
+    """Stop the outdated attempt: it is deleted once the status records this, and recreated; this is no failure."""
     stopped = stage.model_copy(update={"state": "Suspended", "completion_time": stamp(course.now)})
     message = f"{child.ref.kind} {child.ref.name} was made from a spec that was edited since: it is made anew."
     return course.with_stage(stopped).tell("SpecEdited", message)
@@ -139,7 +139,7 @@ def _deleted(stage: StageStatus) -> Cause:
 
 
 def _end_told(child: ChildView) -> datetime:
-    """From when on word of the pods is waited for; a moving time would be waited for for ever."""
+    """Return when the wait for the pods' reports began; a time that moves on would never be over."""
     return child.finished or child.started or child.created
 
 
@@ -165,7 +165,7 @@ def _failed(course: Course, stage: StageStatus, child: ChildView, pods: Sequence
         return replace(
             course.wake(_next_look(held_up, course.now)), waiting=f"{child.ref.name} has failed; its pods still end."
         )
-    # Of a pod that is gone the others' logs are told, when they have ended.
+    # For a deleted pod the logs of the others are shown, once they have ended.
     unread = cause.pod is not None and cause.pod.gone
     if (vague or unread) and course.now < patience and not (pods and all(pod.over for pod in pods)):
         return replace(course.wake(patience), waiting=f"{child.ref.name} has failed; its pods are still ending.")
@@ -200,13 +200,13 @@ def _underway(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
 
 
 def _listened(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
-    """What an attempt that runs has told, and what follows when it tells nothing new."""
+    """Update a running attempt: its reported progress, and a warning or an end when it reports nothing new."""
     progress, stored = course.observed.progress, course.stored(stage.name)
     told = stored is not None and (stored.state, stored.attempt) == ("Running", stage.attempt)
     if progress is not None and told:
         course = course.with_status(progress=progress)
     quiet = silence(course.job, course.observed, course.settings, stage.name, stage.attempt)
-    # Once a pod has failed, or has to go, the attempt is ending: its silence is an echo, and an end has its own limits.
+    # Once a pod has failed or is being deleted, the attempt is ending: silence is an echo, and ends have own limits.
     ending = any(pod.phase == "Failed" for pod in pods) or _held_up(pods)
     if quiet is None or ending or course.spec.run_policy.suspend:
         return course
@@ -219,7 +219,7 @@ def _listened(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
     before = condition(course.job.status, "Running")
     if before is None or before.reason != NO_PROGRESS:
         course = course.tell("ProgressStopped", f"Stage {stage.name}, attempt {stage.attempt}: {quiet.words}", True)
-    # The ends of the logs are read when the time is over, and a pass may fall into that very moment.
+    # Log tails are read when the time is over, and a reconcile may fall into that very moment.
     soonest = course.now + timedelta(seconds=READ_SECONDS)
     return replace(course.wake(max(quiet.until, soonest)), quiet=quiet.words)
 
@@ -230,10 +230,10 @@ def _processes(course: Course, stage: Stage) -> int:
 
 
 def _broken(course: Course, child: ChildView, pods: Sequence[PodView]) -> Cause | None:
-    """The cause when a pod is lost for good and the child does not know: it would wait for ever."""
+    """Return the cause if a pod is lost for good and its child does not know it: it would wait for ever."""
     if (lost := _lost(course, pods)) is not None:
         return on_node_lost(lost)
-    # A controller that replaces pods waits before it does so, and says itself when it gives up.
+    # A controller that replaces pods waits before it does so, and reports by itself when it gives up.
     if child.replaces_pods or not any(_passed(_dead_after(pod), course.now) for pod in pods):
         return None
     cause = first_cause(child.stage, child, pods)
@@ -245,14 +245,14 @@ def _lost(course: Course, pods: Sequence[PodView]) -> PodView | None:
 
 
 def _held_up(pods: Sequence[PodView]) -> Sequence[PodView]:
-    """Pods that were told to end and have not. One whose node is gone never will, and what the others say of a failure
-    is an echo of that; another attempt has to wait for it in any case.
+    """Return the pods that are being deleted and still run. One whose node is lost never ends, and failures that others
+    report are echoes of that; another attempt has to wait for it in any case.
     """
     return [pod for pod in pods if not pod.over and pod.deleting_until is not None]
 
 
 def _next_look(pods: Sequence[PodView], now: datetime) -> datetime | None:
-    """When the next pod will count as lost."""
+    """Return when the next pod will count as lost."""
     times = (_dead_after(pod) if pod.over else gone_after(pod) for pod in pods)
     return earliest(*(time for time in times if time is not None and time > now))
 
@@ -262,14 +262,14 @@ def _passed(time: datetime | None, now: datetime) -> bool:
 
 
 def gone_after(pod: PodView) -> datetime | None:
-    """When a pod that is to be deleted counts as gone, whatever its node says; None: it is to stay."""
+    """Return when a pod that is being deleted counts as gone, whatever its node reports; None: it is to stay."""
     return None if pod.deleting_until is None else pod.deleting_until + timedelta(seconds=GONE_SECONDS)
 
 
 def _dead_after(pod: PodView) -> datetime | None:
-    """When a failed pod is a failure of the attempt, whatever its child says.
+    """Return when a failed pod counts as a failure of the attempt, whatever its child reports.
 
-    One that was evicted or refused by its node may tell of no container, and so of no time of its own.
+    A pod that was evicted or rejected by its node may list no container, and so no time of its own.
     """
     if pod.phase != "Failed" or pod.gone:
         return None

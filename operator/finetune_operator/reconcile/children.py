@@ -1,7 +1,7 @@
-"""What runs an attempt, seen the same way whatever its kind.
+"""Common view of the objects that run attempts, whatever their kind.
 
-Each kind has its own way to say that it is over, and each way its trap. The modules of the launchers take the traps, so
-that nobody above has to know the kinds.
+Each kind reports its end in its own way, with its own pitfalls. The modules of the launchers handle these, so that no
+code above has to know the kinds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune_operator.rendering.render_types import ATTEMPT_LABEL, CAPACITY_LAB
 
 
 class _Child(Raw):
-    """What is read of every kind that runs a stage."""
+    """Fields that are read from every kind that runs a stage."""
 
     api_version: str
     kind: str
@@ -28,7 +28,7 @@ class _Child(Raw):
 
 
 def child_view(value: Mapping[str, JsonValue]) -> ChildView | None:
-    """The child, or None for what is none of ours: another kind, or without the labels of an attempt."""
+    """Return the child; None for an object that is not ours: another kind, or without the labels of an attempt."""
     try:
         raw = _Child.model_validate(value)
         module, attempt = module_of(raw.api_version, raw.kind), attempt_of(raw.metadata)
@@ -61,7 +61,7 @@ def _capacity(metadata: Meta) -> Capacity | None:
 
 
 def attempt_of(metadata: Meta) -> tuple[Stage, int] | None:
-    """Stage and attempt from our labels; None when they are missing or no words of ours."""
+    """Return stage and attempt from our labels; None if they are missing or have other values."""
     stage, attempt = metadata.labels.get(STAGE_LABEL, ""), metadata.labels.get(ATTEMPT_LABEL, "")
     if stage not in list(Stage) or not (attempt.isascii() and attempt.isdecimal()):
         return None

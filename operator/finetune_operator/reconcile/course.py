@@ -1,7 +1,7 @@
-"""The value that walks through the phases of one decision.
+"""State of a job that passes through the phases of one decision.
 
-Each phase takes a course and returns a richer one: the status as it will be, what to delete and to create, what to
-tell, and when to look again. A phase never looks at a clock or at the network: all it knows is in here.
+Each phase takes a course and returns a richer one: the new status, the objects to delete and to create, the events, and
+the time of the next reconcile. A phase reads neither clock nor network: everything it knows is in here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def has_started(status: FineTuneJobStatus) -> bool:
 
 @dataclass(frozen=True)
 class Stalled:
-    """Nothing moves until somebody changes something outside of the job."""
+    """Reason that nothing moves until somebody changes something outside of the job."""
 
     reason: str
     message: str
@@ -48,7 +48,7 @@ class Stalled:
 
 @dataclass(frozen=True)
 class Serves:
-    """Whether the endpoint answers, and why not."""
+    """Readiness of the endpoint, with its reason."""
 
     ready: bool
     reason: str
@@ -57,7 +57,7 @@ class Serves:
 
 @dataclass(frozen=True)
 class Course:
-    """A job on its way to a decision."""
+    """State of a job on its way to a decision."""
 
     job: JobView
     observed: Observed
@@ -66,21 +66,21 @@ class Course:
     endpoint: ProgressEndpoint | None
     status: FineTuneJobStatus
     refused: tuple[Problem, ...] = ()
-    """Why there is no plan."""
+    """Reasons that there is no plan."""
     end: Literal["Succeeded", "Failed"] | None = None
-    """How the job has ended, in this pass or long ago."""
+    """Outcome of a job that has ended, in this reconcile or long ago."""
     suspended: bool = False
     waiting: str = ""
-    """What the current attempt, or the next one, waits for."""
+    """Message on the wait of the current attempt, or of the next one."""
     waiting_reason: str = "WaitingForPods"
-    """The same in a word, while an attempt runs."""
+    """Reason of that wait, while an attempt runs."""
     quiet: str = ""
-    """What to say about an attempt that runs and tells nothing new."""
+    """Message on a running attempt that reports nothing new."""
     stalled: Stalled | None = None
     serves: Serves | None = None
-    """How the endpoint is, in the stage that serves."""
+    """Readiness of the endpoint, in the stage that serves."""
     over: bool = False
-    """Whether the later phases have nothing to do."""
+    """True if the later phases have nothing to do."""
     delete: tuple[ObjectRef, ...] = ()
     create: tuple[Manifest, ...] = ()
     remove: tuple[ObjectRef, ...] = ()
@@ -91,7 +91,7 @@ class Course:
 
     @property
     def accepted(self) -> FineTuneJob:
-        """The job; only phases after its acceptance ask for it."""
+        """Job; only phases after its acceptance read it."""
         assert self.job.job is not None, "a phase ran before the job was accepted"
         return self.job.job
 
@@ -101,58 +101,58 @@ class Course:
 
     @property
     def started(self) -> bool:
-        """Whether any stage has begun; from then on the API server keeps the spec as it is."""
+        """True once any stage has begun; from then on the API server keeps the spec as it is."""
         return has_started(self.status)
 
     @property
     def begun(self) -> bool:
-        """The same of the stored status, by which the API server goes."""
+        """True if any stage has begun in the stored status, which the API server goes by."""
         return has_started(self.job.status)
 
     @property
     def current(self) -> StageStatus | None:
-        """The first stage that is not done; None when all are."""
+        """First stage that is not done; None when all are."""
         return next((stage for stage in self.status.stages if stage.state != "Succeeded"), None)
 
     def stored(self, name: str) -> StageStatus | None:
-        """The stage as the stored status has it."""
+        """Return the stage from the stored status."""
         return next((stage for stage in self.job.status.stages if stage.name == name), None)
 
     def children(self, stage: str) -> tuple[ChildView, ...]:
-        """All children of a stage, the newest attempt last."""
+        """Return all children of a stage, the newest attempt last."""
         own = (child for child in self.observed.children if child.stage.value == stage)
         return tuple(sorted(own, key=lambda child: child.attempt))
 
     def pods(self, stage: str, attempt: int) -> tuple[PodView, ...]:
-        """The pods of one attempt; a report of another job or stage is no word of theirs."""
+        """Return the pods of one attempt, without reports that are of another job or stage."""
         own = (pod for pod in self.observed.pods if pod.stage.value == stage and pod.attempt == attempt)
         return tuple(heard_by(pod, self.job.name) for pod in own)
 
     def with_status(self, **changes: object) -> Self:
-        """Fields of the status, by their Python names."""
+        """Return a copy with these fields of the status changed, by their Python names."""
         return replace(self, status=self.status.model_copy(update=changes))
 
     def with_stage(self, stage: StageStatus) -> Self:
-        """This stage in the place of the one of its name."""
+        """Return a copy with this stage in place of the one of its name."""
         stages = tuple(stage if one.name == stage.name else one for one in self.status.stages)
         return self.with_status(stages=stages)
 
     def tell(self, reason: str, message: str, warning: bool = False) -> Self:
-        """One event more."""
+        """Return a copy with one more event."""
         note = EventNote("Warning" if warning else "Normal", reason, message)
         return replace(self, events=(*self.events, note))
 
     def wake(self, at: datetime | None) -> Self:
-        """Look again at that time, or sooner."""
+        """Return a copy that is reconciled again at that time, or sooner."""
         return replace(self, wake_at=earliest(self.wake_at, at))
 
     def deleting(self, *children: ChildView) -> Self:
-        """Delete those that are not being deleted already."""
+        """Return a copy that deletes those of the children that are not being deleted already."""
         refs = tuple(child.ref for child in children if not child.deleting and child.ref not in self.delete)
         return replace(self, delete=(*self.delete, *refs))
 
     def decision(self) -> Decision:
-        """What came out of it."""
+        """Return the decision of the last phase."""
         return Decision(
             status=self.status,
             delete=self.delete,
@@ -166,7 +166,7 @@ class Course:
 
 
 def heard_by(pod: PodView, job: str) -> PodView:
-    """The pod with its report only when that speaks of this job and of the pod's stage."""
+    """Return the pod, with its report only if that is of this job and of the pod's stage."""
     ended = pod.ended
     if ended is None or ended.report is None or (ended.report.job, ended.report.stage) == (job, pod.stage):
         return pod
@@ -177,5 +177,5 @@ Phase: TypeAlias = Callable[[Course], Course]
 
 
 def reference(ref: ObjectRef) -> ChildReference:
-    """As the status names a child."""
+    """Return the reference to a child as the status holds it."""
     return ChildReference(api_version=ref.api_version, kind=ref.kind, name=ref.name)

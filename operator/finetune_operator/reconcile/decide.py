@@ -1,8 +1,8 @@
-"""One decision: from what the job, its children and its pods are, to what is done next.
+"""One decision: from the state of the job, its children and its pods to the next actions.
 
-`decide` is level-based: it looks at the whole world each time and remembers nothing. What has to survive is in the
-status. In one pass deletions come first, then creations, then the status, then events; so the status may lag behind the
-world, and never the other way round. Read `decide` for the order of the phases.
+`decide` is level-based: it looks at the whole world each time and remembers nothing; everything that has to survive is
+in the status. One reconcile deletes, creates, writes the status and records events, in this order; so the status may
+lag behind the world, and never the reverse. Read `decide` for the order of the phases.
 """
 
 from __future__ import annotations
@@ -57,20 +57,19 @@ from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.render_types import Attempt, Manifest, ProgressEndpoint
 
 MANAGER = "finetune.dev/operator"
-"""`runPolicy.managedBy` of jobs that are ours; left out, they are ours too."""
+"""Value of `runPolicy.managedBy` in jobs that are ours; without it, they are ours too."""
 
 MOST_FIGURES = 4
-"""Metrics in the event that tells of success; the status has all."""
+"""Metrics in the event of a success; the status has all."""
 _HOUR = timedelta(hours=1)
 LEAST_REFUSED_SECONDS = 1.0
-"""Delay before an object that was refused is tried again, also where restarts have none: a refusal comes back at once.
-"""
+"""Least delay before a refused object is tried again, also where restarts have none: a refusal comes back at once."""
 
 
 def decide(
     job: JobView, observed: Observed, now: datetime, settings: Settings, progress: ProgressEndpoint | None = None
 ) -> Decision:
-    """What to do about `job` now. Equal values give an equal decision; on the world that it made it changes nothing."""
+    """Decide about `job` now. Equal values give an equal decision; once it is carried out, the next changes nothing."""
     if job.deleting or job.managed_by not in (None, "", MANAGER):
         return Decision(status=job.status)
     course = reopened(Course(job, observed, now, settings, progress, job.status, end=ended(job.status)))
@@ -99,7 +98,7 @@ def decide(
 
 
 def after_the_end(course: Course) -> Course:
-    """A job that has ended creates nothing, ever. What still runs of it goes; what is finished stays for its logs."""
+    """Delete all of an ended job that still runs; finished children stay for their logs. It never creates anything."""
     left = [child for child in course.observed.children if child.state not in ("Succeeded", "Failed")]
     course = withdraw(course.deleting(*left))
     if course.status.observed_generation != course.job.generation:
@@ -118,7 +117,7 @@ def after_the_end(course: Course) -> Course:
 
 
 def conclude(course: Course) -> Course:
-    """The whole status, and events for what became true or false of the spec and the plan."""
+    """Complete the status, and add events for changed conditions of the spec and the plan."""
     after = complete(course)
     accepted, refusal = _turned(course, after, "Accepted"), _turned(course, after, "Planned")
     if accepted is not None and accepted.status == "False":
@@ -134,7 +133,7 @@ def conclude(course: Course) -> Course:
 
 
 def _turned(course: Course, after: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
-    """The condition, when it says something else than before."""
+    """Return the condition if its status or message has changed."""
     was, now = condition(course.job.status, kind), condition(after, kind)
     if was is not None and now is not None and (was.status, was.message) == (now.status, now.message):
         return None
@@ -145,7 +144,7 @@ def _turned(course: Course, after: FineTuneJobStatus, kind: ConditionType) -> Co
 
 
 def accept(course: Course) -> Course:
-    """Stop at a spec that cannot be run. What runs already is left alone: settings may have become stricter."""
+    """Stop at a spec that cannot be run. A running attempt is left alone: settings may have become stricter."""
     if course.job.job is not None:
         return course
     if not course.started:
@@ -154,9 +153,9 @@ def accept(course: Course) -> Course:
 
 
 def plan_ahead(course: Course) -> Course:
-    """The plan of a job of which nothing has started, anew in each pass: the spec or the cluster may have changed."""
+    """Plan a job of which nothing has started, again in each reconcile: the spec or the cluster may have changed."""
     if course.started and course.status.plan is not None:
-        # They are followed in this order, whatever the order is that somebody has stored them in.
+        # Stages run in this order, whatever order is stored.
         order = [stage.value for stage in Stage]
         stages = tuple(sorted(course.status.stages, key=lambda one: order.index(one.name)))
         return without_servers(course.with_status(stages=with_serve_stage(course, stages)))
@@ -176,9 +175,9 @@ def plan_ahead(course: Course) -> Course:
 
 
 def _found(course: Course, name: Stage, later: Sequence[Stage]) -> StageStatus:
-    """A stage as it is stored (a refusal of the API server that it waits out is kept), or before its first attempt.
+    """Return the stored stage, which may hold a refusal of the API server, or one before its first attempt.
 
-    Where the status was lost, the child of a later stage proves the success of this one, whose own may be tidied away.
+    If the status was lost, a child of a later stage proves that this one succeeded, whose own child may be cleaned up.
     """
     stored = course.stored(name.value)
     if stored is not None:
@@ -189,7 +188,7 @@ def _found(course: Course, name: Stage, later: Sequence[Stage]) -> StageStatus:
 
 
 def meet_refusals(course: Course) -> Course:
-    """What the API server did not take of the next attempt the last time: final, or to be tried again."""
+    """Handle the API server's refusal of the next attempt: it is final, or tried again."""
     current = course.current
     if current is None or current.state == "Running" or not course.observed.refusals or current.name == SERVE:
         return course
@@ -206,7 +205,7 @@ def meet_refusals(course: Course) -> Course:
 
 
 def _tried_again(course: Course, current: StageStatus, refusal: Refusal, what: str) -> Course:
-    """Quota, rights, a kind that is not served: others can mend it, so it is tried again with growing delay."""
+    """Retry with growing delay: others can fix a quota, rights, or a kind that is not served."""
     in_row = current.failures_in_row + 1
     seconds = max(LEAST_REFUSED_SECONDS, delay_seconds(course.settings.limits, in_row))
     held = current.model_copy(
@@ -224,7 +223,7 @@ def _tried_again(course: Course, current: StageStatus, refusal: Refusal, what: s
 
 
 def _made_before(course: Course, current: StageStatus, ref: ObjectRef) -> tuple[ObjectRef, ...]:
-    """What the refused attempt did get: it is made anew, as the spec may change until then."""
+    """Return the objects of the refused attempt that were created: they are recreated, as the spec may change."""
     try:
         manifests = stage(plan_now(course), context(course), _next_attempt(course, current))
     except PlanRefused:
@@ -238,9 +237,9 @@ def _made_before(course: Course, current: StageStatus, ref: ObjectRef) -> tuple[
 
 
 def keep_deadline(course: Course) -> Course:
-    """End a job that has lived longer than it may, counted as batch/v1 Job does: anew after each suspension.
+    """End a job that has run longer than it may, counted as batch/v1 Job does: anew after each suspension.
 
-    An endpoint has no end that it could miss.
+    An endpoint has no deadline.
     """
     seconds, began = course.spec.run_policy.active_deadline_seconds, moment(course.status.start_time)
     current = course.current
@@ -266,7 +265,7 @@ def keep_spot_bounds(course: Course) -> Course:
 
 
 def keep_cost(course: Course) -> Course:
-    """End a job that has cost as much as the settings allow, with what the attempt that runs has used so far."""
+    """End a job that has cost as much as the settings allow, including the use of the running attempt so far."""
     most, current = course.settings.allow.max_cost, course.current
     if most is None or current is None or current.name == SERVE:
         return course
@@ -286,13 +285,13 @@ def keep_cost(course: Course) -> Course:
 
 
 def _amount(course: Course) -> float:
-    """What the job has cost; 0 where its nodes have no price, as when prices were taken out of the settings."""
+    """Return the job's cost; 0 if its nodes have no price, as when prices were removed from the settings."""
     cost = course.status.cost
     return 0.0 if cost is None or cost.amount is None else cost.amount
 
 
 def _stopped_for_good(course: Course, current: StageStatus, cause: Cause) -> Course:
-    """The job has failed while an attempt may run: what it used counts, and deleting it lets it save a checkpoint."""
+    """Fail the job while an attempt may run: its use counts, and deleting it lets it save a checkpoint."""
     if current.state == "Running":
         course = attempt_over(course, current, course.now)
     return give_up(course, current, cause.told(Stage(current.name), current.attempt))
@@ -301,8 +300,8 @@ def _stopped_for_good(course: Course, current: StageStatus, cause: Cause) -> Cou
 def hold(course: Course) -> Course:
     """Stop for as long as `runPolicy.suspend` holds; the running attempt saves a checkpoint when it is deleted.
 
-    That is in the next pass, when the stored status tells of it: else a job that is resumed in the same moment would
-    find its child gone and nobody who had deleted it.
+    It is deleted in the next reconcile, when the stored status records it: else a job that is resumed in the same
+    moment would find its child deleted without a record of it.
     """
     was = course.job.status.phase == "Suspended"
     current = course.current
@@ -324,7 +323,7 @@ def hold(course: Course) -> Course:
 
 
 def finish(course: Course) -> Course:
-    """All stages have succeeded."""
+    """Record the success of the job once all stages have succeeded."""
     if course.current is not None:
         return course
     made = with_report(course.status.artifacts, course.spec, course.job.name)
@@ -349,7 +348,7 @@ def finish(course: Course) -> Course:
 
 
 def proceed(course: Course) -> Course:
-    """Start the next attempt, once nothing of the one before it runs any more and its delay is over."""
+    """Start the next attempt, once nothing of the previous one runs any more and its delay is over."""
     current = course.current
     assert current is not None, "finish comes first"
     course = course.deleting(*_leftovers(course, current))
@@ -370,7 +369,7 @@ def proceed(course: Course) -> Course:
 
 
 def _leftovers(course: Course, current: StageStatus) -> Sequence[ChildView]:
-    """Children that should not run: of other stages, or older than the current attempt."""
+    """Return the children that should not run: of other stages, or older than the current attempt."""
     return [
         child
         for child in course.observed.children
@@ -380,7 +379,7 @@ def _leftovers(course: Course, current: StageStatus) -> Sequence[ChildView]:
 
 
 def _deleting_told(course: Course, current: StageStatus) -> Course:
-    """Delete the children of an attempt whose end the stored status tells; before that their pods' word is needed."""
+    """Delete the children of an attempt whose end the stored status records; until then their pods are needed."""
     stored = course.stored(current.name)
     if stored is None or (stored.state, stored.attempt) != (current.state, current.attempt):
         return course
@@ -388,7 +387,7 @@ def _deleting_told(course: Course, current: StageStatus) -> Course:
 
 
 def _predecessor(course: Course) -> Course | None:
-    """The course of a job that has to wait for the end of a deleted one of its name, which writes to the same place."""
+    """Wait for the end of a deleted job of this name, which writes to the same place; None if nothing of it runs."""
     left = [pod for pod in course.observed.pods_before if not pod.over and not _gone(course, pod)]
     if not left:
         return None
@@ -404,7 +403,7 @@ def _gone(course: Course, pod: PodView) -> bool:
 
 
 def _still_running(course: Course, current: StageStatus) -> Course | None:
-    """The course of a job that has to wait for the end of an earlier attempt: two would write to one place."""
+    """Wait for the end of an earlier attempt, as two would write to one place; None if nothing of it runs."""
     pods = [
         pod
         for pod in course.observed.pods
@@ -446,7 +445,7 @@ def _ref(manifest: Manifest) -> ObjectRef:
 
 
 def _started(course: Course, current: StageStatus) -> Course:
-    """Create the next attempt. The claim is made once: it holds the results, and a new one would hide their loss."""
+    """Create the next attempt. The claim is created once: it holds the results, and a new one would hide their loss."""
     attempt = _next_attempt(course, current)
     number, capacity = attempt.number, attempt.capacity
     try:
@@ -463,7 +462,7 @@ def _started(course: Course, current: StageStatus) -> Course:
     child = _ref(own[-1])
     now = stamp(course.now)
     if (after := plan_status(made)) != course.status.plan:
-        # Settings, prices or the operator may be others than when it was planned.
+        # Settings, prices or the operator may have changed since it was planned.
         course = course.with_status(plan=after).tell("Planned", f"Planned anew: {plan_sentence(made)}")
     running = current.model_copy(
         update={
@@ -477,7 +476,7 @@ def _started(course: Course, current: StageStatus) -> Course:
             "nodes_since": None,
             "running_since": None,
             "replaced_pods": 0,
-            # Before the first attempt these are refusals of the API server, which are over.
+            # Before the first attempt these count refusals of the API server, which are over.
             "failures_in_row": current.failures_in_row if current.attempt else 0,
             "child": reference(child),
         }

@@ -1,7 +1,7 @@
-"""What follows from the end of an attempt: the next stage, another attempt after a delay, or the end of the job.
+"""Consequences of an attempt's end: the next stage, another attempt after a delay, or the end of the job.
 
-The status tells a failure before anything of the attempt is deleted: its pods hold the only word of the cause. Here
-things are only written down; `proceed` acts on them in a later pass.
+The status records a failure before anything of the attempt is deleted: only its pods hold the cause. This module only
+records; `proceed` acts in a later reconcile.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from finetune_operator.reconcile.status_times import seconds_since, stamp
 from finetune_operator.reconcile.usage import attempt_over
 
 STEADY_SECONDS = 600
-"""An attempt that ran for that long was no quick failure: the delay before the next one begins anew."""
+"""An attempt that ran this long was no quick failure: the back-off before the next one starts over."""
 MOST_AVOIDED = 16
 
 
 def stage_succeeded(course: Course, stage: StageStatus, report: TrainerReport, at: datetime) -> Course:
-    """The stage is done; after prepare the plan is made anew on what it measured."""
+    """Record the success of the stage; after prepare, plan again with its measurements."""
     kind = Stage(stage.name)
     done = stage.model_copy(update={"state": "Succeeded", "completion_time": stamp(at), "next_attempt_time": None})
     failure = course.status.failure
@@ -67,7 +67,7 @@ def _replanned(course: Course, stage: StageStatus) -> Course:
     try:
         made = plan_now(course)
     except PlanRefused as refused:
-        # The spec can no longer change, and what was measured stays as it is.
+        # Neither the spec nor the measurements can change any more.
         cause = Cause(
             OperatorCause.PLAN_REFUSED,
             "DoesNotFit",
@@ -82,7 +82,7 @@ def _replanned(course: Course, stage: StageStatus) -> Course:
 
 
 def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetime | None = None) -> Course:
-    """Write down the failure of the stage's attempt and what follows from it."""
+    """Record the failure of the stage's attempt and its consequences."""
     ended = at or course.now
     before, step = stage.furthest_step or 0, _step(course)
     stage = stage.model_copy(update={"furthest_step": max(before, step) or None})
@@ -112,7 +112,7 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
 
 
 def _with_second_trial(course: Course, failure: FailureStatus) -> FailureStatus:
-    """Add how the trained model is judged again: the spec of this job cannot change any more."""
+    """Add to the hint how to judge the trained model again: the spec of this job cannot change any more."""
     model = course.status.artifacts.model if course.status.artifacts else None
     if model is None:
         return failure
@@ -124,7 +124,7 @@ def _with_second_trial(course: Course, failure: FailureStatus) -> FailureStatus:
 
 
 def _only_rank(course: Course, stage: StageStatus, cause: Cause) -> int | None:
-    """The rank in the pod that broke, when there is but one and it ran."""
+    """Return the rank in the pod that failed, if that ran and has only one."""
     plan, pod = course.status.plan, cause.pod
     if pod is None or pod.ended is None or pod.index is None or plan is None:
         return None
@@ -133,7 +133,7 @@ def _only_rank(course: Course, stage: StageStatus, cause: Cause) -> int | None:
 
 
 def _remedy(course: Course, stage: StageStatus, cause: Cause) -> Remedy:
-    """The table's, but that memory is adapted in train only, of the built-in loop, and only when the job wants it."""
+    """Return the table's remedy; memory is adapted only in train by the built-in loop, if the job wants it."""
     if cause.remedy is not Remedy.ADAPT:
         return cause.remedy
     if course.spec.run_policy.on_out_of_memory == "fail":
@@ -143,8 +143,8 @@ def _remedy(course: Course, stage: StageStatus, cause: Cause) -> Remedy:
 
 
 def _free(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus, *, further: bool) -> Course:
-    """Free of charge when the infrastructure shows that it did it, or the attempt has come further than any before; and
-    not more often than the settings allow. What fails the same way each time would otherwise begin again for ever.
+    """Restart without counting it if the infrastructure evidently caused the failure, or the attempt got further than
+    any before; at most as often as the settings allow. A failure that repeats would otherwise restart for ever.
     """
     limits = course.settings.limits
     over = stage.free_since is None or seconds_since(stage.free_since, course.now) >= limits.free_restarts_seconds
@@ -161,13 +161,13 @@ def _free(course: Course, stage: StageStatus, cause: Cause, failure: FailureStat
 
 
 def _step(course: Course) -> int:
-    """How far the attempt has come, as it told last; 0: it told nothing."""
+    """Return the last step that the attempt reported; 0: it reported nothing."""
     progress = course.status.progress
     return (progress.step or 0) if progress is not None else 0
 
 
 def _counted(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus, why: str = "") -> Course:
-    """`why`: of a failure that is free of charge otherwise."""
+    """Restart and count it, or give up. `why`: reason that an otherwise free failure counts."""
     used, most = course.status.counted_restarts, course.spec.run_policy.max_restarts
     if used >= most:
         return give_up(course, stage, failure, f"runPolicy.maxRestarts ({most}) restarts are used up{why}.")
@@ -185,7 +185,7 @@ def _adapted(course: Course, stage: StageStatus, cause: Cause, failure: FailureS
 
 
 def _again(course: Course, stage: StageStatus, cause: Cause, how: str) -> Course:
-    """Another attempt after a delay that doubles with each failure in a row."""
+    """Schedule another attempt after a delay that doubles with each failure in a row."""
     steady = seconds_since(stage.start_time, course.now) >= STEADY_SECONDS
     in_row = 1 if steady else stage.failures_in_row + 1
     seconds = delay_seconds(course.settings.limits, in_row)
@@ -214,14 +214,14 @@ def _again(course: Course, stage: StageStatus, cause: Cause, how: str) -> Course
 
 
 def delay_seconds(limits: Limits, in_row: int) -> float:
-    """Delay before the attempt that follows `in_row` failures in a row."""
+    """Return the delay in seconds before the attempt that follows `in_row` failures in a row."""
     # 2^30 s are 34 years; the bound keeps the power a number.
     doubled: float = limits.restart_delay_seconds * 2 ** min(max(0, in_row - 1), 30)
     return min(limits.restart_delay_most_seconds, doubled)
 
 
 def give_up(course: Course, stage: StageStatus | None, failure: FailureStatus, why: str = "") -> Course:
-    """The job has failed for good."""
+    """Record that the job has failed for good."""
     if why:
         hint = f"{why} {failure.hint}" if failure.hint else why
         failure = failure.model_copy(update={"hint": hint})
@@ -240,7 +240,7 @@ def give_up(course: Course, stage: StageStatus | None, failure: FailureStatus, w
 
 
 def refused(kind: CauseClass, what: str, message: str) -> Cause:
-    """The API server did not take an object."""
+    """Return the cause for an object that the API server refused."""
     if kind is OperatorCause.NAME_TAKEN:
         return Cause(
             kind,

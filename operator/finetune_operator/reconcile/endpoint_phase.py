@@ -1,9 +1,9 @@
 """The stage that serves: no attempts, but an endpoint that is kept as the spec asks for, for as long as it asks.
 
 It begins once every stage before it has succeeded, and never ends by itself. Its attempts are the revisions of the
-endpoint (endpoint_rollout.py). A server that cannot start is reported by
-the condition Ready and an event, while Kubernetes keeps trying; the job and its model stay as they are. Without
-`spec.endpoint`, and while the job is suspended, everything of the endpoint is deleted.
+endpoint (endpoint_rollout.py). A server that cannot start is reported by the condition Ready and an event, while
+Kubernetes keeps trying; the job and its model stay as they are. Without `spec.endpoint`, and while the job is
+suspended, everything of the endpoint is deleted.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from finetune_operator.rendering.manifests import shared
 
 SERVE = Stage.SERVE.value
 LEAST_DELAY_SECONDS = 1.0
-"""Before something that was refused is applied again, also where restarts have no delay."""
+"""Least delay before a refused object is applied again, also where restarts have none."""
 
 
 def reopened(course: Course) -> Course:
-    """The course of a job that has succeeded and got an endpoint since: it goes on."""
+    """Reopen a job that has succeeded if it has got an endpoint since."""
     if course.end != "Succeeded" or course.job.job is None or course.spec.endpoint is None:
         return course
     return replace(course, end=None).with_status(completion_time=None)
 
 
 def with_serve_stage(course: Course, stages: tuple[StageStatus, ...]) -> tuple[StageStatus, ...]:
-    """The stages of a job that has begun, with the one that serves if the spec asks for an endpoint now."""
+    """Return the stages of a job that has begun, with the one that serves if the spec asks for an endpoint now."""
     others = tuple(one for one in stages if one.name != SERVE)
     if course.spec.endpoint is None:
         return others
@@ -57,7 +57,7 @@ def with_serve_stage(course: Course, stages: tuple[StageStatus, ...]) -> tuple[S
 
 
 def withdraw(course: Course) -> Course:
-    """Delete the endpoint that the job should not have: it is no longer asked for, or the job is suspended."""
+    """Delete the endpoint that the job should not have: it is no longer requested, or the job is suspended."""
     wanted = course.job.job is not None and course.spec.endpoint is not None and course.end is None
     if wanted and not course.suspended:
         return course
@@ -70,19 +70,19 @@ def withdraw(course: Course) -> Course:
     there = [one for one in course.observed.endpoints if not one.deleting]
     if not there:
         return course
-    # What runs servers goes last: as long as it is there, what was before it is looked for again.
+    # The servers' owners are deleted last: as long as they exist, the objects before them are looked for again.
     name = JobNames.of(course.job.name).endpoint
     beside = tuple(ObjectRef(*kind, name) for kind in SHARED_KINDS)
     return replace(course, remove=(*beside, *(ref for one in there for ref in _own(one))))
 
 
 def _own(there: EndpointView) -> tuple[ObjectRef, ...]:
-    """Return the objects of one revision, what runs its servers last."""
+    """Return the objects of one revision, the owner of its servers last."""
     return ObjectRef("v1", "ConfigMap", there.ref.name), there.ref
 
 
 def without_servers(course: Course) -> Course:
-    """Plan anew, once, for a job whose endpoint was removed: its plan names servers no more."""
+    """Plan again, once, for a job whose endpoint was removed: its plan names no servers any more."""
     if course.stored(SERVE) is None or course.spec.endpoint is not None:
         return course
     try:
@@ -92,12 +92,12 @@ def without_servers(course: Course) -> Course:
 
 
 def suspended(course: Course, current: StageStatus) -> Course:
-    """The stage as it is while the job is suspended."""
+    """Suspend the stage while the job is suspended."""
     return course.with_stage(current.model_copy(update={"state": "Suspended", "next_attempt_time": None}))
 
 
 def serve(course: Course) -> Course:
-    """Keep the endpoint as the spec asks for it, and say how it is."""
+    """Keep the endpoint as the spec asks for it, and report its state."""
     current = course.current
     assert current is not None, "finish comes first"
     if course.suspended:
@@ -134,7 +134,7 @@ def _held_back(course: Course, reason: str, message: str) -> Course:
 
 
 def _refused(course: Course, current: StageStatus) -> Course:
-    """Something of the endpoint was not taken: tried again with growing delay, as others can mend it."""
+    """Retry with growing delay after a refusal of an object of the endpoint, as others can fix it."""
     refusal = course.observed.refusals[0]
     in_row = current.failures_in_row + 1
     seconds = max(LEAST_DELAY_SECONDS, delay_seconds(course.settings.limits, in_row))
@@ -148,11 +148,11 @@ def _refused(course: Course, current: StageStatus) -> Course:
 
 
 def _applied(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
-    """Create or change what the wanted revision needs; all of the endpoint once the URL leads to it."""
+    """Create or change the objects of the wanted revision; all of the endpoint once the URL leads to it."""
     there = rolled.there
     scaled = there is not None and _scaled(there, wanted)
     if rolled.leads != rolled.target:
-        # Until it takes over, what all revisions share is that of the one that serves.
+        # Until it takes over, the objects that all revisions share are those of the one that serves.
         course = replace(course, apply=wanted.servers if there is None or scaled else ())
         return _running(course, current, rolled, wanted)
     if there is not None and not rolled.takes_over and there.digest == wanted.digest and not scaled:
@@ -171,7 +171,7 @@ def _applied(course: Course, current: StageStatus, rolled: Rollout, wanted: Endp
 
 
 def _scaled(there: EndpointView, wanted: EndpointObjects) -> bool:
-    """Return whether another number of servers is asked for than what runs them says."""
+    """Return whether the requested number of servers differs from that of their owner."""
     if wanted.runtime == "kserve":
         return (there.replicas, there.most) != (wanted.replicas, wanted.most)
     return there.replicas != wanted.replicas
@@ -203,7 +203,7 @@ def _running(course: Course, current: StageStatus, rolled: Rollout, wanted: Endp
 
 
 def _said(course: Course) -> Course:
-    """The course with what is to be said of the endpoint, and events when it became ready or stopped being so."""
+    """Return the course with the endpoint's state, and events when it became ready or stopped being so."""
     status, url = course.status.endpoint, endpoint_url(course.job.name, course.job.namespace)
     target = None if status is None else view_of(course, status.target)
     serves = _serves(course, url)

@@ -1,9 +1,9 @@
 """Revisions of an endpoint: which one is wanted, which one the URL leads to, and their history.
 
-A revision is what servers are told and made of. A new one starts beside the one that serves, and takes over once all of
-its servers are ready; until then, and for ever if they do not become ready, the one before answers. A rollback is an
-annotation that names two revisions: as long as spec.endpoint asks for the first, the second is served. A change of
-spec.endpoint ends it, so that tools which apply manifests again and again neither undo a rollback nor are stopped by
+A revision is the configuration of the servers' pods. A new one starts beside the one that serves, and takes over once
+all of its servers are ready; until then, and for ever if they do not become ready, the one before answers. A rollback
+is an annotation that names two revisions: as long as spec.endpoint asks for the first, the second is served. A change
+of spec.endpoint ends it, so that tools which apply manifests again and again neither undo a rollback nor are stopped by
 an old one.
 """
 
@@ -24,20 +24,20 @@ from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 KEPT = 5
-"""Revisions in the history, beside those that a rollback names and those that run."""
+"""Revisions kept in the history, beside those that a rollback names and those that run."""
 MOST_TOLD = 1024
 _REQUEST = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be served."""
+    """Endpoint that is to be served."""
 
     endpoint: EndpointSpec
     held_back: int | None = None
     """Revision of spec.endpoint that a rollback holds back."""
     told: str | None = None
-    """What became of the annotation."""
+    """Message on the outcome of the annotation."""
 
     def of(self, course: Course) -> Course:
         """Return the course of a job whose spec asks for this."""
@@ -47,37 +47,37 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Revisions in one pass."""
+    """Revisions in one reconcile."""
 
     before: EndpointStatus
     status: EndpointStatus
-    """After this pass."""
+    """Status after this reconcile."""
     target: int
-    """The wanted revision."""
+    """Wanted revision."""
     there: EndpointView | None
     """Its Deployment."""
     serving: EndpointView | None
-    """Deployment that the URL leads to before this pass; None: none is there."""
+    """Deployment that the URL leads to before this reconcile; None: there is none."""
     leads: int
-    """Revision that the URL leads to after this pass."""
+    """Revision that the URL leads to after this reconcile."""
     leaving: tuple[EndpointView, ...]
-    """Deployments that nothing needs any more."""
+    """Deployments that are no longer needed."""
 
     @property
     def takes_over(self) -> bool:
-        """Whether the URL begins to lead to the wanted revision."""
+        """True if the URL switches to the wanted revision."""
         return self.leads == self.target != self.before.revision
 
     @property
     def running(self) -> int | None:
-        """Servers that run, where an autoscaler may have chosen their number: also of the revision that serves, as the
+        """Number of running servers, which an autoscaler may have chosen; also of the revision that serves, as the
         wanted one takes over all of its requests at once.
         """
         return max((one.replicas for one in (self.there, self.serving) if one is not None), default=None)
 
 
 def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:
-    """Return what of spec.endpoint makes a revision: all but the number of servers."""
+    """Return the fields of spec.endpoint that define a revision: all but the number of servers."""
     kept: dict[str, JsonValue] = endpoint.model_dump(
         mode="json", by_alias=True, exclude_defaults=True, exclude={"replicas", "max_replicas"}
     )
@@ -85,7 +85,7 @@ def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:
 
 
 def asked(course: Course) -> Asked:
-    """Return what spec.endpoint and the annotation ask for together."""
+    """Return the endpoint that spec.endpoint and the annotation ask for together."""
     endpoint, text = course.spec.endpoint, course.job.rollback
     assert endpoint is not None, "the job has an endpoint"
     if text is None:
@@ -125,7 +125,7 @@ def _back(endpoint: EndpointSpec, bad: int, good: int, history: Mapping[int, Rev
 
 
 def rollout(course: Course, want: Asked, made_of: str) -> Rollout:
-    """Return the revisions after this pass. `made_of`: digest of what the wanted servers are made of."""
+    """Return the revisions after this reconcile. `made_of`: digest of the wanted servers' pods."""
     before = course.status.endpoint or EndpointStatus()
     live = {one.revision: one for one in course.observed.endpoints if not one.deleting}
     serving = _serving(before, live)
@@ -148,7 +148,7 @@ def rollout(course: Course, want: Asked, made_of: str) -> Rollout:
 
 
 def _serving(before: EndpointStatus, live: Mapping[int, EndpointView]) -> EndpointView | None:
-    """Return what the URL leads to; where the status does not know, or that is gone, what answers."""
+    """Return the Deployment that the URL leads to; if the status does not know, or it is deleted, one that answers."""
     if before.revision is not None and before.revision in live:
         return live[before.revision]
     return max((one for one in live.values() if one.available), key=lambda one: one.revision, default=None)
@@ -164,8 +164,8 @@ def _takes_over(there: EndpointView | None, serving: EndpointView) -> bool:
 
 
 def _number(before: EndpointStatus, there: tuple[EndpointView, ...], made_of: str) -> int:
-    """Return the number of the wanted revision: of one that is there, of the last one if it was the same, or a new
-    one. Numbers never come again for something else.
+    """Return the number of the wanted revision: of one that exists, of the last one if it was the same, or a new one.
+    Numbers are never reused for another revision.
     """
     same = [one.revision for one in there if not one.deleting and one.made_of == made_of]
     if same:
@@ -180,7 +180,7 @@ def _number(before: EndpointStatus, there: tuple[EndpointView, ...], made_of: st
 
 @dataclass(frozen=True)
 class _History:
-    """What the status tells of revisions."""
+    """History of the revisions in the status."""
 
     course: Course
     before: EndpointStatus
@@ -188,7 +188,7 @@ class _History:
     made_of: str
 
     def after(self, target: int, leads: int, there: EndpointView | None) -> tuple[RevisionStatus, ...]:
-        """Return the history after this pass."""
+        """Return the history after this reconcile."""
         entries = {one.number: self._ended(one, target, leads) for one in self.before.revisions}
         entries[target] = self._wanted(entries.get(target), target, leads, there)
         keep = {*sorted(entries)[-KEPT:], target, leads, *self._named()}
@@ -245,7 +245,7 @@ def stopped(status: EndpointStatus | None, course: Course) -> EndpointStatus | N
 
 
 def told(course: Course, rolled: Rollout, want: Asked) -> Course:
-    """Return the course with the events of this pass."""
+    """Return the course with the events of this reconcile."""
     if want.told is not None and want.told[:MOST_TOLD] != rolled.before.rollback:
         course = course.tell(
             "RollbackIgnored" if want.held_back is None else "RolledBack", want.told, warning=want.held_back is None
@@ -266,7 +266,7 @@ def told(course: Course, rolled: Rollout, want: Asked) -> Course:
 
 
 def with_trouble(course: Course, reason: str, message: str) -> Course:
-    """Return the course with what keeps the wanted revision from taking over; told by an event once."""
+    """Return the course with the reason why the wanted revision does not take over; an event reports it once."""
     status = course.status.endpoint
     assert status is not None, "a rollout goes on"
     (one,) = (one for one in status.revisions if one.number == status.target)

@@ -1,4 +1,4 @@
-"""Why no server of an endpoint answers, or why one of several does not start: by its pods, then by what runs them."""
+"""Diagnose why no server of an endpoint answers, or one of several does not start: by its pods, then by their owner."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SERVE = Stage.SERVE.value
 WAITING = "WaitingForPods"
 """Reason while nothing is wrong, and a server is not ready yet."""
 MOST_TOLD = 1024
-"""Characters of a server's own word on its end."""
+"""Characters of a server's termination message."""
 ATTACH = timedelta(seconds=60)
-"""Most that a pod waits on its node for volumes before that is told: attaching a disk takes some 10 to 40 s."""
+"""Longest wait of a pod on its node for volumes that is not reported: attaching a disk takes some 10 to 40 s."""
 
 
 def view_of(course: Course, revision: int | None) -> EndpointView | None:
-    """Return what runs the servers of a revision, unless it is being deleted."""
+    """Return the object that runs the servers of a revision, unless it is being deleted."""
     return next((one for one in course.observed.endpoints if one.revision == revision and not one.deleting), None)
 
 
 def why_not_ready(course: Course) -> tuple[str, str]:
-    """Return why no server of the wanted revision answers: by the pods, the newest first, else by what runs them."""
+    """Return why no server of the wanted revision answers: by the pods, the newest first, else by their owner."""
     status = course.status.endpoint
     revision = 1 if status is None or status.target is None else status.target
     for pod in _pods(course, revision):
@@ -49,7 +49,7 @@ def why_not_ready(course: Course) -> tuple[str, str]:
 
 
 def start_trouble(course: Course, revision: int) -> str | None:
-    """Return why the newest pod of a revision that cannot start cannot, while others may answer."""
+    """Return why the newest pod of a revision that cannot start does not, while others may answer."""
     for pod in _pods(course, revision):
         if pod.unschedulable is not None or pod.waiting is not None or _waits_for_volume(course, pod):
             found = _pod_trouble(course, pod)
@@ -86,7 +86,7 @@ def _pod_trouble(course: Course, pod: PodView) -> tuple[str, str] | None:
 
 
 def _mounts(pod: PodView) -> bool:
-    """Return whether a pod has its node and nothing but a start that goes on."""
+    """Return whether a pod has its node and is starting without a reported problem."""
     return pod.phase == "Pending" and pod.scheduled is not None and pod.began is None and pod.waiting is None
 
 
@@ -101,8 +101,8 @@ def _elsewhere(course: Course, pod: PodView) -> PodView | None:
 
 
 def _waits_for_volume(course: Course, pod: PodView) -> bool:
-    """Return whether a pod waits for a claim that the node of another server holds. The kubelet tells it by an event of
-    the pod alone, as FailedAttachVolume (Multi-Attach error).
+    """Return whether a pod waits for a claim that the node of another server holds. The kubelet reports it only by an
+    event of the pod, FailedAttachVolume (Multi-Attach error).
     """
     at = _deadline(pod) if _mounts(pod) else None
     if at is None or at > course.now or not _claims(course):

@@ -1,7 +1,7 @@
-"""What runs the servers of a revision, read once at the door: a Deployment, or an InferenceService with that of KServe.
+"""Parse the servers of a revision: a Deployment, or an InferenceService with KServe's Deployment.
 
-How many servers answer is read of the Deployment in both cases: conditions of an InferenceService lag behind it, and
-`Ready` there also waits for an ingress, which our Service does not need.
+The number of servers that answer comes from the Deployment in both cases: conditions of an InferenceService lag behind
+it, and its `Ready` also waits for an ingress, which our Service does not need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.rendering.render_types import ENDPOINT_ANNOTATION, REVISION_ANNOTATION
 
 _TOLD_CONDITIONS = ("PredictorReady", "IngressReady", "Ready")
-"""In the order in which KServe comes to them (pkg/apis/serving/v1beta1/inference_service_status.go)."""
+"""Conditions in the order in which KServe reaches them (pkg/apis/serving/v1beta1/inference_service_status.go)."""
 
 
 class _Spec(Raw):
@@ -82,7 +82,7 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
     if revision is None:
         return None
     status = raw.status
-    # What the controller said of an earlier generation is no word on this one.
+    # The controller's status for an earlier generation says nothing about this one.
     current = (status.observed_generation or 0) >= raw.metadata.generation
     stuck = next((one for one in status.conditions if one.type == "Progressing" and one.status == "False"), None)
     return EndpointView(
@@ -102,7 +102,7 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
 
 
 def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
-    """Return the endpoint of an InferenceService, without what only KServe's Deployment tells; None as above."""
+    """Return the endpoint of an InferenceService, without fields that only KServe's Deployment has; None as above."""
     try:
         raw = _InferenceService.model_validate(value)
     except ValidationError:
@@ -130,12 +130,12 @@ def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | Non
 
 
 def _is_trouble(told: RawCondition) -> bool:
-    """Whether KServe says that something cannot be done, and not only that servers are on their way."""
+    """Return whether KServe reports that something cannot be done, and not only that servers are on their way."""
     return told.status == "False" and bool(told.message) and told.reason != "MinimumReplicasUnavailable"
 
 
 def joined(views: Iterable[EndpointView]) -> tuple[EndpointView, ...]:
-    """Return what the operator applies, by revision: each InferenceService with the servers of its Deployment."""
+    """Return the applied endpoints by revision: each InferenceService with the servers of its Deployment."""
     ours, made = [], {}
     for view in views:
         if view.runtime == "kserve" and view.ref.kind != KSERVE_KIND:

@@ -1,9 +1,9 @@
-"""Why an attempt failed, and what is to be done about it: the first cause over all its pods, never its echoes.
+"""Diagnose a failed attempt: find the first cause over all its pods, never its echoes.
 
-When one process breaks, the others lose their connection, the launcher reports a lost worker, and the Job says that its
-backoff limit is reached. All of that is true and none of it helps. So the witnesses are heard in order of trust: what
-the trainer itself reported, what the kubelet and the scheduler did to a pod, the exit code by the contract's table, and
-last the child's own word.
+When one process breaks, the others lose their connection, the launcher reports a lost worker, and the Job reports that
+its backoff limit is reached. All of that is true and none of it helps. So evidence is read in order of trust: the
+trainer's own report, the kubelet's and the scheduler's actions on a pod, the exit code by the contract's table, and
+last the child's own status.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.reconcile.remedies import MOST_LOGS, Cause, CauseClass, OperatorCause
 
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
-"""In the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
+"""Exit code in the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
 _POD_NAME = re.compile(r"\b[Pp]od [^\s/]+/(\S+)")
-"""In the same message."""
+"""Name of the pod in the same message."""
 _SECOND_HAND = frozenset({"UnexpectedError", "NoReport", "Killed", "KilledBySignal"})
-"""Reasons of reports that only tell how a process ended: by an error that the trainer has no word for, or, as its
-launcher infers (`finetune_contract.causes.of_exit`), without a word. All of these may be the shock of losing others.
+"""Reasons of reports that only state how a process ended: by an error that the trainer has no class for, or, as its
+launcher infers (`finetune_contract.causes.of_exit`), without a report. Any of these may follow from the loss of others.
 """
 _KILLED_BY_SIGNAL = "KilledBySignal"
 
 
 def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
-    """The first cause of the failure of `child`, an attempt at `stage`; `pods` are the attempt's."""
+    """Return the first cause of the failure of `child`, an attempt at `stage`; `pods` are the attempt's."""
     cause = _first(stage, child, pods)
     if cause.pod is None:
         return cause
-    # Its log may have gone with it, or be empty: then those of the others are what is left to be read.
-    # Those that were deleted come last: theirs were read when their deletion began.
+    # Its log may be deleted with it, or be empty: then only those of the others can be read.
+    # Deleted pods come last: their logs were read when their deletion began.
     left = sorted(
         (pod for pod in pods if (pod.phase == "Failed" or pod.gone) and pod is not cause.pod),
         key=lambda pod: (pod.gone, _end(pod)),
@@ -74,11 +74,11 @@ def _first(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
 def _deleted(
     pods: Sequence[PodView], failed: Sequence[PodView], reports: Sequence[tuple[PodView, FailureReport]]
 ) -> Cause | None:
-    """The pod that somebody deleted, when all that is known besides may be an echo of it.
+    """Return the cause if somebody deleted a pod and everything else that is known may be an echo of that.
 
-    Controllers delete the other pods of a gang once one has failed, so it has to have come before the first failure.
-    Times of deletions are whole seconds; where the first word is of having been told to stop, somebody was. Of several
-    in one second the first to end is why the others had to go.
+    Controllers delete the other pods of a gang once one has failed, so the deletion has to precede the first failure.
+    Times of deletions are whole seconds; a first report of class PREEMPTED proves the order without them. Of several
+    deleted in one second, the first to end is why the others had to.
     """
     asked = [(pod.deleting_since, _end(pod), pod) for pod in pods if pod.deleting_since and pod.phase != "Succeeded"]
     if not asked:
@@ -99,7 +99,7 @@ def _deleted(
 
 
 def _weight(cause: Cause) -> int:
-    """Memory that ran out explains more than the eviction of the pods that were left."""
+    """Return the sort key: memory that ran out explains more than the eviction of the remaining pods."""
     return 0 if cause.cause is FailureClass.OUT_OF_MEMORY else 1
 
 
@@ -112,7 +112,7 @@ def _end(pod: PodView) -> tuple[float, str]:
 
 
 def _seconds(time: datetime | None) -> float:
-    """For sorting: what has no time comes last."""
+    """Return the sort key; None comes last."""
     return math.inf if time is None else time.timestamp()
 
 
@@ -137,14 +137,14 @@ def _from_report(pod: PodView, failure: FailureReport) -> Cause:
     )
 
 
-# ------------------------------------------------------------------------------------------- what was done to a pod
+# ---------------------------------------------------------------------------------------- pods ended by the cluster
 
 _MEMORY_HINT = (
     "Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or offload more "
     "under parallelism; a script has its own settings for all of that."
 )
 _NODE_REASONS = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
-"""`status.reason` of pods whose node went away or was told to shut down (kubelet, node lifecycle controller)."""
+"""`status.reason` of pods whose node was lost or shut down (kubelet, node lifecycle controller)."""
 _ROOM_REASONS = frozenset({"Preempting", "Preempted"})
 """The kubelet's preemption for a critical pod has the disruption reason TerminationByKubelet, as a shutdown has."""
 _REJECTED_REASONS = frozenset({"UnexpectedAdmissionError", "TopologyAffinityError", "NodeAffinity"})
@@ -156,7 +156,7 @@ _OVER_REQUEST = re.compile(r"was using \S+, request is \S+|consumption of memory
 
 
 def _done_to(pod: PodView) -> Cause | None:
-    """What the kubelet, the scheduler or a controller did to the pod, in their words; None: nothing."""
+    """Return the cause if the kubelet, the scheduler or a controller ended the pod; None: none of them did."""
     if pod.ended is not None and pod.ended.reason == "OOMKilled":
         return _out_of_memory(
             pod,
@@ -207,11 +207,11 @@ def _done_to(pod: PodView) -> Cause | None:
 
 
 _NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
-"""What the kubelet calls a container that its runtime could not start, with exit code 128."""
+"""Reasons of the kubelet for a container that its runtime could not start, with exit code 128."""
 
 
 def _not_begun(pod: PodView, said: str) -> Cause | None:
-    """A container that never ran, for a reason that is in no list above; the kubelet's words are all there is."""
+    """Return the cause for a container that never ran for a reason in no list above, with the kubelet's message."""
     if pod.ended is not None and pod.ended.reason in _NOT_STARTED:
         words = pod.ended.message or "the runtime does not say why"
         return Cause(
@@ -266,11 +266,11 @@ _HINTS: Mapping[CauseClass, str] = {
     FailureClass.PREEMPTED: "Nothing needs to be done: the stage goes on from its last checkpoint.",
     OperatorCause.KILLED: "The log's last lines are in logTail; a crash in a native library leaves its trace there.",
 }
-"""What to do in a cluster, where the operator tries again by itself."""
+"""Hints for a cluster, where the operator retries by itself."""
 
 
 def _from_exit_code(pod: PodView) -> Cause:
-    """What the contract says about a process that could not say it itself."""
+    """Return the cause by the contract's exit codes, for a process that could not report it."""
     assert pod.ended is not None
     if pod.ended.exit_code == EXIT_OK:
         return _no_report(pod)
@@ -286,7 +286,7 @@ def _from_exit_code(pod: PodView) -> Cause:
 
 
 def _hint(failure: FailureReport) -> str:
-    """The report's own, but where that is for somebody at a terminal who has to start it again."""
+    """Return the report's own hint, unless it is for somebody at a terminal who has to restart the process."""
     if failure.failure_class is FailureClass.PREEMPTED:
         return _HINTS[FailureClass.PREEMPTED]
     return _SEE_LOG if failure.reason == "UnexpectedError" else failure.hint
@@ -311,22 +311,22 @@ def _no_report(pod: PodView | None) -> Cause:
 
 
 def reported_success(pods: Sequence[PodView]) -> TrainerReport | None:
-    """The word of rank 0 that the stage ended well."""
+    """Return the report of rank 0 that the stage succeeded; None if there is none."""
     reports = (pod.ended.report for pod in pods if pod.ended is not None)
     return next((one for one in reports if one is not None and one.outcome == "succeeded" and one.rank == 0), None)
 
 
 def without_report(pods: Sequence[PodView]) -> Cause:
-    """The child says that it succeeded, and no process of rank 0 does."""
+    """Return the cause when the child has succeeded, and no report of rank 0 confirms it."""
     return _no_report(next((pod for pod in pods if pod.index in (None, 0)), None))
 
 
 def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
-    """The child's own word, when no pod is left that says more; a Job's pod failure policy repeats what a pod said."""
+    """Return the child's own reason, if no pod has a better one; a Job's pod failure policy repeats that of a pod."""
     what = f"{child.ref.kind} {child.ref.name}"
     if child.reason == "PodFailurePolicy":
         name = found[1] if (found := _POD_NAME.search(child.message)) else None
-        # What was seen of it last may be from before its end: it was deleted with its word, or that is on its way.
+        # Its last known state may be from before its end: its report was deleted with it, or is on its way.
         pod = next((pod for pod in pods if pod.name == name), None)
         if "DisruptionTarget" in child.message:
             return Cause(
@@ -354,12 +354,12 @@ def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
 
 
 def camel(reason: str) -> str:
-    """A reason without what Kubernetes does not allow in one (`BackoffLimitExceeded/Evicted`)."""
+    """Return a reason without characters that Kubernetes does not allow in one (`BackoffLimitExceeded/Evicted`)."""
     return re.sub(r"[^A-Za-z0-9_]", "", reason)
 
 
 def on_node_lost(pod: PodView) -> Cause:
-    """A pod that should be gone long since: its node does not answer."""
+    """Return the cause for a pod that should have ended long ago: its node does not answer."""
     known = _done_to(pod)
     if known is not None:
         return replace(known, node_at_fault=True)

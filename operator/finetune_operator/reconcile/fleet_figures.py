@@ -1,6 +1,6 @@
-"""What a fleet is measured by: what one new status adds to sums over all jobs, and what all jobs are at now.
+"""Metrics of a fleet: amounts that one new status adds to sums over all jobs, and the state of all jobs now.
 
-Names of jobs, pods and nodes are in none of it: it goes to people who may not read the jobs.
+They hold no names of jobs, pods and nodes: people who may not read the jobs receive them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from finetune_operator.reconcile.status import condition, ended
 from finetune_operator.reconcile.status_times import moment, seconds_since
 
 FRESH_SECONDS = 600.0
-"""A rate that was told longer ago says nothing of now. Reports come every few seconds, and from an epoch of slow steps
-every few minutes.
+"""An older rate says nothing about now. Reports come every few seconds, and from an epoch of slow steps every few
+minutes.
 """
 
 CapacityWord: TypeAlias = Literal["spot", "onDemand", "any"]
@@ -30,16 +30,16 @@ CapacityWord: TypeAlias = Literal["spot", "onDemand", "any"]
 
 @dataclass(frozen=True)
 class Used:
-    """What attempts that are over have taken."""
+    """Usage by attempts that are over."""
 
     stage: Stage
     capacity: CapacityWord
     node_seconds: float
-    """In which pods had nodes; those are paid."""
+    """Time in which pods had nodes; it is paid."""
     running_node_seconds: float
-    """In which all pods ran."""
+    """Time in which all pods ran."""
     gpu_seconds: float
-    """The node seconds times the GPUs of a node that were taken."""
+    """Node seconds times the GPUs taken on a node."""
     currency: str | None
     cost: float
     saved: float
@@ -47,26 +47,26 @@ class Used:
 
 @dataclass(frozen=True)
 class Fleet:
-    """All jobs at one moment."""
+    """State of all jobs at one moment."""
 
     phases: Mapping[str, int] = field(default_factory=dict)
     waiting: int = 0
-    """Jobs that nothing but capacity, a queue or the operator keeps from running their first pods."""
+    """Jobs that only capacity, a queue or the operator keeps from running their first pods."""
     oldest_waiting_seconds: float = 0.0
     progress_age_seconds: float = 0.0
-    """Of the running attempt that has told progress and for the longest time nothing new."""
+    """Longest time since a running attempt with progress has reported anything new."""
     samples_per_second: Mapping[str, float] = field(default_factory=dict)
-    """By stage."""
+    """Rows per second of running attempts, by stage."""
     tokens_per_second: Mapping[str, float] = field(default_factory=dict)
     estimated_cost: Mapping[str, float] = field(default_factory=dict)
-    """By currency: of the trainings of jobs that are not over."""
+    """Estimated cost of the trainings of jobs that are not over, by currency."""
 
 
 # ------------------------------------------------------------------------------------------------------ one new status
 
 
 def wait_seconds(job: JobView, after: FineTuneJobStatus) -> float | None:
-    """How long the job waited until its first pods ran, when this status is the first to tell of it."""
+    """Return the seconds that the job waited until its first pods ran, if this status is the first to record it."""
     if _has_run(job.status):
         return None
     first = next((stage for stage in after.stages if stage.running_since is not None), None)
@@ -75,7 +75,7 @@ def wait_seconds(job: JobView, after: FineTuneJobStatus) -> float | None:
 
 
 def used(job: JobView, after: FineTuneJobStatus) -> Used | None:
-    """What this status adds to what the job has used; it grows at ends of attempts only."""
+    """Return the usage that this status adds to the job's; it grows at ends of attempts only."""
     then, now = job.status.cost or CostStatus(), after.cost
     if now is None or now.billable_seconds <= then.billable_seconds:
         return None
@@ -96,9 +96,9 @@ def used(job: JobView, after: FineTuneJobStatus) -> Used | None:
 
 
 def estimate_ratio(job: JobView, after: FineTuneJobStatus) -> float | None:
-    """Seconds that a training took over those that its plan expected, when this status tells of its success.
+    """Return the seconds of a training over those that its plan expected, if this status records its success.
 
-    Only of trainings in one attempt: those that were resumed computed some steps twice and others in an attempt before.
+    Only for trainings in one attempt: resumed ones computed some steps twice and others in an attempt before.
     """
     done = _stage(after, Stage.TRAIN)
     then, plan = _stage(job.status, Stage.TRAIN), job.status.plan or after.plan
@@ -117,7 +117,7 @@ def estimate_ratio(job: JobView, after: FineTuneJobStatus) -> float | None:
 
 
 def _more(then: float | None, now: float | None) -> float:
-    """What was added; nothing where a part has no price."""
+    """Return the increase; 0 if a part has no price."""
     return 0.0 if now is None else max(0.0, now - (then or 0.0))
 
 
@@ -125,7 +125,7 @@ def _more(then: float | None, now: float | None) -> float:
 
 
 def fleet(jobs: Iterable[JobView], now: datetime, moved: Callable[[JobView], datetime | None]) -> Fleet:
-    """All jobs at `now`; `moved` knows when a job's running attempt told something new last, None where it does not."""
+    """Return the state of all jobs at `now`; `moved`: last progress of a job's running attempt, None if not known."""
     phases = Counter[str]()
     costs, samples, tokens = (
         defaultdict[str, float](float),
@@ -156,7 +156,7 @@ def fleet(jobs: Iterable[JobView], now: datetime, moved: Callable[[JobView], dat
 
 
 def _waits(job: JobView) -> bool:
-    """Whether its first pods are still to run. A job that is refused or suspended waits for its owner."""
+    """Return whether its first pods are still to run. A job that is refused or suspended waits for its owner."""
     status, ours = job.status, job.managed_by in (None, "", MANAGER)
     stalled = condition(status, "Stalled")
     held = status.phase == "Suspended" or (stalled is not None and stalled.status == "True")
@@ -164,14 +164,14 @@ def _waits(job: JobView) -> bool:
 
 
 def _waits_since(job: JobView, status: FineTuneJobStatus) -> datetime | None:
-    """Its creation; the first child's where the spec was changed since, as a job that was suspended or refused was in
-    no queue until then.
+    """Return its creation; the first child's start if the spec was changed since, as a job that was suspended or
+    refused was in no queue until then.
     """
     return job.created if job.generation <= 1 else moment(status.start_time)
 
 
 def _has_run(status: FineTuneJobStatus) -> bool:
-    """Whether any attempt had all of its pods running; one that found no nodes is over without it."""
+    """Return whether any attempt had all of its pods running; one that found no nodes ends without it."""
     ran = status.cost is not None and status.cost.node_seconds > 0
     return ran or any(stage.running_since is not None or stage.state == "Succeeded" for stage in status.stages)
 

@@ -32,7 +32,7 @@ class HalfPlaced:
     placed: int
     pods: int
     since: datetime
-    """When the first node was held in vain."""
+    """Time when the first node was held in vain."""
     blocked: bool
     """True if a container of the gang cannot start, which has a message of its own."""
 
@@ -83,7 +83,7 @@ def look_for_rest(course: Course, stage: StageStatus, pods: Sequence[PodView]) -
 
 
 def _stopped(course: Course, stage: StageStatus, gang: HalfPlaced) -> Course:
-    """The attempt is stopped; the next one starts after a delay, in which another job may get all its nodes."""
+    """Stop the attempt; the next one starts after a delay, in which another job may get all its nodes."""
     seconds = _delay(course, stage)
     held = human_seconds((course.now - gang.since).total_seconds())
     course = attempt_over(course, stage, course.now)
@@ -103,8 +103,8 @@ def _stopped(course: Course, stage: StageStatus, gang: HalfPlaced) -> Course:
 
 
 def _delay(course: Course, stage: StageStatus) -> float:
-    """Seconds until the next attempt: between the longest delay of a restart and twice that, by job and attempt. Gangs
-    that were in each other's way do not come back together.
+    """Return the seconds until the next attempt: between the longest delay of a restart and twice that, by job and
+    attempt, so that gangs that blocked each other do not come back together.
     """
     longest = course.settings.limits.restart_delay_most_seconds
     drawn = zlib.crc32(f"{course.job.uid}/{stage.attempt}".encode()) / 2**32

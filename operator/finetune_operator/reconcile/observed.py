@@ -1,7 +1,7 @@
-"""Raw JSON of the API server -> the values that decisions are made of.
+"""Parse raw JSON of the API server into the values that decisions use.
 
-Parsed once, at the door. What cannot be read is never guessed: a field of our status that cannot be read counts as left
-out, and what is missing is found again from the children; an object without our labels is none of ours.
+Unreadable values are never guessed: a field of our status that cannot be read counts as left out, and its content is
+found again from the children; an object without our labels is not ours.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAIN
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-"""kubectl's copy of the whole object: what is wrong in it is told once, for the object itself."""
+"""kubectl's copy of the whole object: its problems are reported once, for the object itself."""
 TOLD_PROBLEMS = 20
 LONGEST_PATH = 300
 LONGEST_ROLLBACK = 64
 _INDEX_LABELS = tuple(dict.fromkeys(each.index_label for each in SUPPORTED if each.index_label is not None))
 _STARTERS = tuple(each.starter_pod for each in SUPPORTED if each.starter_pod is not None)
 FAILURES_ANNOTATION = "batch.kubernetes.io/job-index-failure-count"
-"""On pods of a Job with backoffLimitPerIndex (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
+"""Annotation of pods of a Job with backoffLimitPerIndex (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
 MOST_DIGITS = 10
-"""Of a count that a person can set."""
+"""Maximum number of digits of a count that a person can set."""
 _NOT_WAITING = frozenset({"", "ContainerCreating", "PodInitializing"})
-"""What the kubelet calls waiting and is a start that goes on."""
+"""Waiting reasons of the kubelet for a start that goes on."""
 
 
 Validate: TypeAlias = Callable[[JsonValue, Settings], tuple[FineTuneJob | None, list[Problem]]]
-"""Takes the place of `validate_job`."""
+"""Function in the place of `validate_job`."""
 
 
 def job_view(
@@ -61,7 +61,7 @@ def job_view(
     before: JobView | None = None,
     validate: Validate | None = None,
 ) -> JobView:
-    """The FineTuneJob as it was read. ValidationError when it has no metadata, which no API server sends.
+    """Return the FineTuneJob as read. ValidationError if it has no metadata, which no API server sends.
 
     `before` is an earlier view under the same settings: while the same job asks for the same, it is not checked again.
     """
@@ -88,7 +88,7 @@ def job_view(
         try:
             job, found = (validate or validate_job)(document, settings)
         except Exception as error:
-            # A fault of ours, met by one object, must not keep the operator from all others.
+            # A bug that one object triggers must not keep the operator from all others.
             job, found = None, [_not_judged(error)]
         problems = _kept(found)
         if job is not None:
@@ -115,7 +115,7 @@ def _rollback(meta: Meta) -> str | None:
 
 
 def asks_the_same(value: Mapping[str, JsonValue], before: JobView) -> bool:
-    """Return whether `job_view` takes the verdict of `before`. ValidationError as there."""
+    """Return whether `job_view` reuses the verdict of `before`. ValidationError as there."""
     meta = Meta.model_validate(value["metadata"])
     return _asks_the_same(meta, _marks(meta), before)
 
@@ -131,12 +131,12 @@ def _marked(meta: Meta) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
 
 
 def _marks(meta: Meta) -> str:
-    # Views of all jobs are kept, so nothing that its user can make large is.
+    # Views of all jobs stay in memory, so no text that users can make large does.
     return hashlib.sha256(json.dumps(_marked(meta), sort_keys=True).encode()).hexdigest()
 
 
 def _kept(found: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The first of them, and how many more there are: as much as a condition tells."""
+    """Return the first problems and the number of the others: as much as a condition shows."""
     kept = [replace(problem, path=shortened(problem.path, LONGEST_PATH)) for problem in found[:TOLD_PROBLEMS]]
     if more := len(found) - len(kept):
         rule = f"has {more} more problem{'s' * (more > 1)}{' or more' * (len(found) >= MOST_PROBLEMS)}"
@@ -166,13 +166,13 @@ def _status(value: JsonValue) -> FineTuneJobStatus:
     except ValidationError as error:
         if not isinstance(value, dict):
             return FineTuneJobStatus()
-        # Whether the job has ended, and what it has used up, must not be lost with a condition of a newer operator.
+        # The job's end and its usage must not be lost with a condition of a newer operator.
         unread = {str(one["loc"][0]) for one in error.errors(include_input=False, include_url=False)}
         return FineTuneJobStatus.model_validate({name: field for name, field in value.items() if name not in unread})
 
 
 def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
-    """The pod, or None when it belongs to no attempt of ours."""
+    """Return the pod; None if it belongs to no attempt of ours."""
     try:
         raw = RawPod.model_validate(value)
     except ValidationError:
@@ -210,7 +210,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
 
 
 def _container(metadata: Meta) -> str:
-    """Name of the trainer's container."""
+    """Return the name of the trainer's container."""
     return SERVED_CONTAINER_NAME if KSERVE_LABEL in metadata.labels else CONTAINER_NAME
 
 
@@ -220,7 +220,7 @@ def _deleting_since(metadata: Meta) -> datetime | None:
 
 
 def _index(labels: Mapping[str, str]) -> int | None:
-    """Node rank. A pod that starts the ranks may have an index too, and is no node."""
+    """Return the node rank. A pod that starts the ranks may have an index too, and is no node."""
     if any(labels.get(label) == value for label, value in _STARTERS):
         return None
     found = next((labels[label] for label in _INDEX_LABELS if label in labels), "")
@@ -228,13 +228,13 @@ def _index(labels: Mapping[str, str]) -> int | None:
 
 
 def _lost_before(annotations: Mapping[str, str]) -> int:
-    """Failures of the pod's index, as the Job counts them; those that its policy ignores are in neither."""
+    """Return the failures of the pod's index as the Job counts them, without those that its policy ignores."""
     found = annotations.get(FAILURES_ANNOTATION, "")
     return int(found) if found.isascii() and found.isdecimal() and len(found) < MOST_DIGITS else 0
 
 
 def _waiting(raw: RawPod) -> Waiting | None:
-    """Why a container does not start, its init containers first: those come before."""
+    """Return why a container does not start; init containers start first, so they are checked first."""
     for container in (*raw.status.init_container_statuses, *raw.status.container_statuses):
         state = container.state.waiting
         if state is not None and state.reason not in _NOT_WAITING:
@@ -243,8 +243,8 @@ def _waiting(raw: RawPod) -> Waiting | None:
 
 
 def _ended(raw: RawPod, stage: Stage) -> Ended | None:
-    """How the trainer's container ended. But for a server's it never starts again in its pod, so there is no earlier
-    end to look for.
+    """Return the end of the trainer's container. Except for a server's it never restarts in its pod, so there is no
+    earlier end to look for.
     """
     for container in raw.status.container_statuses:
         ended = container.state.terminated
@@ -257,7 +257,7 @@ def _ended(raw: RawPod, stage: Stage) -> Ended | None:
 
 
 def _began(raw: RawPod) -> datetime | None:
-    """When the trainer's container started."""
+    """Return when the trainer's container started."""
     for container in raw.status.container_statuses:
         state = container.state
         if container.name == _container(raw.metadata):
@@ -273,18 +273,18 @@ def _report(message: str) -> TrainerReport | None:
 
 
 def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Settings) -> tuple[str, ...]:
-    """Pods of the current attempt that failed and whose log end is not known yet, at most 3: the one with the cause,
-    then the first to fail. Of an attempt that is to be stopped for its silence, those that may show where it hangs.
+    """Return the pods of the current attempt that failed and whose log tail is not known yet, at most 3: the one with
+    the cause, then the first to fail; of an attempt to be stopped for its silence, those that may show where it hangs.
 
-    The shell reads them before it decides, and hands over an empty text where there is none to be had. An attempt whose
-    failure the status tells already needs no log any more.
+    The shell reads the logs before it decides, and passes an empty text if there is none. An attempt whose failure the
+    status records already needs no log any more.
     """
     newest = _newest(job, observed)
     if newest is None:
         return ()
     every = _pods_of(newest, job, observed)
     own = telling(newest, every) if newest.state == "Failed" else standing(newest, every)
-    # Of a pod that is gone there is no log to be read.
+    # A deleted pod has no log to read.
     failed = sorted(
         (pod for pod in own if pod.phase == "Failed" and not pod.gone), key=lambda pod: (_ended_at(pod), pod.name)
     )
@@ -298,8 +298,8 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
 
 
 def leaving(job: JobView, observed: Observed) -> tuple[str, ...]:
-    """Pods of the current attempt that are being deleted while they run, at most 3: their logs have to be read now. Who
-    asked for it is not the operator, which deletes after the status tells of an end.
+    """Return the pods of the current attempt that are being deleted while they run, at most 3: their logs have to be
+    read now. The operator did not delete them: it does so only after the status records an end.
     """
     newest = _newest(job, observed)
     if newest is None:
@@ -311,7 +311,7 @@ def leaving(job: JobView, observed: Observed) -> tuple[str, ...]:
 
 
 def _newest(job: JobView, observed: Observed) -> ChildView | None:
-    """Return the child of the current attempt; None where there is none or the status tells of its end already."""
+    """Return the child of the current attempt; None if there is none, or the status records its end already."""
     if not observed.children:
         return None
     newest = max(observed.children, key=lambda child: (list(Stage).index(child.stage), child.attempt))
@@ -328,22 +328,22 @@ def _pods_of(child: ChildView, job: JobView, observed: Observed) -> list[PodView
 
 
 def kept_log(job: JobView, log: str) -> str:
-    """The end of a pod's log as the status may have it: without secrets, those that the job names in plain among them.
-    Whoever may read the job is not whoever may read its Secrets.
+    """Return a pod's log tail as the status may hold it: without secrets, including those that the job names in plain.
+    Not everybody who may read the job may read its Secrets.
     """
     redactor = Redactor()
     redactor.learn(None if job.job is None else job.job.spec.model_dump(mode="json", by_alias=True))
-    # Before it is cut: of half a secret nobody can tell that it is one.
+    # Redacted before it is cut: half a secret cannot be recognised.
     return redactor.text(log)[-LOG_LIMIT:]
 
 
 def _telling(child: ChildView, pods: Sequence[PodView]) -> PodView | None:
-    """The pod whose end will be told as the cause; None when nothing has failed, or no pod tells why."""
+    """Return the pod whose end will be reported as the cause; None if nothing has failed, or no pod shows why."""
     if child.state == "Succeeded":
         return None if reported_success(pods) is not None else without_report(pods).pod
     return first_cause(child.stage, child, pods).pod if any(pod.phase == "Failed" for pod in pods) else None
 
 
 def _ended_at(pod: PodView) -> float:
-    """For sorting; a pod that the kubelet says nothing of comes last."""
+    """Return the sort key; a pod whose end the kubelet does not report comes last."""
     return pod.ended.finished.timestamp() if pod.ended and pod.ended.finished else float("inf")

@@ -1,8 +1,8 @@
-"""The job's plan: made when it is needed, from values that are all in the job and its status.
+"""The job's plan: computed when it is needed, from values that are all in the job and its status.
 
-So a plan never has to be stored whole: after a restart of the operator the same values give the same plan. It is made
-anew when the spec changes before anything has started, after prepare has measured, and after memory ran out. The
-launcher stays what it was when the job started, whatever is installed later.
+So a plan never has to be stored whole: after a restart of the operator the same values give the same plan. It is
+computed again when the spec changes before anything has started, after prepare has measured, and after memory ran out.
+The launcher stays that of the job's start, whatever is installed later.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def plan_now(course: Course) -> JobPlan:
-    """The plan in force; PlanRefused as `plan` does.
+    """Return the plan in force; PlanRefused as `plan` does.
 
-    An endpoint may change while the job trains. What is wrong with it alone is told when its turn comes.
+    An endpoint may change while the job trains. Problems with it alone are reported when its turn comes.
     """
     facts, adaptation = _facts(course), _adaptation(course)
     try:
@@ -53,13 +53,13 @@ def plan_now(course: Course) -> JobPlan:
 
 
 def context(course: Course) -> RenderContext:
-    """What rendering needs to know of the surroundings."""
+    """Return the surroundings that rendering needs."""
     owner = Owner(course.job.name, course.job.uid)
     return RenderContext(course.job.namespace, course.spec, course.settings, owner, course.endpoint)
 
 
 def configuration(course: Course, attempt: Attempt) -> str:
-    """sha256 of what the pods of an attempt would be told to do by the plan in force; PlanRefused as `plan` does."""
+    """Return the sha256 of the configuration of an attempt's pods by the plan in force; PlanRefused as `plan` does."""
     return fingerprint(stage_files(plan_now(course), context(course), attempt.stage))
 
 
@@ -83,7 +83,7 @@ def _succeeded(course: Course, stage: Stage) -> bool:
 
 
 def _runtime_there(course: Course) -> EndpointRuntime | None:
-    """Return what runs the servers that the URL leads to; of any revision where none does."""
+    """Return the runtime of the servers that the URL leads to; of any revision if there are none."""
     status = course.status.endpoint
     there = [one for one in course.observed.endpoints if not one.deleting]
     leading = [one for one in there if status is not None and one.revision == status.revision]
@@ -91,7 +91,7 @@ def _runtime_there(course: Course) -> EndpointRuntime | None:
 
 
 def _launchers(course: Course) -> tuple[LauncherName, ...]:
-    """Return the launchers of the plan: what has begun goes on, whatever is taken away later."""
+    """Return the launchers of the plan: a job that has begun keeps its own, whatever is removed later."""
     served = course.observed.served
     if not course.started:
         return served
@@ -100,7 +100,7 @@ def _launchers(course: Course) -> tuple[LauncherName, ...]:
 
 
 def _read(model: type[Model], value: dict[str, JsonValue] | None) -> Model | None:
-    """What was measured; what an older operator wrote in another form counts as not measured, and the plan says so."""
+    """Parse measured facts; those in an older operator's form count as not measured, and the plan says so."""
     if value is None:
         return None
     try:
@@ -117,13 +117,13 @@ def _adaptation(course: Course) -> Adaptation:
 
 
 def with_nodes(course: Course) -> Course:
-    """Keep what nodes tell of their GPUs, until the first stage begins: plans of later stages rest on the same."""
+    """Store the nodes' facts about their GPUs until the first stage begins: plans of later stages use the same ones."""
     read, asked = course.observed.nodes, course.spec.resources.gpus_per_node
     told: NodesTold | None = None
     if asked == 0 or (read is None and not course.settings.nodes.read):
         told = None
     elif read is None:
-        return course  # nobody has asked yet
+        return course  # not requested yet
     elif read.failure is not None:
         told = NodesTold(words=read.failure)
     else:
@@ -136,7 +136,7 @@ def with_nodes(course: Course) -> Course:
 
 
 def measured_status(measured: MeasuredFacts, before: MeasuredStatus | None = None) -> MeasuredStatus:
-    """As the status keeps it, beside what nodes told."""
+    """Return the measurements as the status holds them, beside the nodes' facts."""
 
     def dumped(facts: BaseModel | None) -> dict[str, JsonValue] | None:
         return None if facts is None else facts.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -146,7 +146,7 @@ def measured_status(measured: MeasuredFacts, before: MeasuredStatus | None = Non
 
 
 def plan_status(made: JobPlan) -> PlanStatus:
-    """The part of a plan that people look at."""
+    """Return the part of a plan that the status shows."""
     training, world, memory = made.trainer.training, made.trainer.world, made.memory
     undecided = None if made.trainer.script is not None else 1
     terms = {} if memory is None else {term.name: term.bytes for term in memory.terms} | {"total": memory.total_bytes}
@@ -170,7 +170,7 @@ def plan_status(made: JobPlan) -> PlanStatus:
 
 
 def plan_sentence(made: JobPlan) -> str:
-    """The plan in one sentence."""
+    """Return the plan in one sentence."""
     stages = " -> ".join(stage.value for stage in made.stages)
     training, world = made.trainer.training, made.trainer.world
     if world is None:
@@ -187,7 +187,7 @@ def plan_sentence(made: JobPlan) -> str:
 
 
 def problems_text(problems: tuple[Problem, ...]) -> str:
-    """All problems in sentences: field, value, rule, way out."""
+    """Return all problems in sentences: field, value, rule, hint."""
     return " ".join(_sentence(problem) for problem in problems)
 
 
@@ -198,11 +198,11 @@ def _sentence(problem: Problem) -> str:
 
 
 class NothingLeftToAdapt(Exception):  # noqa: N818 - an answer, not a defect
-    """Why no plan needs less memory."""
+    """Error with the reason that no plan needs less memory."""
 
 
 def _has_saved(course: Course, schedule: CheckpointSchedule) -> bool:
-    """Whether the attempt that ran last has come so far that there is a checkpoint to go on from."""
+    """Return whether the attempt that ran last got far enough that there is a checkpoint to resume from."""
     progress, stage = course.status.progress, course.current
     if not schedule.resume or progress is None or not progress.step or stage is None:
         return False
@@ -213,7 +213,7 @@ def _has_saved(course: Course, schedule: CheckpointSchedule) -> bool:
 
 
 def adapt(course: Course, attempt: int) -> tuple[Course, str]:
-    """The course with a plan that needs less memory, and the sentence why; raises NothingLeftToAdapt."""
+    """Return the course with a plan that needs less memory, and the sentence why; raises NothingLeftToAdapt."""
     before = plan_now(course)
     was = _adaptation(course)
     if before.trainer.training is None:

@@ -1,4 +1,4 @@
-"""The parts of pods that are read, as typed models: the door through which raw JSON comes in."""
+"""Typed models of the fields of pods that are read: raw JSON is parsed here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WaitingState(Raw):
 
 
 class ContainerState(Raw):
-    """Exactly one of the three is there."""
+    """State of a container; exactly one of the three is set."""
 
     waiting: WaitingState | None = None
     running: RunningState | None = None
@@ -41,25 +41,25 @@ class ContainerState(Raw):
 
 
 class ContainerStatus(Raw):
-    """One container."""
+    """Status of one container."""
 
     name: str
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()
-    """Before its last restart."""
+    """State before its last restart."""
 
 
 Statuses = Annotated[tuple[ContainerStatus, ...], BeforeValidator(empty)]
 
 
 class PodSpec(Raw):
-    """What is read of a pod's spec."""
+    """Fields that are read from a pod's spec."""
 
     node_name: str | None = None
 
 
 class PodStatus(Raw):
-    """What is read of a pod's status."""
+    """Fields that are read from a pod's status."""
 
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"
     reason: str | None = None
@@ -77,5 +77,5 @@ class RawPod(Raw):
     status: PodStatus = PodStatus()
 
     def condition(self, type_: str) -> RawCondition | None:
-        """The condition of that type, whether it holds or not."""
+        """Return the condition of that type, whether it holds or not."""
         return next((one for one in self.status.conditions if one.type == type_), None)

@@ -1,6 +1,6 @@
-"""The two values between which everything of this package happens: `Observed` in, `Decision` out.
+"""Input and output of this package: `Observed` and `Decision`.
 
-They are plain and frozen, so that a situation can be written down as a row of a test. Times are aware datetimes in UTC.
+They are plain and frozen, so that a test can state a situation as one row. Times are aware datetimes in UTC.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from finetune_operator.rendering.render_types import Manifest
 
 @dataclass(frozen=True)
 class ObjectRef:
-    """One object in the job's namespace."""
+    """Reference to one object in the job's namespace."""
 
     api_version: str
     kind: str
     name: str
     uid: str | None = None
-    """Given: only this very object is meant, and not a later one of the same name."""
+    """If given, only this very object is meant, and not a later one of the same name."""
 
 
 @dataclass(frozen=True)
 class JobView:
-    """The FineTuneJob as it was read."""
+    """FineTuneJob as read from the API server."""
 
     name: str
     namespace: str
@@ -45,18 +45,18 @@ class JobView:
     managed_by: str | None
     """`runPolicy.managedBy` as written, readable also when the rest of the spec is not."""
     job: FineTuneJob | None
-    """None when `problems` tells why it cannot be run."""
+    """Parsed job; None: it cannot be run, for the reasons in `problems`."""
     problems: tuple[Problem, ...]
     status: FineTuneJobStatus
-    """What was stored last; everything that has to survive a restart of the operator is in it."""
+    """Status that was stored last; it holds everything that has to survive a restart of the operator."""
     marks: str = ""
     """Digest of labels and annotations, which validation reads beside the spec."""
     rollback: str | None = None
-    """The annotation that asks for an earlier revision of the endpoint, as written."""
+    """Annotation that requests an earlier revision of the endpoint, as written."""
 
     @property
     def id(self) -> tuple[str, str]:
-        """Namespace and uid: what objects of the job are kept under."""
+        """Namespace and uid, the key of the job's objects."""
         return self.namespace, self.uid
 
 
@@ -70,36 +70,36 @@ class ChildView:
     created: datetime
     state: ChildState
     reason: str = ""
-    """Of a failure, in the words of the kind's own controller."""
+    """Reason of a failure, as the kind's own controller reports it."""
     message: str = ""
     started: datetime | None = None
     finished: datetime | None = None
     deleting: bool = False
     configuration: str | None = None
-    """sha256 of what its pods are told to do, as its pod template has it."""
+    """sha256 of the configuration of its pods, from its pod template."""
     capacity: Capacity | None = None
-    """Nodes that its pods ask for, as its label has it."""
+    """Nodes that its pods ask for, from its label."""
     replaces_pods: bool = False
-    """Whether its controller creates another pod in the place of one that is lost."""
+    """True if its controller creates another pod in place of a lost one."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How the trainer's container ended."""
+    """End of the trainer's container."""
 
     exit_code: int
     reason: str
-    """In the kubelet's words: Completed, Error, OOMKilled, ContainerStatusUnknown, ..."""
+    """Reason from the kubelet: Completed, Error, OOMKilled, ContainerStatusUnknown, ..."""
     finished: datetime | None
     report: TrainerReport | None
-    """The termination message, when it is one of ours."""
+    """Termination message, if it is a report of the trainer."""
     message: str = ""
-    """The termination message as it is, when it is none of ours: the container runtime's word, or a user's."""
+    """Raw termination message, if it is no report: from the container runtime, or a user's program."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a container does not start, in the kubelet's words: ImagePullBackOff, CreateContainerConfigError, ..."""
+    """Reason why a container does not start, from the kubelet: ImagePullBackOff, CreateContainerConfigError, ..."""
 
     reason: str
     message: str
@@ -121,9 +121,9 @@ class PodView:
     """Pods of the same index that its Job has lost before it."""
     node: str | None = None
     scheduled: datetime | None = None
-    """When it got its node."""
+    """Time when it got its node."""
     began: datetime | None = None
-    """When the trainer's container started."""
+    """Start of the trainer's container."""
     unschedulable: str | None = None
     """The scheduler's message."""
     waiting: Waiting | None = None
@@ -136,24 +136,24 @@ class PodView:
     """`status.reason` of the pod: Evicted, NodeLost, NodeShutdown, Preempting, UnexpectedAdmissionError, ..."""
     status_message: str | None = None
     changed: datetime | None = None
-    """When a condition of it changed last: the end of a pod whose container never ran, or is not told of."""
+    """Last change of one of its conditions: the end of a pod whose container never ran, or is not listed."""
     deleting_until: datetime | None = None
-    """When its grace period is over; None: it is not being deleted."""
+    """End of its grace period; None: it is not being deleted."""
     deleting_since: datetime | None = None
-    """When somebody asked for its deletion, in whole seconds."""
+    """Time when its deletion was requested, in whole seconds."""
     container: str = CONTAINER_NAME
     """Name of the trainer's container."""
     gone: bool = False
-    """It is not there any more: this is the last that was seen of it."""
+    """True if it no longer exists: this is its last known state."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """True if nothing of it runs any more."""
         return self.gone or self.phase in ("Succeeded", "Failed")
 
     @property
     def spare(self) -> bool:
-        """Whether its attempt ends well without it: the first pod that prepares or predicts does what the others
+        """True if its attempt ends well without it: the first pod of prepare or predict does the work that others
         leave.
         """
         return self.stage in (Stage.PREPARE, Stage.PREDICT) and bool(self.index)
@@ -161,45 +161,45 @@ class PodView:
 
 @dataclass(frozen=True)
 class EndpointView:
-    """What runs the servers of one revision of the endpoint: a Deployment of ours, or an InferenceService with the
-    Deployment that KServe makes of it.
+    """Object that runs the servers of one revision of the endpoint: a Deployment of ours, or an InferenceService with
+    the Deployment that KServe creates for it.
     """
 
     ref: ObjectRef
     revision: int
     created: datetime
     replicas: int
-    """Servers that it asks for."""
+    """Number of servers that it asks for."""
     runtime: EndpointRuntime = "deployment"
     most: int | None = None
-    """Servers that it may come to, of an InferenceService."""
+    """Maximum number of servers, of an InferenceService."""
     available: int = 0
-    """Servers that answer."""
+    """Number of servers that answer."""
     updated: int = 0
-    """Pods that are made as it says now; 0 while its controller has not seen its last change."""
+    """Pods with its current template; 0 while its controller has not seen its last change."""
     digest: str | None = None
-    """Of all objects of the endpoint that were applied with it."""
+    """Digest of all objects of the endpoint that were applied with it."""
     made_of: str | None = None
-    """Digest of what its pods are made of."""
+    """Digest of the revision that its pods serve."""
     stuck: str | None = None
-    """Its controller's word when its servers have not become available in time."""
+    """Message of its controller if its servers have not become available in time."""
     deleting: bool = False
     made: bool = True
-    """Whether there is a Deployment; False: KServe has not made it yet, or its controller does not run."""
+    """True if there is a Deployment; False: KServe has not created it yet, or its controller does not run."""
     trouble: tuple[str, str] | None = None
-    """Reason and message of KServe where something cannot be done."""
+    """Reason and message of KServe if something cannot be done."""
     url: str | None = None
-    """Where KServe says that clients from outside of the cluster reach it."""
+    """URL for clients outside of the cluster, as KServe reports it."""
 
     @property
     def ready(self) -> bool:
-        """Whether all servers that it asks for answer, after their warm-up."""
+        """True if all servers that it asks for answer, after their warm-up."""
         return not self.deleting and min(self.available, self.updated) >= self.replicas
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An object that the API server would not take, or whose name is taken."""
+    """Object that the API server refused, or whose name is taken."""
 
     ref: ObjectRef
     code: int
@@ -213,45 +213,43 @@ class NodesRead:
 
     nodes: tuple[Node, ...] = ()
     failure: str | None = None
-    """Why they could not; None: they could."""
+    """Reason that they could not be read; None: they could."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Everything that is known about one job besides the job itself."""
+    """Everything known about one job besides the job itself."""
 
     children: tuple[ChildView, ...] = ()
     pods: tuple[PodView, ...] = ()
     progress: ProgressStatus | None = None
     """Newest report of the running attempt."""
     logs: tuple[tuple[str, str], ...] = ()
-    """Name of a pod and the end of its log, for pods that `wanted_logs` asked for; empty text: there is none to be
-    had.
-    """
+    """Name of a pod and its log tail, for pods that `wanted_logs` asked for; empty text: no log can be read."""
     last_logs: tuple[tuple[str, str], ...] = ()
-    """The same for pods that `leaving` named, read when their deletion began: with a pod its log goes."""
+    """Same for pods that `leaving` named, read when their deletion began: a pod's log is deleted with it."""
     served: tuple[LauncherName, ...] = BUILT_IN
-    """Launchers whose kinds the API server serves, as `planning.types.Facts.served` takes them."""
+    """Launchers whose kinds the API server serves, as `planning.plan_types.Facts.served` takes them."""
     nodes: NodesRead | None = None
-    """The cluster's nodes; None: nobody has asked for them."""
+    """The cluster's nodes; None: they were not requested."""
     refusals: tuple[Refusal, ...] = ()
-    """What went wrong when the decision before this one was carried out."""
+    """Refusals while the decision before this one was carried out."""
     pods_before: tuple[PodView, ...] = ()
-    """Of an earlier job of the same name, whose results lie in the same place."""
+    """Pods of an earlier job of the same name, whose results lie in the same place."""
     endpoints: tuple[EndpointView, ...] = ()
-    """What serves the model, by revision."""
+    """Objects that serve the model, by revision."""
     kserve: bool = False
-    """Whether the API server serves InferenceServices."""
+    """True if the API server serves InferenceServices."""
     moved: datetime | None = None
-    """When a report of the running attempt told something new last; None: this operator has heard none."""
+    """Time of the running attempt's last report with anything new; None: this operator has received none."""
 
     @property
     def ends(self) -> tuple[tuple[str, str], ...]:
-        """Return the log ends that are known: those read after a pod's end before those read when it had to go."""
+        """Log tails that are known: one read after a pod's end replaces one read when its deletion began."""
         return tuple((dict(self.last_logs) | {name: text for name, text in self.logs if text}).items())
 
     heard_since: datetime | None = None
-    """Since when no report can have been missed; None: they cannot be heard now."""
+    """Time since which no report can have been missed; None: reports cannot be received now."""
 
 
 @dataclass(frozen=True)
@@ -265,21 +263,21 @@ class EventNote:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now, in this order: delete, create, write the status, tell the events. Carrying it out twice changes
-    nothing.
+    """Actions to take now, in this order: delete, create, write the status, record the events. Carrying them out twice
+    changes nothing.
     """
 
     status: FineTuneJobStatus
-    """The whole status; equal to the stored one when there is nothing to say."""
+    """The whole status; equal to the stored one if nothing has changed."""
     delete: tuple[ObjectRef, ...] = ()
     create: tuple[Manifest, ...] = ()
-    """In order; each is created unless it is there already."""
+    """Objects in order; each is created unless it exists already."""
     remove: tuple[ObjectRef, ...] = ()
-    """In order, before anything is applied; each is deleted if it is there and belongs to the job."""
+    """Objects in order, before anything is applied; each is deleted if it exists and belongs to the job."""
     apply: tuple[Manifest, ...] = ()
-    """In order, after what is created; each is created or changed, unless it belongs to somebody else."""
+    """Objects in order, after those to create; each is created or changed, unless it belongs to somebody else."""
     events: tuple[EventNote, ...] = ()
     wake_at: datetime | None = None
-    """When to look again though nothing has happened: the end of a delay or a time limit."""
+    """Time of the next reconcile even if nothing happens: the end of a delay or a time limit."""
     delete_job: bool = False
-    """The job's time to live is over."""
+    """True if the job's time to live is over."""

@@ -1,7 +1,7 @@
-"""What a failure is, once its cause is known: its class, its words, and what it leads to.
+"""A failure with a known cause: its class, its message, and its remedy.
 
-The classes of the contract are what a trainer can report; the operator has its own for what happens around it. Every
-class leads to one remedy, and `REMEDIES` is the only place that says which.
+The classes of the contract are those that a trainer can report; the operator has its own for failures around it. Every
+class has one remedy, which only `REMEDIES` defines.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from finetune_operator.reconcile.reconcile_types import PodView
 
 MESSAGE_LIMIT = 4096
 LOG_LIMIT = 4096
-"""Characters of a log's end that the status holds."""
+"""Characters of a log tail in the status."""
 MOST_LOGS = 3
 """Pods whose logs are read for one failure."""
 
 
 class Remedy(StrEnum):
-    """What a failure leads to."""
+    """Consequence of a failure."""
 
     FAIL = "fail"
-    """The same again would fail the same way: the job has failed."""
+    """Fail the job: another attempt would fail the same way."""
     FREE = "free"
-    """The infrastructure's doing: a new attempt, which counts against nothing."""
+    """Start a new attempt, which counts against nothing: the infrastructure caused the failure."""
     ADAPT = "adapt"
-    """Memory ran out: a new attempt with a plan that needs less of it."""
+    """Start a new attempt with a plan that needs less memory."""
     COUNTED = "counted"
-    """It may go well another time: a new attempt, which counts against `runPolicy.maxRestarts`."""
+    """Start a new attempt, which counts against `runPolicy.maxRestarts`: it may succeed another time."""
 
 
 class OperatorCause(StrEnum):
-    """Classes of failures that no trainer can report; they stand beside the contract's `FailureClass`."""
+    """Classes of failures that no trainer can report, beside the contract's `FailureClass`."""
 
     NODE_LOST = "NodeLost"
     EVICTED = "Evicted"
@@ -75,7 +75,7 @@ REMEDIES: dict[CauseClass, Remedy] = {
     FailureClass.OUT_OF_MEMORY: Remedy.ADAPT,
     FailureClass.PREEMPTED: Remedy.FREE,
     FailureClass.COLLECTIVE: Remedy.FREE,
-    # Storage, Hub and git host may be away for good, or wrong in the job: tried again, but not for ever.
+    # Storage, Hub and git host may be lost for good, or wrong in the job: retried, but not for ever.
     FailureClass.STORAGE_LOST: Remedy.COUNTED,
     FailureClass.HUB_UNAVAILABLE: Remedy.COUNTED,
     FailureClass.CODE_UNAVAILABLE: Remedy.COUNTED,
@@ -101,22 +101,22 @@ REMEDIES: dict[CauseClass, Remedy] = {
 
 @dataclass(frozen=True)
 class Cause:
-    """One failure, told."""
+    """Cause of one failure, with its message and hint."""
 
     cause: CauseClass
     reason: str
     message: str
     hint: str = ""
     pod: PodView | None = None
-    """The pod that failed first."""
+    """Pod that failed first."""
     rank: int | None = None
     exit_code: int | None = None
     node_at_fault: bool = False
-    """Whether another attempt should keep away from the pod's node."""
+    """True if another attempt should avoid the pod's node."""
     witnesses: tuple[PodView, ...] = ()
-    """Pods whose logs are told when it is not known which one failed, or when that one has none."""
+    """Pods whose logs are shown if it is not known which one failed, or if that one has no log."""
     second_hand: bool = False
-    """Whether the cause comes from the child's status; the pod's own report may still follow."""
+    """True if the cause comes from the child's status; the pod's own report may still follow."""
 
     @property
     def remedy(self) -> Remedy:
@@ -124,14 +124,14 @@ class Cause:
 
     @property
     def evident(self) -> bool:
-        """Whether Kubernetes itself says that the infrastructure, or somebody with a hand on it, ended the pod. What a
-        process says of its peers, or its exit code, may have any cause.
+        """True if Kubernetes itself reports that the infrastructure, or somebody with access to it, ended the pod. A
+        process's report on its peers, and its exit code, may have any cause.
         """
         if self.cause in (OperatorCause.NODE_LOST, OperatorCause.EVICTED, OperatorCause.POD_REJECTED):
             return True
         pod = self.pod
         if self.second_hand or pod is None:
-            # Only a pod that is gone is told of by its child alone.
+            # Only of a deleted pod nothing but the child's status is left.
             return self.cause is FailureClass.PREEMPTED
         ended = None if pod.ended is None else pod.ended.finished
         told_to_go = pod.deleting_since is not None and (ended is None or pod.deleting_since <= ended)
@@ -139,17 +139,17 @@ class Cause:
 
     @property
     def bad_node(self) -> str | None:
-        """The node to keep away from."""
+        """Node to avoid."""
         return self.pod.node if self.pod is not None and self.node_at_fault else None
 
     def told(self, stage: Stage | None, attempt: int | None, logs: Sequence[tuple[str, str]] = ()) -> FailureStatus:
-        """As the status has it."""
+        """Return the failure as the status holds it."""
         pod = self.pod
         ended = None if pod is None else pod.ended
         return FailureStatus(
             failure_class=self.cause.value,
             reason=self.reason,
-            # A program may raise what it was given.
+            # A program's error may quote values that it was given.
             message=shortened(Redactor().text(self.message), MESSAGE_LIMIT),
             hint=self.hint or None,
             stage=None if stage is None else stage.value,
@@ -163,13 +163,13 @@ class Cause:
         )
 
     def _tail(self, logs: Mapping[str, str]) -> str | None:
-        """The end of the pod's log; of the witnesses' where there is no such pod, or nothing to be read of it."""
+        """Return the tail of the pod's log, or those of the witnesses if there is no such pod, or its log is empty."""
         own = "" if self.pod is None else logs.get(self.pod.name, "").rstrip()
         return own[-LOG_LIMIT:] or _shares(self.witnesses, logs)
 
 
 def _shares(pods: Sequence[PodView], logs: Mapping[str, str]) -> str | None:
-    """A share of each pod's log below a line with its name."""
+    """Return a share of each pod's log below a line with its name."""
     told = [(pod.name, text) for pod in pods if (text := logs.get(pod.name, "").rstrip())]
     share = LOG_LIMIT // max(1, len(told))
     parts = [f"==> {name} <==\n{text[len(name) + len('==>  <==') + 2 - share :]}" for name, text in told]

@@ -1,8 +1,8 @@
-"""Pods that a child's own controller replaces: they are told of as events, and are no failure of their attempt.
+"""Pods that a child's own controller replaces: they are reported as events, and are no failure of their attempt.
 
-A Job with `backoffLimitPerIndex` creates another pod for an index whose pod was lost, a bounded number of times. Of
-each index the newest pod counts; an attempt fails when the Job does, and then the newest pods say why. Spark replaces
-its executors itself, which are no pods of the attempt: its driver counts those that it has lost in its progress.
+A Job with `backoffLimitPerIndex` creates another pod for an index whose pod was lost, a bounded number of times. The
+newest pod of each index counts; an attempt fails when the Job does, and then the newest pods have the cause. Spark
+replaces its executors itself, which are no pods of the attempt: its driver counts the lost ones in its progress.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WITH_DRIVERS = tuple(each.kind for each in SUPPORTED if each.driver is not None
 
 
 def standing(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
-    """The pods of `child` without those in whose place its controller has created others."""
+    """Return the pods of `child` without those that its controller has replaced."""
     if not child.replaces_pods:
         return tuple(pods)
     newest = _newest(pods)
@@ -28,9 +28,9 @@ def standing(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
 
 
 def telling(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
-    """The pods of a failed `child` that tell the cause: those that stand, and all where these only tell of others.
+    """Return the pods of a failed `child` that show the cause: the current ones, or all if these only show echoes.
 
-    A pod may have been replaced, after a failure that it had reported, before the others heard of it and ended.
+    A pod may have been replaced, after it had reported a failure, before the others noticed it and ended.
     """
     left = standing(child, pods)
     return tuple(pods) if first_cause(child.stage, child, left).cause in ECHOES else left
@@ -39,7 +39,7 @@ def telling(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
 def tell_replaced(
     course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]
 ) -> tuple[Course, StageStatus]:
-    """Tell an event for each of the attempt's `pods` that was replaced since the status was written."""
+    """Add an event for each of the attempt's `pods` that was replaced since the status was written."""
     if child.ref.kind in _WITH_DRIVERS:
         return _tell_executors(course, stage, child)
     newest = _newest(pods)
@@ -60,13 +60,13 @@ def tell_replaced(
 
 
 def _before(pod: PodView, pods: Sequence[PodView]) -> PodView | None:
-    """The pod in whose place `pod` was created; None if it was gone before anybody looked."""
+    """Return the pod that `pod` replaced; None if it was deleted before anybody looked."""
     same = (other for other in pods if other.index == pod.index and other.lost_before < pod.lost_before)
     return max(same, key=lambda other: other.created, default=None)
 
 
 def _tell_executors(course: Course, stage: StageStatus, child: ChildView) -> tuple[Course, StageStatus]:
-    """Tell an event of the executors that a driver has replaced since the status was written."""
+    """Add an event for the executors that a driver has replaced since the status was written."""
     progress = course.observed.progress
     count = 0 if progress is None or progress.replaced_pods is None else progress.replaced_pods
     more = count - stage.replaced_pods
@@ -81,6 +81,6 @@ def _tell_executors(course: Course, stage: StageStatus, child: ChildView) -> tup
 
 
 def _newest(pods: Sequence[PodView]) -> dict[int, PodView]:
-    """Index -> its newest pod."""
+    """Return the newest pod of each index."""
     ordered = sorted(pods, key=lambda pod: (pod.created, pod.lost_before, pod.name))
     return {pod.index: pod for pod in ordered if pod.index is not None}

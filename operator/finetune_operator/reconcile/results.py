@@ -1,4 +1,4 @@
-"""What the stages leave in the status: artefacts and metrics, what was used, how far the last one came."""
+"""Results of the stages in the status: artefacts, metrics, usage with its cost, and progress of the last stage."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.sizes import gpus_of_stage
 
 HEADLINES = ("accuracy", "f1", "loss", "train_loss")
-"""The metric that stands for a stage's result, the first that there is."""
+"""Metrics that may stand for a stage's result; the first that exists does."""
 CHECKPOINT_BYTES = "train_checkpoint_bytes"
-"""The metric that says what checkpoints take."""
+"""Metric with the size of the checkpoints."""
 BAD_ROWS = "predict_bad_rows"
-"""The metric that counts rows without a prediction; absent when all have one."""
+"""Metric with the number of rows without a prediction; absent when all have one."""
 _SECONDS_PER_HOUR = 3600
 
 
 def finished_progress(progress: ProgressStatus | None) -> ProgressStatus:
-    """A stage that is done is done whole, whatever was reported last: reports may get lost."""
+    """Return the progress of a stage that is done: complete, whatever was reported last, as reports may get lost."""
     last = progress or ProgressStatus()
     step = last.step if last.total_steps is None else last.total_steps
     return last.model_copy(update={"percent": 100, "step": step, "remaining_seconds": 0.0})
 
 
 def metrics_of(report: TrainerReport) -> dict[str, float]:
-    """The report's figures, by the names that Hugging Face has for them.
+    """Return the report's figures, by the names that Hugging Face uses.
 
-    The trainer writes them as in metrics.json, in a section named after the stage. Those of the training get its name
-    before them, but for what it measured on validation rows; a program that knows no sections is read as it is.
+    The trainer writes them as in metrics.json, in a section named after the stage. Those of train get its name as a
+    prefix, except those measured on validation rows; the report of a program that knows no sections is read as it is.
     """
     section = report.metrics.get(report.stage.value)
     if not isinstance(section, dict):
@@ -59,9 +59,9 @@ def metrics_of(report: TrainerReport) -> dict[str, float]:
 
 
 def _numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
-    """The metrics that are numbers; words and truth values are in metrics.json.
+    """Return the metrics that are numbers; text and booleans are in metrics.json.
 
-    What a status cannot hold is left out (NaN, infinity, integers of hundreds of digits): no write would ever succeed.
+    Values that no status can hold are left out (NaN, infinity, integers of hundreds of digits): writes would fail.
     """
     return {
         name: float(value)
@@ -71,25 +71,25 @@ def _numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
 
 
 def headline(metrics: Mapping[str, float]) -> str:
-    """`accuracy 0.854`, or nothing."""
+    """Return the headline metric as `accuracy 0.854`, or an empty text."""
     name = next((one for one in HEADLINES if one in metrics), None)
     return "" if name is None else f"{name} {metrics[name]:.4g}"
 
 
 def job_folder(spec: FineTuneJobSpec, job: str) -> str:
-    """URI of the folder that holds everything of the job."""
+    """Return the URI of the folder that holds everything of the job."""
     return f"{(spec.storage.workspace or f'pvc://{JobNames.of(job).claim}').rstrip('/')}/{job}"
 
 
 def with_report(before: ArtifactsStatus | None, spec: FineTuneJobSpec, job: str) -> ArtifactsStatus:
-    """The artefacts with report.html, which the trainer writes when nothing more is to come."""
+    """Return the artefacts with report.html, which the trainer writes when nothing more is to come."""
     return (before or ArtifactsStatus()).model_copy(update={"report": f"{job_folder(spec, job)}/report.html"})
 
 
 def artifacts(
     status: FineTuneJobStatus, spec: FineTuneJobSpec, job: str, stage: Stage, report: TrainerReport
 ) -> ArtifactsStatus:
-    """The artefacts after `stage` ended well with `report` of rank 0."""
+    """Return the artefacts after `stage` succeeded with `report` of rank 0."""
     folder = job_folder(spec, job)
     changes: dict[str, object] = {
         name: path if "://" in path else f"{folder}/{path}"
@@ -111,13 +111,13 @@ def artifacts(
 
 
 def _predictions(spec: FineTuneJobSpec, folder: str) -> str:
-    """URI of the predictions."""
+    """Return the URI of the predictions."""
     predict = spec.predict or PredictSpec()
     return predict.output or f"{folder}/predictions.{predict.format or 'jsonl'}"
 
 
 def nodes(spec: FineTuneJobSpec, plan: PlanStatus | None, stage: Stage) -> int:
-    """Nodes that an attempt at `stage` takes; pods that prepare or predict count as one each."""
+    """Return the nodes that an attempt at `stage` takes; pods of prepare or predict count as one each."""
     match stage:
         case Stage.PREPARE:
             return spec.preparation.pods
@@ -130,7 +130,7 @@ def nodes(spec: FineTuneJobSpec, plan: PlanStatus | None, stage: Stage) -> int:
 
 
 def gpus(spec: FineTuneJobSpec, stage: Stage) -> int:
-    """GPUs that a pod of `stage` takes; none where the job leaves their number open."""
+    """Return the GPUs that a pod of `stage` takes; 0 if the job leaves their number open."""
     asked = spec.resources.gpus_per_node
     return gpus_of_stage(stage, 0 if asked == "auto" else asked)
 
@@ -138,7 +138,7 @@ def gpus(spec: FineTuneJobSpec, stage: Stage) -> int:
 def cost_after(
     status: FineTuneJobStatus, spec: FineTuneJobSpec, settings: Settings, stage: StageStatus, ended: datetime
 ) -> CostStatus:
-    """What was used once the attempt that `stage` tells of is over.
+    """Return the cost once the attempt in `stage` is over.
 
     The amount is left out as soon as any part of it has no price.
     """
@@ -168,15 +168,15 @@ def cost_after(
 
 @dataclass(frozen=True)
 class PodPrice:
-    """What one pod takes costs in an hour."""
+    """Price of one pod per hour."""
 
     ordinary: float
     spot: float | None
-    """None: there is no price for spot nodes of this kind."""
+    """Price on spot nodes; None: there is none for nodes of this kind."""
 
 
 def _price(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> PodPrice | None:
-    """Price of a node, or of the share of it that goes with one of its GPUs in inference."""
+    """Return the price of a node, or of the share of it that goes with one of its GPUs in inference."""
     asked = spec.resources.gpus_per_node
     if asked == "auto":
         return None

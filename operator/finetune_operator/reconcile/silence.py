@@ -1,8 +1,8 @@
-"""Attempts that have told how far they are, and then tell nothing new: one rank hangs, and the others wait for it.
+"""Attempts that have reported progress and then report nothing new: one rank hangs, and the others wait for it.
 
-Only silence that the operator has listened to counts: from the last report that showed movement, and never from before
-the moment since which it cannot have missed one. An attempt that has told nothing at all is left alone; it may be a
-user's program, or have no way to the operator.
+Only silence while the operator could receive reports counts: from the last report with progress, and never from before
+the moment since which none can have been missed. An attempt that has reported nothing at all is left alone; it may be a
+user's program, or unable to reach the operator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from finetune_operator.reconcile.status_times import stamp
 
 @dataclass(frozen=True)
 class Silence:
-    """How long an attempt may go on without anything new."""
+    """Silence of an attempt: its start, and the seconds that it may last."""
 
     since: datetime
     seconds: int
@@ -30,17 +30,17 @@ class Silence:
 
     @property
     def told_at(self) -> datetime:
-        """When people are told, before anything is done: after half of the time."""
+        """Time of the warning, before anything is done: after half of the limit."""
         return self.since + timedelta(seconds=self.seconds / 2)
 
     @property
     def until(self) -> datetime:
-        """When the attempt is stopped."""
+        """Time when the attempt is stopped."""
         return self.since + timedelta(seconds=self.seconds)
 
     @property
     def words(self) -> str:
-        """For the condition."""
+        """Message for the condition."""
         return f"No progress since {stamp(self.since)}{_where(self.last)}: it is stopped at {stamp(self.until)}."
 
 
@@ -51,12 +51,12 @@ def _where(last: ProgressStatus) -> str:
 
 
 def silence(job: JobView, observed: Observed, settings: Settings, stage: str, attempt: int) -> Silence | None:
-    """The silence of an attempt that runs; None where it does not count."""
+    """Return the silence of a running attempt; None if it does not count."""
     told = any((one.name, one.state, one.attempt) == (stage, "Running", attempt) for one in job.status.stages)
     if job.job is None or not told or observed.heard_since is None:
         return None
     seconds = settings.progress_deadline(job.job.spec.run_policy)
-    # What is stored was told by this attempt: the beginning of each takes away what the one before has told.
+    # Stored progress is of this attempt: the start of each attempt removes that of the one before.
     last = observed.progress or job.status.progress
     if not seconds or last is None:
         return None
@@ -65,15 +65,15 @@ def silence(job: JobView, observed: Observed, settings: Settings, stage: str, at
 
 
 def witnesses(pods: Sequence[PodView]) -> tuple[PodView, ...]:
-    """Pods whose logs may show where an attempt hangs: the launcher of an MPIJob has the words of all ranks."""
+    """Return the pods whose logs may show where an attempt hangs: an MPIJob's launcher has the output of all ranks."""
     launchers = [pod for pod in pods if pod.index is None]
     ranked = sorted(pods, key=lambda pod: (pod.index or 0, pod.name))
     return tuple(launchers[:1] or ranked[:MOST_LOGS])
 
 
 def no_progress(quiet: Silence, stage: Stage, pods: Sequence[PodView], processes: int) -> Cause:
-    """The cause; `pods` are those of the attempt, `processes` its ranks. Which rank hangs is told only where there is
-    one: what the others report looks the same whichever it is.
+    """Return the cause; `pods` are those of the attempt, `processes` its ranks. The rank that hangs is named only if
+    there is just one: the reports of the others look the same whichever it is.
     """
     step = _where(quiet.last)
     alone = pods[0] if len(pods) == 1 else None

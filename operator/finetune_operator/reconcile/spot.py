@@ -1,8 +1,8 @@
 """Training on spot nodes: which nodes an attempt gets, how long it may wait for them, and how long it may run.
 
-What has to survive is in the status: the capacity of the attempt, the seconds that earlier attempts ran, and since when
-the time counts. A fallback is no failure: nothing ran, so it is no restart, and the next attempt starts at once. From
-then on the training stays on any nodes until it is suspended, as going back would cost a restart each time.
+The status holds all that has to survive: the capacity of the attempt, the seconds that earlier attempts ran, and since
+when the time counts. A fallback is no failure: nothing ran, so it is no restart, and the next attempt starts at once.
+From then on the training stays on any nodes until it is suspended, as going back would cost a restart each time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from finetune_operator.reconcile.usage import attempt_over
 from finetune_operator.rendering.spot_affinity import first_capacity
 
 WAITING = "WaitingForSpot"
-"""Reason of condition Running, and of the event that tells of it once."""
+"""Reason of condition Running, and of the event that reports it once."""
 _TAKEN_AWAY = frozenset({FailureClass.PREEMPTED, OperatorCause.NODE_LOST})
 
 
 def next_capacity(course: Course, stage: StageStatus) -> Capacity | None:
-    """What the next attempt asks for: spot nodes, unless the training has fallen back and was not suspended since."""
+    """Return the next attempt's capacity: spot, unless the training has fallen back and was not suspended since."""
     wanted, spot = first_capacity(course.spec, Stage(stage.name)), course.status.spot
     # The clock stands still from a suspension to the start of the next attempt.
     fallen_back = stage.capacity == "onDemand" and spot is not None and spot.since is not None
@@ -37,7 +37,7 @@ def next_capacity(course: Course, stage: StageStatus) -> Capacity | None:
 
 
 def words(capacity: Capacity | None) -> str:
-    """` on spot nodes`, to end a sentence with; nothing for jobs that do not ask for any."""
+    """Return ` on spot nodes`, to end a sentence with; an empty text for jobs that do not ask for any."""
     match capacity:
         case "spot":
             return " on spot nodes"
@@ -51,7 +51,7 @@ def words(capacity: Capacity | None) -> str:
 
 
 def clock_started(course: Course, capacity: Capacity | None, at: datetime) -> Course:
-    """An attempt that asks for spot nodes starts: time counts from the first one on, also between attempts."""
+    """Start the clock with the first attempt that asks for spot nodes; it also runs between attempts."""
     spot = course.status.spot or SpotStatus()
     if capacity is None or spot.since is not None:
         return course
@@ -59,7 +59,7 @@ def clock_started(course: Course, capacity: Capacity | None, at: datetime) -> Co
 
 
 def clock_stopped(course: Course) -> Course:
-    """The job is suspended: what had counted until now is kept."""
+    """Stop the clock of a job that is suspended, and keep the time until now."""
     spot = course.status.spot
     if spot is None or spot.since is None:
         return course
@@ -74,13 +74,13 @@ def _waited(course: Course) -> float:
 
 
 def _ran(course: Course, stage: StageStatus) -> float:
-    """Seconds of training up to now, the running attempt's among them."""
+    """Return the seconds of training up to now, including the running attempt."""
     before = 0.0 if course.status.spot is None else course.status.spot.ran_seconds
     return before + (seconds_since(stage.running_since, course.now) if stage.state == "Running" else 0.0)
 
 
 def taken_away(course: Course, stage: StageStatus, cause: Cause) -> Course:
-    """Count an attempt that ended as its spot node was needed elsewhere."""
+    """Count a preemption if the attempt ended because its spot node was taken away."""
     spot = course.status.spot
     if spot is None or stage.capacity != "spot" or cause.cause not in _TAKEN_AWAY:
         return course
@@ -91,9 +91,7 @@ def taken_away(course: Course, stage: StageStatus, cause: Cause) -> Course:
 
 
 def bound_reached(course: Course) -> tuple[Course, Cause | None]:
-    """The cause when spec.spot.maxRunSeconds or maxWaitSeconds is over; else the course that looks again when it will
-    be.
-    """
+    """Return the cause if spec.spot.maxRunSeconds or maxWaitSeconds is over; else wake the job when it will be."""
     stage, spot = course.current, course.status.spot
     if stage is None or spot is None or stage.capacity is None or stage.state == "Suspended":
         return course, None
@@ -141,7 +139,7 @@ def _unavailable(course: Course, pod: PodView, longest: int) -> Cause:
 
 
 def _longest_waiting(stage: StageStatus, pods: Sequence[PodView]) -> PodView | None:
-    """The pod of a spot attempt that has waited longest for a node that takes it."""
+    """Return the pod of a spot attempt that has waited longest for a node."""
     if stage.capacity != "spot":
         return None
     waiting = (pod for pod in pods if pod.phase == "Pending" and pod.unschedulable is not None)
@@ -149,8 +147,8 @@ def _longest_waiting(stage: StageStatus, pods: Sequence[PodView]) -> PodView | N
 
 
 def look_for_nodes(course: Course, stage: StageStatus, pods: Sequence[PodView]) -> tuple[Course, bool]:
-    """Follow a spot attempt whose pods find no node: it waits and says so, or falls back. True: it has fallen back, and
-    there is nothing more to say of it.
+    """Follow a spot attempt whose pods find no node: report the wait, or fall back. True: it has fallen back, and there
+    is nothing else to report.
     """
     pod = _longest_waiting(stage, pods)
     if pod is None:
@@ -163,9 +161,9 @@ def look_for_nodes(course: Course, stage: StageStatus, pods: Sequence[PodView]) 
 
 
 def _fallback_time(course: Course, pod: PodView) -> datetime | None:
-    """When the training falls back; None: it never does.
+    """Return when the training falls back; None: never.
 
-    The settings' limit for pods without a node ends jobs; where there is a way on, it leads there.
+    The settings' limit for pods without a node ends jobs; with a fallback, it leads to that instead.
     """
     spot, limit = course.spec.spot, course.settings.limits.unschedulable_seconds
     if not spot.fallback_to_on_demand:
@@ -180,7 +178,7 @@ def _fallback_time(course: Course, pod: PodView) -> datetime | None:
 
 
 def _prospect(course: Course, fallback: datetime | None) -> str:
-    """What is waited for, and how long."""
+    """Return the sentence on the wait and its end."""
     if fallback is not None:
         return f"at {stamp(fallback)} the training goes to any nodes."
     longest, since = course.spec.spot.max_wait_seconds, moment((course.status.spot or SpotStatus()).since)
@@ -192,7 +190,7 @@ def _prospect(course: Course, fallback: datetime | None) -> str:
 
 
 def _fallen_back(course: Course, stage: StageStatus, pod: PodView) -> Course:
-    """The attempt is stopped; the next one, on any nodes, starts once nothing of it is left."""
+    """Stop the attempt; the next one, on any nodes, starts once nothing of it is left."""
     course = attempt_over(course, stage, course.now)
     stopped = stage.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""The status: phase and conditions, each condition by a function of its own, from the value that a decision ends with.
+"""Status of a job: phase and conditions, each condition by a function of its own, from the result of a decision.
 
 They follow kstatus: `Ready` is True at the end of a success and while an endpoint answers, `Stalled` is True when
 nothing will move without somebody's help, and at most one of `Succeeded` and `Failed` is True. Messages are for people;
@@ -26,9 +26,9 @@ from finetune_operator.reconcile.spot import words
 from finetune_operator.reconcile.status_times import stamp
 
 MESSAGE_LIMIT = 32_768
-"""Of metav1.Condition."""
+"""Limit of metav1.Condition."""
 NO_PROGRESS = "NoProgress"
-"""Reason of the condition Running while an attempt tells nothing new."""
+"""Reason of the condition Running while an attempt reports nothing new."""
 
 _PHASES: Mapping[Stage, Phase] = {
     Stage.PREPARE: "Preparing",
@@ -41,7 +41,7 @@ _PHASES: Mapping[Stage, Phase] = {
 
 @dataclass(frozen=True)
 class Word:
-    """What a condition says."""
+    """Content of a condition."""
 
     status: Literal["True", "False", "Unknown"]
     reason: str
@@ -49,7 +49,7 @@ class Word:
 
 
 def complete(course: Course) -> FineTuneJobStatus:
-    """The status with everything that follows from the rest of it."""
+    """Return the status with all fields that derive from the others."""
     words = {kind: say(course) for kind, say in _CONDITIONS.items()}
     before = {one.type: one for one in course.job.status.conditions}
     conditions = tuple(
@@ -67,7 +67,7 @@ def complete(course: Course) -> FineTuneJobStatus:
 
 
 def _known_progress(course: Course) -> ProgressStatus | None:
-    """Progress as it was told last, without time left for a job that has ended or is suspended."""
+    """Return the progress that was reported last, without time left for a job that has ended or is suspended."""
     told = course.status.progress
     if told is None or (course.end is None and not course.suspended):
         return told
@@ -87,7 +87,7 @@ def _condition(course: Course, kind: ConditionType, word: Word, before: Conditio
 
 
 def phase(course: Course) -> Phase:
-    """Where the job is, in one word."""
+    """Return the job's phase."""
     if course.end is not None:
         return course.end
     if course.suspended:
@@ -102,7 +102,7 @@ def phase(course: Course) -> Phase:
 
 
 def _stage(course: Course) -> Stage | None:
-    """The stage that runs or ran last: of those that have begun, the last."""
+    """Return the last of the stages that have begun."""
     begun = [Stage(stage.name) for stage in course.status.stages if stage.attempt > 0]
     return begun[-1] if begun else None
 
@@ -111,14 +111,14 @@ def _stage(course: Course) -> Stage | None:
 
 
 def accepted(course: Course) -> Word:
-    """Whether the spec can be read and keeps the rules."""
+    """Return condition Accepted: True if the spec can be read and is valid."""
     if course.job.job is None:
         return Word("False", "InvalidSpec", problems_text(course.job.problems))
     return Word("True", "Accepted", "The spec is valid.")
 
 
 def planned(course: Course) -> Word:
-    """Whether there is a plan."""
+    """Return condition Planned: True if there is a plan."""
     if course.refused:
         return Word("False", "PlanRefused", problems_text(course.refused))
     plan = course.status.plan
@@ -137,7 +137,7 @@ def planned(course: Course) -> Word:
 
 
 def admitted(course: Course) -> Word | None:
-    """Whether the queue has let the job run; not there for jobs without a queue."""
+    """Return condition Admitted: True if the queue has let the job run; None for jobs without a queue."""
     if course.job.job is None or course.spec.run_policy.queue is None:
         return None
     current = course.current
@@ -149,7 +149,7 @@ def admitted(course: Course) -> Word | None:
 
 
 def running(course: Course) -> Word:
-    """Whether all pods of the current stage run."""
+    """Return condition Running: True if all pods of the current stage run."""
     if course.end is not None:
         return Word("False", course.end, "The job is over.")
     if course.suspended:
@@ -175,7 +175,7 @@ def _as(stage: StageStatus) -> str:
 
 
 def ready(course: Course) -> Word:
-    """Whether the job has come to its good end, or its endpoint answers."""
+    """Return condition Ready: True if the job has succeeded, or its endpoint answers."""
     match course.end:
         case "Succeeded":
             return Word("True", "Succeeded", "All stages have succeeded.")
@@ -194,7 +194,7 @@ def _progress(course: Course) -> str:
 
 
 def stalled(course: Course) -> Word:
-    """Whether nothing moves until somebody does something."""
+    """Return condition Stalled: True if nothing moves until somebody acts."""
     if course.end == "Failed":
         return Word("True", "Failed", _failure(course))
     if course.job.job is None:
@@ -207,14 +207,14 @@ def stalled(course: Course) -> Word:
 
 
 def succeeded(course: Course) -> Word:
-    """Whether all stages have succeeded."""
+    """Return condition Succeeded: True if all stages have succeeded."""
     if course.end == "Succeeded":
         return Word("True", "Succeeded", "All stages have succeeded.")
     return Word("False", course.end or "InProgress", _progress(course))
 
 
 def failed(course: Course) -> Word:
-    """Whether the job has failed for good."""
+    """Return condition Failed: True if the job has failed for good."""
     if course.end == "Failed":
         failure = course.status.failure
         return Word("True", "Failed" if failure is None else failure.failure_class, _failure(course))
@@ -243,12 +243,12 @@ _CONDITIONS: Mapping[ConditionType, Callable[[Course], Word | None]] = {
 
 
 def condition(status: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
-    """The condition of that type."""
+    """Return the condition of that type."""
     return next((one for one in status.conditions if one.type == kind), None)
 
 
 def ended(status: FineTuneJobStatus) -> Literal["Succeeded", "Failed"] | None:
-    """How the job has ended, as the status says."""
+    """Return how the job has ended, by its status; None if it has not."""
     if status.phase == "Succeeded" or status.phase == "Failed":
         return status.phase
     return None

@@ -1,4 +1,4 @@
-"""Times as the status has them: RFC 3339 in whole seconds, UTC."""
+"""Times in the format of the status: RFC 3339 in whole seconds, UTC."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 
 
 def stamp(time: datetime) -> str:
-    """`2026-01-31T12:00:00Z`, rounded down, so that what waits for it never waits longer than it was told."""
+    """Return the time as `2026-01-31T12:00:00Z`, rounded down, so that a wait is never longer than its limit."""
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def moment(text: str | None) -> datetime | None:
-    """The time; None also for what is no time, as an old status may hold anything."""
+    """Parse a time; None also for text that is no time, as an old status may hold anything."""
     if text is None:
         return None
     try:
@@ -22,11 +22,11 @@ def moment(text: str | None) -> datetime | None:
 
 
 def seconds_since(text: str | None, now: datetime) -> float:
-    """Seconds from that time until now; 0 where there is none, or it lies ahead."""
+    """Return the seconds from that time until now; 0 if there is none, or it lies ahead."""
     began = moment(text)
     return 0.0 if began is None else max(0.0, (now - began).total_seconds())
 
 
 def earliest(*times: datetime | None) -> datetime | None:
-    """The first of those that there are."""
+    """Return the earliest of the times that are given; None if there is none."""
     return min((time for time in times if time is not None), default=None)

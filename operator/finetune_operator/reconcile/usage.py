@@ -1,7 +1,7 @@
-"""What attempts use: since when their pods have nodes, since when they run, and what is counted at their end.
+"""Usage by attempts: since when their pods have nodes, since when they run, and the totals counted at their end.
 
 A pod without a node costs nothing and trains nothing, and on spot capacity it may be without one for hours. The times
-are kept in the status as soon as they are known, as the pods may be gone when the attempt ends.
+are stored in the status as soon as they are known, as the pods may be deleted when the attempt ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from finetune_operator.reconcile.status_times import earliest, seconds_since, st
 
 
 def seen(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:
-    """The stage with the times that its attempt's pods tell of; what is known already stays."""
+    """Return the stage with the times that its attempt's pods report; times that are known already stay."""
     placed = earliest(*(_placed(pod) for pod in pods))
     began = [_began(pod) for pod in pods]
     whole = None if None in began else max((one for one in began if one is not None), default=None)
@@ -34,16 +34,16 @@ def _placed(pod: PodView) -> datetime | None:
 
 
 def _began(pod: PodView) -> datetime | None:
-    """When its container started; one that the runtime could not start tells of the year 1970."""
+    """Return when its container started; one that the runtime could not start reports the year 1970."""
     if pod.began is not None and pod.began >= pod.created:
         return pod.began
     return _placed(pod) if pod.phase == "Running" or pod.ended is not None else None
 
 
 def attempt_over(course: Course, stage: StageStatus, at: datetime) -> Course:
-    """The course when the attempt that `stage` tells of has ended, or is about to be stopped: what it used is counted.
+    """Count the usage of the attempt in `stage`, which has ended or is about to be stopped.
 
-    Counted at ends of attempts only: a figure that grows with the clock would be written for ever.
+    It is counted at ends of attempts only: a figure that grows with the clock would be written for ever.
     """
     stage = seen(stage, course.pods(stage.name, stage.attempt))
     course = course.with_status(cost=cost_after(course.status, course.spec, course.settings, stage, at))

@@ -1,6 +1,6 @@
-"""Why an attempt does not run yet: told at once, and a failure only when it lasts longer than the settings allow.
+"""Reasons that an attempt does not run yet: reported at once, and a failure only beyond the limits in the settings.
 
-A missing image or Secret, or a full cluster, may come right by itself; nobody should have to look at pods to see it.
+A missing image or Secret, or a full cluster, may resolve by itself; nobody should have to look at pods to see it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _HINTS: dict[CauseClass, str] = {
 
 @dataclass(frozen=True)
 class Waits:
-    """An attempt that is not running whole."""
+    """Wait of an attempt whose pods do not all run."""
 
     message: str
     cause: Cause | None = None
-    """When it has lasted too long."""
+    """Cause of the failure if it has lasted too long."""
     until: datetime | None = None
-    """When that will be, or when there will be more to say."""
+    """Time when it will have lasted too long, or when the message changes."""
     blocked_since: datetime | None = None
-    """Since when a container cannot start; a long pull of its image before that does not count."""
+    """Time since which a container cannot start; a long pull of its image before that does not count."""
     idle: bool = True
-    """Whether nothing is done meanwhile."""
+    """True if no work is done meanwhile."""
 
 
 def waits(
     child: ChildView, pods: Sequence[PodView], now: datetime, limits: Limits, blocked_since: datetime | None = None
 ) -> Waits | None:
-    """What the attempt waits for; None when its pods run. `blocked_since`, as it was found the last time."""
+    """Return the wait of the attempt; None if its pods run. `blocked_since` is that of the previous reconcile."""
     name = child.ref.name
     pending = sorted((pod for pod in pods if pod.phase == "Pending"), key=lambda pod: pod.spare)
     if not pods and child.state in ("Pending", "Suspended"):
@@ -75,7 +75,7 @@ def waits(
 
 
 def _without_pods(child: ChildView, now: datetime) -> Waits:
-    """Only events of the child tell why its pods are not created, so that after a while the way to them is shown."""
+    """Return the wait for pods; after a while with the command that shows the child's events, which have the reason."""
     kind, name = child.ref.kind, child.ref.name
     said = f" {child.message}" if child.message else ""
     until = child.created + timedelta(seconds=NO_PODS_SECONDS)

@@ -1,1 +1,1 @@
-"""The operator around the pure layers: what it hears from the API server, and what it does there."""
+"""The operator around the pure layers: its reads from the API server, its writes, and its own servers."""

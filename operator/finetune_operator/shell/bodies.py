@@ -1,4 +1,4 @@
-"""Reads the bodies of requests within bounds: of one body, of the time that it takes, and of all together."""
+"""Read the bodies of requests within limits: on each body, on its time, and on all together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL_BYTES = 64 * 1024
 
 
 class BodyError(Exception):
-    """The body is not taken; the text says why, in our own words."""
+    """The body is refused; the text has the reason, in our own words."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -25,17 +25,17 @@ class Bodies:
     """The bodies that one server reads."""
 
     limit_bytes: int
-    """Of one."""
+    """Limit of one body."""
     seconds: float
-    """From its request on to its end."""
+    """Time limit from the request to the end of its body."""
     large: int = 8
-    """Bodies beyond SMALL_BYTES that are read at a time. One more takes the place of the oldest: a body that is in
-    earnest comes in a moment, and who sends slowly must not keep it out.
+    """Bodies beyond SMALL_BYTES that are read at a time. One more replaces the oldest: an honest body arrives in a
+    moment, and a slow sender must not keep it out.
     """
     _reading: dict[asyncio.Task[object], None] = field(default_factory=dict)
 
     async def read(self, request: web.BaseRequest) -> bytes:
-        """The whole body, also of unknown length. BodyError."""
+        """Return the whole body, also of unknown length. BodyError."""
         if request.content_length is not None and request.content_length > self.limit_bytes:
             raise self._too_long()
         body = bytearray()

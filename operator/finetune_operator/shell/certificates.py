@@ -1,12 +1,12 @@
 """The progress server's certificate, and the authority of our own that signs it.
 
 Pods trust this authority and no other for progress, and it signs nothing but this server: its certificate is in the
-ConfigMap of every attempt. Both replicas serve the same one, from a Secret in the operator's namespace; whoever comes
-first makes it, and the API server decides who that was. The certificate also identifies one replica to the other (it
-may be used by clients), which is how a relayed report is told from one that only says so.
+ConfigMap of every attempt. Both replicas serve the same one, from a Secret in the operator's namespace; the first
+replica creates it, and the API server decides which one that was. The certificate also identifies one replica to the
+other (it may be used by clients), which distinguishes a relayed report from one that only claims to be.
 
-What is in the Secret and cannot be used is replaced, with a warning: running pods then report no progress until their
-next attempt, and nothing else happens to them. Keys appear in no message.
+Unusable content of the Secret is replaced, with a warning: running pods then report no progress until their next
+attempt, and nothing else happens to them. Keys appear in no message.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ SERVICE_NAME = "finetune-operator-progress"
 AUTHORITY_LIFE = timedelta(days=3650)
 LEAF_LIFE = timedelta(days=365)
 RENEW_AT = 2 / 3
-"""Share of a life after which the next one is made."""
+"""Share of a life after which the next certificate is created."""
 LOOK_AGAIN = timedelta(hours=12)
-"""How soon a replica notices that somebody else replaced the Secret; two requests a day."""
+"""Longest time until a replica notices that somebody else replaced the Secret; two requests a day."""
 _CLOCKS_DIFFER = timedelta(minutes=5)
 _TRIES = 5
 """Two replicas that both write settle in two rounds; more rounds mean that somebody else writes all the time."""
 
 
 class UnusableError(ValueError):
-    """Why certificates cannot be used."""
+    """Certificates cannot be used, for the reason in the text."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class Certificates:
     leaf: str
     leaf_key: str = field(repr=False)
     renew_at: datetime
-    """When the next are to be made."""
+    """Time when the next ones are to be created."""
 
     @property
     def valid_until(self) -> datetime:
-        """When clients stop to take the server certificate."""
+        """Time when clients stop accepting the server certificate."""
         return valid_until(self.leaf)
 
 
 def valid_until(pem: str) -> datetime:
-    """The end of the first certificate in a PEM text. Raises ValueError when there is none."""
+    """Return the end of the first certificate in a PEM text. Raises ValueError if there is none."""
     return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc
 
 
 def server_names(namespace: str | None, url: str | None) -> tuple[str, ...]:
-    """Host names and addresses by which the progress server is called."""
+    """Return the host names and addresses under which the progress server is called."""
     service = [SERVICE_NAME]
     if namespace is not None:
         service += [f"{SERVICE_NAME}.{namespace}{end}" for end in ("", ".svc", ".svc.cluster.local")]
@@ -89,7 +89,7 @@ def server_names(namespace: str | None, url: str | None) -> tuple[str, ...]:
 
 
 def make(names: tuple[str, ...], now: datetime) -> Certificates:
-    """A new authority, and a server certificate for `names` by it."""
+    """Create a new authority, and a server certificate for `names` by it."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "finetune-operator authority")])
     authority = (
@@ -104,7 +104,7 @@ def make(names: tuple[str, ...], now: datetime) -> Certificates:
 def _signed(
     authority: x509.Certificate, authority_key: ec.EllipticCurvePrivateKey, names: tuple[str, ...], now: datetime
 ) -> Certificates:
-    """A new server certificate by an authority that there is."""
+    """Create a new server certificate by an existing authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVICE_NAME)])
     life = min(LEAF_LIFE, authority.not_valid_after_utc - now)
@@ -179,8 +179,8 @@ def _renew_at(*certificates: x509.Certificate) -> datetime:
 
 
 def read(data: Mapping[str, str], names: tuple[str, ...], now: datetime) -> tuple[Certificates, bool]:
-    """What the four entries of the Secret hold, and whether the server's part of it was made anew just now because its
-    time had come or a name was missing. Raises UnusableError when even the authority is of no use.
+    """Return the certificates in the four entries of the Secret, and whether the server's was recreated just now
+    because its time had come or a name was missing. Raises UnusableError if even the authority cannot be used.
     """
     authority, authority_key = _pair(data, "ca")
     _within_life("ca.crt", authority, now)
@@ -206,7 +206,7 @@ def _pair(data: Mapping[str, str], name: str) -> tuple[x509.Certificate, ec.Elli
     try:
         key = serialization.load_pem_private_key(data[f"{name}.key"].encode(), None)
     except (KeyError, ValueError, TypeError):
-        # Without the library's error, which might show what it could not read.
+        # Without the library's error, which might show the text that it could not read.
         raise UnusableError(f"{name}.key: no private key in PEM") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise UnusableError(f"{name}.key: not the key of {name}.crt")
@@ -240,18 +240,18 @@ def _good_leaf(leaf: x509.Certificate, authority: x509.Certificate, names: tuple
 
 
 class SecretStore(Protocol):
-    """The Secrets of the operator's namespace. Other failures than the ones told here are raised."""
+    """Secrets of the operator's namespace. Failures other than those in the results are raised."""
 
     async def read_secret(self, namespace: str, name: str) -> Manifest | None:
-        """None: there is none of that name."""
+        """Return the Secret; None: there is none of that name."""
         ...
 
     async def create_secret(self, namespace: str, secret: Manifest) -> bool:
-        """False: there is one of that name already."""
+        """Create the Secret; False: there is one of that name already."""
         ...
 
     async def replace_secret(self, namespace: str, secret: Manifest) -> bool:
-        """False: it has changed, or is gone, since it was read."""
+        """Replace the Secret; False: it has changed, or was deleted, since it was read."""
         ...
 
 
@@ -275,8 +275,8 @@ class CertificateKeeper:
         self._in_memory: Certificates | None = None
 
     async def load(self) -> Certificates:
-        """Certificates to serve with until `renew_at`. Raises what the store raises, and UnusableError when somebody
-        else replaces them all the time.
+        """Return certificates to serve with until `renew_at`. Raises the errors of the store, and UnusableError if
+        somebody else replaces them all the time.
         """
         if self._secrets is None or self._namespace is None:
             now = self._clock()
@@ -294,7 +294,7 @@ class CertificateKeeper:
         )
 
     async def _agreed(self, secrets: SecretStore, namespace: str) -> Certificates | None:
-        """What all replicas see; None: another one was faster, look again."""
+        """Return the certificates that all replicas see; None: another one was faster, look again."""
         now = self._clock()
         there = await secrets.read_secret(namespace, SECRET_NAME)
         if there is None:
@@ -338,7 +338,7 @@ def _data(certificates: Certificates) -> dict[str, JsonValue]:
 
 
 def _decoded(secret: Manifest) -> dict[str, str]:
-    """The entries as text; one that is none is left out, as if it were not there."""
+    """Return the entries as text; one that is no text is left out, as if it did not exist."""
     data, found = secret.get("data"), {}
     for name, value in data.items() if isinstance(data, dict) else ():
         with contextlib.suppress(binascii.Error, UnicodeDecodeError):
@@ -350,8 +350,8 @@ def _decoded(secret: Manifest) -> dict[str, str]:
 
 
 class TlsContexts:
-    """What a server and the replicas' relay speak TLS with. New certificates are taken over while both are in use:
-    connections that are open stay, new ones get the new certificate.
+    """TLS contexts of the servers and of the replicas' relay. New certificates are taken over while they are in use:
+    open connections stay, new ones get the new certificate.
     """
 
     def __init__(self, certificates: Certificates) -> None:
@@ -362,7 +362,7 @@ class TlsContexts:
         self.relay = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self.relay.minimum_version = ssl.TLSVersion.TLSv1_2
         self.webhook = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        """Apart from `server`: other clients show it other certificates."""
+        """Separate from `server`: other clients show it other certificates."""
         self.webhook.minimum_version = ssl.TLSVersion.TLSv1_2
         self.take(certificates)
 

@@ -1,7 +1,7 @@
 """The time of the API server, by the `Date` of its answers.
 
-Objects carry times of the control plane: when a child ended, when a pod has to be gone. They are compared with `now`;
-where the clock of this process differs, a time to wait would be over at once, or never.
+Objects carry times of the control plane, such as a child's end or the end of a pod's grace period. They are compared
+with `now`; if the clock of this process differs, a wait would be over at once, or never.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from email.utils import parsedate_to_datetime
 log = logging.getLogger(__name__)
 
 SMALLEST = timedelta(seconds=2)
-"""Differences below it are taken for none: `Date` has whole seconds, and an answer takes a moment."""
+"""Smaller differences count as none: `Date` has whole seconds, and an answer takes a moment."""
 TOLD = timedelta(seconds=5)
-"""From this difference on the log tells it."""
+"""Smallest difference that is logged."""
 QUICK = timedelta(seconds=1)
-"""Answers that took longer do not say when they were written."""
+"""Answers that took longer do not show when they were written."""
 
 
 def local_now() -> datetime:

@@ -1,6 +1,6 @@
 """The `finetune-operator` command.
 
-Exit codes: 0 after an orderly end; 1 when there is no cluster to be had; 2 for a call or a settings file that is wrong.
+Exit codes: 0 after an orderly end; 1 when no cluster can be used; 2 for a wrong call or a wrong settings file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ app = typer.Typer(
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Run the console script."""
     app(prog_name="finetune-operator")
     sys.exit(0)
 
@@ -155,7 +155,7 @@ def _webhook_options(
     clients: Path | None,
     client_names: tuple[str, ...],
 ) -> WebhookOptions | None:
-    """Return how the webhook is served; None: no port was given, so there is none."""
+    """Return the options of the webhook; None: no port was given, so there is none."""
     from finetune_operator.shell.webhook import WebhookOptions
 
     if port is None and any((configuration, certificate, clients, client_names)):
@@ -189,10 +189,10 @@ def _fail(why: str, error: Exception) -> NoReturn:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formatter of one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record with the names that log collectors know."""
+        """Return the record with the names that log collectors know."""
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -205,7 +205,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 QUIET: Sequence[tuple[str, int]] = (
-    # Told of every try; what it means for us is told by kube.py and leader.py.
+    # It logs every try; kube.py and leader.py log the consequences for us.
     ("kubernetes", logging.ERROR),
     ("aiohttp", logging.WARNING),
     ("asyncio", logging.WARNING),

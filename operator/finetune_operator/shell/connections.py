@@ -1,4 +1,4 @@
-"""Connections that answer in our own words, and log so: aiohttp's own answers and log lines repeat what was sent."""
+"""Connections whose answers and logs hold our own text only: aiohttp's own repeat parts of the request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiohttp import web
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 2.0
-"""How long the rest of a body is read and dropped after its answer: a client that still writes would not see it."""
+"""Time for reading and dropping the rest of a body after its answer: a client that still writes would not see it."""
 
 
 class Connection(web.RequestHandler):
@@ -25,8 +25,8 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the answer to what is not HTTP, or what a fault of ours kept from being handled. Raise ConnectionError
-        when an answer was begun before.
+        """Return the answer to input that is not HTTP, or that a bug kept from being handled. Raise ConnectionError if
+        an answer was begun before.
         """
         if isinstance(exc, ConnectionError):
             log.debug("a client went before its answer")
@@ -42,7 +42,7 @@ class Connection(web.RequestHandler):
         return answer
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log that a connection broke; the text of the error might hold what was sent."""
+        """Log that a connection broke; the text of the error might hold parts of the request."""
         log.warning("a connection broke: %s", type(kw.get("exc_info")).__name__)
 
 

@@ -1,7 +1,7 @@
-"""Which launchers the API server serves.
+"""Launchers that the API server serves.
 
-Asked again when a job has to be planned, but not more often than every few seconds, so that a training operator which
-is installed later is used without a restart. No right is needed for it.
+They are read again when a job has to be planned, at most every few seconds, so that a training operator that is
+installed later is used without a restart. No right is needed for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FRESH_SECONDS = 10.0
 
 
 class Discovery:
-    """The answer that was given last."""
+    """Latest answer of the API server."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -28,24 +28,24 @@ class Discovery:
         self._asking = asyncio.Lock()
         self.served = BUILT_IN
         self.kserve = False
-        """Whether InferenceServices are served."""
+        """True if InferenceServices are served."""
         self.changed = asyncio.Event()
-        """Set when other kinds are served than before; for one listener, who clears it."""
+        """Set when the served kinds change; for one listener, which clears it."""
 
     @property
     def resources(self) -> tuple[Resource, ...]:
-        """The kinds that attempts can be of, and what runs servers."""
+        """Kinds that attempts can have, and kinds that run servers."""
         launchers = (LAUNCHER_RESOURCES[launcher] for launcher in self.served)
-        # An InferenceService is known before the Deployment that KServe makes of it.
+        # An InferenceService is known before the Deployment that KServe creates for it.
         return *launchers, *((INFERENCE_SERVICE,) if self.kserve else ()), DEPLOYMENT
 
     async def served_now(self) -> tuple[LauncherName, ...]:
-        """The fresh answer. ApiError."""
+        """Return a fresh answer. ApiError."""
         await self.refresh()
         return self.served
 
     async def refresh(self) -> None:
-        """Ask, unless the answer is fresh."""
+        """Ask the API server, unless the answer is fresh."""
         async with self._asking:
             if time.monotonic() < self._asked + FRESH_SECONDS:
                 return
@@ -60,5 +60,5 @@ class Discovery:
             self._asked = time.monotonic()
 
     def outdated(self) -> None:
-        """An object of such a kind was refused: ask again at the next occasion."""
+        """Discard the answer: an object of such a kind was refused."""
         self._asked = float("-inf")

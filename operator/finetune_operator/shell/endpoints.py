@@ -1,9 +1,9 @@
-"""What the operator serves beside its work: probes and metrics over plain HTTP, and the progress server.
+"""Serve probes and metrics over plain HTTP.
 
-/healthz fails when something that has to run for ever has ended, or when the event loop came round more than a minute
-too late: the kubelet then starts the operator anew, which loses nothing. /readyz tells that all objects are known; a
-replica that stands by is ready too. Neither shows anything about jobs. The port is open to many: connections are few at
-a time (listening.py), so that the kubelet is heard whoever else calls.
+/healthz fails when a task that has to run for ever has ended, or when the event loop was more than a minute late: the
+kubelet then restarts the operator, which loses nothing. /readyz succeeds once all objects are known; a stand-by is
+ready too. Neither shows anything about jobs. The port is open to many: connections are limited (listening.py), so that
+the kubelet is served whoever else calls.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(Protocol):
-    """How the operator is, in words."""
+    """Health of the operator, as messages."""
 
     def faults(self) -> Sequence[str]:
-        """What has ended that has to run for ever; empty: nothing."""
+        """Return messages on tasks that have ended and have to run for ever; empty: none."""
         ...
 
     def missing(self) -> Sequence[str]:
-        """What is not there yet before jobs can be looked after; empty: nothing."""
+        """Return messages on state that is still missing before jobs can be reconciled; empty: none."""
         ...
 
 
 class Heartbeat:
-    """Measures how late the event loop wakes up what wants to run."""
+    """Measures how late the event loop wakes up tasks."""
 
     def __init__(self, tell: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._tell = tell
@@ -49,11 +49,11 @@ class Heartbeat:
         self._last = clock()
 
     def lag(self) -> float:
-        """Seconds by which the next beat is late already."""
+        """Return the seconds by which the next beat is late already."""
         return max(0.0, self._clock() - self._last - BEAT_SECONDS)
 
     async def run(self) -> None:
-        """Beats until it is cancelled."""
+        """Beat until it is cancelled."""
         self._last = self._clock()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
@@ -74,7 +74,7 @@ class Endpoints:
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self, host: str | None = None, port: int = HTTP_PORT) -> int:
-        """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0."""
+        """Listen on `host` (None: all addresses); return the port, which is chosen if `port` is 0."""
         self._beating = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
         pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics_page}
         routes = {(method, path): page for path, page in pages.items() for method in ("GET", "HEAD")}
@@ -82,7 +82,7 @@ class Endpoints:
         return await self._site.start(host, port)
 
     async def stop(self) -> None:
-        """Also after a start that failed."""
+        """Stop, also after a start that failed."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait([self._beating])

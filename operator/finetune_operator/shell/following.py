@@ -1,7 +1,7 @@
-"""Follows jobs, what runs their attempts, and their pods: a list, and then a watch from the list's version on.
+"""Follow jobs, the objects that run their attempts, and their pods: a list, and then a watch from its version on.
 
-One reader for all kinds. Whatever anybody stores is cut to bounds before it is parsed (kubernetes_api/client.py); a
-watch that breaks goes on where it ended; and what ends with a fault of ours ends the whole task, which /healthz tells.
+One reader for all kinds. Objects are cut to bounds before they are parsed (kubernetes_api/client.py); a broken watch
+resumes where it ended; and a bug ends the whole task, which /healthz reports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune_operator.shell.sync import Turn, read_all, take
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 1.0
-"""Before a watch that broke is begun again, give or take a half: many would otherwise come back at once."""
+"""Delay before a broken watch is resumed, give or take a half: many would otherwise come back at once."""
 
 
 class Followers:
@@ -34,7 +34,7 @@ class Followers:
         self._discovery = discovery
 
     async def run(self) -> None:
-        """Follow, for ever. A follower that ends with an error is a fault, and ends them all."""
+        """Follow, for ever. A follower that ends with an error is a bug, and ends them all."""
         following: set[tuple[Resource, str | None]] = set()
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -56,7 +56,7 @@ class _Follower:
         self._resource = resource
         self._namespace = namespace
         self._version: int | None = None
-        """Where the next watch begins; None: nothing is known, so that a list comes first."""
+        """Version at which the next watch begins; None: not known, so that a list comes first."""
 
     async def run(self) -> None:
         while True:
@@ -66,12 +66,12 @@ class _Follower:
                 began = time.monotonic()
                 await self._watch(self._version)
                 if time.monotonic() > began + AGAIN_SECONDS:
-                    # The server ends a watch in order now and then. A pod that is made meanwhile may report at once.
+                    # The server ends a watch in order now and then. A pod that is created meanwhile may report at once.
                     continue
             except TimeoutError:
                 log.debug("following %s is begun again: the API server was away", self._resource.plural)
             except GoneError:
-                # The server has forgotten what happened since: after a restart, or a long silence.
+                # The server has dropped the events since: after a restart, or a long silence.
                 self._version = None
                 self._state.measurements.resynced("relist")
                 continue
@@ -80,7 +80,7 @@ class _Follower:
             await asyncio.sleep(AGAIN_SECONDS * (0.5 + random.random()))
 
     async def _watch(self, version: int) -> None:
-        """Until the watch ends. TimeoutError after an outage of the API server."""
+        """Store events until the watch ends. TimeoutError after an outage of the API server."""
         labels = None if self._resource is FINETUNE_JOB else JOB_LABEL
         events = self._state.kube.watch(self._resource, version, self._namespace, labels)
         async with self._state.kube.outage.until_end(), aclosing(events):

@@ -1,7 +1,7 @@
-"""Judges jobs away from the event loop: probes and reports are answered while a large job is looked through.
+"""Validate jobs off the event loop: probes and reports are answered while a large job is validated.
 
-Validation takes time linear in what a job holds, which is bounded (api/problems.py). The time limit is for faults of
-ours: a job that takes longer is refused with that reason, and the others are judged by other threads.
+Validation takes time linear in the size of a job, which is bounded (api/problems.py). The time limit is for bugs: a job
+that takes longer is refused with that reason, and the others are validated by other threads.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 THREADS = 2
 LIMIT_SECONDS = 30.0
-"""A hundred times what the worst job within the bounds takes."""
+"""A hundred times the duration of the worst job within the bounds."""
 
 
 class TooSlowError(Exception):
-    """A job could not be judged in time."""
+    """A job could not be validated in time."""
 
 
 class Judge:
@@ -41,7 +41,7 @@ class Judge:
         self._limit = limit_seconds
         self._threads = _threads()
         self._free = asyncio.Semaphore(THREADS)
-        """So that what is handed to a thread begins at once, and its time with it."""
+        """Ensures that a thread begins its work at once, so that its time limit starts with it."""
 
     async def view(self, raw: Manifest, before: JobView | None) -> JobView:
         """Return the job as `observed.job_view` does."""
@@ -55,7 +55,7 @@ class Judge:
             if done:
                 return await task
             if threads is self._threads:
-                # One of its threads hangs; the other finishes what it has.
+                # One of its threads hangs; the other finishes its work.
                 self._threads = _threads()
                 threads.shutdown(wait=False)
         log.error("a FineTuneJob could not be judged within %g s: it is refused", self._limit)
@@ -65,7 +65,7 @@ class Judge:
         raise TooSlowError(f"it took longer than {self._limit:g} s")
 
     def close(self) -> None:
-        """Judge no more."""
+        """Validate no more jobs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,6 +1,6 @@
-"""The API server as the operator uses it: statuses, events, ends of logs, what is served, and whether it is away.
+"""The API server as the operator uses it: statuses, events, log tails, served kinds, and outages.
 
-What is used, and so what the Roles in manifests/operator grant:
+Requests in use, which are those that the Roles in manifests/operator grant:
 
 | group | resource | verbs | where | for |
 |---|---|---|---|---|
@@ -63,21 +63,21 @@ from finetune_operator.shell.clock import ClusterClock
 log = logging.getLogger(__name__)
 
 APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
-"""With a parameter: the client library would write a body of the bare type itself, by json.dumps."""
+"""Content type with a parameter: the client library would write a body of the bare type itself, by json.dumps."""
 LOG_SECONDS = 10.0
 LOG_LINES = 60
 LOG_BYTES = 256 * 1024
-"""Of those lines. The kubelet cuts them at their end, so that this has to hold them all."""
+"""Maximum size of those lines. The kubelet cuts them at their end, so that this has to hold them all."""
 EVENT_MESSAGE = 1024
 """Longest message of a core/v1 Event that the API server takes, in bytes."""
 ISSUER_PATH = "/.well-known/openid-configuration"
 KEYS_PATH = "/openid/v1/jwks"
-"""Of the API server itself. `jwks_uri` of the former may name another server, which is none of ours to ask."""
+"""Paths on the API server itself. `jwks_uri` of the former may name another server, which is not ours to ask."""
 
 
 @dataclass
 class Outage:
-    """Whether the API server was away, so that everything has to be read again once it is back."""
+    """Outage of the API server, after whose end everything has to be read again."""
 
     down: bool = False
     on_end: Callable[[], None] | None = None
@@ -85,8 +85,8 @@ class Outage:
 
     @asynccontextmanager
     async def until_end(self) -> AsyncIterator[None]:
-        """TimeoutError when an outage ends meanwhile: what was open then may hang on a server that is gone, which a
-        connection does not tell by itself.
+        """Raise TimeoutError when an outage ends meanwhile: a connection that was open then may hang on a server that
+        is gone, which it does not notice by itself.
         """
         async with asyncio.timeout(None) as limit:
             self._waiting.add(limit)
@@ -96,13 +96,13 @@ class Outage:
                 self._waiting.discard(limit)
 
     def failed(self) -> None:
-        """A request had no answer."""
+        """Note that a request had no answer."""
         if not self.down:
             log.warning("the API server does not answer")
         self.down = True
 
     def answered(self) -> None:
-        """A request had an answer."""
+        """Note that a request had an answer."""
         if self.down:
             self.down = False
             log.info("the API server answers again")
@@ -114,7 +114,7 @@ class Outage:
 
 
 class RequestCounter(Protocol):
-    """What is told of every request."""
+    """Counter of all requests."""
 
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
         """See `state.Measurements`."""
@@ -130,8 +130,8 @@ class Kube(KubernetesClient):
     clock: ClusterClock = field(default_factory=ClusterClock)
 
     async def pod_log(self, namespace: str, name: str, container: str) -> str:
-        """The last lines of a container's log, whole; empty when there is none to be had: the node may be the very
-        thing that broke.
+        """Return the last lines of a container's log, whole; empty if none can be read: the node itself may have
+        failed.
         """
         query = {"container": container, "tailLines": str(LOG_LINES), "limitBytes": str(LOG_BYTES)}
         path = POD.path(namespace, name, "log")
@@ -143,7 +143,7 @@ class Kube(KubernetesClient):
         return body.decode("utf-8", "replace")
 
     async def served_launchers(self) -> tuple[LauncherName, ...]:
-        """Launchers whose kinds the API server serves."""
+        """Return the launchers whose kinds the API server serves."""
         served: list[LauncherName] = []
         for launcher, resource in LAUNCHER_RESOURCES.items():
             if launcher in BUILT_IN or await self.serves(resource):
@@ -151,8 +151,8 @@ class Kube(KubernetesClient):
         return tuple(served)
 
     async def token_issuer(self) -> tuple[Manifest, Manifest]:
-        """Who signs the tokens of service accounts, as OpenID Connect's discovery tells it, and their public keys, a
-        JSON web key set. ForbiddenError where somebody took the right from service accounts; NotFoundError where the
+        """Return the issuer of service accounts' tokens, as OpenID Connect's discovery describes it, and its public
+        keys, a JSON web key set. ForbiddenError if somebody took the right from service accounts; NotFoundError if the
         API server's issuer is no https URL, as it then publishes neither.
         """
         return await self.document(ISSUER_PATH, OPENID), await self.document(KEYS_PATH, OPENID)
@@ -160,8 +160,8 @@ class Kube(KubernetesClient):
     async def apply_status(
         self, namespace: str, name: str, uid: str, version: str, status: Mapping[str, JsonValue]
     ) -> Manifest:
-        """Make this the whole of what we say in the job's status; gives the job as it is stored. ConflictError when the
-        job is no longer at `version`, NotFoundError when it is gone.
+        """Apply this as all of our part of the job's status; return the job as stored. ConflictError if the job is no
+        longer at `version`, NotFoundError if it is deleted.
         """
         body: Manifest = {
             "apiVersion": FINETUNE_JOB.api_version,
@@ -174,8 +174,8 @@ class Kube(KubernetesClient):
         return await self._json(Request("patch", path, counted, query, as_yaml(body), APPLY_PATCH))
 
     async def apply(self, manifest: Manifest, namespace: str, uid: str | None) -> Manifest:
-        """Create an object or make it what `manifest` says, and return it as it is stored. With `uid`, ConflictError
-        for another object of that name; without, ConflictError where somebody has made one meanwhile.
+        """Create an object or change it to `manifest`, and return it as it is stored. With `uid`, ConflictError for
+        another object of that name; without, ConflictError if somebody has created one meanwhile.
         """
         resource = resource_of(str(manifest["apiVersion"]), str(manifest["kind"]))
         metadata = manifest["metadata"]
@@ -188,7 +188,7 @@ class Kube(KubernetesClient):
     async def create_event(
         self, involved: Mapping[str, JsonValue], kind: str, reason: str, message: str, salt: str = ""
     ) -> None:
-        """One event about an object; the same event with the same `salt` is told once only."""
+        """Create one event about an object; the same event with the same `salt` is created only once."""
         namespace, name = str(involved["namespace"]), str(involved["name"])
         digest = hashlib.sha256("\0".join((str(involved.get("uid")), kind, reason, message, salt)).encode())
         now = stamp(datetime.now(UTC))
@@ -210,7 +210,7 @@ class Kube(KubernetesClient):
         except AlreadyExistsError:
             log.debug("%s/%s: event %s was told already", namespace, name, reason)
 
-    # ----------------------------------------------------------------------------------- what becomes of requests
+    # --------------------------------------------------------------------------------------- outcomes of requests
 
     def _responded(self, date: str | None, sent: datetime) -> None:
         self.clock.answered(date, sent)
@@ -230,10 +230,10 @@ _ESCAPE = re.compile(r"\\(?:u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|u(d[89a-
 
 
 def as_yaml(value: Manifest) -> str:
-    """JSON that is YAML too, which is what a server-side apply is read as.
+    """Return JSON that is YAML too, as which a server-side apply is read.
 
-    JSON writes a character beyond U+FFFF, as an emoji in a log, as two escapes, and YAML refuses either of them; so
-    it stands there as it is. All other escapes are the same in both. A half of such a pair is no character anywhere.
+    JSON writes a character beyond U+FFFF, as an emoji in a log, as two escapes, and YAML refuses either of them; so it
+    is written as it is. All other escapes are the same in both. A half of such a pair is no character anywhere.
     """
 
     def character(escape: re.Match[str]) -> str:

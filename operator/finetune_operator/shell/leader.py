@@ -1,10 +1,10 @@
-"""Which replica acts: the one that holds the Lease `finetune-operator`.
+"""Leader election: the replica that holds the Lease `finetune-operator` acts.
 
-A Lease excludes: of two replicas that do not hear of each other, one acts. The loser stops acting and stands for
-election again; it keeps its view of the cluster, and so takes over at once.
+A Lease excludes: of two replicas that cannot reach each other, one acts. The loser stops acting and stands for election
+again; it keeps its view of the cluster, and so takes over at once.
 
-Whoever cannot renew stops before the Lease ends, by its own clock and whatever its requests are doing. Should a write
-still be under way then, no harm comes of it: every write names what it was computed from (see reconciler.py).
+A replica that cannot renew stops before the Lease ends, by its own clock and whatever its requests are doing. A write
+that is still under way then does no harm: every write names the version that it was computed from (see reconciler.py).
 
 The stand-by relays progress to the address that is in the holder's name.
 """
@@ -43,19 +43,19 @@ LEASE_SECONDS = 15
 RENEW_SECONDS = 12.0
 """Without a renewal for this long, the leader stops acting: before the Lease ends."""
 RETRY_SECONDS = 2.0
-"""Between two renewals (two requests each), and between two looks of the stand-by (one)."""
+"""Interval between two renewals (two requests each), and between two checks of the stand-by (one)."""
 REQUEST_SECONDS = 5.0
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def identity() -> str:
-    """Name and IP address of this pod; outside of a cluster, host and process."""
+    """Return name and IP address of this pod; outside of a cluster, host and process."""
     name = os.environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}"
     return f"{name}_{os.environ.get('POD_IP', '')}"
 
 
 def address_in(holder: str | None) -> str | None:
-    """The IP address in a holder's identity, if there is one."""
+    """Return the IP address in a holder's identity, if there is one."""
     written = (holder or "").rpartition("_")[2]
     with suppress(ValueError):
         return str(ipaddress.ip_address(written))
@@ -63,14 +63,14 @@ def address_in(holder: str | None) -> str | None:
 
 
 def own_namespace() -> str | None:
-    """The namespace of the pod that this is; None outside of a cluster."""
+    """Return the namespace of this pod; None outside of a cluster."""
     if namespace := os.environ.get("POD_NAMESPACE"):
         return namespace
     return NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.is_file() else None
 
 
 class LeaseLock(BaseLock):
-    """The Lease, as the library's election wants it: answers, never errors. A network that is away must not end the
+    """Lock on the Lease for the library's election: it returns answers, never errors. A network outage must not end the
     election. (The library's own lock for Leases fails at every create in kubernetes 37.)
     """
 
@@ -81,7 +81,7 @@ class LeaseLock(BaseLock):
         self._lease: Manifest | None = None
 
     async def get(self, name: str, namespace: str) -> Any:
-        """True and the record, or False and the reason."""
+        """Return True and the record, or False and the reason."""
         try:
             self._lease = await self._within(self._kube.get(LEASE, namespace, name))
         except ApiError as error:
@@ -91,20 +91,20 @@ class LeaseLock(BaseLock):
         return True, _record(_spec(self._lease))
 
     async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
-        """Whether the Lease is ours now."""
+        """Create the Lease; return whether it is ours now."""
         metadata: dict[str, JsonValue] = {"name": name, "namespace": namespace}
         lease: Manifest = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata}
         return await self._taken(self._kube.create({**lease, "spec": self._held(None)}, namespace))
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
-        """Whether the Lease is ours still, or now; False also when somebody was faster."""
+        """Renew or take the Lease; return whether it is ours now, False also if somebody was faster."""
         if self._lease is None:
             return False
         lease = {**self._lease, "spec": self._held(_spec(self._lease))}
         return await self._taken(self._kube.replace(lease, namespace, name))
 
     async def give_back(self) -> None:
-        """Let the next one have it at once. ApiError."""
+        """Release the Lease, so that the next replica has it at once. ApiError."""
         lease = await self._within(self._kube.get(LEASE, self.namespace, LEASE_NAME))
         spec = _spec(lease)
         if spec.get("holderIdentity") == self.identity:
@@ -145,7 +145,7 @@ def _spec(lease: Manifest) -> Mapping[str, JsonValue]:
 
 
 def _record(spec: Mapping[str, JsonValue]) -> LeaderElectionRecord:
-    """What is empty is None: a Lease without a holder is free."""
+    """Return the record of a Lease. Empty fields are None: a Lease without a holder is free."""
     names = ("holderIdentity", "leaseDurationSeconds", "acquireTime", "renewTime")
     return LeaderElectionRecord(*(str(spec[name]) if spec.get(name) else None for name in names))
 
@@ -170,13 +170,13 @@ class Leader:
         self._fence: asyncio.TimerHandle | None = None
         self._taking_over: asyncio.Task[None] | None = None
         self._holding = False
-        """Whether the election says that the Lease is ours."""
+        """True while the election reports that the Lease is ours."""
         self._election: LeaderElection | None = None
-        # It tells every failed try with a trace; what it means is told here.
+        # The library logs every failed try with a trace; the consequences are logged here.
         logging.getLogger("kubernetes.aio.leaderelection").setLevel(logging.CRITICAL)
 
     def leader_address(self) -> str | None:
-        """IP address of the one that leads, as far as it is known."""
+        """Return the IP address of the leader, as far as it is known."""
         record = None if self._election is None else self._election.observed_record
         return None if record is None else address_in(record.holder_identity)
 
@@ -189,7 +189,7 @@ class Leader:
             await self._election.run()
 
     async def stop(self) -> None:
-        """Act no more and give the Lease back."""
+        """Stop acting and release the Lease."""
         self._stop_acting()
         try:
             await self._lock.give_back()
@@ -197,7 +197,7 @@ class Leader:
             log.info("the lease was not given back, and ends by itself: %s", error)
 
     async def _won(self) -> None:
-        """Called when the Lease became ours; cancelled when it is lost."""
+        """Act while the Lease is ours: called when it is won, cancelled when it is lost."""
         self._holding = True
         self._begin_to_act()
         try:
@@ -227,7 +227,7 @@ class Leader:
             self._begin()
 
     def _renewed(self, asked_at: float) -> None:
-        """The Lease is ours for a while, counted from before the request was sent."""
+        """Note that the Lease is ours for a while, counted from before the request was sent."""
         if self._fence is not None:
             self._fence.cancel()
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""Accepts connections within bounds, from the moment of accept on: before a TLS handshake, and before a request.
+"""Accept connections within limits, from the moment of accept on: before a TLS handshake, and before a request.
 
-A listener has so many connections at a time. One more takes the place of the oldest one of the address that has most
-of them: who opens many and says nothing loses them, and who comes to say one thing is heard, also when it shares its
-address with the other (pods behind one that masquerades do). A connection with a certificate of ours is not taken away
+A listener has a maximum of connections at a time. One more replaces the oldest one of the address that has most of
+them: a client that opens many and sends nothing loses them, and one that sends a single request is served, also when
+they share an address (as pods behind one that masquerades do). A connection with a certificate of ours is never evicted
 for others. Each has a bounded life.
 
 An IPv6 address counts with its /64, all of which one machine may have.
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 256
 SHUTDOWN_SECONDS = 2.0
-"""For the end of TLS."""
+"""Limit for the end of TLS."""
 AGAIN_SECONDS = 0.5
-"""Before the next try when nothing can be accepted, as for want of file descriptors."""
+"""Delay before the next try when nothing can be accepted, as for want of file descriptors."""
 TELL_SECONDS = 60.0
-"""Between two words in the log about connections that had to go."""
+"""Interval between two log lines about evicted connections."""
 _NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many connections there are at a time, and for how long."""
+    """Limits on the number of connections at a time, and on their life."""
 
     connections: int
     """asyncio's TLS takes about 300 KiB for each."""
@@ -58,9 +58,9 @@ class Listener:
         refused: Callable[[str], None] = lambda why: None,
         trusted: Callable[[asyncio.BaseTransport], bool] | None = None,
     ) -> None:
-        """`handler` makes the protocol of each connection; `dropped` is told when one had to go for another; `refused`
-        is told why a client's certificate was not accepted; `trusted` says whether a connection is not to be taken away
-        for others (None: each one with a verified certificate).
+        """`handler` creates the protocol of each connection; `dropped` is called when one is evicted for another;
+        `refused` is called with the reason that a client's certificate was not accepted; `trusted` returns whether a
+        connection must not be evicted for others (None: each one with a verified certificate).
         """
         self._name = name
         self._handler = handler
@@ -80,8 +80,8 @@ class Listener:
         self._untold = 0
 
     async def start(self, host: str | None, port: int) -> int:
-        """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0. OSError when it is
-        taken.
+        """Listen on `host` (None: all addresses); return the port, which is chosen if `port` is 0. OSError if it is in
+        use.
         """
         self._sockets = await asyncio.to_thread(_listening, host, port)
         self._accepting = [
@@ -91,7 +91,7 @@ class Listener:
         return chosen
 
     async def stop(self) -> None:
-        """Accept no more; what is open stays, and is the handler's."""
+        """Accept no more; open connections stay, and are the handler's."""
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
@@ -100,7 +100,7 @@ class Listener:
         self._accepting, self._sockets = [], []
 
     def close(self) -> None:
-        """End what is still open."""
+        """End the connections that are still open."""
         for connection in [*self._known, *(one for these in self._of_address.values() for one in these)]:
             connection.drop()
 
@@ -108,7 +108,7 @@ class Listener:
         return len(self._known) + sum(map(len, self._of_address.values()))
 
     def renew(self, transport: asyncio.BaseTransport | None) -> None:
-        """A request came to its end: the connection counts as new, for the next one."""
+        """Count the connection as new after a request, for the next one."""
         connection = None if transport is None else self._by_transport.get(transport)
         if connection is not None:
             if connection not in self._known:
@@ -119,7 +119,7 @@ class Listener:
     # -------------------------------------------------------------------------------------------- of each connection
 
     def opened(self, connection: _Connection, transport: asyncio.BaseTransport) -> None:
-        """Its handler is about to hear of it."""
+        """Register the connection before its handler gets it."""
         self._by_transport[transport] = connection
         if self._trusted(transport):
             # TLS has verified its certificate: another replica, or the API server.
@@ -127,7 +127,7 @@ class Listener:
             self._known.add(connection)
 
     def closed(self, connection: _Connection) -> None:
-        """It counts no longer."""
+        """Count the connection no longer."""
         if connection.transport is not None:
             self._by_transport.pop(connection.transport, None)
         self._forget(connection)
@@ -148,7 +148,7 @@ class Listener:
                 log.warning("%s: no connection can be accepted: %s", self._name, error)
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
-            # Accepting what waits already gives nobody else a turn.
+            # Accepting connections that wait already never yields to other tasks.
             await asyncio.sleep(0)
             address = network_of(str(peer[0]))
             if len(self) >= self._bounds.connections and not self._made_room():
@@ -160,7 +160,7 @@ class Listener:
             connection.opening = asyncio.create_task(self._open(connection, accepted), name=f"opening for {self._name}")
 
     def _made_room(self) -> bool:
-        """Whether one has gone for another; otherwise the new one has to."""
+        """Evict a connection for a new one; return whether there was one, else the new one is closed."""
         self._dropped()
         self._tell()
         if not self._of_address:
@@ -188,7 +188,7 @@ class Listener:
                 ssl_shutdown_timeout=None if self._tls is None else SHUTDOWN_SECONDS,
             )
         except OSError as error:
-            # A handshake that failed is one, too.
+            # Also a handshake that failed.
             log.debug("%s: a connection was not opened: %s", self._name, type(error).__name__)
             if (why := _certificate_fault(error)) is not None:
                 self._refused(why)
@@ -211,13 +211,13 @@ class _Connection(asyncio.Protocol):
         self._end: asyncio.TimerHandle | None = None
 
     def live(self, seconds: float) -> None:
-        """End it after that time."""
+        """End the connection after that time."""
         if self._end is not None:
             self._end.cancel()
         self._end = asyncio.get_running_loop().call_later(seconds, self.drop)
 
     def drop(self) -> None:
-        """End it now."""
+        """End the connection now."""
         self.end()
         if isinstance(self.transport, asyncio.Transport):
             self.transport.abort()
@@ -225,7 +225,7 @@ class _Connection(asyncio.Protocol):
             self.opening.cancel()
 
     def end(self) -> None:
-        """It counts no longer."""
+        """Count the connection no longer."""
         if self._end is not None:
             self._end.cancel()
         self._listener.closed(self)
@@ -275,7 +275,7 @@ def network_of(address: str) -> str:
 
 
 def _listening(host: str | None, port: int) -> list[socket.socket]:
-    """Sockets that listen on one port, of IPv4 and of IPv6 where `host` is None."""
+    """Return sockets that listen on one port, of IPv4 and of IPv6 if `host` is None."""
     hosts: list[tuple[socket.AddressFamily, str]] = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
     if host is not None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,6 +1,6 @@
-"""Prometheus metrics whose labels take values of closed sets only, and what they say about themselves.
+"""Prometheus metrics whose labels take values of closed sets only, and their descriptions.
 
-A value outside of its set is counted as `other`, so that no word from outside becomes a series.
+A value outside of its set is counted as `other`, so that no text from outside becomes a series.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Row:
-    """What is told of a metric."""
+    """Description of a metric."""
 
     name: str
-    """As queries have it; a histogram's ends in _bucket, _sum and _count there."""
+    """Name in queries; a histogram's ends in _bucket, _sum and _count there."""
     kind: Kind
     labels: Mapping[str, tuple[str, ...]]
     """Values of each label, in order."""
     meaning: str
     most: int
-    """Series at most."""
+    """Maximum number of series."""
 
 
 class Family(Generic[M]):
@@ -45,33 +45,33 @@ class Family(Generic[M]):
         """Values of each label."""
 
     def of(self, *values: str) -> M:
-        """Its child for these values of the labels, in their order."""
+        """Return the child for these values of the labels, in their order."""
         if not self.labels and not values:
             return self._made
         known = zip(values, self.labels.values(), strict=True)
         return self._made.labels(*(value if value in words else OTHER for value, words in known))
 
     def show(self, *rows: Sequence[str]) -> None:
-        """Have these series from the start: what appears with its first count has no increase in a query."""
+        """Create these series from the start: a series that appears with its first count has no increase in a query."""
         for row in rows or itertools.product(*self.labels.values()):
             self.of(*row)
 
 
 class Families:
-    """All metrics of a registry, in the order in which they are told of."""
+    """All metrics of a registry, in the order of the reference."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.rows: list[Row] = []
 
     def counter(self, name: str, meaning: str, **labels: Collection[str]) -> Family[Counter]:
-        """`name` without _total."""
+        """Add a counter; `name` without _total."""
         words = _ordered(labels)
         self.rows.append(Row(f"{name}_total", "counter", words, meaning, _combinations(words)))
         return Family(Counter(name, meaning, list(words), registry=self.registry), words)
 
     def gauge(self, name: str, meaning: str, **labels: Collection[str]) -> Family[Gauge]:
-        """What goes up and down."""
+        """Add a gauge."""
         words = _ordered(labels)
         self.rows.append(Row(name, "gauge", words, meaning, _combinations(words)))
         return Family(Gauge(name, meaning, list(words), registry=self.registry), words)
@@ -79,7 +79,7 @@ class Families:
     def histogram(
         self, name: str, meaning: str, buckets: Sequence[float], **labels: Collection[str]
     ) -> Family[Histogram]:
-        """`buckets` are upper bounds; the one without a bound is added."""
+        """Add a histogram; `buckets` are upper bounds, to which the one without a bound is added."""
         words = _ordered(labels)
         # Beside the buckets: the one without a bound, the sum and the number.
         self.rows.append(Row(name, "histogram", words, meaning, _combinations(words) * (len(buckets) + 3)))
@@ -88,7 +88,7 @@ class Families:
 
 
 def _ordered(labels: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
-    """With `other` in every set, at its end; sets without an order of their own in that of the alphabet."""
+    """Return the labels with `other` at the end of every set; sets without an order of their own are sorted."""
     return {
         name: (*(one for one in (sorted(words) if isinstance(words, frozenset) else words) if one != OTHER), OTHER)
         for name, words in labels.items()

@@ -1,7 +1,7 @@
 """The cluster's nodes, for plans of jobs with GPUs.
 
-They are read when such a job has to be planned, and not more often than once a minute. A watch would tell of every
-node's heartbeat, while labels and allocatable resources change when nodes come and go.
+They are read when such a job has to be planned, at most once a minute. A watch would report every node's heartbeat,
+while labels and allocatable resources change when nodes come and go.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FRESH_SECONDS = 60.0
 
 
 class NodeReading:
-    """The answer that was given last."""
+    """Latest answer of the API server."""
 
     def __init__(self, kube: Kube, allowed: bool) -> None:
         self._kube = kube
@@ -32,7 +32,7 @@ class NodeReading:
         self.answer: NodesRead | None = None
 
     async def refresh(self) -> None:
-        """Ask, unless the answer is fresh or nobody may. What cannot be read keeps no job from being planned."""
+        """Read the nodes, if allowed and not done recently. A failure keeps no job from being planned."""
         if not self._allowed:
             return
         async with self._asking:
@@ -44,7 +44,7 @@ class NodeReading:
                 self._failed("the operator has no right to read nodes (rbac.nodes of the chart)")
             except ApiError as error:
                 self._failed(f"the nodes could not be read: {error}")
-                return  # and the next plan asks again
+                return  # the next plan reads them again
             self._asked = time.monotonic()
 
     async def _read(self) -> tuple[Node, ...]:

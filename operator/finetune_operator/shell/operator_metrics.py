@@ -1,4 +1,4 @@
-"""Figures about the operator and its jobs for Prometheus.
+"""Metrics of the operator and its jobs for Prometheus.
 
 Labels are drawn from closed sets (`metric_families.py`), so that the number of series does not grow with the number of
 jobs. No name of a job, namespace, pod or node is ever a label: metrics are readable by people who may not read the
@@ -7,10 +7,10 @@ jobs.
 Counters of jobs count statuses that this process has written. A status names the version that it was computed from, so
 that of several replicas one alone writes each change, and the sum over replicas counts it once, also when the
 leadership changes in between. A process that ends between the write and the count, or never learns that its write was
-taken, loses that one count; none is made twice. With the process its counts end: they begin at zero in the next, which
-`rate` and `increase` know.
+accepted, loses that one count; nothing is counted twice. Counts end with the process: they begin at zero in the next,
+which `rate` and `increase` handle.
 
-Gauges of jobs are told by every replica, as each has the whole view: take their `max` over replicas, not their sum.
+Gauges of jobs are exported by every replica, as each has the whole view: take their `max` over replicas, not their sum.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ RESOURCE_NAMES = frozenset(
     | {resource.plural for resource in RESOURCES}
     | {f"{resource.plural}/discovery" for resource in (*LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE)}
 )
-"""What requests are about, in the words of `kube.py`."""
+"""Resources of requests, as `kube.py` names them."""
 NO_ANSWER = "0"
 API_CODES = (
     NO_ANSWER, "200", "201", "202", "400", "401", "403", "404", "405", "409", "410", "413", "415", "422", "429", "500",
     "502", "503", "504",
 )  # fmt: skip
 SERVERS = ("progress", "webhook")
-"""That have a certificate."""
+"""Servers that have a certificate."""
 POST_CODES = ("200", "400", "401", "403", "404", "405", "408", "413", "429", "500", "503")
 """Answers of the progress server."""
 NO_CAUSE = "none"
-"""Of jobs that have succeeded."""
+"""Cause of jobs that have succeeded."""
 
 _PHASES: tuple[str, ...] = get_args(Phase)
 _STAGES = tuple(stage.value for stage in Stage)
 _CAPACITIES: tuple[str, ...] = get_args(CapacityWord)
 _CAUSES = (*(cause.value for cause in FailureClass), *(cause.value for cause in OperatorCause))
 _STAGE_BUCKETS = (10, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86_400, 3 * 86_400)
-"""Seconds: a check of some rows takes half a minute, a training run days, and a full cluster makes wait as long."""
+"""Seconds: a check of some rows takes half a minute, a training run days, and a wait for a full cluster as long."""
 _RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-"""Seconds: one pass is a millisecond of thinking and a few requests."""
+"""Seconds: one reconcile takes a millisecond of computing and a few requests."""
 _RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
-"""An estimate knows nothing of loading and saving, and the speed only within a factor of two."""
+"""An estimate leaves out loading and saving, and knows the speed only within a factor of two."""
 
 
 class _FleetGauges:
-    """All jobs at the moment that metrics are read."""
+    """Gauges of all jobs at the moment that metrics are read."""
 
     def __init__(self, made: Families, currency: str) -> None:
         self._jobs = made.gauge("finetune_jobs", "FineTuneJobs by phase.", phase=_PHASES)
@@ -110,7 +110,7 @@ class _FleetGauges:
 
 
 class _JobSums:
-    """Sums over jobs, of statuses that this process has written."""
+    """Sums over jobs, from the statuses that this process has written."""
 
     def __init__(self, made: Families, currency: str) -> None:
         self._ends = made.counter(
@@ -171,7 +171,7 @@ class _JobSums:
             family.show()
 
     def count(self, job: JobView, after: FineTuneJobStatus) -> None:
-        """Count what happened between the status in `job` and the one that took its place."""
+        """Count the changes between the status in `job` and the one that replaced it."""
         before = job.status
         self._attempts_ended(before, after)
         if after.restarts > before.restarts:
@@ -216,12 +216,12 @@ class _JobSums:
 
 
 class Metrics:
-    """What the parts of the operator tell, each by one method; `exposition` is what Prometheus reads."""
+    """Metrics of all parts of the operator, each set by one method; Prometheus reads `exposition`."""
 
     def __init__(self, currency: str = CLUSTER_SETTINGS.currency) -> None:
         """`currency` of the prices; amounts of jobs that began under another one are counted as `other`."""
         self.families = made = Families()
-        # Memory, processor seconds and open files of this process, where the system tells them.
+        # Memory, processor seconds and open files of this process, where the system reports them.
         ProcessCollector(registry=made.registry)
         self._fleet: Callable[[], Fleet] = Fleet
         self._fleet_gauges = _FleetGauges(made, currency)
@@ -271,17 +271,17 @@ class Metrics:
         self._fleet = fleet
 
     def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
-        """Count what happened between the status in `job` and the one that took its place."""
+        """Count the changes between the status in `job` and the one that replaced it."""
         self._job_sums.count(job, after)
 
     def pass_done(self, seconds: float, outcome: str) -> None:
-        """One pass over a job."""
+        """Count one reconcile of a job."""
         self._reconcile.of().observe(seconds)
         if outcome == "failed":
             self._reconcile_errors.of().inc()
 
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
-        """One request to the API server; `code` is 0 when there was no answer."""
+        """Count one request to the API server; `code` is 0 if there was no answer."""
         self._requests.of(verb, resource, str(code)).inc()
         self._request_seconds.of(verb).observe(seconds)
 
@@ -307,23 +307,23 @@ class Metrics:
         self._certificates.of(server).set_function(lambda: valid_until().timestamp())
 
     def resynced(self, reason: str) -> None:
-        """Everything was listed again."""
+        """Count a list of everything."""
         self._resyncs.of(reason).inc()
 
     def exposition(self) -> bytes:
-        """All figures in Prometheus' text format, version 0.0.4."""
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
         self._fleet_gauges.set(self._fleet())
         return generate_latest(self.families.registry)
 
 
 def _cause(*statuses: FineTuneJobStatus) -> str:
-    """Class of the first failure that one of them tells."""
+    """Return the class of the first failure in these statuses."""
     told = (status.failure.failure_class for status in statuses if status.failure is not None)
     return next(told, OTHER)
 
 
 def _set(family: Family[Gauge], values: Mapping[str, float]) -> None:
-    """One gauge for each value of its only label; what is not told is 0."""
+    """Set one gauge for each value of its only label; values that are not given are 0."""
     (words,) = family.labels.values()
     totals = dict.fromkeys(words, 0.0)
     for word, value in values.items():
@@ -333,7 +333,7 @@ def _set(family: Family[Gauge], values: Mapping[str, float]) -> None:
 
 
 def reference() -> str:
-    """All metrics as Markdown: a table of them, and one of what their labels may say. Ends in a newline."""
+    """Return all metrics as Markdown: a table of them, and one of the values of their labels. Ends in a newline."""
     rows = Metrics().families.rows
     labels: dict[str, dict[str, None]] = {}
     for row in rows:

@@ -17,7 +17,7 @@ class LogFormat(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """The least that is logged."""
+    """Lowest level that is logged."""
 
     DEBUG = "debug"
     INFO = "info"

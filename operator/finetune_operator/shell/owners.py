@@ -1,11 +1,11 @@
-"""Whether an object is a job's own: labels are only a claim, the chain of its controllers has to lead to the job.
+"""Ownership of objects by jobs: labels are only a claim, the chain of controllers has to lead to the job.
 
 Kubernetes names the controller of an object in its `ownerReferences`. A child of ours is controlled by the FineTuneJob;
 a pod by the child, by an object in between (the batch Job of an MPIJob's launcher), or by another pod (executors of
 Spark by their driver). A copy of a pod that kept its labels, and a pod that somebody else labelled, have no such chain.
 
-This keeps objects apart within a namespace; it is not a boundary there: whoever can create pods in a namespace can
-write any reference. Between namespaces nothing is shared, as Kubernetes knows no owner in another namespace.
+This keeps objects apart within a namespace; it is not a boundary there: a user who can create pods in a namespace
+can write any reference. Between namespaces nothing is shared, as Kubernetes knows no owner in another namespace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune_operator.planning.names import JobNames
 
 JOBS_BETWEEN = tuple(each.job_between for each in SUPPORTED if each.job_between is not None)
 DRIVERS = {each.driver: each.kind for each in SUPPORTED if each.driver is not None}
-"""Suffixes of pods that make others, with the kind that they belong to."""
+"""Suffixes of pods that create others, with the kind that they belong to."""
 
 
 class Owner(NamedTuple):
@@ -45,7 +45,7 @@ def controller_of(metadata: Mapping[str, JsonValue]) -> Owner | None:
 
 def expected_owners(job: str, stage: Stage, attempt: int) -> Iterable[str]:
     """Return the names that controllers of an attempt's pods can have: its child's, and those that a launcher's
-    controller makes of it. None for an attempt that no job can have.
+    controller derives from it. Empty for an attempt that no job can have.
     """
     try:
         child = JobNames.of(job).stage(stage, attempt)
@@ -55,7 +55,7 @@ def expected_owners(job: str, stage: Stage, attempt: int) -> Iterable[str]:
 
 
 class Links:
-    """The objects that were shown to be one job's own, by uid. They stay known when they are gone: reports of pods are
+    """Objects that are known to be one job's own, by uid. They stay known after their deletion: reports of pods are
     read after that.
     """
 
@@ -68,11 +68,11 @@ class Links:
         return uid in self._own
 
     def add(self, uid: str) -> None:
-        """It is the job's own."""
+        """Add an object that is the job's own."""
         self._own.add(uid)
 
     def looked_up(self, owner: Owner, found: Mapping[str, JsonValue] | None) -> None:
-        """Take the metadata that the API server has for `owner`; None: it is not there."""
+        """Record the metadata that the API server has for `owner`; None: it does not exist."""
         if found is None:
             self._absent.add(owner)
             return
@@ -83,9 +83,9 @@ class Links:
             self._foreign.add(owner)
 
     def open(self, owner: Owner) -> bool:
-        """Whether nothing is known about an owner yet."""
+        """Return whether nothing is known about an owner yet."""
         return owner.uid not in self._own and owner not in self._foreign and owner not in self._absent
 
     def absent(self, owner: Owner) -> bool:
-        """Whether the API server said that it is not there."""
+        """Return whether the API server reported that it does not exist."""
         return owner in self._absent

@@ -1,6 +1,6 @@
-"""The progress protocol as values: the path of an attempt, and what a body says in terms of the status.
+"""The progress protocol as values: the path of an attempt, and the content of a body in terms of the status.
 
-Bodies come from users' programs: whatever does not fit is left out or refused by the name of its field, and no value
+Bodies come from users' programs: parts that do not fit are left out or refused by the name of their field, and no value
 of theirs is repeated in an error. The time of an update is the time of its arrival, since clocks of nodes differ.
 """
 
@@ -27,7 +27,7 @@ _PATH = re.compile(
     rf"/v1alpha1/namespaces/({_NAME})/finetunejobs/({_NAME})/stages/({'|'.join(Stage)})/attempts/([1-9][0-9]{{0,4}})"
 )
 DIGITS = 5
-"""Significant ones, of what changes while people look on; metrics at the end are kept whole."""
+"""Significant digits of figures that change while people look on; metrics at the end are kept whole."""
 _MOST_STEPS = 2**53
 """Beyond it a JSON number is not exact."""
 
@@ -45,7 +45,7 @@ _RATES = frozenset({*_SAMPLES, *_TOKENS})
 
 
 class BadBodyError(ValueError):
-    """The body is not what the protocol says."""
+    """The body does not follow the protocol."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class AttemptKey:
 
 
 def attempt_of(path: str) -> AttemptKey | None:
-    """The attempt that a path means; None: it means none."""
+    """Return the attempt that a path names; None if it names none."""
     found = _PATH.fullmatch(path)
     return AttemptKey(found[1], found[2], Stage(found[3]), int(found[4])) if found else None
 
 
 def update_of(body: bytes) -> KubeflowStatus:
-    """What `body` says. Raises BadBodyError."""
+    """Parse `body`. Raises BadBodyError."""
     try:
         update = KubeflowUpdate.model_validate_json(body)
     except ValidationError as error:
@@ -80,9 +80,9 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 
 def mark_of(told: KubeflowStatus) -> str:
-    """Equal for two updates that show no movement between them.
+    """Return a mark that is equal for two updates without progress between them.
 
-    Steps, figures and whatever else a program counts are movement. Rates and remaining times are not: they change with
+    Steps, figures and all other counts of a program are progress. Rates and remaining times are not: they change with
     the clock while nothing else does.
     """
     figures = sorted((metric.name, metric.value) for metric in told.metrics if metric.name not in _RATES)
@@ -90,7 +90,7 @@ def mark_of(told: KubeflowStatus) -> str:
 
 
 def progress_of(told: KubeflowStatus, now: datetime) -> ProgressStatus:
-    """An update that arrived at `now` (UTC), in terms of the status."""
+    """Convert an update that arrived at `now` (UTC) to the terms of the status."""
     values = {metric.name: metric.value for metric in told.metrics}
     step, total = _steps(values, _STEP), _steps(values, _TOTAL)
     percent = told.progress_percentage
@@ -112,7 +112,7 @@ def progress_of(told: KubeflowStatus, now: datetime) -> ProgressStatus:
 
 
 def _number(values: Mapping[str, str], names: tuple[str, ...], least: float = -math.inf) -> float | None:
-    """As a column can show it."""
+    """Return a number, rounded for a column."""
     number = _first(values, names, least)
     return None if number is None else float(f"{number:.{DIGITS}g}")
 
@@ -123,7 +123,7 @@ def _steps(values: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def _first(values: Mapping[str, str], names: tuple[str, ...], least: float, most: float = math.inf) -> float | None:
-    """The first of `names` that has a finite number from `least` to `most`."""
+    """Return the first finite number from `least` to `most` under one of `names`."""
     for name in names:
         try:
             number = float(values.get(name, ""))
@@ -135,8 +135,8 @@ def _first(values: Mapping[str, str], names: tuple[str, ...], least: float, most
 
 
 def later(before: ProgressStatus | None, now: ProgressStatus) -> ProgressStatus:
-    """`now`, with what it leaves out as it was `before` in the same attempt.
+    """Return `now`, with the fields that it leaves out as they were `before` in the same attempt.
 
-    The last update of transformers' callback says 100 percent and no step.
+    The last update of transformers' callback has 100 percent and no step.
     """
     return now if before is None else before.model_copy(update=now.model_dump(exclude_none=True))

@@ -1,14 +1,14 @@
-"""Where pods report their progress: HTTPS, in the protocol of Kubeflow Trainer.
+"""Server to which pods report their progress: HTTPS, in the protocol of Kubeflow Trainer.
 
-It takes only what is cheap to take: a body of 64 KiB, one update a second from a pod, a connection of half a minute, so
-many connections at once (listening.py), so many unknown tokens of one pod or, where a token names no pod that is known,
-of one address. Who sends is known from the token alone, and the pod it is bound to has to be one of the attempt in the
-path. Losing an update disturbs nothing, so whatever is in doubt is refused; but it is told to the operator, which then
-does not take a pod's silence for a sign that it hangs. Answers and logs hold our own words only: never a token, never a
-part of a body.
+It accepts only cheap requests: a body of 64 KiB, one update a second from a pod, a connection of half a minute, and a
+limited number of connections at once (listening.py) and of unknown tokens of one pod or, where a token names no known
+pod, of one address. The sender is known from the token alone, and its pod has to be one of the attempt in the path.
+Losing an update disturbs nothing, so doubtful requests are refused; but the operator is notified, and then does not
+take a pod's silence for a sign that it hangs. Answers and logs hold our own text only: never a token, never a part of a
+body.
 
-A replica that stands by relays to the one that leads. It shows the servers' certificate as its own, so that the other
-one can believe the address it names; what was relayed once is not relayed again.
+A stand-by relays to the leader. It shows the servers' certificate as its own, so that the leader can trust the address
+that it names; a relayed report is not relayed again.
 """
 
 from __future__ import annotations
@@ -58,19 +58,18 @@ RELAYED_FOR = "X-Finetune-Relayed-For"
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """How much the server takes. The defaults serve a thousand pods on one processor."""
+    """Limits of the server. The defaults serve a thousand pods on one processor."""
 
     connections: int = 384
     connection_seconds: float = 30.0
     """Life of a connection. Each carries one update."""
     body_seconds: float = 10.0
-    """For reading a body."""
+    """Limit for reading a body."""
     handshake_seconds: float = 10.0
     pod_burst: int = 3
     pod_per_second: float = 1.0
     unknown_burst: int = 20
-    """Tokens of one address that turned out to be of no use, counted for each pod that they name; those that are good
-    are not counted."""
+    """Unusable tokens of one address, counted for each pod that they name; good ones are not counted."""
     unknown_per_second: float = 1.0
     reviews_burst: int = 100
     """TokenReviews that all addresses together cause."""
@@ -79,7 +78,7 @@ class ServerLimits:
     """Requests that a stand-by relays at the same time."""
     relay_seconds: float = 10.0
     stop_seconds: float = 5.0
-    """For requests in hand when the server stops."""
+    """Time for requests in progress when the server stops."""
 
 
 @dataclass(frozen=True)
@@ -92,35 +91,35 @@ class KnownPod:
 
 
 class World(Protocol):
-    """What the server has to know of the operator, and where reports go."""
+    """The server's view of the operator, and the receiver of its reports."""
 
     def leading(self) -> bool:
-        """Whether reports are taken here."""
+        """Return whether reports are accepted here."""
         ...
 
     def synced(self) -> bool:
-        """Whether all pods are known."""
+        """Return whether all pods are known."""
         ...
 
     def leader(self) -> tuple[str, int] | None:
-        """Host and port of the progress server of the replica that leads; None: there is none, or it is not known."""
+        """Return host and port of the leader's progress server; None: there is no leader, or it is not known."""
         ...
 
     def pod(self, namespace: str, name: str) -> KnownPod | None:
-        """The pod, if it belongs to an attempt of a job."""
+        """Return the pod, if it belongs to an attempt of a job."""
         ...
 
     def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
-        """Take what the pod says; `mark` is the same for as long as nothing moves."""
+        """Take the pod's report; `mark` is the same for as long as there is no progress."""
         ...
 
     def unheard(self) -> None:
-        """A report of an honest pod may just have been turned away."""
+        """Note that a report of an honest pod may just have been rejected."""
         ...
 
 
 class RefusedError(Exception):
-    """A request that is not carried out: its status and, in our own words, why."""
+    """A request that is refused: its status and, in our own words, the reason."""
 
     def __init__(self, status: HTTPStatus, why: str, **headers: str) -> None:
         super().__init__(why)
@@ -141,7 +140,7 @@ class ProgressServer:
         limits: ServerLimits | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`counted` is told the status of each answer."""
+        """`counted` is called with the status of each answer."""
         self._world = world
         self._tokens = TokenChecker(reviewer)
         self._tls = tls
@@ -158,7 +157,7 @@ class ProgressServer:
         self._server: Server | None = None
 
     async def start(self, host: str | None = None, port: int = PORT) -> int:
-        """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0."""
+        """Listen on `host` (None: all addresses); return the port, which is chosen if `port` is 0."""
         self._server = Server(self._handle, keepalive_seconds=self._limits.connection_seconds)
         self._relay = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=self._tls.relay, force_close=True),
@@ -173,7 +172,7 @@ class ProgressServer:
         return await self._listener.start(host, port)
 
     async def stop(self) -> None:
-        """Take no more, finish what is in hand, close the rest; also after a start that failed."""
+        """Accept no more, finish requests in progress, close the rest; also after a start that failed."""
         if self._listener is not None:
             await self._listener.stop()
         if self._server is not None:
@@ -195,9 +194,9 @@ class ProgressServer:
         except BodyError as refused:
             answer = _error(refused.status, str(refused))
         except ConnectionError:
-            raise  # the sender went away
+            raise  # the sender disconnected
         except Exception as error:
-            # Its text might hold what was sent.
+            # Its text might hold parts of the request.
             log.error("A progress report could not be handled: %s.", type(error).__name__)
             answer = _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the operator could not handle this report")
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -207,7 +206,7 @@ class ProgressServer:
         return answer
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
-        """The checks, the cheap ones first."""
+        """Check the request, cheap checks first, and take its report."""
         key = _attempt(request)
         token = _bearer(request)
         body = await self._bodies.read(request)
@@ -224,7 +223,7 @@ class ProgressServer:
         return web.json_response({})
 
     async def _sender(self, request: web.BaseRequest, token: str) -> PodIdentity:
-        """The pod that sends, which is known by its token alone."""
+        """Return the pod that sends, which is known by its token alone."""
         found = self._tokens.remembered(token)
         if found is None:
             sender = self._rated(_address(request), token)
@@ -258,14 +257,14 @@ class ProgressServer:
         return address
 
     def _pod_of(self, key: AttemptKey, sender: PodIdentity) -> KnownPod:
-        """What is known about the sender, which has to be a pod of the attempt."""
+        """Return the stored pod of the sender, which has to be a pod of the attempt."""
         known = self._world.pod(sender.namespace, sender.name)
         if known is None or known.uid != sender.uid or known.attempt != key:
             raise RefusedError(HTTPStatus.FORBIDDEN, "the token is not of a pod of this attempt")
         return known
 
     async def _relayed(self, request: web.BaseRequest, token: str, body: bytes) -> web.Response:
-        """The answer of the replica that leads."""
+        """Return the answer of the leader."""
         leader = self._world.leader()
         if leader is None or self._relay is None or RELAYED_FOR in request.headers or self._relays.locked():
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica takes reports now", Retry_After="5")
@@ -308,7 +307,7 @@ def _attempt(request: web.BaseRequest) -> AttemptKey:
 
 
 def _bearer(request: web.BaseRequest) -> str:
-    """The token; nothing is known about it yet but that it is there."""
+    """Return the token, of which nothing is verified yet."""
     given = request.headers.getall("Authorization", [])
     scheme, _, token = (given[0] if len(given) == 1 else "").partition(" ")
     token = token.strip()
@@ -318,7 +317,7 @@ def _bearer(request: web.BaseRequest) -> str:
 
 
 def _address(request: web.BaseRequest) -> str:
-    """Where the report comes from; a replica is believed when it names the pod's address."""
+    """Return the address of the sender; a replica is trusted when it names the pod's address."""
     transport = request.transport
     by_replica = transport is not None and bool(transport.get_extra_info("peercert"))
     return (request.headers.get(RELAYED_FOR) if by_replica else None) or request.remote or ""

@@ -1,9 +1,9 @@
-"""Which jobs have to be looked at: each once however often it was asked for, never twice at a time.
+"""Work queue of jobs: each is processed once however often it was added, never twice at a time.
 
-A key that is added while it is being worked on is worked on once more afterwards. Keys come out in the order in which
+A key that is added while it is being processed is processed once more afterwards. Keys come out in the order in which
 they went in, so that a job with many events does not hold up the others; but jobs that are new come first, for the most
-part. When hundreds come at once, each then starts before there is much to say about the first. One event loop; not for
-threads.
+part. When hundreds come at once, each then starts before there is much to report about the first. One event loop; not
+for threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEW_IN_A_ROW = 16
 
 
 class WorkQueue:
-    """Keys to be worked on now, and keys to be worked on later."""
+    """Keys to be processed now, and keys to be processed later."""
 
     def __init__(self) -> None:
         self._waiting: deque[JobKey] = deque()
@@ -47,7 +47,7 @@ class WorkQueue:
         return len(self._wanted)
 
     def add(self, key: JobKey, new: bool = False) -> None:
-        """Have it looked at, as soon as its turn comes; `new`: nothing was done for this job yet."""
+        """Queue a job for as soon as its turn comes; `new`: nothing was done for this job yet."""
         if key in self._wanted:
             return
         self._wanted.add(key)
@@ -58,7 +58,7 @@ class WorkQueue:
                 self._calm.clear()
 
     def add_after(self, key: JobKey, seconds: float) -> None:
-        """Have it looked at `seconds` from now; of several times, the earliest counts, and only that one."""
+        """Queue a job `seconds` from now; of several such times, only the earliest counts."""
         loop = asyncio.get_running_loop()
         due = loop.time() + max(0.0, seconds)
         set_already = self._timers.get(key)
@@ -73,13 +73,13 @@ class WorkQueue:
         self.add(key)
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone: no later look at it."""
+        """Cancel the timer of a deleted job."""
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
 
     async def take(self) -> JobKey | None:
-        """The next key, which is in hand from now until `done`; None once the queue is closed."""
+        """Return the next key, which is in progress from now until `done`; None once the queue is closed."""
         while not self._closed and not self._waiting and not self._new:
             self._filled.clear()
             await self._filled.wait()
@@ -103,7 +103,7 @@ class WorkQueue:
         return self._waiting.popleft()
 
     def done(self, key: JobKey) -> None:
-        """It is no longer in hand."""
+        """Mark a key as no longer in progress."""
         self._in_hand.discard(key)
         if key in self._wanted:
             self._waiting.append(key)
@@ -111,13 +111,13 @@ class WorkQueue:
 
     async def calm(self, seconds: float) -> None:
         """Wait until no new job waits, at most `seconds`: for work that new jobs go before."""
-        # Not wait_for: until Python 3.12 it can swallow that its caller is cancelled, who then never ends.
+        # Not wait_for: until Python 3.12 it can swallow the cancellation of its caller, which then never ends.
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._calm.wait()
 
     def close(self) -> None:
-        """Hand out no more keys: who works on one finishes it, who waits for one is told None."""
+        """Hand out no more keys: a worker finishes the one that it has, a waiting one gets None."""
         self._closed = True
         self._filled.set()
         self._calm.set()

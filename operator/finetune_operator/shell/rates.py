@@ -1,6 +1,6 @@
 """Token buckets by key: how often somebody may do something.
 
-The number of keys is bounded: whoever was seen longest ago is forgotten, and so starts with a full bucket again.
+The number of keys is bounded: the least recently used one is evicted, and so starts with a full bucket again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Bucket:
 
 
 class Rate:
-    """`burst` times at once, and `per_second` times a second in the long run, for each key."""
+    """Rate of `burst` times at once, and `per_second` times a second in the long run, for each key."""
 
     def __init__(
         self, *, burst: int, per_second: float, keys: int = 10_000, clock: Callable[[], float] = time.monotonic
@@ -33,7 +33,7 @@ class Rate:
         return len(self._buckets)
 
     def take(self, key: str) -> bool:
-        """Whether `key` may do it now; if so, it has."""
+        """Take a token of `key`; return whether there was one."""
         bucket = self._filled(key)
         if bucket.tokens < 1:
             return False
@@ -41,7 +41,7 @@ class Rate:
         return True
 
     def give_back(self, key: str) -> None:
-        """What was taken turned out not to count."""
+        """Return a token that turned out not to count."""
         bucket = self._filled(key)
         bucket.tokens = min(self._burst, bucket.tokens + 1)
 

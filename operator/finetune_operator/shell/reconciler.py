@@ -1,8 +1,8 @@
-"""One pass over one job: what is known -> `decide` -> carry it out.
+"""One reconcile of one job: known state -> `decide` -> carry it out.
 
-Deletes come first, then creates, then the status that names what was created, then the events that tell of it. A pass
-that stops in between leaves nothing half known: the next one finds what was made, by its name and its label, and goes
-on from there. So a pass may end at any point: by an error, a lost leadership, or the end of the process.
+Deletes come first, then creates, then the status that names the created objects, then the events about them. A
+reconcile that stops in between leaves nothing half known: the next one finds the created objects, by name and label,
+and goes on from there. So a reconcile may end at any point: by an error, a lost leadership, or the end of the process.
 
 Nothing is ever overwritten by an older view. A create does not replace, a delete names the uid, and the status names
 the version that it was computed from.
@@ -75,25 +75,25 @@ Decide: TypeAlias = Callable[[JobView, Observed, datetime, Settings, ProgressEnd
 Outcome: TypeAlias = Literal["done", "refused", "conflict", "gone", "failed"]
 
 Rest: TypeAlias = Callable[[], Coroutine[Any, Any, Outcome]]
-"""What remains of a pass."""
+"""Remainder of a reconcile."""
 
 SILENT_SECONDS = 300.0
-"""After this long without a word of a running attempt, the API server is asked once whether a word was lost."""
+"""After this long without an update of a running attempt, the API server is asked once whether one was lost."""
 FIRST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 YIELD_SECONDS = 2.0
-"""How long a word about a job waits at most while there are jobs for which nothing was created yet."""
+"""Longest delay of a status or an event while there are jobs for which nothing was created yet."""
 CONFLICT_SECONDS = 0.2
-"""Before the next look after a conflict, so that two writers do not race at full speed."""
+"""Delay before the next reconcile after a conflict, so that two writers do not race at full speed."""
 CLAIM_SECONDS = 10.0
-"""How long an object claims a job that is not its own until it is told so. The garbage collector needs a moment for
-what an owner left behind.
+"""Time that an object may claim a job that is not its own before an event reports it. The garbage collector needs a
+moment for the objects that an owner left behind.
 """
 CLAIMS_BURST, CLAIMS_PER_SECOND = 10, 1 / 30
 """Events about such objects, for each namespace."""
 MOST_CLAIMS = 10_000
 TOLD = float("-inf")
-"""In place of the time: the event was told."""
+"""Value in place of the time: the event was queued."""
 TAKEN = 409
 """HTTP status of a create whose name is taken."""
 _STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT, INFERENCE_SERVICE))
@@ -101,27 +101,27 @@ _STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.val
 
 @dataclass
 class JobMemory:
-    """What is remembered of one job between passes, and may be lost."""
+    """State of one job that is remembered between reconciles, and may be lost."""
 
     uid: str
     refusals: tuple[Refusal, ...] = ()
-    """Of the last pass, until one that knew of them has been carried out."""
+    """Refusals of the last reconcile, until one that knew of them has been carried out."""
     logs: dict[str, str] = field(default_factory=dict)
-    """By pod; read once."""
+    """Log tails by pod; read once."""
     last_logs: dict[str, str] = field(default_factory=dict)
-    """By pod: read when its deletion began."""
+    """Log tails by pod, read when its deletion began."""
     told: set[tuple[str, str, str]] = field(default_factory=set)
-    """Events that were told: version of the job that they were decided at, reason, message."""
+    """Events that were queued: version of the job that they were decided at, reason, message."""
     progress_written: float = float("-inf")
-    """When the status was written last, on the monotonic clock."""
+    """Time when the status was written last, on the monotonic clock."""
     looked_up: float = float("-inf")
-    """The last word before the silence that was looked into already."""
+    """Time of the last update before the silence that was looked into already."""
     failures: int = 0
-    """Passes in a row that ended in an error."""
+    """Reconciles in a row that ended in an error."""
 
 
 class Reconciler:
-    """Looks at jobs, one pass at a time each."""
+    """Reconciles jobs, each one once at a time."""
 
     def __init__(self, state: OperatorState, discovery: Discovery, nodes: NodeReading, decide: Decide) -> None:
         self._state = state
@@ -131,13 +131,13 @@ class Reconciler:
         self._memories: dict[JobKey, JobMemory] = {}
         self._rests: asyncio.Queue[tuple[JobKey, Rest]] = asyncio.Queue()
         self._untold: asyncio.Queue[tuple[Manifest, str, EventNote]] = asyncio.Queue()
-        """Events to be told: the object that they are about, their salt, and the note."""
+        """Events to be created: the object that they are about, their salt, and the note."""
         self._claims: OrderedDict[str, float] = OrderedDict()
-        """By uid of an object that claims a job and is not its own: when that was seen first."""
+        """Time when an object that claims a job and is not its own was seen first, by uid."""
         self._claims_told = Rate(burst=CLAIMS_BURST, per_second=CLAIMS_PER_SECOND)
 
     async def work(self) -> None:
-        """One worker, until the queue is closed."""
+        """Run one worker, until the queue is closed."""
         while (key := await self._state.queue.take()) is not None:
             rest: Rest | None = None
             try:
@@ -149,7 +149,7 @@ class Reconciler:
                 self._rests.put_nowait((key, rest))
 
     async def conclude(self) -> None:
-        """Write down what was created, for ever. The key stays in hand until then, so that no second pass begins."""
+        """Write statuses after creations, for ever. The key stays in progress until then: no reconcile overlaps."""
         while True:
             key, rest = await self._rests.get()
             await self._state.queue.calm(YIELD_SECONDS)
@@ -160,17 +160,17 @@ class Reconciler:
                 self._rests.task_done()
 
     async def look(self, key: JobKey) -> Rest | None:
-        """One pass. Only who leads acts; whoever gains leadership looks at every job anew.
+        """Reconcile one job. Only the leader acts; a replica that gains leadership reconciles every job again.
 
-        What remains to be done of a pass that has created something is given back: when many jobs come at once, the
-        children of all of them are more urgent than words about the first.
+        Return the remainder of a reconcile that has created something: when many jobs come at once, the children of all
+        of them are more urgent than the status of the first.
         """
         if not self._state.leading.is_set():
             return None
         return await self._measured(key, self._pass(key))
 
     async def _measured(self, key: JobKey, work: Coroutine[Any, Any, Outcome | Rest]) -> Rest | None:
-        """Do it, count it, and see to it that an error is followed by another try."""
+        """Run it, count it, and ensure that an error is followed by another try."""
         began = time.monotonic()
         outcome: Outcome
         try:
@@ -189,7 +189,7 @@ class Reconciler:
         return None
 
     def _failed(self, key: JobKey, what: str, error: Exception | None) -> Outcome:
-        """Told once in a row, with its trace when it is a fault of ours, and tried again ever more slowly."""
+        """Log the first of several errors in a row, with its trace if it is a bug, and retry ever more slowly."""
         memory = self._memories.get(key)
         failures = 0 if memory is None else memory.failures
         if memory is not None:
@@ -200,7 +200,7 @@ class Reconciler:
         self._state.queue.add_after(key, delay)
         return "failed"
 
-    # ------------------------------------------------------------------------------------------------------ the pass
+    # ------------------------------------------------------------------------------------------------- one reconcile
 
     async def _pass(self, key: JobKey) -> Outcome | Rest:
         job = self._state.store.job(key)
@@ -237,7 +237,7 @@ class Reconciler:
     async def _write_down(
         self, key: JobKey, job: JobView, version: str, observed: Observed, decision: Decision, memory: JobMemory
     ) -> Outcome:
-        """The status, then events, and when to look again."""
+        """Write the status, then queue events, and schedule the next reconcile."""
         outcome = await self._write_status(key, job, version, decision, memory)
         if outcome != "done":
             return outcome
@@ -250,7 +250,7 @@ class Reconciler:
         return outcome
 
     async def _resolve_owners(self, job: JobId) -> None:
-        """Ask for the objects between the job's children and pods; each once."""
+        """Read the objects between the job's children and pods; each once."""
         namespace, _ = job
         for owner in self._state.store.unresolved(job):
             try:
@@ -263,8 +263,8 @@ class Reconciler:
             self._state.store.resolve(job, owner, found)
 
     async def _learn_deployment(self, namespace: str, replica_set: Manifest) -> None:
-        """Read the Deployment of a ReplicaSet where it is not known. KServe makes it, so that its pods may be told of
-        first. NotFoundError.
+        """Read the Deployment of a ReplicaSet if it is not known: KServe creates it, so that its pods may arrive first.
+        NotFoundError.
         """
         metadata = replica_set.get("metadata")
         owner = controller_of(metadata) if isinstance(metadata, dict) else None
@@ -274,7 +274,7 @@ class Reconciler:
             self._state.store.put(await self._state.kube.get(DEPLOYMENT, namespace, owner.name))
 
     def _tell_claims(self, key: JobKey) -> None:
-        """Have those told that label an object as a job's which is not: by an event of that object, not of the job."""
+        """Queue events about objects that are labelled as a job's and are not: each on that object, not on the job."""
         now = time.monotonic()
         for entry in self._state.store.foreign(key):
             first = self._claims.setdefault(entry.uid, now)
@@ -311,7 +311,7 @@ class Reconciler:
         job = self._state.store.job(key)
         if job is None:
             return
-        # What a pod that runs has logged is out of date in the next pass.
+        # The log of a running pod is out of date in the next reconcile.
         pods = self._state.store.pods(job.id)
         over = {pod.name for pod in pods if pod.over}
         memory.logs = {name: text for name, text in memory.logs.items() if name in over}
@@ -327,7 +327,7 @@ class Reconciler:
         return kept_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))
 
     async def _make(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
-        """Create and apply what was decided; False when something of it was refused."""
+        """Create and apply the objects of the decision; return False if one of them was refused."""
         steps = [*((self._create, one) for one in decision.create), *((self._apply, one) for one in decision.apply)]
         for step, manifest in steps:
             refusal = await step(job, manifest)
@@ -336,7 +336,7 @@ class Reconciler:
             log.warning("%s: %s %s was refused: %s", key, refusal.ref.kind, refusal.ref.name, refusal.message)
             repeated = refusal in memory.refusals
             memory.refusals = (refusal,)
-            # The status that this pass decided names what is not there: it is decided anew.
+            # The decided status names an object that does not exist: the job is decided again.
             if repeated:
                 self._state.queue.add_after(key, FIRST_RETRY_SECONDS)
             else:
@@ -351,7 +351,7 @@ class Reconciler:
         try:
             left = await self._state.kube.delete(resource, namespace, ref.name, ref.uid)
         except ConflictError:
-            # Another object has the name: the one that was meant is gone.
+            # Another object has the name: the one that was meant is deleted.
             left = None
         if left is None:
             self._state.store.gone(ref.kind, namespace, ref.name, ref.uid)
@@ -360,7 +360,7 @@ class Reconciler:
         log.info("%s: deleted %s %s", namespace, ref.kind, ref.name)
 
     async def _create(self, job: JobView, manifest: Manifest) -> Refusal | None:
-        """Make the object, or take over the one that is there if it is this job's."""
+        """Create the object, or adopt the existing one if it is this job's."""
         ref = _ref(manifest)
         try:
             made = await self._state.kube.create(manifest, job.namespace)
@@ -370,14 +370,14 @@ class Reconciler:
                 taken = f'{ref.kind} "{ref.name}" is there already and does not belong to this job'
                 return Refusal(ref, TAKEN, taken)
             if made.get("data") != manifest.get("data"):
-                # Of a pass that ended early, before the spec was edited: nothing runs with it yet, or the child would
-                # be there.
+                # Left by a reconcile that ended early, before the spec was edited: nothing runs with it yet, or the
+                # child would exist.
                 await self._delete(job.namespace, replace(ref, uid=_uid(made)))
                 raise ConflictError(
                     f"{ref.kind} {ref.name}", 409, "Conflict", "it was made of an earlier spec"
                 ) from error
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
-            # Not when the namespace is being deleted: the job goes with it, and its status has nothing to tell.
+            # Not when the namespace is being deleted: the job is deleted with it, and its status needs nothing.
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
         else:
@@ -387,7 +387,7 @@ class Reconciler:
         return None
 
     async def _apply(self, job: JobView, manifest: Manifest) -> Refusal | None:
-        """Create the object, or change the one that is there if it is this job's."""
+        """Create the object, or change the existing one if it is this job's."""
         ref = _ref(manifest)
         found = await self._found(job, ref)
         if found is not None and not _is_ours(found, job):
@@ -405,7 +405,7 @@ class Reconciler:
         return None
 
     async def _remove(self, job: JobView, ref: ObjectRef) -> None:
-        """Delete the object if it is there and this job's."""
+        """Delete the object if it exists and is this job's."""
         found = await self._found(job, ref)
         if found is None:
             self._state.store.gone(ref.kind, job.namespace, ref.name, ref.uid)
@@ -413,14 +413,14 @@ class Reconciler:
             await self._delete(job.namespace, replace(ref, uid=_uid(found)))
 
     async def _found(self, job: JobView, ref: ObjectRef) -> Manifest | None:
-        """What has the name now."""
+        """Return the object that has the name now."""
         try:
             return await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
         except NotFoundError:
             return None
 
     async def _existing(self, job: JobView, ref: ObjectRef) -> Manifest:
-        """What has the name now. ConflictError while that is on its way out."""
+        """Return the object that has the name now. ConflictError while that is being deleted."""
         what = f"{ref.kind} {ref.name}"
         try:
             found = await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
@@ -458,8 +458,8 @@ class Reconciler:
         memory.progress_written = time.monotonic()
         await self._state.put(written)
         if not only_progress_differs(decision.status, job.status):
-            # What has to wait until it is told (the end of a failed attempt's pods) can be done now, and no event would
-            # say so: the watch brings nothing that the store does not have already.
+            # Steps that wait for the stored status (deleting a failed attempt's pods) can be done now, and no event
+            # would trigger them: the watch brings nothing that the store does not have already.
             self._state.queue.add(key)
         self._state.measurements.status_written(job, decision.status)
         _log_transition(key, job.status, decision.status)
@@ -472,7 +472,7 @@ class Reconciler:
             self._state.store.gone(FINETUNE_JOB.kind, key.namespace, key.name)
 
     def _note(self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory) -> None:
-        """Have events told. Jobs do not wait for them: three events a job are half of its requests."""
+        """Queue events. Jobs do not wait for them: three events a job are half of its requests."""
         memory.told = {told for told in memory.told if told[0] == version}
         involved: Manifest = {
             "apiVersion": FINETUNE_JOB.api_version,
@@ -488,7 +488,7 @@ class Reconciler:
                 self._untold.put_nowait((involved, version, note))
 
     async def tell(self) -> None:
-        """Tell events in their order, for ever."""
+        """Create events in their order, for ever."""
         while True:
             involved, salt, note = await self._untold.get()
             await self._state.queue.calm(YIELD_SECONDS)
@@ -503,11 +503,11 @@ class Reconciler:
                 self._untold.task_done()
 
     async def written_down(self) -> None:
-        """Wait until the status tells of all that was created."""
+        """Wait until the status records everything that was created."""
         await self._rests.join()
 
     async def told(self) -> None:
-        """Wait until all events are told."""
+        """Wait until all events are created."""
         await self._untold.join()
 
     # ------------------------------------------------------------------------------------------------ times to come
@@ -528,7 +528,7 @@ class Reconciler:
         return max(self._state.store.heard_of(job), self._state.progress.heard_of(uid))
 
     async def _break_silence(self, key: JobKey, memory: JobMemory) -> None:
-        """Ask once about an attempt of which nothing was heard for long: a watch may have lost its end."""
+        """Read an attempt again, once, after a long time without updates: a watch may have lost its end."""
         job_id = (key.namespace, memory.uid)
         heard = self._heard(job_id)
         underway = self._underway(job_id)
@@ -556,7 +556,7 @@ class Reconciler:
         return memory
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone."""
+        """Forget a deleted job."""
         self._state.queue.forget(key)
         memory = self._memories.pop(key, None)
         if memory is not None:
@@ -564,13 +564,13 @@ class Reconciler:
 
 
 def status_body(status: FineTuneJobStatus) -> dict[str, JsonValue]:
-    """The status as it is written; what is not known is left out, and so is removed by server-side apply."""
+    """Return the status as it is written; unknown values are left out, and so removed by server-side apply."""
     body: dict[str, JsonValue] = status.model_dump(mode="json", by_alias=True, exclude_none=True)
     return body
 
 
 def only_progress_differs(new: FineTuneJobStatus, old: FineTuneJobStatus) -> bool:
-    """Whether there is nothing to say but how far it is."""
+    """Return whether nothing but the progress differs."""
     return new.progress != old.progress and new.model_copy(update={"progress": old.progress}) == old
 
 
@@ -592,7 +592,7 @@ def _is_leaving(found: Mapping[str, JsonValue]) -> bool:
 
 
 def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
-    """By its controller; the claim, which outlives its job and holds the results, by the job's name in its label."""
+    """Return whether the job controls it; a claim, which outlives its job with the results, needs its name label."""
     metadata = found.get("metadata")
     if not isinstance(metadata, dict):
         return False
@@ -626,7 +626,7 @@ def _claim_note(key: JobKey, entry: Entry) -> EventNote:
 
 
 def _left_behind(found: Mapping[str, JsonValue], job: JobView) -> bool:
-    """Whether it belongs to an earlier job of the same name: the garbage collector has not come to it yet."""
+    """Return whether it belongs to an earlier job of the same name: it is not garbage-collected yet."""
     metadata = found.get("metadata")
     owners = metadata.get("ownerReferences") if isinstance(metadata, dict) else None
     return isinstance(owners, list) and any(

@@ -1,7 +1,7 @@
 """The operator's servers as one service: started before it works, stopped after it.
 
-Here the servers' own small views of an operator (`World`, `Health`, `SecretStore`, `TokenReviewer`, `KeySource`) meet
-the state that there is. The servers themselves know nothing of it.
+This connects the servers' own small views of an operator (`World`, `Health`, `SecretStore`, `TokenReviewer`,
+`KeySource`) with its state. The servers themselves know nothing of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from finetune_operator.shell.webhook import (
 log = logging.getLogger(__name__)
 
 SOONEST = timedelta(minutes=1)
-"""Between two looks at the certificates, also when the API server gives no answer."""
+"""Shortest interval between two checks of the certificates, also if the API server gives no answer."""
 _WITHOUT_REVIEW = " Grant `create` on tokenreviews, or set progress.tokens to keys, which needs no right."
 _OTHER_WAY = "or grants `create` on tokenreviews, for progress.tokens review"
 _WITHOUT_DISCOVERY = (
@@ -86,7 +86,7 @@ class KubeReviewer:
         try:
             status = (await self._kube.create(review)).get("status")
         except ApiError as error:
-            # Without the API server's sentence, which might repeat what was asked.
+            # Without the API server's message, which might repeat the request.
             log.warning(
                 "A token of a progress report could not be reviewed: %d %s.%s",
                 error.code,
@@ -98,7 +98,7 @@ class KubeReviewer:
 
 
 class KubeKeys:
-    """The keys that the API server publishes."""
+    """Keys that the API server publishes."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -146,7 +146,7 @@ class KubeSecrets:
 
 
 class OperatorView:
-    """What the servers see of an operator."""
+    """The servers' view of an operator."""
 
     def __init__(self, state: OperatorState, progress_port: int = PORT) -> None:
         self._state = state
@@ -166,7 +166,7 @@ class OperatorView:
         return None if address is None else (address, self._port)
 
     def pod(self, namespace: str, name: str) -> KnownPod | None:
-        """See `progress_server.World`. Pods of a job that is gone belong to none."""
+        """See `progress_server.World`. Pods of a deleted job belong to none."""
         entry = self._state.store.get(POD.kind, namespace, name)
         if entry is None or not isinstance(entry.view, PodView) or not self._state.store.belongs(entry):
             return None
@@ -177,7 +177,7 @@ class OperatorView:
         return KnownPod(entry.uid, entry.job_uid, attempt)
 
     def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
-        """Into the progress book; the reconciler sees to it that the status is not written too often."""
+        """Note a report in the progress book; the reconciler limits how often the status is written."""
         at = pod.attempt
         before = self._state.progress.of(pod.job_uid, at.stage, at.attempt)
         self._state.progress.note(
@@ -202,7 +202,7 @@ class OperatorView:
             return ()
 
     def fleet(self) -> Fleet:
-        """All jobs, as they are known here now."""
+        """Return the state of all jobs, as they are known here now."""
         return fleet(self.jobs(), self._state.now(), self._moved)
 
     def _moved(self, job: JobView) -> datetime | None:
@@ -219,7 +219,7 @@ class OperatorView:
 
 
 class Servers:
-    """Probes and metrics, the progress server where the settings want it, and the webhook where it is asked for. A
+    """Probes and metrics, the progress server if the settings enable it, and the webhook if it is requested. A
     `state.Service`.
     """
 
@@ -232,7 +232,7 @@ class Servers:
         progress_port: int = PORT,
         webhook: WebhookOptions | None = None,
     ) -> None:
-        """`host` None: all addresses. Port 0: one is chosen, and told by `http_port`, `progress_port` and
+        """`host` None: all addresses. Port 0: any free one, then found in `http_port`, `progress_port` and
         `webhook_port`.
         """
         self.http_port = http_port
@@ -247,7 +247,7 @@ class Servers:
         self._renewing: list[asyncio.Task[None]] = []
 
     async def start(self, state: OperatorState) -> None:
-        """Serve. OSError when a port is taken; ApiError when the certificates cannot be read or kept."""
+        """Serve. OSError if a port is in use; ApiError if the certificates cannot be read or stored."""
         view = OperatorView(state, self.progress_port)
         self._metrics.follow_jobs(view.fleet)
         self._metrics.follow_queue(lambda: len(state.queue))
@@ -298,7 +298,7 @@ class Servers:
     async def _start_progress(
         self, state: OperatorState, view: OperatorView, tls: TlsContexts, base_url: str
     ) -> Callable[[Certificates], Awaitable[None]]:
-        """Gives what has to be told of each new certificate."""
+        """Return the function to call with each new certificate."""
         reviewer = await self._reviewer(state)
         self._progress = ProgressServer(view, reviewer, tls, counted=self._metrics.progress_post)
         self.progress_port = await self._progress.start(self._host, self.progress_port)
@@ -309,7 +309,7 @@ class Servers:
         return tell
 
     async def _reviewer(self, state: OperatorState) -> TokenReviewer:
-        """As the settings say. Where that way is closed it stays so: another one would hide what is missing."""
+        """Return the reviewer that the settings name. There is no fallback: it would hide a missing right."""
         match state.settings.progress.tokens:
             case "review":
                 log.info("Tokens of progress reports are reviewed by the API server (progress.tokens: review).")
@@ -332,7 +332,7 @@ class Servers:
         self.webhook_port = await self._webhook.start(self._host, options.port)
 
     async def stop(self) -> None:
-        """Also after a start that failed."""
+        """Stop, also after a start that failed."""
         for task in self._renewing:
             task.cancel()
         await asyncio.gather(*self._renewing, return_exceptions=True)
@@ -343,7 +343,7 @@ class Servers:
 
 
 def _authority_teller(kube: Kube, configuration: str) -> Callable[[Certificates], Awaitable[None]]:
-    """Has the configuration trust our authority. What stands in the way is told: jobs are run without a webhook."""
+    """Return a function that makes the configuration trust our authority. It logs errors: jobs run without it."""
 
     async def tell(certificates: Certificates) -> None:
         try:
@@ -362,8 +362,8 @@ async def _renew(
     tls: TlsContexts,
     users: Sequence[Callable[[Certificates], Awaitable[None]]],
 ) -> None:
-    """Takes over new certificates, and has them made when their time has come; for ever. All users are told each time,
-    as somebody may have taken away what they were told before.
+    """Take over new certificates, and renew them when their time has come; for ever. All users are called each time, as
+    somebody may have removed their earlier result.
     """
     while True:
         due = min(LOOK_AGAIN, certificates.renew_at - datetime.now(UTC))

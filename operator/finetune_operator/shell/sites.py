@@ -1,4 +1,4 @@
-"""A few paths that are served on one port behind a `Listener`. Answers hold our own words only."""
+"""A few paths that are served on one port behind a `Listener`. Answers hold our own text only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune_operator.shell.connections import Server
 from finetune_operator.shell.listening import Bounds, Listener
 
 STOP_SECONDS = 2.0
-"""For requests in progress when the site stops."""
+"""Time for requests in progress when the site stops."""
 
 Handler: TypeAlias = Callable[[web.BaseRequest], Awaitable[web.Response]]
 

@@ -1,10 +1,10 @@
-"""Puts the operator together, runs it, and ends it in order.
+"""Build the operator, run it, and end it in order.
 
     lists -> store <- watches
                |
     queue -> workers: store -> decide -> API server -> store
 
-The end, on SIGTERM or SIGINT: no more passes are begun, those in hand are finished, the Lease is given back.
+On SIGTERM or SIGINT no more reconciles start, those in progress finish, and the Lease is released.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from finetune_operator.shell.webhook import WebhookOptions
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 10.0
-"""For the passes in hand at the end; Kubernetes gives 30 s in all."""
+"""Time for reconciles in progress at the end; Kubernetes allows 30 s in all."""
 EVENTS_SECONDS = 3.0
-"""And then for the events that are not told yet."""
+"""Time after that for events that are not created yet."""
 AGAIN_SECONDS = 2.0
 STATUS_WRITERS = 4
-"""Fewer than workers: under load, what jobs need to run comes before words about them."""
+"""Fewer than workers: under load, the objects that jobs need to run come before their statuses."""
 SPARE_CONNECTIONS = 8
-"""Beside one for each worker: for lists, the Lease, tokens, events."""
+"""Connections beside those of the workers: for lists, the Lease, tokens, events."""
 FOLLOWED_KINDS = 8
-"""At most; each has a connection for each namespace that is followed."""
+"""Maximum number of kinds; each has a connection for each namespace that is followed."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How one process of the operator runs."""
+    """Options of one process of the operator."""
 
     settings: Settings
     namespace: str
-    """The operator's own; empty: it has none, as one process outside of a cluster."""
+    """Namespace of the operator; empty: it has none, as one process outside of a cluster."""
     kubeconfig: Path | None = None
     context: str | None = None
     leader_election: bool = True
@@ -71,7 +71,7 @@ class Options:
     http_port: int = HTTP_PORT
     progress_port: int = PORT
     webhook: WebhookOptions | None = None
-    """None: no webhook is served."""
+    """Options of the webhook; None: it is not served."""
 
 
 class Operator:
@@ -139,7 +139,7 @@ class Operator:
             await stopping.wait()
 
     async def _reach(self) -> None:
-        """Wait for the API server; one that is away at the start does not end the operator again and again."""
+        """Wait for the API server; an outage at the start does not end the operator again and again."""
         while True:
             try:
                 await self._discovery.refresh()
@@ -158,7 +158,7 @@ class Operator:
         await asyncio.Event().wait()
 
     async def _end(self) -> None:
-        """Workers finish while everything they need still runs, the Lease included."""
+        """Stop in order: workers finish while everything that they need still runs, the Lease included."""
         log.info("ending")
         self.state.queue.close()
         if self._workers:
@@ -183,8 +183,8 @@ class Operator:
 
 
 async def run(options: Options, decide: Decide) -> None:
-    """Run until a signal ends it. NoClusterError when no cluster is configured; OSError when a port is taken; ApiError
-    when the API server refuses what is needed to begin.
+    """Run until a signal ends it. NoClusterError when no cluster is configured; OSError when a port is in use; ApiError
+    when the API server refuses a request that is needed to begin.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -208,13 +208,13 @@ async def run(options: Options, decide: Decide) -> None:
 
 
 def _tell_fault(task: asyncio.Task[None]) -> None:
-    """What ends of itself is a fault of ours; /healthz tells too, and the kubelet then starts the operator anew."""
+    """Log a task that ended by itself: a bug, which /healthz reports too, so that the kubelet restarts the operator."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("%s has ended: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
 
 
 async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether `work` came to its end before `stopping`; if not, it is cancelled."""
+    """Return whether `work` ended before `stopping`; if not, it is cancelled."""
     task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
     await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()

@@ -1,7 +1,7 @@
-"""What the parts of one running operator share.
+"""State that the parts of one running operator share.
 
-The store, the queue and the progress book hold everything that is known; `leading` says whether this process may act
-on it. Whoever serves something beside the reconciler (progress, health, metrics) gets this state and nothing else.
+The store, the queue and the progress book hold everything that is known; `leading` is set while this process may act on
+it. Services beside the reconciler (progress, health, metrics) get this state and nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune_operator.shell.store import JOB_KIND, Entry, Store, key_of
 
 LISTEN_SECONDS = 1.0
 BREAK_SECONDS = 10.0
-"""Between two looks at whether reports can be heard; after a longer time it is not known what was said in it."""
+"""Longest interval between two checks whether reports can be received; after a longer one, some may be missing."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Heard:
     attempt: int
     progress: ProgressStatus
     mark: str
-    """As `progress_protocol.mark_of` has it."""
+    """Result of `progress_protocol.mark_of`."""
     moved: datetime
-    """When the mark changed last."""
+    """Time when the mark changed last."""
 
 
 @dataclass
 class ProgressBook:
-    """The newest progress of each job: of its latest attempt that told any. Lost with the process; pods tell again."""
+    """Newest progress of each job, of its latest attempt with any. Lost with the process; pods report again."""
 
     _newest: dict[str, Heard] = field(default_factory=dict)
     _heard: dict[str, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class ProgressBook:
     def note(
         self, job_uid: str, stage: Stage, attempt: int, progress: ProgressStatus, mark: str, now: datetime
     ) -> None:  # fmt: skip
-        """Keep it in place of what was told before. A late word of an earlier attempt of the same stage is dropped."""
+        """Store a report in place of the one before. A late one of an earlier attempt of the same stage is dropped."""
         known = self._newest.get(job_uid)
         if known is not None and known.stage is stage and known.attempt > attempt:
             return
@@ -62,12 +62,12 @@ class ProgressBook:
         self._heard[job_uid] = time.monotonic()
 
     def of(self, job_uid: str, stage: Stage, attempt: int) -> ProgressStatus | None:
-        """The newest of this attempt."""
+        """Return the newest progress of this attempt."""
         known = self._of(job_uid, stage, attempt)
         return None if known is None else known.progress
 
     def moved(self, job_uid: str, stage: Stage, attempt: int) -> datetime | None:
-        """When this attempt told something new last."""
+        """Return when this attempt last reported anything new."""
         known = self._of(job_uid, stage, attempt)
         return None if known is None else known.moved
 
@@ -76,30 +76,30 @@ class ProgressBook:
         return known if known is not None and (known.stage, known.attempt) == (stage, attempt) else None
 
     def heard_of(self, job_uid: str) -> float:
-        """When the job told its progress last, on the monotonic clock; 0.0: never."""
+        """Return when the job's last report came, on the monotonic clock; 0.0: never."""
         return self._heard.get(job_uid, 0.0)
 
     def forget(self, job_uid: str) -> None:
-        """The job is gone."""
+        """Forget a deleted job."""
         self._newest.pop(job_uid, None)
         self._heard.pop(job_uid, None)
 
 
 @dataclass
 class Hearing:
-    """Since when no report can have been missed. It is asked often, and an answer that was long in coming is a break:
-    the process stood still, or its clock was set, and nobody knows what was said meanwhile.
+    """Time since which no report can have been missed. It is asked often, and a long interval between two calls is a
+    break: the process stood still, or its clock was set, and reports in between may be missing.
     """
 
     _since: datetime | None = None
     _asked: datetime | None = None
 
     def missed(self) -> None:
-        """A report may just have been turned away: what was said before does not count any more."""
+        """Restart the time: a report may just have been rejected."""
         self._since = None
 
     def since(self, able: bool, now: datetime) -> datetime | None:
-        """None while reports cannot be heard; `able` says whether they can be now."""
+        """Return the time; None while reports cannot be received. `able`: True if they can be now."""
         passed = None if self._asked is None else now - self._asked
         unbroken = passed is not None and timedelta(0) <= passed <= timedelta(seconds=BREAK_SECONDS)
         self._asked = now
@@ -111,49 +111,49 @@ class Hearing:
 
 
 class Measurements(Protocol):
-    """What is counted about the operator itself."""
+    """Counts about the operator itself."""
 
     def pass_done(self, seconds: float, outcome: str) -> None:
-        """One pass over a job; `outcome` is done, refused, conflict, gone or failed."""
+        """Count one reconcile of a job; `outcome` is done, refused, conflict, gone or failed."""
 
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
-        """One request to the API server; `code` is the HTTP status, 0 when there was no answer."""
+        """Count one request to the API server; `code` is the HTTP status, 0 if there was no answer."""
 
     def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
-        """A status took the place of the one in `job`."""
+        """Count a status that replaced the one in `job`."""
 
     def resynced(self, reason: str) -> None:
-        """Everything was listed again; `reason` is start, leadership, outage or relist."""
+        """Count a list of everything; `reason` is start, leadership, outage or relist."""
 
 
 class NoMeasurements:
     """Counts nothing."""
 
     def pass_done(self, seconds: float, outcome: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def resynced(self, reason: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 async def nothing_known() -> Collection[LauncherName]:
-    """Before anybody has asked."""
+    """Return no launchers, as before the first discovery."""
     return ()
 
 
 @dataclass
 class OperatorState:
-    """One running operator."""
+    """State of one running operator."""
 
     settings: Settings
     namespace: str
-    """The operator's own: of its Lease, its Service and its Secret."""
+    """Namespace of the operator, with its Lease, its Service and its Secret."""
     kube: Kube
     store: Store
     queue: WorkQueue
@@ -163,32 +163,32 @@ class OperatorState:
     synced: asyncio.Event
     """Set once the store has been filled."""
     leader_address: Callable[[], str | None]
-    """IP address of the pod that leads, as its Lease tells; None while nobody does or it is not known."""
+    """IP address of the pod that leads, from its Lease; None while there is none or it is not known."""
     measurements: Measurements = field(default_factory=NoMeasurements)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    """What has to run as long as the operator does: workers, watches, the election. One that is done is a fault, which
-    /healthz tells.
+    """Tasks that have to run as long as the operator does: workers, watches, the election. One that is done is a bug,
+    which /healthz reports.
     """
     progress_endpoint: ProgressEndpoint | None = None
-    """Where pods report progress, once that is served; new attempts are told."""
+    """Address for progress reports of pods, once it is served; new attempts get it."""
     hearing: Hearing = field(default_factory=Hearing)
     served: Callable[[], Awaitable[Collection[LauncherName]]] = nothing_known
-    """Launchers that the cluster has; none: not known. ApiError."""
+    """Launchers that the cluster has; empty: not known. ApiError."""
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.settings)
 
     async def put(self, raw: Manifest) -> Entry | None:
-        """Put an object into the store, as `Store.put` does; a job is judged away from the event loop before."""
+        """Put an object into the store, as `Store.put` does; a job is validated off the event loop before."""
         kind, namespace, name = key_of(raw)
         if kind != JOB_KIND:
             return self.store.put(raw)
         return self.store.put(raw, await self.judge.view(raw, self.store.job(JobKey(namespace, name))))
 
     def heard_since(self) -> datetime | None:
-        """Since when no report of progress can have been missed; None: they cannot be heard now.
+        """Return the time since which no report of progress can have been missed; None: they cannot be received now.
 
-        A replica that does not lead takes none; without the API server tokens cannot be checked.
+        A replica that does not lead accepts none; without the API server tokens cannot be checked.
         """
         serving = self.progress_endpoint is not None and self.leading.is_set() and self.synced.is_set()
         return self.hearing.since(serving and not self.kube.outage.down, self.now())
@@ -198,7 +198,7 @@ class OperatorState:
         return self.kube.clock.now()
 
     async def listen(self) -> None:
-        """Keep asking, for ever."""
+        """Keep checking whether reports can be received, for ever."""
         while True:
             self.heard_since()
             await asyncio.sleep(LISTEN_SECONDS)
@@ -208,7 +208,7 @@ class Service(Protocol):
     """Something that is served beside the reconciler while the operator runs."""
 
     async def start(self, state: OperatorState) -> None:
-        """Begin to serve. Raises what keeps it from serving."""
+        """Begin to serve. Raises the error that keeps it from serving."""
 
     async def stop(self) -> None:
-        """End, also after a start that failed."""
+        """Stop, also after a start that failed."""

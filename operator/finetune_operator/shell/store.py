@@ -1,14 +1,14 @@
-"""Everything that was read from the API server, in memory: jobs, what runs their attempts, and their pods.
+"""Everything read from the API server, in memory: jobs, the objects that run their attempts, and their pods.
 
-Word of an object comes from many sides (watches, lists, answers to our own writes) and in any order. The newer
+Updates of an object come from many sides (watches, lists, answers to our own writes) and in any order. The newer
 `resourceVersion` wins; Kubernetes promises since 1.35 that versions of one kind compare as integers, and etcd has given
-such ones always. What was deleted stays deleted: a late answer does not bring it back. Objects are parsed once, when
-they change; a pass over a job then reads values only.
+such ones always. A deleted object stays deleted: a late answer does not bring it back. Objects are parsed once, when
+they change; a reconcile then reads values only.
 
 An object belongs to a job if its labels claim it and the chain of its controllers leads there (owners.py). Others with
-such labels are kept as well, and told apart.
+such labels are kept as well, and distinguished.
 
-It tells nobody: who puts something in also says which job has to be looked at.
+The store notifies nobody: the caller that puts an object in also queues its job.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from finetune_operator.shell.queue import JobKey
 
 JOB_KIND = "FineTuneJob"
 BURIED_SECONDS = 600.0
-"""How long a deleted object is remembered; no request takes longer than a fraction of it."""
+"""Life of the tombstone of a deleted object; no request takes longer than a fraction of it."""
 NEVER_AGAIN = 2**64
-"""Version below which everything about an object that we know to be gone is late news."""
+"""Version of a tombstone for an object that is known to be deleted: every update below it is late."""
 
 View: TypeAlias = JobView | ChildView | EndpointView | PodView
 Key: TypeAlias = tuple[str, str, str]
@@ -60,12 +60,12 @@ class Entry:
     uid: str
     version: int
     job: JobKey
-    """The job it is, or belongs to."""
+    """Job that it is, or belongs to."""
     job_uid: str
     view: View | None
-    """None: the object has our label, but is none of ours by its other labels."""
+    """Parsed object; None: it has our label, but is not ours by its other labels."""
     heard: float
-    """When it changed last for us, on the monotonic clock."""
+    """Time when it changed last for us, on the monotonic clock."""
     owner: Owner | None = None
     """Its controller."""
     deleting: bool = False
@@ -88,43 +88,43 @@ class Store:
         self._entries: dict[Key, Entry] = {}
         self._of_job: dict[JobId, dict[Key, Entry]] = {}
         self._uids: dict[JobKey, Counter[str]] = {}
-        """By name: the uids of jobs that had it, with the number of their objects."""
+        """Uids of the jobs that had a name, by name, with the number of their objects."""
         self._buried: dict[str, tuple[int, float]] = {}
-        """By uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
+        """Tombstones by uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
         self._links: dict[JobId, Links] = {}
-        """What was shown to be a job's own, as long as any of its objects is there."""
+        """Objects that are known to be a job's own, as long as any of its objects exists."""
         self._departed: dict[JobId, dict[str, PodView]] = {}
-        """By their job, then by uid: pods that are gone while the object that runs their attempt is there.
-        Who deletes a pod takes the word of why the attempt failed away with it.
+        """Deleted pods while the object that runs their attempt exists, by job, then by uid. A deletion would otherwise
+        take the cause of the attempt's failure with it.
         """
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def job(self, key: JobKey) -> JobView | None:
-        """The job of that name."""
+        """Return the job of that name."""
         entry = self._entries.get((JOB_KIND, key.namespace, key.name))
         return entry.view if entry is not None and isinstance(entry.view, JobView) else None
 
     def job_version(self, key: JobKey) -> str | None:
-        """The resourceVersion of what `job` gives."""
+        """Return the resourceVersion of the view that `job` returns."""
         entry = self._entries.get((JOB_KIND, key.namespace, key.name))
         return None if entry is None else str(entry.version)
 
     def jobs(self) -> list[JobKey]:
-        """All jobs."""
+        """Return all jobs."""
         return [entry.job for entry in self._entries.values() if entry.kind == JOB_KIND]
 
     def children(self, job: JobId) -> tuple[ChildView, ...]:
-        """What runs the job's attempts, by stage and attempt."""
+        """Return the objects that run the job's attempts, by stage and attempt."""
         views = [entry.view for entry in self._own(job) if isinstance(entry.view, ChildView)]
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
     def endpoints(self, job: JobId) -> tuple[EndpointView, ...]:
-        """What serves the job's model, by revision; InferenceServices with the servers that KServe has made of them."""
+        """Return the objects that serve the job's model, by revision; InferenceServices with the servers by KServe."""
         return joined(entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView))
 
     def lacks_servers(self, key: JobKey) -> bool:
-        """Whether it is the turn of the job's endpoint, and nothing runs its servers, or not what was asked for."""
+        """Return whether it is the endpoint's turn, and it has no servers, or none of the requested runtime."""
         job = self.job(key)
         if job is None or job.job is None or job.job.spec.endpoint is None:
             return False
@@ -135,28 +135,28 @@ class Store:
         return not there or (job.job.spec.endpoint.runtime == "kserve" and "kserve" not in there)
 
     def pods(self, job: JobId) -> tuple[PodView, ...]:
-        """The job's pods, the oldest first; those that are gone as long as their attempt is judged by them."""
+        """Return the job's pods, the oldest first, also deleted ones as long as their attempt is judged by them."""
         views = [entry.view for entry in self._own(job) if isinstance(entry.view, PodView)]
         views += self._departed.get(job, {}).values()
         return tuple(sorted(views, key=lambda view: (view.created, view.name)))
 
     def pods_before(self, key: JobKey, job_uid: str) -> tuple[PodView, ...]:
-        """Pods of earlier jobs of that name; the garbage collector takes a while."""
+        """Return the pods of earlier jobs of that name; the garbage collector takes a while."""
         others = [uid for uid in self._uids.get(key, ()) if uid != job_uid]
         return tuple(pod for uid in others for pod in self.pods((key.namespace, uid)))
 
     def get(self, kind: str, namespace: str, name: str) -> Entry | None:
-        """One object."""
+        """Return one object."""
         return self._entries.get((kind, namespace, name))
 
     def heard_of(self, job: JobId) -> float:
-        """When anything of the job's children or pods changed last, on the monotonic clock; 0.0: never."""
+        """Return when any of the job's children or pods changed last, on the monotonic clock; 0.0: never."""
         return max((entry.heard for entry in self._own(job)), default=0.0)
 
     # ----------------------------------------------------------------------------------------------------- ownership
 
     def belongs(self, entry: Entry) -> bool:
-        """Whether the object is its job's own, and not only labelled so."""
+        """Return whether the object is its job's own, and not only labelled so."""
         return entry.uid in self._links.get(entry.job_id, ()) or entry in self._own(entry.job_id)
 
     def unresolved(self, job: JobId) -> set[Owner]:
@@ -171,15 +171,15 @@ class Store:
         return {entry.owner for entry in claims if entry.owner and _between(entry) and links.open(entry.owner)}
 
     def resolve(self, job: JobId, owner: Owner, found: Raw | None) -> None:
-        """Take the API server's answer about `owner`; None: it is not there."""
+        """Record the API server's answer about `owner`; None: it does not exist."""
         links = self._links.get(job)
         if links is not None:
-            self._own(job)  # with what was put in since
+            self._own(job)  # with objects that were put in since
             links.looked_up(owner, None if found is None else _metadata(found))
 
     def foreign(self, key: JobKey) -> list[Entry]:
-        """Return the objects that claim a job of that name and are not its own. Whatever may still turn out to be is
-        left out, and so is what is on its way out.
+        """Return the objects that claim a job of that name and are not its own, except those that may still turn out to
+        be, and those that are being deleted.
         """
         found = []
         for uid in self._uids.get(key, ()):
@@ -189,7 +189,7 @@ class Store:
         return found
 
     def _claims(self, job: JobId) -> list[Entry]:
-        """Return what is labelled as the job's, with words of ours, and is not its own."""
+        """Return the objects that are labelled as the job's, with labels of ours, and are not its own."""
         own, of_job = self._own(job), self._of_job.get(job, {})
         if len(own) == len(of_job):
             return []
@@ -207,7 +207,7 @@ class Store:
                 own.append(entry)
             elif isinstance(entry.view, PodView | EndpointView):
                 open_.append(entry)
-        # One pod may control others, in whatever order they were told of, and an InferenceService a Deployment.
+        # One pod may control others, in whatever order they came, and an InferenceService a Deployment.
         while found := [entry for entry in open_ if self._controlled(entry, links)]:
             for entry in found:
                 links.add(entry.uid)
@@ -216,8 +216,8 @@ class Store:
         return own
 
     def _controlled(self, entry: Entry, links: Links) -> bool:
-        """Return whether a pod's controller is the job's own. One that is gone, as is that of a pod which outlives it
-        for a moment while the operator starts, is known by its name.
+        """Return whether a pod's controller is the job's own. A deleted one, as that of a pod which outlives it for a
+        moment while the operator starts, is known by its name.
         """
         owner, view = entry.owner, entry.view
         if isinstance(view, EndpointView):
@@ -245,8 +245,8 @@ class Store:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def put(self, raw: Raw, judged: JobView | None = None) -> Entry | None:
-        """Take over what was read. Gives the entry when it is news, None when it is old or was deleted since.
-        `judged`: the view of a job, where it was made before.
+        """Store an object. Return the entry if it is news, None if it is old or was deleted since. `judged`: the view
+        of a job, if it was parsed before.
         """
         version, uid = _version(raw), _text(_metadata(raw), "uid")
         buried = self._buried.get(uid)
@@ -269,12 +269,12 @@ class Store:
         return entry
 
     def remove(self, raw: Raw) -> Entry | None:
-        """It was deleted, as a watch tells with its last state. Gives what was known of it, if anything."""
+        """Remove an object that a watch reports as deleted, with its last state. Return its entry, if there was one."""
         uid, last = _text(_metadata(raw), "uid"), None if _text(raw, "kind") != "Pod" else pod_view(raw)
         return self._bury(key_of(raw), uid, _version(raw), last)
 
     def gone(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
-        """The API server says that it is not there; with `uid`, that this very one is not."""
+        """Remove an object that the API server no longer has; with `uid`, only this very one."""
         key = (kind, namespace, name)
         known = self._entries.get(key)
         uid = uid or (known.uid if known is not None else None)
@@ -283,8 +283,8 @@ class Store:
     def keep(
         self, kind: str, listed: Collection[Key], version: int, namespaces: Collection[str] | None = None
     ) -> set[JobKey]:
-        """Remove what a list of the kind, read at `version` from `namespaces` (None: from all), does not name, unless
-        it is newer than the list. Returns the jobs of what was removed.
+        """Remove the objects of the kind that a list, read at `version` from `namespaces` (None: from all), does not
+        name, unless they are newer than the list. Return the jobs of the removed objects.
         """
         touched = set()
         for entry in [one for one in self._entries.values() if one.kind == kind and one.key not in listed]:
@@ -294,7 +294,7 @@ class Store:
         return touched
 
     def replace_of_job(self, kind: str, job: JobId, raws: Iterable[Raw], version: int) -> None:
-        """The same for the objects of one job."""
+        """Put the listed objects of one job, and remove its others of the kind as `keep` does."""
         listed = set()
         for raw in raws:
             listed.add(key_of(raw))
@@ -349,7 +349,7 @@ class Store:
         return known
 
     def _mourn(self, known: Entry, last: PodView | None) -> None:
-        """Keep the last state of a pod that ran for as long as what runs its attempt is there."""
+        """Keep the last state of a pod that ran for as long as the object that runs its attempt exists."""
         view = last or known.view
         departed = self._departed.get(known.job_id, {})
         if isinstance(view, PodView):
@@ -395,7 +395,7 @@ def _between(pod: Entry) -> bool:
 
 
 def key_of(raw: Raw) -> Key:
-    """Return the key under which it is stored. Raises UnreadableError."""
+    """Return the key under which an object is stored. Raises UnreadableError."""
     metadata = _metadata(raw)
     return _text(raw, "kind"), _text(metadata, "namespace"), _text(metadata, "name")
 

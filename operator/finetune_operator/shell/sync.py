@@ -1,7 +1,7 @@
-"""Fills the store by one list per kind, and again whenever a watch may have missed something.
+"""Fill the store by one list per kind, and again whenever a watch may have missed something.
 
-What vanished while a watch was interrupted is in no event. So a list is read again after an outage, and before a watch
-that cannot go on where it ended (following.py).
+Objects that vanished while a watch was interrupted are in no event. So a list is read again after an outage, and before
+a watch that cannot resume where it ended (following.py).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from finetune_operator.shell.store import Key, UnreadableError, key_of
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 1.0
-"""A list answers all requests of this long."""
+"""Requests that arrive within this time are answered by one list."""
 AGAIN_SECONDS = 2.0
-"""Before the next try when a list failed in spite of all retries."""
+"""Delay before the next try when a list failed in spite of all retries."""
 TURN_SECONDS = 0.02
-"""How long objects are taken over at a stretch; others have their turn then."""
+"""Longest stretch of storing objects before other tasks get their turn."""
 SERVED_SECONDS = 15.0
-"""Between two questions for what is served, while a job waits to begin."""
+"""Interval between two discoveries of served kinds, while a job waits to begin."""
 
 
 class Syncer:
-    """Lists, once or on request."""
+    """Lists objects, once or on request."""
 
     def __init__(self, state: OperatorState, discovery: Discovery) -> None:
         self._state = state
         self._discovery = discovery
         self._wanted: dict[str, str] = {}
-        """Kinds to be listed again, and why."""
+        """Kinds to be listed again, with the reason."""
         self._asked = asyncio.Event()
         self._listing = asyncio.Lock()
 
     async def fill(self, reason: str) -> None:
-        """List everything, trying until it is done."""
+        """List everything, retrying until it succeeds."""
         while True:
             try:
                 await self._discovery.refresh()
@@ -67,7 +67,7 @@ class Syncer:
             self.request(resource.kind, reason)
 
     async def run(self) -> None:
-        """Answer requests, for ever."""
+        """Serve requests, for ever."""
         while True:
             await self._asked.wait()
             await asyncio.sleep(QUIET_SECONDS)
@@ -83,8 +83,8 @@ class Syncer:
                 await asyncio.sleep(AGAIN_SECONDS)
 
     async def launchers(self) -> None:
-        """Have jobs that have not begun planned anew when other kinds are served than before, for ever: a training
-        operator may come while they are suspended, or were refused for the want of it. Asks only while there are such
+        """Requeue jobs that have not begun when the served kinds change, for ever: a training operator may be installed
+        while they are suspended, or after they were refused for lack of it. Discovery runs only while there are such
         jobs.
         """
         known = self._discovery.resources
@@ -121,21 +121,21 @@ class Syncer:
 
 
 class Turn:
-    """Work that never waits shares the event loop: what many objects cost in a row must not hold up a probe."""
+    """Share of the event loop for work that never waits: many objects in a row must not hold up a probe."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
 
     async def shared(self) -> None:
-        """Others have their turn, when this one was long."""
+        """Yield to other tasks if this turn was long."""
         if time.monotonic() > self._began + TURN_SECONDS:
             await asyncio.sleep(0)
             self._began = time.monotonic()
 
 
 async def read_all(state: OperatorState, resource: Resource, namespace: str | None) -> int:
-    """Read a kind whole, from one namespace or from all, and have every job looked at for which something is new. Gives
-    the version at which it was read.
+    """Read a kind whole, from one namespace or from all, and queue every job with news. Return the version at which it
+    was read.
     """
     labels = None if resource is FINETUNE_JOB else JOB_LABEL
     listed: set[Key] = set()
@@ -156,7 +156,7 @@ async def read_all(state: OperatorState, resource: Resource, namespace: str | No
 
 
 async def take(state: OperatorState, resource: Resource, raw: Manifest, *, gone: bool = False) -> None:
-    """Put what was read of an object into the store, and have its job looked at when it is news."""
+    """Put an object that was read into the store, and queue its job if it is news."""
     try:
         entry = state.store.remove(raw) if gone else await state.put(raw)
     except UnreadableError as error:

@@ -1,15 +1,15 @@
-"""Verifies tokens by the public keys of their issuer: for an operator that has no right to a TokenReview.
+"""Verify tokens by the public keys of their issuer: for an operator that has no right to a TokenReview.
 
-What the API server would look up is not looked up here: whether the pod is still there. The progress server asks the
-operator's store for that, by name and uid, so that the token of a deleted pod opens nothing. A service account that was
-deleted while its pod runs on is not noticed until the token's end, an hour at most as the kubelet asks for it.
+Unlike the API server, this does not look up whether the pod still exists. The progress server checks that in the
+operator's store, by name and uid, so that the token of a deleted pod opens nothing. A service account that was deleted
+while its pod runs on is not noticed until the token's end, an hour at most as the kubelet requests it.
 
-The algorithm is the key's and never the token's word alone: a token cannot choose `none`, nor have a public key taken
-for a shared secret. Only asymmetric algorithms that Kubernetes signs with are known.
+The algorithm is the key's and never the token's alone: a token cannot choose `none`, nor have a public key taken for a
+shared secret. Only asymmetric algorithms that Kubernetes signs with are known.
 
-Keys are read again from time to time, and when a token shows a key or an issuer that is not known, as after a rotation;
-for that not more often than every half minute, as anybody can send such tokens. Keys that could not be read again for
-an hour are not believed any longer: one of them may have been withdrawn. Nothing here logs any part of a token.
+Keys are read again from time to time, and when a token shows an unknown key or issuer, as after a rotation; for that
+not more often than every half minute, as anybody can send such tokens. Keys that could not be read again for an hour
+are no longer trusted: one of them may have been withdrawn. Nothing here logs any part of a token.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from finetune_operator.shell.tokens import (
 log = logging.getLogger(__name__)
 
 ALGORITHMS = frozenset({"RS256", "ES256", "ES384", "ES512"})
-"""What an API server signs with, by the kind of its key (pkg/serviceaccount/jwt.go of Kubernetes)."""
+"""Signature algorithms of an API server, by the kind of its key (pkg/serviceaccount/jwt.go of Kubernetes)."""
 LEEWAY_SECONDS = 30
-"""For clocks of the API server's machine and of ours that differ."""
+"""Tolerated difference between the clocks of the API server's machine and of ours."""
 RENEW_SECONDS = 600.0
 AGAIN_SECONDS = 60.0
-"""After keys could not be read."""
+"""Delay after keys could not be read."""
 SOONEST_SECONDS = 30.0
-"""Between two reads that tokens cause."""
+"""Shortest interval between two reads that tokens cause."""
 STALE_SECONDS = 3600.0
 _REQUIRED = ["iss", "sub", "aud", "exp", "iat", "nbf"]
 """Claims that an API server gives every bound token."""
 
 
 class KeysUnavailableError(Exception):
-    """The issuer's keys cannot be had; says why and what helps."""
+    """The issuer's keys cannot be read; the text has the reason and a hint."""
 
 
 class KeySource(Protocol):
-    """Where the issuer's keys are read."""
+    """Source of the issuer's keys."""
 
     async def read_issuer(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The issuer's description (OpenID Connect Discovery) and its JSON web key set. Raises
+        """Return the issuer's description (OpenID Connect Discovery) and its JSON web key set. Raises
         KeysUnavailableError.
         """
         ...
@@ -66,15 +66,15 @@ class KeySource(Protocol):
 
 @dataclass(frozen=True)
 class IssuerKeys:
-    """What a token has to come from."""
+    """Issuer and keys that a token has to come from."""
 
     issuer: str
     keys: Mapping[str, jwt.PyJWK]
-    """By key id; all of them public."""
+    """Public keys by key id."""
 
     @classmethod
     def of(cls, description: Mapping[str, Any], key_set: Mapping[str, Any]) -> IssuerKeys:
-        """The keys that can be used here; others, as of kinds yet to come, are passed over. KeysUnavailableError when
+        """Return the keys that can be used here; others, as of kinds yet to come, are left out. KeysUnavailableError if
         there are none.
         """
         issuer, found = description.get("issuer"), key_set.get("keys")
@@ -85,7 +85,7 @@ class IssuerKeys:
 
 
 def _key(found: object) -> jwt.PyJWK | None:
-    """A key for verifying signatures; None for anything else."""
+    """Return a key for verifying signatures; None for anything else."""
     if not isinstance(found, dict) or found.get("use", "sig") != "sig":
         return None
     try:
@@ -96,7 +96,7 @@ def _key(found: object) -> jwt.PyJWK | None:
 
 
 class KeyReviewer:
-    """A `tokens.TokenReviewer` that asks nobody about a token."""
+    """A `tokens.TokenReviewer` that sends no request about a token."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class KeyReviewer:
         self._reading = asyncio.Lock()
 
     async def follow(self) -> None:
-        """Keep the keys new; for ever."""
+        """Keep the keys current; for ever."""
         while True:
             await self._sleep(AGAIN_SECONDS if self._failed else RENEW_SECONDS)
             await self.renew()
 
     async def renew(self) -> None:
-        """Read the keys. What stands in the way is told in the log, and those that are known stay for a while."""
+        """Read the keys. An error is logged, and the known keys stay for a while."""
         async with self._reading:
             await self._read()
 
@@ -146,9 +146,9 @@ class KeyReviewer:
         return self._clock() - self._known_at > STALE_SECONDS
 
     async def _renewed(self, before: IssuerKeys) -> IssuerKeys:
-        """Keys that are newer than those which a token did not fit, unless these are new themselves."""
+        """Return keys that are newer than those that a token did not fit, unless these are new themselves."""
         async with self._reading:
-            # Of many who wait here the first one reads for all.
+            # The first of many waiters reads for all.
             if self._known is before and self._clock() - self._tried_at >= SOONEST_SECONDS:
                 await self._read()
             if self._failed:
@@ -173,7 +173,7 @@ class KeyReviewer:
 
 
 class _StrangerError(Exception):
-    """The token's key or issuer is not among those that are known."""
+    """The token's key or issuer is not a known one."""
 
 
 class _Bound(BaseModel):
@@ -192,7 +192,7 @@ class _Place(BaseModel):
 
 
 class _Claims(BaseModel):
-    """What an API server says in a token that is bound to a pod."""
+    """Claims that an API server writes into a token that is bound to a pod."""
 
     model_config = ConfigDict(strict=True)
 
@@ -201,7 +201,7 @@ class _Claims(BaseModel):
 
 
 def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
-    """What the token says, if one of the keys has signed it. Raises _StrangerError."""
+    """Return the verdict on the token's claims, if one of the keys has signed it. Raises _StrangerError."""
     try:
         key_id = jwt.get_unverified_header(token).get("kid")
         if not isinstance(key_id, str):

@@ -1,11 +1,11 @@
-"""Whose token it is: has it reviewed, by one of two ways, and remembers the answer for a while.
+"""Identify the pod that a token was issued for, in one of two ways, and remember the answer for a while.
 
-The ways: the API server is asked (TokenReview), which is a right in the cluster, or the token is verified here by the
-API server's public keys (token_keys.py). An administrator chooses; neither takes the place of the other by itself.
+Either the API server is asked (TokenReview), which is a right in the cluster, or the token is verified here by the API
+server's public keys (token_keys.py). An administrator chooses; neither replaces the other by itself.
 
-A token is remembered by its SHA-256, never by itself, and good answers at most until the token expires. Tokens that
-were refused are kept apart from good ones and shortly, so that guessing neither pushes good ones out nor asks for the
-same guess again and again. Nothing here logs, and no message holds any part of a token.
+A token is remembered by its SHA-256, never by itself, and good answers at most until the token expires. Refused tokens
+are kept apart from good ones and for a short time, so that guessing neither evicts good ones nor repeats the review of
+the same guess. Nothing here logs, and no message holds any part of a token.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from finetune_operator.api.json_text import loads
 from finetune_operator.rendering.render_types import PROGRESS_AUDIENCE
 
 REMEMBER_SECONDS = 600.0
-"""Most for a good answer: so long a token of a deleted pod stays known, and the pod has to be in the store besides."""
+"""Limit for a good answer: a deleted pod's token stays known that long, but the pod also has to be in the store."""
 REMEMBER_REFUSED_SECONDS = 10.0
 REVIEW_SECONDS = 10.0
-"""Most for one review, requests to the API server included."""
+"""Limit for one review, requests to the API server included."""
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"
 ACCOUNT = "system:serviceaccount:"
@@ -34,7 +34,7 @@ ACCOUNT = "system:serviceaccount:"
 
 @dataclass(frozen=True)
 class PodIdentity:
-    """The pod that a token was made for."""
+    """Pod that a token was issued for."""
 
     namespace: str
     name: str
@@ -43,7 +43,7 @@ class PodIdentity:
 
 @dataclass(frozen=True)
 class RefusedToken:
-    """Why a token is of no use."""
+    """Reason that a token is refused."""
 
     why: str
 
@@ -52,14 +52,14 @@ Verdict: TypeAlias = PodIdentity | RefusedToken
 
 
 class ReviewUnavailableError(Exception):
-    """What a review needs is not to be had now; nothing is known about the token."""
+    """A review is not possible now; nothing is known about the token."""
 
 
 class TokenReviewer(Protocol):
-    """One way to know whose token it is."""
+    """One way to identify the pod of a token."""
 
     async def review_token(self, token: str, audience: str) -> Verdict:
-        """The pod that the token was made for, or why it is of no use. Raises ReviewUnavailableError."""
+        """Return the pod that the token was issued for, or the refusal. Raises ReviewUnavailableError."""
         ...
 
 
@@ -67,12 +67,12 @@ NOT_BOUND = RefusedToken("the token is not bound to a pod; use the one that is m
 
 
 def not_valid(audience: str) -> RefusedToken:
-    """What is said of a token about which there is nothing better to say."""
+    """Return the refusal of a token for which there is no better reason."""
     return RefusedToken(f"the token is not valid for audience {audience}")
 
 
 def verdict(status: Mapping[str, Any], audience: str) -> Verdict:
-    """What the status of a TokenReview says about the token."""
+    """Return the verdict in the status of a TokenReview."""
     if status.get("authenticated") is not True:
         return not_valid(audience)
     # An API server that does not know audiences answers `authenticated` without any: such a token may be meant for
@@ -89,7 +89,7 @@ def verdict(status: Mapping[str, Any], audience: str) -> Verdict:
 
 
 def expiry(token: str) -> float | None:
-    """`exp` of a JSON web token in Unix seconds, unverified; None where there is none to be read."""
+    """Return `exp` of a JSON web token in Unix seconds, unverified; None if it cannot be read."""
     try:
         return float(_claims(token)["exp"])
     except (ValueError, TypeError, KeyError, OverflowError):
@@ -97,7 +97,7 @@ def expiry(token: str) -> float | None:
 
 
 def claimed(token: str) -> PodIdentity | None:
-    """The pod that a JSON web token says to be bound to, unverified; None where it names none."""
+    """Return the pod that a JSON web token claims to be bound to, unverified; None if it names none."""
     try:
         claims = _claims(token)["kubernetes.io"]
         return PodIdentity(str(claims["namespace"]), str(claims["pod"]["name"]), str(claims["pod"]["uid"]))
@@ -112,7 +112,7 @@ def _claims(token: str) -> Any:
 
 
 class TokenChecker:
-    """Verdicts about tokens; the same token is asked about once at a time."""
+    """Verdicts about tokens; the same token is reviewed once at a time."""
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class TokenChecker:
         self._asking: dict[bytes, asyncio.Task[Verdict]] = {}
 
     def remembered(self, token: str) -> Verdict | None:
-        """The verdict, if it can be had without asking."""
+        """Return the verdict, if it is known without a review."""
         key = _key(token)
         return self._good.get(key) or self._refused.get(key)
 
     async def check(self, token: str) -> Verdict:
-        """The verdict. Raises ReviewUnavailableError."""
+        """Return the verdict. Raises ReviewUnavailableError."""
         if (known := self.remembered(token)) is not None:
             return known
         key = _key(token)
@@ -142,13 +142,13 @@ class TokenChecker:
         if task is None:
             task = self._asking[key] = asyncio.create_task(self._ask(key, token), name="token-review")
             task.add_done_callback(lambda done: self._answered(key, done))
-        # One who waits may go away without taking the answer from the others.
+        # A waiter that is cancelled must not cancel the review for the others.
         return await asyncio.shield(task)
 
     def _answered(self, key: bytes, task: asyncio.Task[Verdict]) -> None:
         self._asking.pop(key, None)
         if not task.cancelled():
-            task.exception()  # looked at, also when nobody waits for it any more
+            task.exception()  # retrieved, also if nobody waits for it any more
 
     async def _ask(self, key: bytes, token: str) -> Verdict:
         try:
@@ -161,14 +161,14 @@ class TokenChecker:
             self._refused.put(key, found, now + REMEMBER_REFUSED_SECONDS)
         else:
             end = expiry(token)
-            # What does not say when it ends is asked about again soon.
+            # A token that names no end is reviewed again soon.
             until = now + (REMEMBER_REFUSED_SECONDS if end is None else REMEMBER_SECONDS)
             self._good.put(key, found, until if end is None else min(until, end))
         return found
 
 
 class _Memory:
-    """Verdicts until a time each; the one used longest ago is forgotten first."""
+    """Verdicts until a time each; the least recently used one is evicted first."""
 
     def __init__(self, size: int, clock: Callable[[], float]) -> None:
         self._size = size

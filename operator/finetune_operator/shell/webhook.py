@@ -1,8 +1,8 @@
-"""Where the API server asks whether a FineTuneJob may be stored: HTTPS, one path, and an answer in every case.
+"""Answer the API server's requests whether a FineTuneJob may be stored: HTTPS, one path, and an answer in every case.
 
-Each replica answers, also one that stands by: it knows the jobs as well. Its certificate is the one of the progress
-server, whose authority the operator writes into its ValidatingWebhookConfiguration; or it lies in a folder that
-somebody else keeps, as cert-manager does, and that somebody names the authority, too.
+Each replica answers, also a stand-by, which knows the jobs as well. Its certificate is the one of the progress server,
+whose authority the operator writes into its ValidatingWebhookConfiguration; or it lies in a folder that somebody else
+maintains, as cert-manager does, who then configures the authority, too.
 """
 
 from __future__ import annotations
@@ -43,45 +43,45 @@ log = logging.getLogger(__name__)
 
 PATH = "/validate"
 BODY_LIMIT_BYTES = 3 * 1024 * 1024
-"""A review holds two objects. What a job may have at most (finetune_operator.api.problems), with annotations and
-managed fields, is half of that.
+"""A review holds two objects. The largest job (finetune_operator.api.problems), with annotations and managed fields, is
+half of that.
 """
 BODY_SECONDS = 10.0
 BOUNDS = Bounds(connections=64, seconds=60.0)
 AT_ONCE = 2
 """Maximum number of reviews that are answered at the same time, each in a thread."""
 AUTHORITIES = 2
-"""Kept in a configuration: while certificates change, replicas may still show one that the last authority signed."""
+"""Authorities in a configuration: while certificates change, replicas may still show one that the last one signed."""
 LOOK_AGAIN_SECONDS = 60.0
-"""Between two looks at a folder with certificates."""
+"""Interval between two checks of a folder with certificates."""
 _BLOCK = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class WebhookOptions:
-    """How the webhook is served."""
+    """Options of the webhook's server."""
 
     port: int
-    """0: one is chosen."""
+    """0: any free port."""
     configuration: str | None = None
-    """ValidatingWebhookConfiguration that is told of our authority; None: somebody else tells it."""
+    """ValidatingWebhookConfiguration that gets our authority; None: somebody else writes it."""
     certificate: Path | None = None
     """Folder with tls.crt and tls.key; None: the progress server's certificate."""
     clients: Path | None = None
-    """File with the authorities (PEM) that sign clients' certificates; None: whoever reaches the port may ask."""
+    """File with the authorities (PEM) of clients' certificates; None: any client that reaches the port may ask."""
     client_names: tuple[str, ...] = ()
-    """Common names of clients that may ask; none: each with a certificate of these authorities."""
+    """Common names of clients that may ask; empty: each with a certificate of these authorities."""
 
 
 class World(Protocol):
-    """What answers depend on."""
+    """State that answers depend on."""
 
     def jobs(self) -> Iterable[JobView]:
-        """All jobs that are known."""
+        """Return all known jobs."""
         ...
 
     async def served(self) -> Collection[LauncherName]:
-        """Launchers that the cluster has; empty: not known now."""
+        """Return the launchers that the cluster has; empty: not known now."""
         ...
 
 
@@ -96,8 +96,8 @@ class WebhookServer:
         counted: Callable[[str], None] = lambda word: None,
         client_names: Collection[str] = (),
     ) -> None:
-        """`counted` is told of each answer: `allowed`, `refused`, or `failed` for what is no review. `client_names`:
-        common names of certificates whose owners may ask; none: all that `tls` lets in.
+        """`counted` is called with each answer: `allowed`, `refused`, or `failed` for a request that is no review.
+        `client_names`: common names of certificates whose owners may ask; empty: all that `tls` lets in.
         """
         self._client_names = client_names
         self._world = world
@@ -110,7 +110,7 @@ class WebhookServer:
         self._told_refused = float("-inf")
 
     async def start(self, host: str | None, port: int) -> int:
-        """Listen on `host` (None: all addresses); gives the port. OSError when it is taken."""
+        """Listen on `host` (None: all addresses); return the port. OSError if it is in use."""
         routes = {("POST", PATH): self._review}
         self._site = Site(
             "webhook",
@@ -124,7 +124,7 @@ class WebhookServer:
         return await self._site.start(host, port)
 
     async def stop(self) -> None:
-        """Also after a start that failed."""
+        """Stop, also after a start that failed."""
         if self._site is not None:
             await self._site.stop()
         self._site = None
@@ -140,8 +140,8 @@ class WebhookServer:
         return not self._client_names or (request.transport is not None and self._trusted(request.transport))
 
     def _client_refused(self, why: str) -> None:
-        """Count a client that may not ask, and log it from time to time: it may be an API server set up wrongly, whose
-        users learn nothing of it under `failurePolicy: Ignore`.
+        """Count a client that may not ask, and log it from time to time: it may be a misconfigured API server, whose
+        users do not notice under `failurePolicy: Ignore`.
         """
         self._counted("failed")
         if time.monotonic() > self._told_refused + TELL_SECONDS:
@@ -178,8 +178,8 @@ class WebhookServer:
 
 
 async def tell_authority(kube: Kube, name: str, authority: str) -> bool:
-    """Whether the configuration `name` now trusts `authority` (PEM). False when it is not there, or was changed in the
-    same moment: the next look will see. ApiError.
+    """Return whether the configuration `name` now trusts `authority` (PEM). False if it does not exist, or was changed
+    in the same moment: the next check will see. ApiError.
     """
     try:
         configuration = await kube.get(WEBHOOK, None, name)
@@ -200,7 +200,7 @@ async def tell_authority(kube: Kube, name: str, authority: str) -> bool:
 
 
 def with_authority(configuration: Manifest, authority: str) -> tuple[bool, Manifest]:
-    """Whether there is anything to change, and the configuration with our authority first in each of its bundles."""
+    """Return whether anything changes, and the configuration with our authority first in each of its bundles."""
     hooks, changed = configuration.get("webhooks"), False
     told: list[JsonValue] = []
     for hook in hooks if isinstance(hooks, list) else []:
@@ -234,10 +234,10 @@ async def _now_and_then(look: Callable[[], None]) -> None:
 
 
 class ClientAuthorities:
-    """The authorities that sign the certificates of clients, in a file that somebody else keeps, and changes there."""
+    """Authorities that sign clients' certificates, in a file that somebody else maintains and changes."""
 
     def __init__(self, file: Path, context: ssl.SSLContext) -> None:
-        """Let nobody in through `context` without such a certificate. OSError for a file that cannot be used."""
+        """Admit nobody through `context` without such a certificate. OSError for a file that cannot be used."""
         self._file = file
         self._context = context
         self._seen = 0
@@ -254,11 +254,11 @@ class ClientAuthorities:
             self._seen = seen
 
     async def follow(self) -> None:
-        """Trust authorities that are added, for ever. One that is taken away stays trusted until the process ends."""
+        """Trust authorities that are added, for ever. A removed one stays trusted until the process ends."""
         await _now_and_then(self.look)
 
     def look(self) -> None:
-        """Take over what has changed since the last look."""
+        """Reload the file if it has changed since the last check."""
         try:
             self._take()
         except OSError as error:
@@ -269,10 +269,10 @@ class ClientAuthorities:
 
 
 class FolderCertificate:
-    """A certificate that somebody else keeps in a folder, and renews there."""
+    """Certificate that somebody else maintains in a folder, and renews there."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError, also as ssl.SSLError, for what cannot be read or used."""
+        """Load the certificate. OSError, also as ssl.SSLError, if it cannot be read or used."""
         self._folder = folder
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -287,17 +287,17 @@ class FolderCertificate:
             for name in ("tls.crt", "tls.key"):
                 shutil.copy(self._folder / name, copies)
             certificate, key = Path(copies) / "tls.crt", Path(copies) / "tls.key"
-            # A context that was given two that do not belong together shows none: it gets only what is good.
+            # A context whose certificate and key do not match shows none: it gets only a pair that was tried.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
             self.context.load_cert_chain(certificate, key)
             self.valid_until = valid_until(certificate.read_text())
 
     async def follow(self) -> None:
-        """Take over what is renewed, for ever; connections that are open stay."""
+        """Reload renewed certificates, for ever; open connections stay."""
         await _now_and_then(self.look)
 
     def look(self) -> None:
-        """Take over what has changed since the last look."""
+        """Reload the files if they have changed since the last check."""
         try:
             now = self._stamp()
             if now != self._seen:
@@ -305,5 +305,5 @@ class FolderCertificate:
                 self._seen = now
                 log.info("The webhook has a new certificate.")
         except OSError as error:
-            # Half of it may be renewed; the next look will see the rest.
+            # The renewal may be half done; the next check will see the rest.
             log.warning("The webhook's certificate could not be taken over: %s", error)
