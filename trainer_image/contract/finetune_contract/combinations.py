@@ -205,7 +205,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """Choice -> fields below `spec` that make it."""
 
 CONSTRAINTS: tuple[Constraint, ...] = (
-    # Strategies and what belongs to one of them.
+    # Strategies and their own settings.
     Constraint(
         "zero-stage-needs-deepspeed",
         "parallelism.zeroStage",

@@ -269,8 +269,7 @@ class CheckpointSchedule(Order):
     """Save when SIGTERM arrives."""
     resume: bool = True
     signed: Annotated[bool, Field(exclude_if=lambda signed: not signed)] = False
-    """True if checkpoints are signed, and only signed ones read. Omitted if false, since older images do not know it.
-    """
+    """True if checkpoints are signed, and only signed ones read. Omitted if false: older images do not know it."""
 
 
 class Training(Order):
