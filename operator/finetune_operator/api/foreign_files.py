@@ -21,8 +21,7 @@ from finetune_operator.launchers.launcher_rows import LAUNCHERS
 DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
 ACCELERATE = "accelerate"
 _LEAST = 3
-"""Minimum number of another tool's names that makes a document its configuration; fewer are slips, reported one by one.
-"""
+"""Minimum names of another tool that make a document its configuration; fewer are reported one by one."""
 _GLOBAL_BATCH, _MICRO_BATCH = "spec.training.globalBatchSize", "spec.training.microBatchSize"
 _MOST = 32
 """Maximum number of names that a message translates."""
@@ -57,8 +56,7 @@ _WORKLOADS = frozenset({
 
 
 def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
-    """Return the one problem of a document that is, or whose spec is, another tool's configuration; None for any other.
-    """
+    """Return the one problem of a document that is, or whose spec is, another tool's configuration; else None."""
     spec = value.get("spec")
     if (workspace := _workspace(value)) is not None:
         return workspace
@@ -224,9 +222,7 @@ def _instance_type(value: Mapping[str, JsonValue]) -> str:
 
 
 def workload(value: JsonValue) -> Problem | None:
-    """Return the problem of a Kubernetes object that runs a program, in a file without a FineTuneJob; None for any
-    other.
-    """
+    """Return the problem of a Kubernetes object that runs a program, in a file without a FineTuneJob; else None."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _WORKLOADS:
         return None

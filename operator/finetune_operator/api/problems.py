@@ -33,13 +33,9 @@ MAX_DEPTH = 100
 MAX_VALUES = 10_000
 """Maximum number of fields and items in a document: ten times the need of the largest FineTuneJob."""
 MAX_CHARACTERS = 131_072
-"""Maximum number of characters in all names and texts of a document, except annotations, which Kubernetes bounds (at
-twice as many).
-"""
+"""Maximum characters of a document, except annotations, which Kubernetes bounds (at twice as many)."""
 MOST_PROBLEMS = 100
-"""Maximum number of problems reported for one object. Nobody reads more, and unbounded work would let an author stall
-the operator.
-"""
+"""Maximum problems reported for an object: nobody reads more, and it bounds the operator's work."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary

@@ -69,8 +69,7 @@ from finetune_operator.api.types import (
 )
 
 _HUB_TOKEN = re.compile(rf"\b{HUB_TOKEN_PATTERN}")
-# Strict, because git and other readers disagree on unusual URLs: the checked host must be the host that is fetched
-# from.
+# Strict, because git and other readers disagree on unusual URLs: the checked URL must be the fetched one.
 _GIT_URL = re.compile(r"https://(?P<host>[A-Za-z0-9.-]+)(:443)?/[A-Za-z0-9._~/%+-]+")
 _HUB_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\))?")
 """`_SUB_SPEC_RE` of `datasets/arrow_reader.py`."""
@@ -219,9 +218,7 @@ def _beyond(path: Path, rule: str, way_out: str) -> Problem:
 
 
 def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
-    """Return the problem of an unserved version of our group: its fields may differ, so nothing else is worth
-    reporting.
-    """
+    """Return the problem of an unserved version of our group: its fields may differ, so nothing else is checked."""
     version = value.get("apiVersion")
     if isinstance(version, str) and version.startswith(f"{GROUP}/") and version != API_VERSION:
         return Problem(
