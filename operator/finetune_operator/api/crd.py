@@ -326,8 +326,7 @@ def _crd_plain(shape: Shape) -> Schema:
 
 
 def _crd_mixed(shape: Shape) -> Schema:
-    """Return the schema of a word or another form: bounds hold without a type, which only integers and quantities have.
-    """
+    """Return the schema of a word or another form. Only integers and quantities need a type for bounds."""
     pattern = f"^({'|'.join(map(re.escape, shape.words))})$"
     match shape.body:
         case Number(integer=True) as number:

@@ -179,7 +179,7 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
 
 
 def on_hub(data: JsonValue) -> bool:
-    """Return True if data at this URI are read from the Hub, as far as can be told."""
+    """Return True if data at this URI are read from the Hub, as far as its form shows."""
     uri = data if isinstance(data, str) and "://" in data else as_uri(data)
     return uri is not None and uri.startswith("hf://")
 
@@ -560,7 +560,7 @@ def _uri_hint(value: JsonValue, begins: Sequence[str]) -> str:
 
 
 def as_uri(value: JsonValue) -> str | None:
-    """Return a Hub name, an address of the Hub or a path as a URI; None if it cannot be told."""
+    """Return a Hub name, an address of the Hub or a path as a URI; None if it is ambiguous."""
     if not isinstance(value, str) or is_secret_name(value):
         return None
     text = value.strip()
