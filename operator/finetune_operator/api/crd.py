@@ -326,7 +326,7 @@ def _crd_plain(shape: Shape) -> Schema:
 
 
 def _crd_mixed(shape: Shape) -> Schema:
-    """Return the schema of a word or another form. Only integers and quantities need a type for bounds."""
+    """Return the schema of a word or another form. Integers and quantities have a type for that; bounds need none."""
     pattern = f"^({'|'.join(map(re.escape, shape.words))})$"
     match shape.body:
         case Number(integer=True) as number:

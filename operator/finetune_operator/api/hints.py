@@ -73,7 +73,7 @@ _COLUMN_WORDS = (
         "answers", "tags", "nertags", "class", "category", "y", "translation",
     }),
 )  # fmt: skip
-"""Names of the column that is read, and of the one that is learnt."""
+"""Names of the input column, and of the target column."""
 _COLUMNS_OF_TASK: Mapping[str, tuple[str, str]] = {
     "text-classification": ("text", "label"),
     "token-classification": ("tokens", "tags"),
@@ -289,10 +289,8 @@ def _joined(hint: str) -> str:
 def _inner(field: str, value: dict[str, JsonValue], *, wishes: bool = False) -> Iterator[str]:
     """Yield names inside an unknown object at `field`, with our fields and their values.
 
-    `wishes`: only those for which a row of the table gives a value.
-
-    A field that corresponds to several of them is named without a value: replicas of masters and of workers are added
-    up.
+    `wishes`: only those for which a row of the table gives a value. A field that corresponds to several of them is
+    named without a value: replicas of masters and of workers are added up.
     """
     found = list(dict.fromkeys(named_inside(field.split(".")[-2], "", value)))
     counted_at: dict[str, str] = {}

@@ -14,8 +14,8 @@ from itertools import accumulate
 from pydantic import JsonValue
 
 DEEPEST = 150
-"""Levels that are kept: more than a list of jobs may have (MAX_DEPTH each), so that a job that was cut is refused for
-its depth; and fewer than any of our readers accepts.
+"""Maximum levels: more than a list of jobs may have (MAX_DEPTH each), so that a job that was cut is refused for its
+depth; and fewer than any of our readers accepts.
 """
 CUT = b'"(cut: nested too deep)"'
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)

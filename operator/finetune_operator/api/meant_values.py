@@ -41,10 +41,10 @@ _TRUE_WORDS = {
 }
 _SECRET_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?")
 _KINDS = ("type", "name", "mode", "kind", "method", "scheduler_type")
-"""Fields of an object that hold the word which a field here expects by itself."""
+"""Fields of an object with the word that a field here expects by itself."""
 
 _NAMING = ("field", "name", "column", "uri", "path")
-"""Fields of an object that hold the text which a field here expects by itself."""
+"""Fields of an object with the text that a field here expects by itself."""
 
 Shown = Callable[[JsonValue, str], str]
 """Function that writes a value for the field of that name, without secrets."""

@@ -1,7 +1,7 @@
-"""Parts that Kubernetes objects of all kinds have, as typed models.
+"""Parts common to Kubernetes objects of all kinds, as typed models.
 
-These objects were written by machines, also newer ones than we know: unknown fields are ignored, and every field that
-is read has a default, as a new object has no status at all.
+The objects may come from newer programs: unknown fields are ignored, and every field that is read has a default, as a
+new object has no status at all.
 """
 
 from __future__ import annotations

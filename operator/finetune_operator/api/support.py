@@ -107,7 +107,7 @@ class Row:
 
     @property
     def works(self) -> str:
-        """Describe the supported values, as a sentence for documentation."""
+        """Supported values, as a sentence for documentation."""
         return self.way_out(self.schemes)
 
     def way_out(self, schemes: Sequence[str]) -> str:

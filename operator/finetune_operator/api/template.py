@@ -153,7 +153,7 @@ def _duplicates(names: Sequence[str | None], path: Path, field: str = "name") ->
 
 
 def _exactly_one(value: BaseModel | None, path: Path, names: Sequence[str]) -> Iterator[Problem]:
-    """Check that one field of a Kubernetes union is set."""
+    """Check that exactly one field of a Kubernetes union is set."""
     if value is None:
         return
     given = [name for name in value.model_dump(by_alias=True, exclude_none=True) if name in names]

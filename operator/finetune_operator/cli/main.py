@@ -101,7 +101,7 @@ def main() -> NoReturn:
     """Run the console script."""
     gc.set_threshold(100_000)  # imports create objects, not garbage: with Python's 700, collections take 7 % of a start
     if COMPLETE_VARIABLE in os.environ:
-        from typer.completion import completion_init  # type: ignore[attr-defined]  # registers the classes that answer a shell
+        from typer.completion import completion_init  # type: ignore[attr-defined]  # the classes that answer a shell
 
         completion_init()
     try:

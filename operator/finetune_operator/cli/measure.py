@@ -154,7 +154,7 @@ def _read(file: Path) -> TrainerFacts | None:
 
 
 def _cache_file(job: FineTuneJob) -> Path:
-    """Return the cache file for this model, its files, machine, measuring versions, and fields to measure."""
+    """Return the cache file for a model, the state of its files, the machine, library versions and measured fields."""
     key = {
         "model": source_of_model(job).model_dump(),
         "task": job.spec.task,

@@ -114,7 +114,7 @@ class Pipeline(Order):
     degree: int = Field(gt=1)
     """Processes that the layers are split over."""
     micro_batches: int = Field(gt=0)
-    """Micro-batches of one pass of the schedule; they divide the accumulation."""
+    """Micro-batches of one run of the schedule; they divide the accumulation."""
     schedule: PipelineSchedule = "1f1b"
 
     @property
@@ -167,7 +167,7 @@ class Strategy(Order):
 
     @property
     def checkpoint_form(self) -> str:
-        """Writer of a checkpoint; with state in files, DeepSpeed reads only checkpoints written that way."""
+        """Form of a checkpoint, by its writer; DeepSpeed with state in files reads only its own form."""
         return self.sharding + ("-nvme" if self.offload_optimizer == "nvme" else "")
 
     def goes_on_from(self, form: str) -> bool:
@@ -406,7 +406,7 @@ class Prediction(Order):
     """Precision, as in an evaluation."""
     optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
     tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
-    """Fraction of rows whose labels must equal the plain model's; None: rungs whose labels can differ are only taken by
+    """Fraction of rows whose labels must equal the plain model's; None: rungs whose labels can differ are used only by
     name, or by `metric_tolerance`.
     """
     metric_tolerance: Annotated[float | None, Field(ge=0, le=1, exclude_if=lambda most: most is None)] = None

@@ -33,7 +33,7 @@ def keeps_full(asked: PipelineSpec, accumulation: int) -> bool:
 
 
 def passes_are_whole(asked: PipelineSpec, share: int, micro: Literal["auto"] | int) -> bool:
-    """Return True if `share` rows of a replica and step form whole runs, with micro-batches of `micro` rows."""
+    """Return True if `share` rows of a replica and step form whole runs; `micro`: rows of a micro-batch, auto: any."""
     sizes = [size for size in range(1, share + 1) if share % size == 0] if micro == "auto" else [micro]
     return any(share % size == 0 and keeps_full(asked, share // size) for size in sizes)
 

@@ -27,7 +27,7 @@ def _degrees_advice(spec: FineTuneJobSpec) -> str:
 
 
 def _idle_sections(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
-    """Return sections of `deepspeedConfig` that offload state without a device, with the field that moves it."""
+    """Return sections of `deepspeedConfig` that tune a disabled offload, with the field that enables it."""
     zero, offload = spec.parallelism.deepspeed_config.get("zero_optimization"), spec.parallelism.offload
     keys = zero if isinstance(zero, dict) else {}
     return tuple(
@@ -60,7 +60,7 @@ def zero_plus_plus(parallelism: ParallelismSpec) -> tuple[str, ...]:
 
 
 def secondary_shards(parallelism: ParallelismSpec) -> int:
-    """Return the number of processes that hold secondary shards of the parameters; 1: there are none."""
+    """Return the number of processes that share a secondary partition of the parameters; 1: there is none."""
     keys = parallelism.deepspeed_config.get("zero_optimization")
     found = keys.get(HPZ, 1) if isinstance(keys, dict) else 1
     return found if isinstance(found, int) and found > 0 else 1

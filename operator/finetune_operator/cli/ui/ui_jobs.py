@@ -131,7 +131,7 @@ class ClusterJobs:
         return question.answer()
 
     def curve(self, job: ClusterJob) -> list[dict[str, float]]:
-        """Return the loss by step, from all answers since this page has asked: a cluster keeps the newest only."""
+        """Return the loss by step, collected since this page's first request: a cluster keeps the newest only."""
         with self._lock:
             points = sorted(self._curves.get(job.metadata.uid, {}).items())
         return [{"step": step, "loss": loss} for step, loss in points]

@@ -88,7 +88,7 @@ class _PlanGlance(Raw):
 
 @dataclass(frozen=True)
 class Gate:
-    """Gate of the job, and whether it was met."""
+    """Gate of the job, and its result."""
 
     words: str
     met: bool | None
