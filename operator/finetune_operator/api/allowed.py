@@ -183,7 +183,7 @@ def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
     predicting = 0 if spec.predict is None else spec.predict.workers
     workers = {
         ("preparation", "workers"): spec.preparation.workers,
-        # With auto the plan keeps to the bound.
+        # With auto the plan observes the limit.
         ("predict", "workers"): 0 if predicting == "auto" else predicting,
     }
     servers = most_servers(spec)

@@ -496,7 +496,7 @@ def wrong_value(
 
 
 def _meant(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str | None:
-    """Return the hint for a value that stands for another, and for the fields inside it; None: it stands for none."""
+    """Return the hint for a value that means another one, and for the fields inside it; None: it means none."""
     field = ".".join(str(part) for part in path)
     meant = meant_value(shape, field, value, shown_value)
     if meant is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):

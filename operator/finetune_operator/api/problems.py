@@ -38,8 +38,7 @@ MOST_PROBLEMS = 100
 """Maximum problems reported for an object: nobody reads more, and it bounds the operator's work."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-# Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary
-# settings.
+# Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary settings.
 SECRET_WORD = r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key)"
 """End of a name whose text is a credential, for a pattern that ignores case."""
 _SECRET_NAME = re.compile(rf"(?:{SECRET_WORD}|credentials?)$", re.IGNORECASE)
@@ -59,7 +58,7 @@ _URI_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a document is refused."""
+    """Reason why a document is refused."""
 
     path: str
     """Field, as `format_path` writes it; empty for the document as a whole."""

@@ -77,7 +77,7 @@ def print_line(text: str, *, style: str | None = None, stderr: bool = False) -> 
         return
     if stream.isatty() or _COLOUR_VARIABLES & os.environ.keys():
         _console(stderr).print(text, style=style, soft_wrap=True)
-    else:  # no import of rich, which takes longer than the check of a file
+    else:  # no import of rich, which takes longer than checking a file
         print(text, file=stream, flush=True)
 
 

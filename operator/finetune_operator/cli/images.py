@@ -89,7 +89,7 @@ class Installation:
 
 @dataclass(frozen=True)
 class PulledImage:
-    """One image."""
+    """An image to pull."""
 
     image: str
     """Address at which it is published."""

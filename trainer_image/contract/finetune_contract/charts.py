@@ -69,7 +69,7 @@ class Tick:
     """Mark of an axis."""
 
     at: float
-    """0 at the axis's low end, 1 at its high end."""
+    """Position: 0 at the axis's low end, 1 at its high end."""
     text: str
 
 
@@ -186,7 +186,7 @@ class Share:
     x: float
     """Start, in percent of the bar."""
     width: float
-    """In percent of the bar."""
+    """Width, in percent of the bar."""
     title: str
 
 
@@ -203,7 +203,7 @@ def training_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "s
     names = {name: None for lines in runs.values() for line in lines for name in line if name.startswith("eval_")}
     together: list[str] = []
     if len(runs) == 1:
-        names.pop("eval_loss", None)  # it is beside the training loss
+        names.pop("eval_loss", None)  # shown beside the training loss
         together = [name for name in names if GREATEST.get(name.removeprefix("eval_")) == 1]
         together = together if len(together) > 1 else []
     found = [

@@ -96,7 +96,7 @@ class DataFacts(Message):
 
     fingerprint: str
     splits: dict[str, SplitFacts]
-    """Keyed by the roles train, validation, test, predict."""
+    """Splits by role: train, validation, test, predict."""
     labels: tuple[str, ...] = ()
     """Label names in the order of their ids; empty for tasks without labels."""
     label_form: LabelForm | None = None
@@ -133,7 +133,7 @@ class HardwareFacts(Message):
 
     cpu_cores: int = Field(gt=0)
     memory_bytes: int = Field(gt=0)
-    """Host memory that a job may use on one node, in bytes."""
+    """Host memory in bytes that a job may use on one node."""
     gpus_per_node: int = Field(ge=0, default=0)
     gpu: DeviceFacts | None = None
     cpu_bf16: bool = False

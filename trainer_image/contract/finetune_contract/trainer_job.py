@@ -230,7 +230,7 @@ class World(Order):
 
 
 class EarlyStopping(Order):
-    """Stop when `metric` has not improved for `patience` evaluations."""
+    """Stop of a training whose `metric` has not improved for `patience` evaluations."""
 
     metric: str = "loss"
     patience: int = Field(gt=0)
@@ -266,7 +266,7 @@ class CheckpointSchedule(Order):
     """
     keep: int = Field(gt=0)
     on_preemption: bool = True
-    """Save when SIGTERM arrives."""
+    """True to save when SIGTERM arrives."""
     resume: bool = True
     signed: Annotated[bool, Field(exclude_if=lambda signed: not signed)] = False
     """True if checkpoints are signed, and only signed ones read. Omitted if false: older images do not know it."""
@@ -335,7 +335,7 @@ class Script(Order):
 
 
 class Gate(Order):
-    """The job fails when the metric is below the minimum, or above the maximum."""
+    """Bounds on a metric: the job fails below the minimum, or above the maximum."""
 
     metric: str
     minimum: float | None = None

@@ -71,7 +71,7 @@ def refusal(headers: Mapping[str, str], port: int, keys: Keys) -> Refusal | None
 
 
 def foreign(headers: Mapping[str, str], port: int) -> Refusal | None:
-    """Return why a request is refused that another site or name may have caused."""
+    """Return why a request that another site or name may have caused is refused; None if it is not."""
     host = headers.get("Host", "")
     hosts = [f"{name}:{port}" for name in NAMES] + ([*NAMES] if port == 80 else [])
     if host.lower() not in hosts:
