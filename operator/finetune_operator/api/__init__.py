@@ -1,1 +1,1 @@
-"""The resource: its fields, its rules, its CRD."""
+"""The FineTuneJob resource: its fields, its rules, its CRD."""

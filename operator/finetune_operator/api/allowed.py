@@ -1,8 +1,8 @@
-"""Check jobs against `settings.allow`: the objects of the namespace that they may name, and their largest size.
+"""Check of jobs against `settings.allow`: the objects of the namespace that they may name, and their largest size.
 
-Who may create a job has pods run with what it names. So all of it can be bounded: service accounts, Secrets,
-ConfigMaps, claims, CSI drivers, tokens, priority classes, environment variables, annotations, and the size of a job.
-Names are matched by globs; labels would need a right to read the objects.
+Whoever may create a job can run pods with everything that it names. So all of it can be bounded: service accounts,
+Secrets, ConfigMaps, claims, CSI drivers, tokens, priority classes, environment variables, annotations, and the size of
+a job. Names are matched by globs; labels would need a right to read the objects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from finetune_operator.api.types import FineTuneJobSpec
 SYSTEM_PRIORITY = "system-"
 CLAIM_SCHEME = "pvc://"
 API_AUDIENCE = "api"
-"""Stands for a token without an audience, which is for the API server itself."""
+"""Name of a token without an audience, which is for the API server itself."""
 
 
 def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
@@ -89,7 +89,7 @@ def named_uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _claims(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    """Return every claim that the job names; not those that are made for it."""
+    """Return every claim that the job names; not those created for it."""
     for path, uri in named_uris(spec):
         if uri.startswith(CLAIM_SCHEME):
             yield tuple(path.split(".")[1:]), uri.removeprefix(CLAIM_SCHEME).partition("/")[0]
@@ -110,7 +110,7 @@ def _config_maps(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
 
 
 def _volumes(volumes: Sequence[Mapping[str, JsonValue]], reference: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-    """Return what each volume has at `reference`, if it is text."""
+    """Return the value of each volume at `reference`, if it is text."""
     for index, volume in enumerate(volumes):
         name = _at(volume, reference)
         if isinstance(name, str):
@@ -118,8 +118,8 @@ def _volumes(volumes: Sequence[Mapping[str, JsonValue]], reference: tuple[str, .
 
 
 def _secrets(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    """Every Secret that the job names. Objects of Kubernetes are as they were written: other checks tell what is
-    wrong in them.
+    """Yield every Secret that the job names. Objects of Kubernetes are taken as written: other checks report their
+    faults.
     """
     if spec.secrets.hub_token is not None:
         yield ("secrets", "hubToken", "name"), spec.secrets.hub_token.name
@@ -183,7 +183,7 @@ def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
     predicting = 0 if spec.predict is None else spec.predict.workers
     workers = {
         ("preparation", "workers"): spec.preparation.workers,
-        # With auto the plan keeps to the bound.
+        # With auto the plan observes the limit.
         ("predict", "workers"): 0 if predicting == "auto" else predicting,
     }
     servers = most_servers(spec)
@@ -203,20 +203,20 @@ def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
 
 
 def most_servers(spec: FineTuneJobSpec) -> int:
-    """Return how many servers the endpoint has at most; 0 without one."""
+    """Return the maximum number of the endpoint's servers; 0 without one."""
     endpoint = spec.endpoint
     return 0 if endpoint is None else max(endpoint.replicas, endpoint.max_replicas or 0)
 
 
 def _too_large(sizes: Iterable[tuple[Path, str]], most: str) -> Iterator[Problem]:
     for path, size in sizes:
-        with suppress(ValueError):  # other checks tell of what is no quantity
+        with suppress(ValueError):  # other checks report values that are no quantity
             if parse_quantity(size) > parse_quantity(most):
                 yield _refused(path, f"is more than the settings allow, {most}", f"ask for {most} at most", size)
 
 
 def _storage(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    """Return the sizes of the claims that are made for the job: its workspace, and those of each of its pods."""
+    """Return the sizes of the claims created for the job: its workspace, and those of each of its pods."""
     if spec.storage.workspace is None:
         yield ("storage", "size"), spec.storage.size
     yield from _volumes(

@@ -1,8 +1,8 @@
-"""Settings that people copy from other tools and that do no harm: taken as a field of ours, or passed over, and told.
+"""Harmless settings that people copy from other tools: mapped to a field of ours, or ignored, with a note.
 
 They stand in `training.arguments` and `parallelism.deepspeedConfig`, where names of transformers and DeepSpeed are
-expected. A setting is passed over when it changes nothing that is learnt or kept, and taken as a field when it means
-the same and that field is left at its default. What contradicts a field is refused as before: `settle` leaves it there.
+expected. A setting is ignored if it changes nothing that is learnt or kept, and mapped to a field if it means the same
+and that field has its default. A contradiction of a field is refused as before: `settle` leaves it there.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ DEEPSPEED_CONFIG = "parallelism.deepspeedConfig"
 
 @dataclass(frozen=True)
 class Copied:
-    """One setting of another tool."""
+    """A setting of another tool."""
 
     block: str
-    """Field of the spec that it stands in."""
+    """Field of the spec that contains it."""
     names: tuple[str, ...]
-    """Alike ones; dotted where they stand in a section."""
+    """Equivalent names; dotted if they stand in a section."""
     becomes: str
-    """What is made of it, for the documentation and the note."""
+    """Treatment of the setting, for the documentation and the note."""
     field: str | None = None
-    """Field of the spec with the same meaning; None: it is passed over."""
+    """Field of the spec with the same meaning; None: it is ignored."""
     value: Callable[[JsonValue], JsonValue] = lambda given: given
-    """What is written into the field; None: this value is not taken."""
+    """Value written into the field; None: the given value is not accepted."""
     harmless: Callable[[JsonValue], bool] = lambda given: True
-    """Whether the value is passed over; another one is refused as before."""
+    """Test whether the value is ignored; any other is refused as before."""
     when: str = ""
-    """The values that are passed over, in words; empty: any."""
+    """Values that are ignored, as text; empty: any."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A spec in which what was copied is taken as fields or passed over."""
+    """Spec whose copied settings are mapped to fields or ignored."""
 
     spec: FineTuneJobSpec
     notes: tuple[str, ...] = ()
-    """One sentence, without its full stop, for each setting."""
+    """Sentence, without its full stop, for each setting."""
 
 
 def _whole(given: JsonValue) -> JsonValue:
@@ -100,7 +100,7 @@ COPIED: tuple[Copied, ...] = (
     Copied(DEEPSPEED_CONFIG, ("steps_per_print",), _REPORTED),
     Copied(DEEPSPEED_CONFIG, ("zero_optimization.stage",), "", "parallelism.zeroStage"),
 )  # fmt: skip
-"""Order is the order of the notes. A value `auto` in `deepspeedConfig` is passed over, too: the plan decides it."""
+"""In the order of the notes. A value `auto` in `deepspeedConfig` is also ignored: the plan decides it."""
 
 SAME: Mapping[str, str] = {
     "learning_rate": "training.learningRate",
@@ -115,7 +115,7 @@ SAME: Mapping[str, str] = {
     "label_smoothing_factor": "training.labelSmoothing",
     "per_device_train_batch_size": "training.microBatchSize",
 }
-"""TrainingArguments that are passed over where the field says the same."""
+"""TrainingArguments that are ignored if the field has the same value."""
 _SAME_KEYS: Mapping[tuple[str, ...], str] = {
     ("train_batch_size",): "training.globalBatchSize",
     ("train_micro_batch_size_per_gpu",): "training.microBatchSize",
@@ -124,11 +124,11 @@ _SAME_KEYS: Mapping[tuple[str, ...], str] = {
     ("zero_optimization", "offload_optimizer", "device"): "parallelism.offload.optimizer",
     ("zero_optimization", "offload_param", "device"): "parallelism.offload.parameters",
 }
-"""The same for keys of DeepSpeed."""
+"""Keys of DeepSpeed that are ignored if the field has the same value."""
 
 
 def settle(spec: FineTuneJobSpec) -> Settled:
-    """Take what was copied as fields, or pass it over. What cannot be is left where it is, for the checks to refuse."""
+    """Map copied settings to fields, or ignore them. All others stay where they are, for the checks to refuse."""
     settled = Settled(spec)
     if spec.training is not None and spec.training.arguments:
         settled = _settle_arguments(settled)
@@ -175,14 +175,14 @@ def _leaves(value: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterator[
 
 
 def _is_auto(config: Mapping[str, JsonValue], section: tuple[str, ...]) -> bool:
-    """Whether everything beside the type of an optimizer or scheduler is auto."""
+    """Return True if everything beside the type of an optimizer or scheduler is auto."""
     inner = config.get(section[0])
     parts = inner.get("params", {}) if isinstance(inner, dict) else None
     return isinstance(parts, dict) and all(value == "auto" for value in parts.values())
 
 
 def _remove(config: dict[str, JsonValue], path: tuple[str, ...]) -> None:
-    """Remove a key, and the sections that are empty without it."""
+    """Remove a key, and the sections that become empty."""
     head, *rest = path
     inner = config.get(head)
     if rest and isinstance(inner, dict):
@@ -193,7 +193,7 @@ def _remove(config: dict[str, JsonValue], path: tuple[str, ...]) -> None:
 
 
 def _taken(settled: Settled, block: str, name: str, given: JsonValue, same: str | None) -> Settled | None:
-    """The settled spec with this setting taken as a field or passed over; None: it is neither."""
+    """Return the settled spec with this setting mapped to a field or ignored; None: it is neither."""
     spec, path = settled.spec, f"{block}.{name}"
     if same is not None and given is not None and _get(spec, same) == given:
         return _noted(settled, path, given, f"is passed over: spec.{same} says the same")
@@ -238,7 +238,7 @@ def _get(spec: FineTuneJobSpec, path: str) -> JsonValue:
 
 
 def _with(spec: FineTuneJobSpec, path: str, value: JsonValue) -> FineTuneJobSpec:
-    """The spec with another value at a path, read as its field reads it."""
+    """Return the spec with another value at a path, parsed as its field requires."""
     head, *rest = path.split(".")
     block = getattr(spec, to_snake(head))
     written = block.model_dump(mode="json", by_alias=True, exclude_unset=True)

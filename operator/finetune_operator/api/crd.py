@@ -1,9 +1,9 @@
-"""The API as others read it: CustomResourceDefinition for the API server, JSON schema for editors.
+"""The API for other readers: CustomResourceDefinition for the API server, JSON schema for editors.
 
-Both are made from `shapes` and `rules` and hold nothing of their own. The CRD keeps to what the API server takes: a
-type on every node but those of mixed form, bounds on everything in spec (CEL cost is estimated from them), defaults
-only where there is a value, and immutability at the root with `has()` on both sides, because a transition rule on
-an optional block does not run when the block comes or goes.
+Both derive from `shapes` and `rules` and add nothing. The CRD keeps to the API server's demands: a type on every node
+except those of mixed form, bounds on everything in spec (CEL cost is estimated from them), defaults only where there is
+a value, and immutability at the root with `has()` on both sides, because a transition rule on an optional block does
+not run when the block is added or removed.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ Schema: TypeAlias = dict[str, Any]
 
 _ANY: Schema = {"x-kubernetes-preserve-unknown-fields": True}
 FREE_LEVELS: Mapping[str, int] = {"training.arguments": 3, "parallelism.deepspeedConfig": 5}
-"""Levels below the names of an object whose form another project defines; the schema doubles with each. Deepest in
+"""Levels below the names of an object whose form another project defines; the schema doubles with each. The deepest in
 DeepSpeed's documentation is `compression_training`, with four.
 """
 FREE_NAMES = 256
 FREE_ITEMS = 1024
 FREE_TEXT = 32_768
-"""Most fields, items and characters in one value of such an object."""
+"""Maximum fields, items and characters in one value of such an object."""
 TYPED: Mapping[str, type[BaseModel]] = {
     "template.affinity": Affinity,
     "template.env": EnvVar,
@@ -73,12 +73,12 @@ TYPED: Mapping[str, type[BaseModel]] = {
     "template.volumeMounts": VolumeMount,
     "template.volumes": Volume,
 }
-"""Kubernetes' own objects, or lists of them. The API server refuses of them what it would refuse of the pod."""
+"""Kubernetes' own objects, or lists of them. The API server refuses the faults that it would refuse in the pod."""
 THEIR_TEXT = 1024
 THEIR_ITEMS = 256
 LABELS = ("template.labels", "template.nodeSelector")
 KEYS: Mapping[str, str] = {"template.env": "name", "template.volumes": "name", "template.volumeMounts": "mountPath"}
-"""The field by which the items of a list are unique."""
+"""List -> field by which its items are unique."""
 
 # Name, type, jsonPath, priority (1: `-o wide` only).
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
@@ -98,7 +98,7 @@ _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
 
 
 def crd() -> Schema:
-    """The CustomResourceDefinition, apiextensions.k8s.io/v1."""
+    """Return the CustomResourceDefinition, apiextensions.k8s.io/v1."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -132,12 +132,12 @@ def crd() -> Schema:
 
 
 def crd_yaml() -> str:
-    """The same as YAML text; equal models give equal text."""
+    """Return the CustomResourceDefinition as YAML text; equal models give equal text."""
     return yaml.dump(crd(), Dumper=_PlainDumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Writes shared values out instead of as anchors, which would make the file unreadable."""
+    """YAML dumper that writes shared values in full instead of as anchors, which would make the file unreadable."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -218,8 +218,8 @@ def _item_rules(path: str) -> Schema:
 
 
 def _free(levels: int) -> Schema:
-    """A value of any form with so many levels of objects and lists. CEL does not look into nodes without a type, but
-    bounds hold in them; `items` is there because lists would slip through otherwise.
+    """Return the schema of a free value with up to `levels` levels of objects and lists. CEL does not look into nodes
+    without a type, but bounds hold in them; `items` is there because lists would slip through otherwise.
     """
     if levels == 0:
         return {**_ANY, "nullable": True, "maxProperties": 0, "maxItems": 0, "maxLength": FREE_TEXT}
@@ -229,8 +229,8 @@ def _free(levels: int) -> Schema:
 
 
 def _theirs(node: Schema) -> Schema:
-    """A node of Kubernetes' objects: with bounds on everything, which Kubernetes leaves to the size of an object; and
-    without defaults, as the API server adds nothing of ours to them.
+    """Return a node of a Kubernetes object with bounds on everything, which Kubernetes leaves to the size of an object;
+    and without defaults, as the API server adds none of ours to them.
     """
     kept = {key: value for key, value in node.items() if key != "default"}
     match kept.get("type"):
@@ -256,7 +256,7 @@ def _validation(rule: Rule) -> Schema:
 
 
 def _immutability() -> Iterator[Schema]:
-    """Once a stage has begun, every field of spec stays as it is, but those in MUTABLE."""
+    """Yield rules that freeze every field of spec once a stage has started, except those in MUTABLE."""
     started = "has(oldSelf.status) && has(oldSelf.status.stages) && oldSelf.status.stages.exists(s, s.attempt > 0)"
     body = spec_shape().body
     assert isinstance(body, Fields)
@@ -326,7 +326,7 @@ def _crd_plain(shape: Shape) -> Schema:
 
 
 def _crd_mixed(shape: Shape) -> Schema:
-    """A word or something else. Integers and quantities have a type for that; elsewhere bounds hold without one."""
+    """Return the schema of a word or another form. Integers and quantities have a type for that; bounds need none."""
     pattern = f"^({'|'.join(map(re.escape, shape.words))})$"
     match shape.body:
         case Number(integer=True) as number:
@@ -354,7 +354,7 @@ def _text_bounds(text: Text) -> Schema:
 
 
 def _number_bounds(number: Number) -> Schema:
-    """In OpenAPI v3.0's way, where an exclusive bound is a flag beside the bound."""
+    """Return the bounds as in OpenAPI v3.0, where an exclusive bound is a flag beside the bound."""
     bounds: Schema = {}
     if number.minimum is not None:
         bounds |= {"minimum": number.minimum} | ({"exclusiveMinimum": True} if number.above else {})
@@ -369,7 +369,7 @@ def _count_bounds(items: Items) -> Schema:
 
 
 def json_schema() -> Schema:
-    """The JSON schema (draft 2020-12) for editors: point `# yaml-language-server: $schema=` at a file that holds it."""
+    """Return the JSON schema (draft 2020-12) for editors: refer to its file by `# yaml-language-server: $schema=`."""
     name = {
         "type": "string",
         "pattern": NAME_PATTERN,

@@ -1,7 +1,7 @@
-"""The keys that DeepSpeed knows, by section; a test compares them with the installed DeepSpeed.
+"""Keys known to DeepSpeed, by section; a test compares them with the installed DeepSpeed.
 
-DeepSpeed ignores a key that it does not know, so that a typing error would silently fall back to a default. Keys are
-those that its configuration classes ask for. The empty path is the top level.
+DeepSpeed ignores unknown keys, so that a typing error would silently fall back to a default. Keys are those that its
+configuration classes read. The empty path is the top level.
 """
 
 from __future__ import annotations
@@ -330,4 +330,4 @@ OPEN_SECTIONS: frozenset[str] = frozenset(
         "weight_quantization",
     )
 )
-"""Sections whose inside DeepSpeed reads in many places, or hands on; their keys are not checked."""
+"""Sections whose content DeepSpeed reads in many places, or passes on; their keys are not checked."""

@@ -1,7 +1,7 @@
 """Checks of `parallelism.deepspeedConfig`: the keys that a user adds to the DeepSpeed configuration of a plan.
 
-A key that DeepSpeed does not know is refused, because DeepSpeed itself would ignore it, and so is one that another
-field of the spec decides: two places for one number end in two numbers.
+A key unknown to DeepSpeed is refused, because DeepSpeed itself would ignore it, and so is one that another field of the
+spec decides: two places for one number end in two numbers.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ OWNED_KEYS: Mapping[tuple[str, ...], str] = {
     ("zero_optimization", "cpu_offload"): "parallelism.offload.optimizer",
     ("zero_optimization", "cpu_offload_param"): "parallelism.offload.parameters",
 }
-"""Keys that a field of the spec decides."""
+"""Key -> field of the spec that decides it."""
 
 _FIELD = ("spec", "parallelism", "deepspeedConfig")
 
 
 def override_problems(overrides: Mapping[str, JsonValue]) -> Iterator[Problem]:
-    """What is wrong with the user's keys: unknown, or decided elsewhere. `copied` has taken out what does no harm."""
+    """Yield the problems of the user's keys: unknown, or decided elsewhere. `copied` has removed the harmless ones."""
     yield from _problems(overrides, ())
 
 

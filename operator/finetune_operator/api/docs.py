@@ -1,6 +1,6 @@
-"""The API reference and the settings as Markdown, made from the models: one table for each block of fields.
+"""API reference and settings as Markdown, generated from the models: one table for each block of fields.
 
-Only what the models say is here; how to use the fields is told elsewhere.
+It contains only the models' own texts; guides are elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING, to_co
 
 
 def api_reference() -> str:
-    """The whole reference, ending in a newline; equal models give equal text."""
+    """Return the whole reference, ending in a newline; equal models give equal text."""
     lines = [
         f"# {KIND} ({API_VERSION})",
         "",
@@ -64,11 +64,11 @@ prices:
   - {product: NVIDIA-H100-80GB-HBM3, gpus: 8, perHour: 90.0, spotPerHour: 35.0}
   - {product: cpu, gpus: 0, perHour: 1.2}
 """
-"""An installation that narrows what jobs may do; a test reads it."""
+"""Installation that restricts jobs; a test reads it."""
 
 
 def settings_reference() -> str:
-    """The settings of an installation as Markdown, ending in a newline."""
+    """Return the settings of an installation as Markdown, ending in a newline."""
     shape = shape_of(Settings, "What the administrator decides for all jobs.")
     lines = [
         "# Settings",
@@ -88,7 +88,7 @@ def settings_reference() -> str:
 
 
 def names_reference() -> str:
-    """Names of other tools and what to write for them, as Markdown ending in a newline."""
+    """Return other tools' names and their replacements, as Markdown ending in a newline."""
     lines = [
         "# Names of other tools",
         "",
@@ -132,7 +132,7 @@ def names_reference() -> str:
 
 
 def _training_arguments() -> Iterator[str]:
-    """Say of every field of TrainingArguments whether a job may set it."""
+    """Yield a section that lists which fields of TrainingArguments a job may set."""
     rest = sorted(known_arguments().keys() - FREE - OWNED_BY_PLAN.keys())
     yield from ("## Fields of transformers.TrainingArguments", "")
     yield from ("`spec.training.arguments` takes these, and each has its effect:", "", f"{_codes(sorted(FREE))}.", "")
@@ -169,12 +169,12 @@ def _codes(names: Iterable[str]) -> str:
 
 
 def _plain(value: JsonValue) -> str:
-    """A value as YAML has it."""
+    """Return a value as YAML writes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _sections(path: str, shape: Shape) -> Iterator[str]:
-    """A table for the fields of one block, then those of the blocks in it."""
+    """Yield a table for the fields of one block, then those of the blocks in it."""
     fields = _fields(shape)
     yield from (f"## {path}", "", _cell(shape.group or shape.description), "")
     yield from ("| Field | Takes | Default | Description |", "|---|---|---|---|")
@@ -206,7 +206,7 @@ def _cell(text: str) -> str:
 
 
 def launchers_table() -> str:
-    """The table of docs/operator.md: what `launcher: auto` takes, in this order."""
+    """Return the table of docs/operator.md: the choices of `launcher: auto`, in their order."""
     rows = [each for each in SUPPORTED if each.name in TRAINING]
     lines = ["| launcher | runs train as | needs |", "|---|---|---|"]
     for each in rows:

@@ -1,4 +1,4 @@
-"""A field of FineTuneJob as `kubectl explain` tells of it, without a cluster: both read the schema of the CRD.
+"""Description of a FineTuneJob field as in `kubectl explain`, without a cluster: both read the CRD's schema.
 
 kubectl calls every value of no single type an Object; here it is `integer or string` or `any`.
 """
@@ -20,26 +20,26 @@ from finetune_operator.api.hints import place_of
 from finetune_operator.api.types import API_VERSION, GROUP, KIND, PLURAL, SHORT_NAME, SINGULAR, VERSION
 
 WIDTH = 80
-"""Columns that a text fits in, as kubectl has it."""
+"""Columns of text, as in kubectl."""
 _PARTS = re.compile(r"\[[^\]]*\]|\.")
 _KUBERNETES = {
     "apiVersion": f"API group and version of the object: {API_VERSION}.",
     "kind": f"Kind of the object: {KIND}.",
     "metadata": "Standard object's metadata: name, namespace, labels and annotations.",
 }
-"""The API server describes these itself."""
+"""Fields that the API server describes itself."""
 
 
 class NoSuchFieldError(Exception):
-    """The API has no such field; the text names the one that may be meant."""
+    """Error of an unknown field; the text names the one that may be meant."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field, and what is in it."""
+    """A field and the fields inside it."""
 
     path: str
-    """From the object's root: `spec.training.epochs`; empty for the object itself."""
+    """Path from the object's root: `spec.training.epochs`; empty for the object itself."""
     type: str
     description: str
     required: bool
@@ -48,11 +48,11 @@ class Field:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Last part of the path."""
         return self.path.rpartition(".")[2]
 
     def data(self, *, recursive: bool) -> dict[str, JsonValue]:
-        """Return the field for `-o json`, and of the fields in it all that is known of them, or their own."""
+        """Return the field for `-o json`, with its inner fields: recursively, or without their own fields."""
         bounds = ("default", "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
         found: dict[str, JsonValue] = {
             "field": self.path,
@@ -73,8 +73,8 @@ def _without_fields(field: Field) -> dict[str, JsonValue]:
 
 
 def find_field(written: str) -> Field:
-    """Return the field that is written as `spec.training.epochs`, `training.epochs` or `finetunejob.spec...`, an index
-    like `[0]` left out of account. Raises NoSuchFieldError.
+    """Return the field written as `spec.training.epochs`, `training.epochs` or `finetunejob.spec...`, ignoring indices
+    such as `[0]`. Raise NoSuchFieldError if there is none.
     """
     parts = [part for part in _PARTS.split(written) if part]
     if parts and parts[0].lower() in (SINGULAR, PLURAL, SHORT_NAME, f"{PLURAL}.{GROUP}"):
@@ -129,7 +129,7 @@ def _type(schema: Schema) -> str:
 
 
 def _meant(parent: Field, name: str, above: list[str], top: set[str]) -> str:
-    """What to write for a field that its parent does not have."""
+    """Return the message for a field that its parent does not have, with a suggestion."""
     path = ".".join([*above, name])
     names = [each.name for each in parent.fields]
     near = difflib.get_close_matches(name, [*names, *(top if above == ["spec"] else ())], n=1)
@@ -150,7 +150,7 @@ def _meant(parent: Field, name: str, above: list[str], top: set[str]) -> str:
 
 
 def as_text(field: Field, *, recursive: bool) -> str:
-    """Return what `kubectl explain` prints: the field, and the fields in it or all of those below it."""
+    """Return the text of `kubectl explain`: the field, and the fields in it or all of those below it."""
     return "\n".join(line.rstrip() for line in _lines(field, recursive=recursive)) + "\n"
 
 

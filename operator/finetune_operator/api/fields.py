@@ -1,7 +1,7 @@
-"""One object against its model, field by field, in the words of the fields.
+"""Check of one object against its model, field by field, with messages in the API's terms.
 
-pydantic finds what is wrong; the messages come from the shape of the model. Faulty fields are taken out until the rest
-can be read, so that what concerns several fields can still be judged, by everything but those.
+pydantic finds the faults; the messages come from the shape of the model. Faulty fields are removed until the rest can
+be read, so that rules across fields can still be checked, except those that read a removed field.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Path: TypeAlias = tuple[PathPart, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
 _DEEPEST = 16
-"""Passes over one object; each takes at least one level of nesting off, and no model has that many."""
+"""Maximum passes over one object; each removes at least one level of nesting, and no model has that many."""
 
 
 @dataclass(frozen=True)
 class Read(Generic[Model]):
-    """What could be read of an object."""
+    """Result of reading an object."""
 
     value: Model | None
-    """The object without its faulty fields; None if the remainder cannot be read either, or nobody would read on."""
+    """Object without its faulty fields; None if the remainder cannot be read either, or is not worth reading."""
     problems: tuple[Problem, ...]
-    """One for each faulty field."""
+    """Problems, one for each faulty field."""
     faults: tuple[Path, ...] = ()
     """Paths of the faulty fields, from the object."""
     gone: frozenset[Path] = frozenset()
-    """Paths of what was taken out for them."""
+    """Paths that were removed because of them."""
     placed: frozenset[Path] = frozenset()
-    """Paths of faulty fields whose plain meaning was read in their place."""
+    """Paths of faulty fields whose plain meaning was read instead."""
 
 
 def read_fields(
@@ -52,7 +52,7 @@ def read_fields(
     placeholders: Mapping[str, JsonValue] | None = None,
     schemes: Sequence[str] | None = None,
 ) -> Read[Model]:
-    """Read `value`, which stands at `prefix` in its document, as `model`, whose shape is `shape`.
+    """Read `value`, located at `prefix` in its document, as `model`, whose shape is `shape`.
 
     `placeholders` stand in for required fields of the object that are missing or wrong; `schemes` are those that a
     message may offer for a URI, None: all of them.
@@ -72,7 +72,7 @@ def read_fields(
             ]
             above = {path[:length] for path, _ in entries for length in range(len(path))}
             for path, kind in entries:
-                # `auto` or an object: where a field of the object is wrong, that the whole is not `auto` says nothing.
+                # `auto` or an object: if a field of the object is wrong, the error that it is not `auto` is noise.
                 if path in above:
                     continue
                 seen = value if value_at(value, path) is not None else remainder
@@ -91,7 +91,7 @@ def read_fields(
 
 
 def without_nulls(value: JsonValue, shape: Shape) -> JsonValue:
-    """The value as the API server stores it: a null field of the API is a field left out. Free objects keep theirs."""
+    """Return the value as the API server stores it: a null field of the API is omitted. Free objects keep theirs."""
     match shape.body:
         case Fields(fields) if isinstance(value, dict):
             return {
@@ -108,7 +108,7 @@ def without_nulls(value: JsonValue, shape: Shape) -> JsonValue:
 
 
 def _document_path(shape: Shape, location: Sequence[PathPart]) -> Path:
-    """pydantic's location without the names of union branches: only steps that a document has."""
+    """Return pydantic's location without the names of union branches: only steps that a document has."""
     path: Path = ()
     branches = 0
     for part in location:
@@ -123,7 +123,7 @@ def _document_path(shape: Shape, location: Sequence[PathPart]) -> Path:
             case Map(value):
                 shape = value
             case _:
-                break  # what follows names the branch of a union of scalars
+                break  # the rest names the branch of a union of scalars
         path, branches = (*path, part), 0
     return path
 
@@ -145,7 +145,7 @@ def _field_problem(
 
 
 def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
-    """The problem of a field that the API has not; `of_job`: it stands in a FineTuneJob, in no object of Kubernetes."""
+    """Return the problem of an unknown field; `of_job`: it belongs to a FineTuneJob, not to an object of Kubernetes."""
     return _unknown(path, value, unknown_name(path, value, names, of_job=of_job))
 
 
@@ -156,17 +156,17 @@ def _unknown(path: Path, value: JsonValue, hint: NameHint) -> Problem:
 
 
 _SETS_ONE = re.compile(r"set spec\.(model\.uri|dataset\.uri) to (\S+)")
-"""A hint that gives one of these fields a value."""
+"""Hint that sets one of these fields to a value."""
 
 
 def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> NameHint:
-    """Find the hint for the unknown field at `path` of a document that stands at `prefix`."""
+    """Find the hint for the unknown field at `path` of a document located at `prefix`."""
     above = find(root, path[:-1])
     names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
     task = document.get("task") if isinstance(document, dict) else None
     columns = value_at(document, ("dataset", "columns"))
     if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
-        task = "text-generation"  # A prompt and its answer, of a data set without texts that hold the answer.
+        task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
     value = value_at(document, path)
     data = value_at(document, ("dataset", "uri"))
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), task=task, data=data)
@@ -197,10 +197,10 @@ def value_at(value: JsonValue, path: Path) -> JsonValue:
 def _meant(
     root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path, problem: Problem
 ) -> tuple[Path | None, JsonValue]:
-    """Where in the document a field belongs that is under a wrong name or in a wrong place, and what its value means.
+    """Return the correct path and value of a field with a wrong name, place or value.
 
-    It is read there, so that one look at a job finds what following the hint would bring to light. (None, None) where
-    the hint leaves a choice.
+    They are read there, so that one check of a job also finds problems that following the hint would reveal. Return
+    (None, None) if the hint leaves a choice.
     """
     value = value_at(document, path)
     if prefix != ("spec",) or any(isinstance(part, int) for part in path):
@@ -220,7 +220,7 @@ def _meant(
 
 
 def _set(document: JsonValue, path: Path, value: JsonValue) -> bool:
-    """Replace the value that stands at `path`; False: no field of an object stands there."""
+    """Replace the value at `path`; return False if no field of an object is there."""
     above = value_at(document, path[:-1])
     if not isinstance(above, dict) or path[-1] not in above:
         return False
@@ -229,7 +229,7 @@ def _set(document: JsonValue, path: Path, value: JsonValue) -> bool:
 
 
 def _put(document: JsonValue, place: Path, value: JsonValue) -> bool:
-    """Write a value where nothing stands; False: something does."""
+    """Write a value at an empty place; return False if the place is taken."""
     for part in place[:-1]:
         if not isinstance(document, dict):
             return False
@@ -241,8 +241,8 @@ def _put(document: JsonValue, place: Path, value: JsonValue) -> bool:
 
 
 def _take_out(root: Shape, value: JsonValue, path: Path, placeholders: Mapping[str, JsonValue]) -> Path:
-    """Remove the field at `path`, or what cannot be without it; what is required has a placeholder. Returns the path of
-    what is gone.
+    """Remove the field at `path`, or its parent if that requires it; required fields get a placeholder. Return the
+    removed path.
     """
     shape = find(root, path)
     while len(path) > 1 and ((shape is not None and shape.required) or isinstance(path[-1], int)):

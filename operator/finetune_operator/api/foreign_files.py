@@ -1,7 +1,7 @@
-"""Whole configurations of other tools: each is told once, with what its names are here, not name by name.
+"""Complete configurations of other tools: reported once, with the names that correspond here, not name by name.
 
-Only names and values at the top of a document or of its `spec` are read. An object of Kubernetes that runs a program is
-no fault beside a FineTuneJob; in a file without one it is what somebody took for one.
+Only names and values at the top of a document or of its `spec` are read. A Kubernetes object that runs a program is
+fine beside a FineTuneJob; in a file without one, somebody mistook it for one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from finetune_operator.launchers.launcher_rows import LAUNCHERS
 DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
 ACCELERATE = "accelerate"
 _LEAST = 3
-"""Names of another tool from which on a document is its configuration; fewer are slips, which are told one by one."""
+"""Minimum names of another tool that make a document its configuration; fewer are reported one by one."""
 _GLOBAL_BATCH, _MICRO_BATCH = "spec.training.globalBatchSize", "spec.training.microBatchSize"
 _MOST = 32
-"""Names that a message translates."""
+"""Maximum number of names that a message translates."""
 _MARKS: Mapping[str, frozenset[str]] = {
     AXOLOTL: frozenset({
         "base_model", "sequence_len", "micro_batch_size", "num_epochs", "datasets", "val_set_size", "lora_r",
@@ -48,7 +48,7 @@ _MARKS: Mapping[str, frozenset[str]] = {
         "num_machines", "rdzv_backend", "same_network", "tpu_use_cluster", "fsdp_config",
     }),
 }  # fmt: skip
-"""Names by which a tool's configuration is told from others'."""
+"""Names that identify a tool's configuration."""
 _WORKLOADS = frozenset({
     "CronJob", "Pod", "Deployment", "StatefulSet", "TFJob", "RayJob", "XGBoostJob", "PaddleJob", "JAXJob", "Workflow",
     *(each.kind for each in LAUNCHERS),
@@ -56,7 +56,7 @@ _WORKLOADS = frozenset({
 
 
 def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
-    """The one problem of a document that is another tool's configuration, or whose spec is; None for any other."""
+    """Return the one problem of a document that is, or whose spec is, another tool's configuration; else None."""
     spec = value.get("spec")
     if (workspace := _workspace(value)) is not None:
         return workspace
@@ -146,7 +146,7 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
 
 
 def _data_on_hub(spec: Mapping[str, JsonValue]) -> bool:
-    """Whether the data set that another tool's configuration names is on the Hub."""
+    """Return True if the data set that another tool's configuration names is on the Hub."""
     for name, value in spec.items():
         row = find_name(name, "")
         if row is not None and row.field == "spec.dataset.uri":
@@ -170,7 +170,7 @@ def _rows_of_a_step(spec: Mapping[str, JsonValue]) -> str:
 
 
 def _alpaca_columns(spec: Mapping[str, JsonValue]) -> Sequence[tuple[str, str]]:
-    """Return the columns of data in Alpaca's form, of a list of data sets as axolotl has it."""
+    """Return the columns of Alpaca-style data, from a list of data sets as axolotl writes it."""
     match spec.get("datasets"):
         case [{"type": str(form)}] if form.split(":")[0] == "alpaca":
             return ("source", "instruction"), ("target", "output")
@@ -178,7 +178,7 @@ def _alpaca_columns(spec: Mapping[str, JsonValue]) -> Sequence[tuple[str, str]]:
 
 
 def _address(value: JsonValue) -> JsonValue:
-    """The one address of a list of data sets, as axolotl has it; anything else as it is."""
+    """Return the one address in a list of data sets, as axolotl writes it; anything else unchanged."""
     match value:
         case [{"path": str(path)}]:
             return path
@@ -186,7 +186,7 @@ def _address(value: JsonValue) -> JsonValue:
 
 
 def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
-    """What to say of a Workspace of KAITO, whose parts stand beside metadata; None for any other document."""
+    """Return the problem of a KAITO Workspace, whose parts stand beside metadata; None for any other document."""
     if not {"tuning", "resource"} <= set(value) and not {"inference", "resource"} <= set(value):
         return None
     return Problem(
@@ -203,7 +203,7 @@ def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
 
 
 def _workspace_data(value: Mapping[str, JsonValue]) -> str:
-    """Write where the data of a Workspace go, with their URI if its first address is one of the Hub."""
+    """Return where the data of a Workspace belong, with their URI if its first address is on the Hub."""
     match value.get("tuning"):
         case {"input": {"urls": [str(url), *_]}} if (uri := as_uri(url)) is not None:
             return f"spec.dataset.uri: {uri}"
@@ -211,7 +211,7 @@ def _workspace_data(value: Mapping[str, JsonValue]) -> str:
 
 
 def _instance_type(value: Mapping[str, JsonValue]) -> str:
-    """Write the node label of the machine that a Workspace asks for."""
+    """Return the node label of the machine that a Workspace requests."""
     resource = value.get("resource")
     named = resource.get("instanceType") if isinstance(resource, dict) else None
     row = find_name("instanceType", "")
@@ -222,7 +222,7 @@ def _instance_type(value: Mapping[str, JsonValue]) -> str:
 
 
 def workload(value: JsonValue) -> Problem | None:
-    """What to say of a Kubernetes object that runs a program, in a file without a FineTuneJob; None for any other."""
+    """Return the problem of a Kubernetes object that runs a program, in a file without a FineTuneJob; else None."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _WORKLOADS:
         return None

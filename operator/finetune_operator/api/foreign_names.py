@@ -1,9 +1,9 @@
-"""What other tools call the fields and values of a FineTuneJob: one table, for messages and for documentation.
+"""Other tools' names for the fields and values of a FineTuneJob: one table, for messages and for documentation.
 
 People bring configurations of Hugging Face (transformers, TRL, peft, accelerate), axolotl, LLaMA-Factory, DeepSpeed and
-Kubernetes. A name of theirs where no such field is, or a value that a field does not take, is answered with what to
-write instead. Each row points to a field that exists, or says what to do where there is no counterpart; a test checks
-both. Nothing here is accepted in place of our own names: `copied` lists what is.
+Kubernetes. A name of theirs that is no field here, or a value that a field does not accept, is answered with its
+replacement. Each row points to an existing field, or gives an instruction if there is no counterpart; a test checks
+both. Nothing here is accepted in place of our own names: `copied` lists the accepted ones.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ _NOTHING: Mapping[str, JsonValue] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ForeignName:
-    """Names for one setting, and the field that has its meaning."""
+    """Names for one setting, and the field with its meaning."""
 
     names: tuple[str, ...]
     tools: str
     field: str | None
-    """Dotted path from the document; None: there is no counterpart, and `hint` says what to do."""
+    """Dotted path from the document; None: there is no counterpart, and `hint` is the instruction."""
     hint: str = ""
-    """What else there is to know, or what to do instead, without a full stop."""
+    """Further information, or the instruction, without a full stop."""
     value: JsonValue = None
-    """What to write there, where the name itself says it; None: what was written, if the field takes it."""
+    """Value to write there, if the name itself implies it; None: the given value, if the field accepts it."""
     under: tuple[str, ...] = ()
-    """Names of the object that it has to stand in; empty: any."""
+    """Names of the object that must contain it; empty: any."""
     same: bool = True
-    """Whether what was written can be written there as it is."""
+    """True if the given value can be written there unchanged."""
     writes: Callable[[JsonValue], Mapping[str, JsonValue]] | None = None
-    """Makes values by the paths of the fields that take them out of what was written, where one field does not take it
-    as it is; empty: nothing can be made of it, and `field` and `hint` are the answer.
+    """Function that converts the given value into values by field path, if one field does not accept it unchanged;
+    empty result: no conversion, and `field` and `hint` are the answer.
     """
 
 
 @dataclass(frozen=True)
 class ForeignValue:
-    """Values that a field does not take, and what says the same."""
+    """Values that a field does not accept, and their equivalents."""
 
     field: str
     """Dotted path of the field from the document."""
     names: tuple[str | bool, ...]
     tools: str
     instead: Mapping[str, JsonValue] = dataclass_field(default_factory=dict)
-    """Value by the dotted path of the field that takes it; empty: there is no counterpart."""
+    """Dotted path of the accepting field -> value; empty: there is no counterpart."""
     hint: str = ""
-    """As in `ForeignName`."""
+    """Hint, as in `ForeignName`."""
 
 
 _DEFAULT_EVALUATION = "leave it out: validation is measured after each epoch"
@@ -75,7 +75,7 @@ _INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 
 
 def _held_out(given: JsonValue) -> Mapping[str, JsonValue]:
-    """Cut the validation rows of a share (0.2) or a percentage (20) off the end of the split train."""
+    """Split the validation rows, given as a fraction (0.2) or a percentage (20), off the end of the split train."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         return {}
     percent = round(100 * given) if given < 1 else round(given)
@@ -98,7 +98,7 @@ def _betas(given: JsonValue) -> Mapping[str, JsonValue]:
 
 
 def _tracked(tracker: str, variable: str) -> Callable[[JsonValue], Mapping[str, JsonValue]]:
-    """Report to a tracker, with a setting of it in the variable that it reads."""
+    """Return a function that reports to a tracker, with a setting of it in the variable that it reads."""
 
     def write(given: JsonValue) -> Mapping[str, JsonValue]:
         report: Mapping[str, JsonValue] = {f"{_ARGUMENTS}.report_to": [tracker]}
@@ -114,7 +114,7 @@ def _on_instances(given: JsonValue) -> Mapping[str, JsonValue]:
 
 
 def _pull_secrets(given: JsonValue) -> Mapping[str, JsonValue]:
-    """Write names of Secrets as the objects that Kubernetes has for them."""
+    """Convert names of Secrets into Kubernetes' objects for them."""
     secrets: list[JsonValue] = []
     for each in given if isinstance(given, list) else [given]:
         name = each.get("name") if isinstance(each, dict) else each
@@ -855,7 +855,7 @@ VALUES: tuple[ForeignValue, ...] = (
 
 
 def plain(name: str) -> str:
-    """Write a name as it is looked up: `per_device_train_batch_size` and `perDeviceTrainBatchSize` are one."""
+    """Return the lookup key of a name: `per_device_train_batch_size` and `perDeviceTrainBatchSize` have the same."""
     return re.sub(r"[^a-z0-9./]", "", name.lower())
 
 
@@ -874,20 +874,20 @@ def _values() -> Mapping[tuple[str, str], ForeignValue]:
 
 
 def written(row: ForeignName, given: JsonValue, *, hub: bool) -> Mapping[str, JsonValue]:
-    """Make values by field of what was given under the name of a row; `hub`: the data are on the Hub, whose splits have
-    slices. Empty: nothing can be made of it.
+    """Convert the value given under the name of a row into values by field; `hub`: the data are on the Hub, whose
+    splits have slices. Empty: it cannot be converted.
     """
     made = row.writes(given) if row.writes is not None else {}
     return {} if not hub and any(field.startswith(_SPLITS) for field in made) else made
 
 
 def find_name(name: str, parent: str) -> ForeignName | None:
-    """The row of a name that stands in the object `parent` (empty: the document); one with `under` goes first."""
+    """Return the row of a name in the object `parent` (empty: the document); one with `under` takes precedence."""
     rows = _names().get(plain(name), ())
     fitting = [row for row in rows if not row.under or parent in row.under]
     return min(fitting, key=lambda row: not row.under, default=None)
 
 
 def find_value(path: str, value: JsonValue) -> ForeignValue | None:
-    """The row of a value that the field at the dotted `path` does not take."""
+    """Return the row of a value that the field at the dotted `path` does not accept."""
     return _values().get((path, plain(str(value)))) if isinstance(value, str | bool | int) else None

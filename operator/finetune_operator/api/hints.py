@@ -1,8 +1,8 @@
-"""The way out of a field that is not there, or of a value that a field does not take.
+"""Hint for an unknown field, or for a value that a field does not accept.
 
-A hint names what is served in this version and allowed by the settings, and nothing else: what it says can be written,
-and the problem is gone. Names and values of other tools are answered from `foreign_names`; a field of ours in the wrong
-place is answered with its place.
+A hint names only features that this version serves and the settings allow: a user who follows it has solved the
+problem. Names and values of other tools are answered from `foreign_names`; a misplaced field of ours is answered with
+its place.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from finetune_operator.api.types import URI_PATTERN
 
 _CLOSE = 0.6
 _CLOSER = 0.84
-"""Likeness above which a name is taken for a misspelt one of another object; letters alone tell less there."""
+"""Similarity above which a name counts as a misspelt one of another object; letters alone are weaker evidence there."""
 _MOST_PLACES = 3
 _ANYWHERE = ("name", "key", "path", "url", "ref", "enabled", "degree")
-"""Names of fields that say nothing of what they are for without the object that they stand in."""
+"""Names of fields that are meaningless without their object."""
 _MOST_INSIDE = 16
-"""Names of an object that a message translates."""
+"""Maximum number of an object's names that a message translates."""
 _UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(i?)b?(?:ytes?)?", re.IGNORECASE)
 _CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
 _HUB_ADDRESS = re.compile(
@@ -58,9 +58,9 @@ _NAMED_BY = {
 }  # fmt: skip
 _REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#&].*)?")
 _CONTAINERS = ("template", "spec", "metadata", "containers")
-"""Objects of Kubernetes that say nothing of what is in them."""
+"""Objects of Kubernetes that give no meaning to their content."""
 _HUB_SLASHES = 3
-"""Of hf://organisation/name; a file or a configuration may follow in addresses of other tools."""
+"""Slashes of hf://organisation/name; a file or a configuration may follow in addresses of other tools."""
 _STOPPING_METRIC = "spec.training.earlyStopping.metric"
 _COLUMNS = "spec.dataset.columns."
 _COLUMN_WORDS = (
@@ -73,7 +73,7 @@ _COLUMN_WORDS = (
         "answers", "tags", "nertags", "class", "category", "y", "translation",
     }),
 )  # fmt: skip
-"""Names for the column that is read, and for the one that is learnt."""
+"""Names of the input column, and of the target column."""
 _COLUMNS_OF_TASK: Mapping[str, tuple[str, str]] = {
     "text-classification": ("text", "label"),
     "token-classification": ("tokens", "tags"),
@@ -92,11 +92,11 @@ _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zs
 
 @dataclass(frozen=True)
 class NameHint:
-    """What to write for a field that does not exist."""
+    """Replacement for a field that does not exist."""
 
     text: str
     place: str | None = None
-    """Dotted path of the field that takes what was written as it is, so that its checks can go on; None: none does."""
+    """Dotted path of the field that accepts the value as it is, so that its checks can continue; None: none does."""
 
 
 def unknown_name(
@@ -110,8 +110,8 @@ def unknown_name(
 ) -> NameHint:
     """Find the hint for a field that the object at the path's parent, which has `names`, does not have.
 
-    `task` is what the job says of its task: columns have other names with each. `data` is the URI of its data set:
-    splits have slices on the Hub only.
+    `task` is the job's task: column names depend on it. `data` is the URI of its data set: splits have slices on the
+    Hub only.
     """
     text = _unknown_name(path, value, names, of_job, task, on_hub(data))
     above = ".".join(str(part) for part in path[:-1])
@@ -163,7 +163,7 @@ def _unknown_name(
 
 @cache
 def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
-    """Paths of the fields of the spec by their plain names, without those that have no behaviour yet."""
+    """Return the paths of the spec's fields by their plain names, without those that have no behaviour yet."""
     found: dict[str, tuple[tuple[str, ...], ...]] = {}
 
     def walk(shape: Shape, path: tuple[str, ...]) -> None:
@@ -179,13 +179,13 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
 
 
 def on_hub(data: JsonValue) -> bool:
-    """Whether data at this URI are read from the Hub, as far as can be told."""
+    """Return True if data at this URI are read from the Hub, as far as its form shows."""
     uri = data if isinstance(data, str) and "://" in data else as_uri(data)
     return uri is not None and uri.startswith("hf://")
 
 
 def column_of(task: JsonValue, name: str) -> str | None:
-    """Name the column of a task that another tool, or another task, calls `name`; None: there is none."""
+    """Return the column of a task that another tool, or another task, calls `name`; None: there is none."""
     columns = _COLUMNS_OF_TASK.get(task) if isinstance(task, str) else None
     if columns is None:
         return None
@@ -194,7 +194,7 @@ def column_of(task: JsonValue, name: str) -> str | None:
 
 
 def argument_name(name: str, value: JsonValue) -> str | None:
-    """The way out for a name under `training.arguments` that is not free there; None: the table has no row for it."""
+    """Return the hint for a name under `training.arguments` that is not free there; None: it is not in the table."""
     row = find_name(name, "arguments")
     if row is None:
         return None
@@ -203,21 +203,21 @@ def argument_name(name: str, value: JsonValue) -> str | None:
 
 
 def owned_key(field: str, value: JsonValue) -> str:
-    """The way out for a key or argument that the field at the dotted path (from `spec`) decides."""
+    """Return the hint for a key or argument that the field at the dotted path (from `spec`) decides."""
     if not works(field):
         return f"leave it out: spec.{field} is not supported in this version"
     return f"{_set(f'spec.{field}', value)}, and leave this out"
 
 
 def _places(name: str, path: Sequence[PathPart]) -> tuple[tuple[str, ...], ...]:
-    """The highest places of the spec where a field of that name is, without the one that was tried."""
+    """Return the highest places of the spec with a field of that name, without the one that was tried."""
     places = tuple(place for place in _index().get(plain(name), ()) if place[:-1] != tuple(path[:-1]))
     least = min((len(place) for place in places), default=0)
     return tuple(place for place in places if len(place) == least)
 
 
 def _could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
-    """Whether an object, a list or a scalar belongs at a place of the spec, whatever is in it."""
+    """Return True if a place of the spec accepts the value's kind (object, list or scalar), whatever its content."""
     shape = _shape_at(".".join(place))
     match None if shape is None else shape.body:
         case Fields() | Map():
@@ -240,7 +240,7 @@ def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> st
 
 
 def place_of(name: str, above: Sequence[PathPart]) -> str | None:
-    """The dotted path of the one field of the spec that has this name, misplaced in the object at `above`."""
+    """Return the dotted path of the one field of the spec with this name, misplaced in the object at `above`."""
     places = _places(name, (*above, name))
     if len(places) == 1:
         return ".".join(places[0])
@@ -249,7 +249,7 @@ def place_of(name: str, above: Sequence[PathPart]) -> str | None:
 
 
 def _argument(name: str) -> str | None:
-    """A free field of TrainingArguments of that name."""
+    """Return the free field of TrainingArguments with that name."""
     return _free_arguments().get(plain(name))
 
 
@@ -287,11 +287,10 @@ def _joined(hint: str) -> str:
 
 
 def _inner(field: str, value: dict[str, JsonValue], *, wishes: bool = False) -> Iterator[str]:
-    """What the fields of an object that is no field here are called in the place of `field`, with their values.
+    """Yield names inside an unknown object at `field`, with our fields and their values.
 
-    `wishes`: only those that a row of the table answers with a value.
-
-    A field that takes several of them is named without a value: replicas of masters and of workers are added up.
+    `wishes`: only those for which a row of the table gives a value. A field that corresponds to several of them is
+    named without a value: replicas of masters and of workers are added up.
     """
     found = list(dict.fromkeys(named_inside(field.split(".")[-2], "", value)))
     counted_at: dict[str, str] = {}
@@ -316,11 +315,11 @@ def _inner(field: str, value: dict[str, JsonValue], *, wishes: bool = False) -> 
 
 
 def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[str, str, str]]:
-    """Names in an object called `above`, the field of ours that has their meaning, and the value it takes: `: VALUE`.
+    """Yield each name in an object called `above`, our field with its meaning, and the accepted value: `: VALUE`.
 
-    A name without a counterpart has an empty field, and the hint in the place of the value.
+    A name without a counterpart has an empty field, and the hint in place of the value.
 
-    `parent` is the object of ours that the outermost one is looked for in.
+    `parent` is our object in which the outermost one is looked up.
     """
     for name, given in list(value.items())[:_MOST_INSIDE] if isinstance(value, dict) else ():
         row = find_name(name, above or parent) or (None if name in _ANYWHERE else find_name(name, parent))
@@ -343,7 +342,7 @@ def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[st
 
 
 def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) -> list[tuple[str, str, str]]:
-    """The same of an object that has the name of one of ours, whose fields it has, too."""
+    """Return the same for an object with the name and fields of one of ours."""
     if len(places) != 1 or not isinstance(given, dict):
         return []
     found = []
@@ -356,7 +355,7 @@ def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) 
 
 
 def taken_value(row: ForeignName, given: JsonValue) -> str:
-    """The value that the field of a row takes for what was given, as `: VALUE`; empty: it has to be found."""
+    """Return the value that a row's field accepts for the given one, as `: VALUE`; empty: it has to be found."""
     if row.field is None or given is None or given is False:
         return ""
     if row.value is not None:
@@ -377,12 +376,12 @@ def taken_value(row: ForeignName, given: JsonValue) -> str:
 
 
 def taken_place(field: str, given: JsonValue) -> str:
-    """The value that a field of ours takes for what was given under a name like its own, as `: VALUE`; else empty."""
+    """Return the value that our field accepts for one given under a similar name, as `: VALUE`; else empty."""
     return taken_value(ForeignName((), "", field), given)
 
 
 def _set(field: str, value: JsonValue) -> str:
-    """`set FIELD to VALUE`, without the value where the field does not take it."""
+    """Return `set FIELD to VALUE`, without the value if the field does not accept it."""
     instead = find_value(field, value)
     if instead is not None:
         return _instead(instead)
@@ -402,7 +401,7 @@ def _set(field: str, value: JsonValue) -> str:
 
 
 def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:
-    """What was written as a URI that the field takes; None: it is none and no name or path that becomes one."""
+    """Return the value as a URI that the field accepts; None: it is none and no name or path that becomes one."""
     if isinstance(value, str) and value.startswith("hf://") and value.count("/") > _HUB_SLASHES:
         value = "/".join(value.split("/")[: _HUB_SLASHES + 1])
     if isinstance(value, str) and not is_secret_name(value) and accepts(shape, value):
@@ -421,7 +420,7 @@ def _instead(row: ForeignValue) -> str:
 
 
 def shown_value(value: JsonValue, field: str) -> str:
-    """A value as it is written in YAML; nothing of a credential."""
+    """Return a value as YAML shows it; credentials are hidden."""
     if isinstance(value, dict | list):
         return SECRET_TEXT.sub(HIDDEN, json.dumps(value, ensure_ascii=False))
     shown = describe_value(value, field.split("."))
@@ -437,7 +436,7 @@ def _shape_at(field: str) -> Shape | None:
 
 
 def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
-    """The shape of a field of the spec without the words that have no behaviour yet."""
+    """Return the shape of a spec field without the words that have no behaviour yet."""
     field = ".".join(str(part) for part in path[1:])
     return replace(shape, words=served_words(field, shape.words)) if path[:1] == ("spec",) else shape
 
@@ -445,7 +444,7 @@ def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
 def wrong_value(
     shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None
 ) -> tuple[str, str]:
-    """The rule that a value breaks at `path`, and the way out; `schemes` are those that the settings allow."""
+    """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
     way_out = "change it" if shape.required else "change it, or leave it out"
@@ -497,7 +496,7 @@ def wrong_value(
 
 
 def _meant(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str | None:
-    """Return the hint for a value that stands for another, and for the fields inside it; None: it stands for none."""
+    """Return the hint for a value that means another one, and for the fields inside it; None: it means none."""
     field = ".".join(str(part) for part in path)
     meant = meant_value(shape, field, value, shown_value)
     if meant is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
@@ -519,8 +518,8 @@ def _column_names() -> tuple[str, ...]:
 
 
 def _only_taker(fields: Mapping[str, Shape], value: JsonValue) -> str | None:
-    """The field of an object that takes a value that was written in its place: by its word, or as the only one; steps
-    go before minutes.
+    """Return the field of an object that accepts a value written in the object's place: by its word, or as the only
+    one; steps take precedence over minutes.
     """
     by_word = [name for name, inner in fields.items() if isinstance(value, str) and value in inner.words]
     if by_word and value not in ("auto", "none"):
@@ -530,7 +529,7 @@ def _only_taker(fields: Mapping[str, Shape], value: JsonValue) -> str | None:
 
 
 def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | None) -> str:
-    """The way out for a required field that is not there."""
+    """Return the hint for a missing required field."""
     shape = served(shape, path)
     if shape.words:
         return f"write one of {', '.join(shape.words)}"
@@ -546,7 +545,7 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
 
 
 def _uri_hint(value: JsonValue, begins: Sequence[str]) -> str:
-    """The hint for what is no URI, in a field whose URIs begin with one of `begins`."""
+    """Return the hint for a value that is no URI, in a field whose URIs begin with one of `begins`."""
     uri = as_uri(value)
     if uri is not None and uri.startswith(tuple(begins)):
         return f"write {uri}"
@@ -559,7 +558,7 @@ def _uri_hint(value: JsonValue, begins: Sequence[str]) -> str:
 
 
 def as_uri(value: JsonValue) -> str | None:
-    """What a Hub name, an address of the Hub or a path is as a URI; None where it cannot be told."""
+    """Return a Hub name, an address of the Hub or a path as a URI; None if it is ambiguous."""
     if not isinstance(value, str) or is_secret_name(value):
         return None
     text = value.strip()
@@ -575,7 +574,7 @@ def as_uri(value: JsonValue) -> str | None:
 
 
 def hub_name_hint(path: str, name: str) -> str:
-    """Write the hint for `hf://NAME` that is no repository: an address, a configuration or a revision is in it."""
+    """Return the hint for `hf://NAME` that is no repository: it holds an address, a configuration or a revision."""
     nearest = as_uri(name.rstrip("/"))
     if nearest and nearest.startswith("hf://"):
         return f"write {nearest}"

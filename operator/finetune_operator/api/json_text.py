@@ -1,8 +1,8 @@
-"""JSON that an API server sends, read whatever anybody has stored in it.
+"""Reader of JSON from an API server, safe for any content stored in it.
 
-An API server keeps objects that nest thousands of levels deep; Python's reader gives up at its recursion limit,
-pydantic at 200 levels, and with it everything else in the same list. So what lies too deep for anybody to read is cut
-out first.
+An API server keeps objects that nest thousands of levels deep; Python's reader fails at its recursion limit, pydantic
+at 200 levels, and with the object fails everything else in the same list. So values that are too deep are cut out
+first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import accumulate
 from pydantic import JsonValue
 
 DEEPEST = 150
-"""Levels that are kept: more than a list of jobs may have (MAX_DEPTH each), so that a job of which something was cut
-out is refused for its depth; and fewer than any reader of ours takes.
+"""Maximum levels: more than a list of jobs may have (MAX_DEPTH each), so that a job that was cut is refused for its
+depth; and fewer than any of our readers accepts.
 """
 CUT = b'"(cut: nested too deep)"'
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -25,7 +25,7 @@ _TOKEN = re.compile(_STRING.pattern + rb"|[{}\[\]]", re.DOTALL)
 
 
 def loads(text: bytes) -> JsonValue:
-    """The value of `text`, at most DEEPEST levels deep. ValueError for what is no JSON."""
+    """Return the value of `text`, at most DEEPEST levels deep. Raise ValueError for invalid JSON."""
     # Nearly all texts have few brackets, which are counted quickly.
     may_be_deep = text.count(b"{") + text.count(b"[") > DEEPEST
     value: JsonValue = json.loads(cut(text) if may_be_deep and depth(text) > DEEPEST else text)
@@ -33,13 +33,13 @@ def loads(text: bytes) -> JsonValue:
 
 
 def depth(text: bytes) -> int:
-    """Levels of JSON; at least as many as a reader comes to where it is none."""
+    """Return the number of levels; for invalid JSON at least as many as a reader reaches."""
     brackets = _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
     return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
 
 
 def cut(text: bytes) -> bytes:
-    """The text with CUT in place of each object and list that lies deeper than DEEPEST levels; one pass over it."""
+    """Return the text with CUT in place of each object and list deeper than DEEPEST levels, in one pass."""
     kept: list[bytes] = []
     level = start = 0
     for token in _TOKEN.finditer(text):

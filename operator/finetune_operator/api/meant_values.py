@@ -1,6 +1,6 @@
-"""Find the value that somebody meant who wrote one of another form: `10%` for 0.1, `8h` for seconds, a text for a list.
+"""Search for the intended value behind one of another form: `10%` for 0.1, `8h` for seconds, a text for a list.
 
-A suggestion is always a value that the field takes. Values of other tools by name are in `foreign_names`.
+A suggestion is always a value that the field accepts. Values of other tools by name are in `foreign_names`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from finetune_operator.api.problems import HIDDEN, holds_secret, is_secret_name
 from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Shape, Text, accepts
 
 _MINUS = re.compile("[\u2010-\u2015\u2212]")
-"""Hyphens and dashes that word processors put in the place of a minus sign."""
+"""Hyphens and dashes that word processors write for a minus sign."""
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
 _BOUND = re.compile(r"[<>]=?\s*(.+)")
 _MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
@@ -32,26 +32,26 @@ _SECONDS: Mapping[str, int] = {
     **dict.fromkeys(("d", "day", "days"), 86400),
 }
 _NAMED_VALUE = re.compile(r"(?:write|did you mean) (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/])(?=$|[,;?])")
-"""The start of a hint that names one value: what follows a comma is another form of the same."""
+"""Start of a hint that names one value: text after a comma is another form of the same."""
 _LONGEST = 60
-"""Characters of a value that a message shows whole."""
+"""Maximum characters of a value that a message shows in full."""
 _TRUE_WORDS = {
     **dict.fromkeys(("yes", "on", "y", "true", "always", "enabled"), True),
     **dict.fromkeys(("no", "off", "n", "false", "never", "disabled"), False),
 }
 _SECRET_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?")
 _KINDS = ("type", "name", "mode", "kind", "method", "scheduler_type")
-"""Fields of an object that hold the word which a field here takes alone."""
+"""Fields of an object with the word that a field here expects by itself."""
 
 _NAMING = ("field", "name", "column", "uri", "path")
-"""Fields of an object that hold what a field here takes as text."""
+"""Fields of an object with the text that a field here expects by itself."""
 
 Shown = Callable[[JsonValue, str], str]
-"""Writes a value for the field of that name, without secrets."""
+"""Function that writes a value for the field of that name, without secrets."""
 
 
 def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
-    """Write the hint for a value at the dotted `path` that has a wrong form and a plain meaning; None: it has none."""
+    """Return the hint for a value at the dotted `path` with a wrong form and a plain meaning; None: it has none."""
     leaf = path.rpartition(".")[2]
     if isinstance(value, str) and (len(value) > _LONGEST or holds_secret(value)):
         return None
@@ -94,13 +94,13 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
 
 
 def _listed(value: str) -> list[JsonValue]:
-    """The items of a list that was written as text, with commas."""
+    """Return the items of a list that was written as text, with commas."""
     return [part for part in re.split(r"\s*,\s*", value.strip().strip("[]")) if part]
 
 
 def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
-    """Read the one value that the hint for `value` names, as in "write 28800" and "did you mean lora?"; None: it leaves
-    a choice. Of a list where one text goes, the first item is read, as an example of those that can be written.
+    """Return the one value named by the hint for `value`, as in "write 28800" and "did you mean lora?"; None: it leaves
+    a choice. Of a list in place of one text, return the first item, as an example of those that can be written.
     """
     if isinstance(value, list) and value and isinstance(shape.body, Text):
         return value[0] if accepts(shape, value[0]) else None
@@ -120,7 +120,7 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
 
 
 def _takes(shape: Shape, value: JsonValue) -> bool:
-    """Whether the field takes the value; of an object each of its fields."""
+    """Return True if the field accepts the value; of an object each of its fields."""
     if not isinstance(shape.body, Fields) or not isinstance(value, dict):
         return accepts(shape, value)
     fields = shape.body.fields
@@ -163,7 +163,7 @@ def _whole(text: str) -> Iterator[float | int]:
 
 
 def _object(fields: Mapping[str, Shape], value: str, leaf: str, shown: Shown) -> str | None:
-    """The hint for text in the place of an object: the field of it that the text belongs to."""
+    """Return the hint for text in place of an object: the object's field that the text belongs to."""
     if (found := _COUNT_OF.fullmatch(value.strip())) is not None:
         for number in _whole(found[1]):
             named = next((name for name, inner in fields.items() if plain(name) == plain(found[2])), None)
@@ -183,7 +183,7 @@ def _object(fields: Mapping[str, Shape], value: str, leaf: str, shown: Shown) ->
 
 
 def _word(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
-    """The hint for an object or a misspelt word in the place of a word."""
+    """Return the hint for an object or a misspelt word in place of a word."""
     if isinstance(value, dict):
         if set(value) >= {"repository", "tag"} and isinstance(shape.body, Text):
             image = f"{value['repository']}:{value['tag']}".lower()

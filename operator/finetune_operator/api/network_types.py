@@ -1,6 +1,6 @@
-"""The parts of a NetworkPolicy that an administrator may add to those of jobs, as networking.k8s.io/v1 has them.
+"""Parts of a NetworkPolicy that an administrator may add to those of jobs, as in networking.k8s.io/v1.
 
-Read here, so that a misspelt key is told when the settings are read and not by every job that the API server refuses.
+Read here, so that a misspelt key is reported with the settings and not by every job that the API server refuses.
 """
 
 from __future__ import annotations

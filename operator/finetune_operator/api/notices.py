@@ -1,7 +1,7 @@
-"""What a person should know of a job that is accepted: settings that were copied, and values that look like slips.
+"""Notices about an accepted job: settings copied from other tools, and values that look like slips.
 
-None of it stops a job. `finetune validate`, `plan` and `run` print the sentences, the API server's answer carries them
-as warnings, and they are the first reasons of a plan.
+None of them stops a job. `finetune validate`, `plan` and `run` print the sentences, the API server returns them as
+warnings, and they are the first reasons of a plan.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ UNUSUAL: Mapping[str, tuple[float, str]] = {
     "model.adapter.dropout": (0.5, "drops most of an adapter's input, where 0 to 0.1 is usual"),
     "resources.cpu": (256, "cores a pod are more than most machines have; the unit m counts thousandths of one"),
 }  # fmt: skip
-"""Field -> the largest value that passes without a notice, and what is unusual above it. Rows of a step: 16 and 32
-(Devlin et al., 2018), 64 (Touvron et al., Llama 2, 2023, instructions), 128 (Raffel et al., T5, 2020), 1,024 (Ouyang et
-al., 2022). Epochs: 2 to 4 (Devlin et al.), 100 at most (Gururangan et al., 2020, on small corpora). Ranks: 1 to 64 (Hu
-et al., 2021), 256 (Biderman et al., 2024). Weight decay: 0.01 (Devlin et al.), 0.1 (Touvron et al.).
+"""Field -> the largest value without a notice, and the description of larger ones. Rows of a step: 16 and 32 (Devlin et
+al., 2018), 64 (Touvron et al., Llama 2, 2023, instructions), 128 (Raffel et al., T5, 2020), 1,024 (Ouyang et al.,
+2022). Epochs: 2 to 4 (Devlin et al.), 100 at most (Gururangan et al., 2020, on small corpora). Ranks: 1 to 64 (Hu et
+al., 2021), 256 (Biderman et al., 2024). Weight decay: 0.01 (Devlin et al.), 0.1 (Touvron et al.).
 """
 LOW_RATE = 1e-8
-"""Learning rates below change no weight that is kept as bf16 or fp32; the lowest published are 1e-7."""
+"""Learning rate below which no bf16 or fp32 weight changes; the lowest published are 1e-7."""
 _LONG_WARMUP = 0.5
-"""Share of all steps above which a warm-up takes most of the training; published ones are 0.03 to 0.1."""
+"""Fraction of all steps above which a warm-up takes most of the training; published ones are 0.03 to 0.1."""
 ENCODERS = ("bert", "electra", "longformer", "mpnet", "minilm")
-"""Parts of names of models without a decoder; BERT stands for RoBERTa, DeBERTa, DistilBERT and ModernBERT, too."""
+"""Parts of names of models without a decoder; BERT also covers RoBERTa, DeBERTa, DistilBERT and ModernBERT."""
 WRITING: Mapping[Task, str] = {
     "text-generation": "gpt2 or Qwen/Qwen2.5-0.5B",
     "preference-tuning": "Qwen/Qwen2.5-0.5B-Instruct",
     "summarization": "google-t5/t5-small",
     "translation": "google-t5/t5-small",
 }
-"""Tasks whose answers are written, with small models that can."""
+"""Tasks with written answers -> small models that can write them."""
 MOST_NOTICES = 20
-"""Told of one job; they go into the status of an object, and nobody reads more."""
+"""Maximum number of notices for one job; they go into an object's status, and nobody reads more."""
 
 
 def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
-    """Sentences without their full stops, each with its field."""
+    """Return sentences without their full stops, each with its field."""
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are passed over or taken as fields",) if more > 0 else ()

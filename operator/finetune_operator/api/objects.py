@@ -1,7 +1,7 @@
-"""The parts that Kubernetes objects of all kinds have, as typed models.
+"""Parts common to Kubernetes objects of all kinds, as typed models.
 
-Machines wrote these objects, and newer ones than we know: unknown fields are ignored, and every field that is read has
-a default, as an object that is seen in its first moment has no status at all.
+The objects may come from newer programs: unknown fields are ignored, and every field that is read has a default, as a
+new object has no status at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _utc(time: datetime) -> datetime:
 
 
 def empty(value: object) -> object:
-    """Go writes an empty list as null."""
+    """Return an empty tuple for null: Go writes an empty list as null."""
     return () if value is None else value
 
 
@@ -27,7 +27,7 @@ EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Raw(BaseModel):
-    """Base of what the API server sends."""
+    """Base of objects from the API server."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True, validate_by_name=True
@@ -45,12 +45,12 @@ class Meta(Raw):
     annotations: dict[str, str] = Field(default_factory=dict)
     creation_timestamp: Time = EPOCH
     deletion_timestamp: Time | None = None
-    """When the grace period is over, and not when the deletion was asked for."""
+    """End of the grace period, not the time of the deletion request."""
     deletion_grace_period_seconds: int = 0
 
 
 class RawCondition(Raw):
-    """One entry of `status.conditions`, of whatever kind."""
+    """Entry of `status.conditions`, of any kind of object."""
 
     type: str
     status: str = "Unknown"

@@ -1,8 +1,8 @@
-"""The parts of a pod that a job may bring along, as Kubernetes has them: what `spec.template` holds.
+"""Parts of a pod that `spec.template` may hold, with Kubernetes' own fields.
 
-The CRD is made of them, and the finetune command checks by them what the API server would refuse of the pod, much later
-and away from the file. What PodSecurity `restricted` refuses is not among
-the fields and words: `template.py` says why. Fields are those of core/v1 in Kubernetes 1.30 to 1.36.
+The CRD contains them, and the finetune command checks with them for faults that the API server would find much later,
+in the pod, away from the file. Fields and values that PodSecurity `restricted` refuses are missing: `template.py` gives
+the reasons. Fields are those of core/v1 in Kubernetes 1.30 to 1.36.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class VolumeMount(SpecModel):
     sub_path_expr: RelativePath | None = None
     read_only: bool | None = None
     mount_propagation: Literal["None", "HostToContainer"] | None = None
-    """Bidirectional needs a privileged container."""
+    """Mount propagation. Bidirectional needs a privileged container."""
 
 
 # ----------------------------------------------------------------------------------------------------------- scheduling

@@ -1,9 +1,8 @@
-"""What is wrong with something a user wrote, as a value that any front end can show.
+"""Problem in a user's document, as a value that any front end can show.
 
-A problem names the field, the value, the rule and the way out, so that a message can be acted on without
-reading the documentation. Problems are collected and reported together; nothing here raises. A value that
-looks like a credential is never kept: a problem may end up in a terminal, a CI log or the status of an
-object that many people can read.
+A problem names the field, the value, the rule and the hint, so that a message can be acted on without the
+documentation. Problems are collected and reported together; nothing here raises. A value that looks like a credential
+is never kept: a problem may end up in a terminal, a CI log or the status of an object that many people can read.
 """
 
 import json
@@ -26,27 +25,26 @@ Reason = Literal[
     "Immutable",
     "Forbidden",
 ]
-"""A machine word for the kind of problem, in the CamelCase of Kubernetes condition reasons."""
+"""Kind of problem, in the CamelCase of Kubernetes condition reasons."""
 
 HIDDEN = "(hidden)"
 MAX_DEPTH = 100
-"""Levels of nesting of a document: several times what a FineTuneJob needs, far from the recursion limit of Python."""
+"""Maximum nesting of a document: several times a FineTuneJob's need, far below Python's recursion limit."""
 MAX_VALUES = 10_000
-"""Fields and items of a document at all levels: ten times what the largest FineTuneJob needs."""
+"""Maximum number of fields and items in a document: ten times the need of the largest FineTuneJob."""
 MAX_CHARACTERS = 131_072
-"""In all names and texts of a document but its annotations, which Kubernetes bounds (at twice as many)."""
+"""Maximum characters of a document, except annotations, which Kubernetes bounds (at twice as many)."""
 MOST_PROBLEMS = 100
-"""Told of one object. Nobody reads more, and whoever writes an object could have the operator look for ever."""
+"""Maximum problems reported for an object: nobody reads more, and it bounds the operator's work."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-# Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary
-# settings.
+# Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary settings.
 SECRET_WORD = r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key)"
 """End of a name whose text is a credential, for a pattern that ignores case."""
 _SECRET_NAME = re.compile(rf"(?:{SECRET_WORD}|credentials?)$", re.IGNORECASE)
-# Credentials of JWT, Hugging Face, git hosts, AWS, Slack, Google and OpenAI-style keep their form wherever they are. A
-# search for the first begins where a word begins, and looks first for the dot behind it: each letter is read a few
-# times, not once for each `eyJ` before it.
+# Credentials of JWT, Hugging Face, git hosts, AWS, Slack, Google and OpenAI-style are recognisable anywhere. A search
+# for the first begins where a word begins, and looks first for the dot behind it: each letter is read a few times, not
+# once for each `eyJ` before it.
 SECRET_TEXT = re.compile(
     r"(?<![\w-])(?=[\w-]++\.[\w.-])[\w-]*?\beyJ[\w-]{8,}+\.[\w.-]+"
     r"|\b(?:hf|api_org)_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}"
@@ -54,22 +52,22 @@ SECRET_TEXT = re.compile(
     r"|\bsk-[\w-]{16,}"
 )
 HUB_TOKEN_PATTERN = "hf_[A-Za-z0-9]{16,}"
-"""A user access token of the Hub: 34 letters after hf_ today; half of that is still no word."""
+"""User access token of the Hub: 34 letters after hf_ today; half of that is still no word."""
 _URI_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a document is refused."""
+    """Reason why a document is refused."""
 
     path: str
-    """The field, as `format_path` writes it; empty for the document as a whole."""
+    """Field, as `format_path` writes it; empty for the document as a whole."""
     value: str | None
-    """A short form of the offending value from `describe_value`; None when there is none to show."""
+    """Short form of the offending value from `describe_value`; None if there is none to show."""
     rule: str
-    """What must hold, as a sentence without its full stop."""
+    """Rule that must hold, as a sentence without its full stop."""
     way_out: str
-    """What the user can do about it, as a sentence without its full stop."""
+    """Hint at the solution, as a sentence without its full stop."""
     line: int | None = None
     """Line of the file, from 1; None when the problem does not come from a file."""
     column: int | None = None
@@ -78,13 +76,13 @@ class Problem:
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a part of `text` has the form of a credential."""
+    """Return True if a part of `text` has the form of a credential."""
     return SECRET_TEXT.search(text) is not None
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what bears this name is a credential, e.g. `HF_TOKEN` and `awsSecretAccessKey`; `secretName` and `key`
-    name a Secret and its entry, which are none.
+    """Return True if a value of this name is a credential, e.g. `HF_TOKEN` and `awsSecretAccessKey`; `secretName` and
+    `key` name a Secret and its entry, which are no credentials.
     """
     return _SECRET_NAME.search(name) is not None
 
@@ -109,11 +107,10 @@ def any_of(words: Sequence[object]) -> str:
 
 
 def describe_value(value: object, path: Sequence[PathPart] = (), limit: int = 60) -> str:
-    """Show a value in at most about `limit` characters, and nothing of it when it may be a credential.
+    """Show a value in at most about `limit` characters, and nothing of it if it may be a credential.
 
-    Text under a name such as `hubToken` or `password` is hidden whole; elsewhere what has the form of a
-    token, and the user part of a URI, is. Objects and lists are shown by their size only, as they may hold
-    anything.
+    Text under a name such as `hubToken` or `password` is hidden entirely; elsewhere, text in the form of a token and
+    the user part of a URI are hidden. Objects and lists are shown by their size only, as they may hold anything.
     """
     match value:
         case dict():

@@ -20,7 +20,7 @@ _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_quantity(text: str) -> Decimal:
-    """`500m` as 0.5, `64Gi` as 68719476736; ValueError for anything that Kubernetes would not take."""
+    """Parse `500m` as 0.5, `64Gi` as 68719476736; raise ValueError for anything that Kubernetes would not accept."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no quantity such as 8, 500m or 64Gi")
@@ -28,12 +28,12 @@ def parse_quantity(text: str) -> Decimal:
 
 
 def below_least(least: str) -> str:
-    """The rule on a size that nobody can mean."""
+    """Return the rule on a size too small to be meant."""
     return f"is less than {least}: a number without a unit counts bytes"
 
 
 def size_hint(text: str, least: str, usual: str) -> str:
-    """What to write for a number whose unit was forgotten, or is `m`: 64Gi for `64`; `usual` where nothing is clear."""
+    """Return the hint for a number whose unit is missing, or `m`: 64Gi for `64`; `usual` if the meaning is unclear."""
     found = re.fullmatch(r"0*([1-9][0-9]*)(m?)", text)
     if found is None:
         return f"write a size such as {usual}"
@@ -43,7 +43,7 @@ def size_hint(text: str, least: str, usual: str) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1, with one decimal: `31.5 GiB`."""
+    """Format bytes in the largest binary unit that leaves at least 1, with one decimal: `31.5 GiB`."""
     size = float(count)
     for unit in _BINARY_UNITS[:-1]:
         if abs(size) < 1024:
@@ -53,7 +53,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    """Format a duration: `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -67,7 +67,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_count(count: int) -> str:
-    """Parameters or tokens in the way people say them: `22.7 million`, `355 million`, `6.7 billion`."""
+    """Format a count of parameters or tokens: `22.7 million`, `355 million`, `6.7 billion`."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:.3g} {word}"

@@ -1,8 +1,8 @@
-"""Takes secrets out of what others may read.
+"""Redaction of secrets in data that others may read.
 
-Two kinds of them are known: values that stand where secrets stand (a variable called HF_TOKEN, a header, the user part
-of a URL), and words that look like one wherever they are. Values of the first kind are taken out of everything, also
-of the logs in which a program may have printed them.
+Two kinds are known: values in places of secrets (a variable named HF_TOKEN, a header, the user part of a URL), and
+texts that look like one anywhere. Values of the first kind are removed everywhere, also from logs in which a program
+may have printed them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, SECRET_WORD, is_
 
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _END_OF_KEY = re.compile(r"\A.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
-"""Without the beginning: the end of a log may begin in the middle of a key."""
+"""End of a private key: the tail of a log may begin in the middle of a key."""
 _USER_INFO = re.compile(r"(?<=://)[^/@\s:]+(?::[^/\s]*)?@")
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=\-]{8,}")
 _QUOTED = r"""(?:"(?:[^"\\]|\\[\s\S])*+"|'(?:[^'\\]|\\[\s\S])*+'|["'][^"'\n]*)"""
-"""A text in quotes; the last one may have lost its end."""
+"""Quoted text; the last alternative may lack its closing quote."""
 _ASSIGNED = re.compile(
     rf"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?{SECRET_WORD})"
     r"((?:\\?[\"'])?\]?\s*[=:]\s*)"
@@ -31,26 +31,26 @@ starts only where a name starts: started at each `-` of a name, it takes time qu
 _OPTION = re.compile(rf"(?i)(?<![a-z0-9_\-])(--[a-z0-9_\-]*?{SECRET_WORD}[ \t]+)(?!-)({_QUOTED}|\S+)")
 """`--api-key ...` in a command line."""
 _SIGNATURE = re.compile(r"(?i)([?&;](?:amp;)?(?:sig|[a-z0-9\-]{0,20}signature)=)[^\s&;\"']+")
-"""Query parameters of signed addresses of object stores, which are credentials."""
+"""Query parameters of presigned object store URLs, which are credentials."""
 _COOKIE = re.compile(r"(?i)(\bcookie[\"']?\s*:\s*[\"']?)[^\s\"'][^\r\n\"']*")
 _LEAST = 4
-"""Shorter values are words that are everywhere; taking them out would leave nothing readable."""
+"""Minimum length of a redacted value: shorter ones occur everywhere, and redacting them would make texts unreadable."""
 
 
 class Redactor:
-    """Remembers the secrets that it has met, and takes them out of every text."""
+    """Collector of secrets that removes them from every text."""
 
     def __init__(self) -> None:
         self._met: set[str] = set()
 
     def learn(self, value: Any) -> None:
-        """Meet the secrets of an object: first of all objects, then texts are rid of what any of them holds."""
+        """Remember the secrets of an object. Call it for all objects before redacting texts."""
         for secret in _secrets_in(value):
             if len(secret) >= _LEAST:
                 self._met.add(secret)
 
     def text(self, text: str) -> str:
-        """The text without secrets."""
+        """Return the text without secrets."""
         for secret in sorted(self._met, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         text = _END_OF_KEY.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, text)))
@@ -60,7 +60,7 @@ class Redactor:
         return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
 
     def value(self, value: Any) -> Any:
-        """The object without secrets; its shape stays."""
+        """Return the object without secrets, in the same shape."""
         match value:
             case str():
                 return self.text(value)

@@ -1,4 +1,4 @@
-"""What the administrator decides for all jobs: allow-lists and prices.
+"""Administrator's settings for all jobs: allow-lists and prices.
 
 A cluster's operator reads them from one YAML file, which `settings_check` checks; the `finetune` command without a
 cluster uses `LOCAL_SETTINGS`.
@@ -30,13 +30,13 @@ from finetune_operator.api.types import (
 )
 
 TRAINER_IMAGE = "finetune-trainer:0.1.0"
-"""Name and tag as `images/` builds it; an installation names its registry in the settings."""
+"""Name and tag of the trainer image that `images/` builds; an installation sets its registry in the settings."""
 OPERATOR_IMAGE = "finetune-operator:0.1.0"
-"""Likewise; what the manifests and the chart install."""
+"""Name and tag of the operator image, which the manifests and the chart install."""
 
 CLUSTER_SCHEMES: tuple[Scheme, ...] = ("hf", "s3", "gs", "az", "pvc")
-"""`file` and `pkg` name things on the machine that runs the job: in a cluster that is a pod, where they mean
-nothing.
+"""Schemes for a cluster. `file` and `pkg` name data on the machine that runs the job: in a cluster that is a pod, where
+they mean nothing.
 """
 
 
@@ -281,14 +281,14 @@ SPOT_NODES: tuple[dict[str, str], ...] = (
     {"cloud.google.com/gke-spot": "true"},
     {"kubernetes.azure.com/scalesetpriority": "spot"},
 )
-"""As EKS' managed node groups, Karpenter (also in EKS' Auto Mode and AKS' node auto-provisioning), GKE and AKS label
-them by themselves.
+"""Labels that EKS' managed node groups, Karpenter (also in EKS' Auto Mode and AKS' node auto-provisioning), GKE and AKS
+set by themselves.
 """
 SPOT_TOLERATIONS = (
     Toleration(key="cloud.google.com/gke-spot", operator="Equal", value="true", effect="NoSchedule"),
     Toleration(key="kubernetes.azure.com/scalesetpriority", operator="Equal", value="spot", effect="NoSchedule"),
 )
-"""For the taints that GKE (Autopilot and auto-provisioned pools) and AKS put on them; EKS and Karpenter put none."""
+"""Tolerations of the taints that GKE (Autopilot and auto-provisioned pools) and AKS set; EKS and Karpenter set none."""
 
 
 class Spot(SpecModel):
@@ -336,7 +336,7 @@ HARMLESS_ENV = (
     *("HF_HUB_ENABLE_HF_TRANSFER", "HF_HUB_DISABLE_*", "HF_DATASETS_OFFLINE", "HF_DATASETS_CACHE"),
     *("WANDB_PROJECT", "WANDB_NAME", "MLFLOW_RUN_ID"),
 )
-"""Variables that name no other code and no other server. Others of the same libraries do: NCCL_NET_PLUGIN and
+"""Variables that name no other code and no other server, unlike others of the same libraries: NCCL_NET_PLUGIN and
 TORCH_EXTENSIONS_DIR name libraries, TRITON_PTXAS_PATH a program, NCCL_COMM_ID a server, and TRITON_CACHE_DIR and
 XDG_CACHE_HOME folders with compiled code.
 """
@@ -366,7 +366,7 @@ PROFILES: Mapping[Profile, Mapping[AllowedNames, tuple[str, ...]]] = {
         "annotations": (),
     },
 }
-"""What each list is where it is left out."""
+"""Default of each list, by profile."""
 
 
 class Allow(SpecModel):
@@ -434,7 +434,7 @@ class Allow(SpecModel):
     )
 
     def names(self, which: AllowedNames) -> tuple[str, ...]:
-        """The globs of one list: its own, or else the profile's."""
+        """Return the globs of one list: its own, or else the profile's."""
         own: tuple[str, ...] | None = getattr(self, which)
         return PROFILES[self.profile][which] if own is None else own
 
@@ -473,7 +473,7 @@ class Settings(SpecModel):
     nodes: Nodes = Field(default=Nodes(), description="How the operator learns which GPUs nodes have.")
 
     def progress_deadline(self, policy: RunPolicySpec) -> int:
-        """Seconds after which an attempt that tells nothing new is stopped: the job's, or else ours; 0: never."""
+        """Return the seconds without progress after which an attempt is stopped: the job's, or else ours; 0: never."""
         return policy.progress_deadline_seconds or self.limits.progress_seconds
 
 

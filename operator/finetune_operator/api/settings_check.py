@@ -1,7 +1,7 @@
-"""Everything that is wrong with an administrator's settings, at once: fields first, then what they say together.
+"""Check of an administrator's settings that reports all problems at once: first single fields, then combinations.
 
-What is read here decides what every job of a cluster may do, so that nothing is guessed: an unknown setting, a list
-that does not allow what the defaults need, or a price that is there twice is refused, and the operator does not start.
+The settings decide the rights of every job in a cluster, so nothing is guessed: an unknown setting, a list that does
+not allow the defaults, or a duplicate price is refused, and the operator does not start.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from finetune_operator.api.template import toleration_problems
 
 
 def check_settings(value: JsonValue) -> tuple[Settings | None, list[Problem]]:
-    """The settings, and everything that is wrong with them; None when there is a problem.
+    """Return the settings and all their problems; the settings are None if there is a problem.
 
-    Nothing (an empty file) is the defaults.
+    Nothing (an empty file) means the defaults.
     """
     shape = shape_of(Settings)
     read = read_fields(Settings, shape, without_nulls({} if value is None else value, shape))
@@ -35,7 +35,7 @@ def check_settings(value: JsonValue) -> tuple[Settings | None, list[Problem]]:
 
 
 def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
-    """What fields say together, unless one of them was taken out for a fault of its own."""
+    """Yield contradictions between fields, except with fields that were removed for a fault of their own."""
 
     def whole(*paths: Path) -> bool:
         return not any(gone[: len(path)] == path or path[: len(gone)] == gone for gone in read.gone for path in paths)
@@ -78,7 +78,7 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
 
 
 def _hardware(settings: Settings) -> Iterator[Problem]:
-    """Labels that no node can have, and names that are there twice."""
+    """Yield labels that no node can have, and duplicate names."""
     names: list[str] = []
     for index, row in enumerate(settings.hardware):
         for place, name in enumerate((row.name, *row.aliases)):
@@ -98,7 +98,7 @@ def _hardware(settings: Settings) -> Iterator[Problem]:
 
 
 def _spot(settings: Settings, whole: Callable[[Path], bool]) -> Iterator[Problem]:
-    """Labels and tolerations that no API server would take: each spot job would be refused when it trains."""
+    """Yield labels and tolerations that no API server would accept: each spot job would be refused when it trains."""
     for index, labels in enumerate(settings.spot.nodes if whole(("spot", "nodes")) else ()):
         if not labels:
             yield Problem(
@@ -111,7 +111,7 @@ def _spot(settings: Settings, whole: Callable[[Path], bool]) -> Iterator[Problem
 
 
 def _peer(path: Path, peer: Peer) -> Iterator[Problem]:
-    """What the API server refuses of a peer, of every job's policy."""
+    """Yield faults for which the API server would refuse a peer in every job's policy."""
     block = peer.ip_block
     if (block is None) == (peer.namespace_selector is None and peer.pod_selector is None):
         yield Problem(

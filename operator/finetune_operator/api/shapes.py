@@ -1,8 +1,8 @@
 """The API as a tree of plain shapes, read once from the pydantic models.
 
-CRD, editor schema, documentation and error messages all need to know what a field takes. They read it here, so that
-none of them has its own idea of a bound or a default. `$ref`, unions with None and titles are gone: a field is a
-set of words, a body, or both (`auto` or an integer).
+CRD, editor schema, documentation and error messages all read a field's values here, so that none of them has its own
+idea of a bound or a default. `$ref`, unions with None and titles are resolved: a field is a set of words, a body, or
+both (`auto` or an integer).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Number:
-    """A number within bounds; `above` and `below` tell that a bound itself is outside."""
+    """A number within bounds; `above` and `below` exclude the bound itself."""
 
     integer: bool
     minimum: float | None = None
@@ -86,34 +86,34 @@ Body: TypeAlias = Text | Number | Boolean | Items | Map | Fields | Scalars | Any
 
 @dataclass(frozen=True)
 class Shape:
-    """What one field takes."""
+    """Values that one field accepts."""
 
     words: tuple[str, ...] = ()
-    """Fixed words that it takes, `auto` for instance."""
+    """Fixed words that it accepts, e.g. `auto`."""
     body: Body | None = None
-    """What else it takes; None: the words only."""
+    """Other values that it accepts; None: only the words."""
     description: str = ""
     required: bool = False
     default: JsonValue = None
-    """None: no default, the field is absent when left out. A block whose fields have the defaults has `{}`."""
+    """Default value. None: no default, an omitted field is absent. A block whose fields have the defaults has `{}`."""
     group: str = field(default="", compare=False)
-    """For an object, what its model says about itself."""
+    """Docstring of an object's model."""
 
 
 @cache
 def spec_shape() -> Shape:
-    """The shape of `spec`."""
+    """Return the shape of `spec`."""
     return shape_of(FineTuneJobSpec, "What the user wants. Required.")
 
 
 @cache
 def status_shape() -> Shape:
-    """The shape of `status`."""
+    """Return the shape of `status`."""
     return shape_of(FineTuneJobStatus, "What the operator knows; nobody else writes it.")
 
 
 def find(shape: Shape, path: Sequence[PathPart]) -> Shape | None:
-    """The shape at a path, or None where the API has no such field."""
+    """Return the shape at a path, or None if the API has no such field."""
     found: Shape | None = shape
     for part in path:
         match found.body if found else None:
@@ -129,9 +129,9 @@ def find(shape: Shape, path: Sequence[PathPart]) -> Shape | None:
 
 
 def leaves(shape: Shape, prefix: str = "") -> dict[str, Shape]:
-    """Dotted path of each field that holds a value of the user's, in the order of the models.
+    """Return the dotted path and shape of each field that holds a user's value, in the order of the models.
 
-    A field that takes a word or an object counts as one, and so do lists and maps.
+    A field that accepts a word or an object counts as one, and so do lists and maps.
     """
     if not isinstance(shape.body, Fields) or shape.words:
         return {prefix: shape}
@@ -142,7 +142,7 @@ def leaves(shape: Shape, prefix: str = "") -> dict[str, Shape]:
 
 
 def accepts(shape: Shape, value: JsonValue) -> bool:
-    """Whether the field takes the value, as far as its form says; an object counts only when it is empty."""
+    """Return True if the value has the form that the field accepts; an object must be empty."""
     if isinstance(value, str) and value in shape.words:
         return True
     match shape.body:
@@ -171,7 +171,7 @@ def accepts(shape: Shape, value: JsonValue) -> bool:
 
 
 def sentence(shape: Shape) -> str:
-    """What the field takes, as in "must be ..."."""
+    """Describe the accepted values, to follow "must be"."""
     if shape.body is None:
         return f"one of {', '.join(shape.words)}" if len(shape.words) > 1 else shape.words[0]
     return " or ".join([*shape.words, _body_sentence(shape.body)])
@@ -206,7 +206,7 @@ def _body_sentence(body: Body) -> str:
 
 
 def _range(minimum: float | None, maximum: float | None, above: bool, below: bool) -> str:
-    if maximum == MAX_INT:  # a bound of the format, which nobody meets
+    if maximum == MAX_INT:  # the bound of the format, of no interest to anybody
         maximum = None
     if minimum is not None and maximum is not None and not above and not below:
         return f" from {_plain(minimum)} to {_plain(maximum)}"
@@ -224,12 +224,12 @@ def _plain(number: float) -> str:
 
 class _Generator(GenerateJsonSchema):
     def encode_default(self, dft: Any) -> Any:
-        """Return a plain value as it is: pydantic builds a serializer for each, a third of the time of the whole."""
+        """Return a plain value unchanged: pydantic builds a serializer for each, a third of the total time."""
         return dft if dft is None or isinstance(dft, str | int | float) else super().encode_default(dft)
 
 
 def shape_of(model: type[BaseModel], description: str = "") -> Shape:
-    """The shape of an object that `model` reads."""
+    """Return the shape of an object that `model` reads."""
     schema = model.model_json_schema(by_alias=True, schema_generator=_Generator)
     shape = _shape(schema, schema.get("$defs", {}), required=True)
     return Shape(body=shape.body, description=description, required=True, group=shape.group)

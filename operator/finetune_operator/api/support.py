@@ -1,8 +1,8 @@
-"""What of the API has no behaviour yet: one row per field, deleted when the behaviour comes.
+"""Parts of the API without behaviour: one row per field, deleted when the behaviour is implemented.
 
-A field without behaviour is refused with reason `NotYetSupported` as soon as it is set to something that would need
-it. Every leaf of the spec is either in `SUPPORTED` or has a row; a test holds the two lists against the models, so
-that a new field cannot be accepted and ignored.
+A field without behaviour is refused with reason `NotYetSupported` as soon as it is set to a value that would need it.
+Every leaf of the spec is either in `SUPPORTED` or has a row; a test compares the two lists with the models, so that a
+new field cannot be accepted and ignored.
 """
 
 from __future__ import annotations
@@ -91,27 +91,27 @@ SUPPORTED: tuple[str, ...] = (
     "imagePullPolicy",
     "runPolicy",
 )
-"""Fields, or blocks of fields, all of whose values have behaviour; rows below may take single fields out of a block."""
+"""Fields, or blocks of fields, with behaviour for all values; rows below may exclude single fields of a block."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A field that is not there yet, in whole or in part."""
+    """A field that is not supported yet, in whole or in part."""
 
     path: str
-    """From `spec`; a block stands for everything in it."""
+    """Path from `spec`; a block stands for everything in it."""
     values: tuple[JsonValue, ...] = ()
-    """Values that do work, next to the default."""
+    """Values that are supported, in addition to the default."""
     schemes: tuple[str, ...] = ()
-    """For a URI: the schemes that do work."""
+    """Supported schemes of a URI."""
 
     @property
     def works(self) -> str:
-        """What works, as a sentence for documentation."""
+        """Supported values, as a sentence for documentation."""
         return self.way_out(self.schemes)
 
     def way_out(self, schemes: Sequence[str]) -> str:
-        """What works where these schemes may be used."""
+        """Return the hint with the supported values, if these schemes may be used."""
         if self.schemes:
             return f"use {', '.join(f'{scheme}://' for scheme in schemes)}" if schemes else "leave it out"
         if self.values:
@@ -134,31 +134,31 @@ ROWS: tuple[Row, ...] = (
 
 
 def row_of(path: str) -> Row | None:
-    """The row of a field, or of the block that it lies in."""
+    """Return the row of a field, or of the block that contains it."""
     return next((row for row in ROWS if path == row.path or path.startswith(f"{row.path}.")), None)
 
 
 def works(path: str) -> bool:
-    """Whether the field at `path` (from `spec`) may be set to anything but its default."""
+    """Return True if the field at `path` (from `spec`) may be set to anything but its default."""
     row = row_of(path)
     return row is None or bool(row.values or row.schemes)
 
 
 def served_words(path: str, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the words that the field at `path` (from `spec`) takes, those that have behaviour."""
+    """Return those words of the field at `path` (from `spec`) that have behaviour."""
     row = row_of(path)
     return words if row is None or not row.values else tuple(word for word in words if word in row.values)
 
 
 def served_schemes(path: str, allowed: Sequence[str] | None) -> tuple[str, ...]:
-    """Of the schemes that the settings allow (None: any), those that the URI at `path` may have in this version."""
+    """Return the allowed schemes (None: any) that the URI at `path` may have in this version."""
     row = row_of(path)
     schemes = get_args(Scheme) if row is None else row.schemes
     return tuple(scheme for scheme in schemes if allowed is None or scheme in allowed)
 
 
 def unsupported(spec: FineTuneJobSpec, schemes: Sequence[str] | None = None) -> list[Problem]:
-    """A problem for each field that is set to something without behaviour; the way out names `schemes` alone."""
+    """Return a problem for each field set to a value without behaviour; the hint names only `schemes`."""
     value = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     problems: list[Problem] = []
     for row in ROWS:
@@ -177,7 +177,7 @@ def _get(value: JsonValue, parts: list[str]) -> JsonValue:
 
 
 def _problems(row: Row, path: str, shape: Shape, value: JsonValue, schemes: Sequence[str] | None) -> list[Problem]:
-    """A block that is there by default is refused field by field, an optional one as a whole."""
+    """Refuse a block that is there by default field by field, an optional one as a whole."""
     if isinstance(shape.body, Fields) and isinstance(value, Mapping) and shape.default is not None:
         inner = shape.body.fields
         return [

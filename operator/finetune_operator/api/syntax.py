@@ -12,7 +12,7 @@ from finetune_operator.api.problems import Problem, describe_value, format_path
 from finetune_operator.api.types import DNS_LABEL_PATTERN
 
 NAME_PATTERN = DNS_LABEL_PATTERN
-"""RFC 1123 label: children, pods and host names are made from the job's name."""
+"""RFC 1123 label: names of children, pods and hosts derive from the job's name."""
 MAX_NAME = 63
 DNS_LABEL_RULE = f"must have at most {MAX_NAME} characters: a-z, 0-9 and -, with no - at its ends"
 LABEL_KEY_RULE = (
@@ -22,34 +22,34 @@ LABEL_KEY_RULE = (
 LABEL_VALUE_RULE = "a label's value has at most 63 letters, digits, -, _ and ., with a letter or digit at its ends"
 _NAME = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)")
 LABEL_VALUE_PATTERN = f"^{_NAME.pattern}?$"
-"""As a label's name, or nothing."""
+"""Same form as a label's name, or empty."""
 _PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 
 def is_dns_label(text: str) -> bool:
-    """RFC 1123, at most 63 characters."""
+    """Return True for a label of RFC 1123, at most 63 characters."""
     return len(text) <= MAX_NAME and re.fullmatch(NAME_PATTERN.strip("^$"), text) is not None
 
 
 def is_label_key(text: str) -> bool:
-    """A qualified name: `app`, `example.com/app`."""
+    """Return True for a qualified name: `app`, `example.com/app`."""
     prefix, slash, name = text.rpartition("/")
     prefix_fits = not slash or (len(prefix) <= 253 and _PREFIX.fullmatch(prefix) is not None)
     return prefix_fits and _NAME.fullmatch(name) is not None
 
 
 def is_label_value(text: str) -> bool:
-    """As a label's name, or nothing."""
+    """Return True for the form of a label's name, or an empty text."""
     return not text or _NAME.fullmatch(text) is not None
 
 
 def quote(path: Path, value: JsonValue) -> Problem:
-    """The problem of a number or a truth value where text is needed."""
+    """Return the problem of a number or boolean in place of text."""
     return Problem(format_path(path), describe_value(value, path), "must be text", "put the value in quotes")
 
 
 def label_problems(labels: Mapping[str, JsonValue], path: Path, way_out: str) -> Iterator[Problem]:
-    """What is wrong with a map of labels at `path`; `way_out` is what to do with other text."""
+    """Yield the problems of a map of labels at `path`; `way_out` is the hint for values of another form."""
     for key, text in labels.items():
         full = (*path, key)
         if not is_label_key(key):

@@ -1,7 +1,7 @@
-"""What `spec.template` may not hold: what Kubernetes would not take, what would break out, and what would break ours.
+"""Rules of `spec.template`: contents that Kubernetes refuses, that escape confinement, or that break the trainer.
 
-Kubernetes' own objects are read by the models of `pod_types`, so that a misspelt key is told here and not by a pod that
-never comes. Beyond that are refused: names, folders and variables that the trainer's pods have already, whatever
+Kubernetes' own objects are read by the models of `pod_types`, so that a misspelt key is reported here and not by a pod
+that never starts. Also refused are: names, folders and variables that the trainer's pods use already, whatever
 PodSecurity `restricted` refuses, tokens for the operator's own audience, and secrets in plain text.
 """
 
@@ -34,7 +34,7 @@ from finetune_operator.launchers.launcher_rows import SUPPORTED
 Model = TypeVar("Model", bound=BaseModel)
 
 PROGRESS_AUDIENCE = "finetune.dev/progress"
-"""Audience of the tokens with which pods report progress; a job asks for none of them by itself."""
+"""Audience of the tokens with which pods report progress; a job must not request them itself."""
 RESERVED_ENV = frozenset(
     {
         *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -58,7 +58,7 @@ RESERVED_VOLUMES = frozenset(
 _LEAST_VOLUME = "1Mi"
 RESERVED_VOLUME_PREFIX = "claim-"
 CODE_ENV = frozenset({"LD_PRELOAD", "LD_AUDIT", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "BASH_ENV", "PATH"})
-"""Decide which code runs in the trainer's place."""
+"""Variables that decide which code runs in the trainer's place."""
 NO_SECRET_ENV = frozenset({"PWD", "OLDPWD"})
 FLAGS = frozenset({"", "0", "1", "true", "false", "yes", "no", "on", "off", "none"})
 REFUSED_ANNOTATIONS = (
@@ -66,7 +66,7 @@ REFUSED_ANNOTATIONS = (
     *("container.seccomp.security.alpha.kubernetes.io/", "k8s.v1.cni.cncf.io/", "v1.multus-cni.io/"),
     *("io.kubernetes.cri-o.", "security.alpha.kubernetes.io/"),
 )
-"""Prefixes of what loosens the confinement of a pod, or gives it another network."""
+"""Prefixes of annotations that loosen a pod's confinement, or give it another network."""
 SIDECAR_ANNOTATIONS: Mapping[str, str] = {
     "sidecar.istio.io/inject": "false",
     "linkerd.io/inject": "disabled",
@@ -75,12 +75,12 @@ SIDECAR_ANNOTATIONS: Mapping[str, str] = {
     "vault.hashicorp.com/agent-inject": "false",
     "dapr.io/enabled": "false",
 }
-"""Have another container put into the pod, unless they say this."""
+"""Annotations that inject another container into the pod, except with this value."""
 SYSTEM_FOLDERS = (
     *("/bin", "/boot", "/etc", "/home", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/root", "/sbin", "/src"),
     *("/usr", "/var"),
 )
-"""Hold code of the image, or what decides about it."""
+"""Folders of the image's code, or of settings that select it."""
 RESERVED_FOLDERS = (
     *("/etc/finetune", "/workspace", "/cache", "/claims", "/offload", "/tmp", "/home/mpiuser", "/etc/mpi"),
     *("/dev", "/proc", "/sys", "/run/secrets", "/var/run/secrets"),
@@ -92,7 +92,7 @@ REFUSED_SOURCES = frozenset(
         *("portworxVolume", "photonPersistentDisk", "scaleIO", "storageos", "image"),
     }
 )
-"""Sources of volumes that core/v1 has and PodSecurity `restricted` does not allow."""
+"""Volume sources of core/v1 that PodSecurity `restricted` does not allow."""
 ALLOWED_SOURCES = (
     *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"),
 )
@@ -110,7 +110,7 @@ REFUSED_CONTEXT: Mapping[str, str] = {
 
 
 def template_problems(spec: FineTuneJobSpec) -> Iterator[Problem]:
-    """Everything that is wrong with `spec.template`."""
+    """Yield all problems of `spec.template`."""
     template, path = spec.template, ("spec", "template")
     yield from _labels(template, path)
     yield from label_problems(template.node_selector, (*path, "nodeSelector"), "a node's labels have no other values")
@@ -127,7 +127,7 @@ def template_problems(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 
 def _read(model: type[Model], value: JsonValue, path: Path) -> tuple[Model | None, tuple[Problem, ...]]:
-    """The object without its faults, and those."""
+    """Return the object without its faults, and their problems."""
     shape = _shape(model)
     read = read_fields(model, shape, without_nulls(value, shape), path)
     return read.value, read.problems
@@ -153,7 +153,7 @@ def _duplicates(names: Sequence[str | None], path: Path, field: str = "name") ->
 
 
 def _exactly_one(value: BaseModel | None, path: Path, names: Sequence[str]) -> Iterator[Problem]:
-    """Of the fields of a union as Kubernetes writes it."""
+    """Check that exactly one field of a Kubernetes union is set."""
     if value is None:
         return
     given = [name for name in value.model_dump(by_alias=True, exclude_none=True) if name in names]
@@ -169,7 +169,7 @@ def _exactly_one(value: BaseModel | None, path: Path, names: Sequence[str]) -> I
 def _labels(template: TemplateSpec, path: Path) -> Iterator[Problem]:
     yield from label_problems(template.labels, (*path, "labels"), "move longer text to spec.template.annotations")
     for key in template.annotations:
-        # An annotation's key has a label's form, but that capital letters do not matter.
+        # An annotation's key has a label's form, except that capital letters are allowed.
         full = (*path, "annotations", key)
         if not is_label_key(key.lower()):
             yield Problem(format_path(full), None, LABEL_KEY_RULE, "change the key")
@@ -192,7 +192,7 @@ def _toleration(value: JsonValue, path: Path) -> Iterator[Problem]:
 
 
 def toleration_problems(toleration: Toleration, path: Path) -> Iterator[Problem]:
-    """What does not go together in the toleration at `path`."""
+    """Yield contradictions in the toleration at `path`."""
     if toleration.key and not is_label_key(toleration.key):
         yield Problem(format_path((*path, "key")), describe_value(toleration.key), LABEL_KEY_RULE, "change the key")
     if not toleration.key and toleration.operator != "Exists":
@@ -222,7 +222,7 @@ def _affinity(value: JsonValue, path: Path) -> Iterator[Problem]:
 
 
 def _requirements(value: object, path: Path) -> Iterator[Problem]:
-    """Keys, operators and values that do not go together, wherever in the affinity they stand."""
+    """Yield contradictory keys, operators and values anywhere in the affinity."""
     match value:
         case {"key": str(key), "operator": str(operator), **rest}:
             values = rest.get("values", ())
@@ -324,7 +324,7 @@ def _env_value(variable: EnvVar, path: Path) -> Iterator[Problem]:
 
 
 def _is_credential(name: str, value: str) -> bool:
-    """Return whether the name of the variable marks its value as a credential, e.g. `*_PASSWORD`, `*_API_KEY` or
+    """Return True if the name of the variable marks its value as a credential, e.g. `*_PASSWORD`, `*_API_KEY` or
     `AWS_SECRET_ACCESS_KEY`. Exceptions are paths (to a file of a mounted Secret) and flags such as
     `HF_HUB_DISABLE_IMPLICIT_TOKEN=1`. Hub tokens have a rule of their own.
     """
@@ -395,7 +395,7 @@ def _sizes(volume: Volume, path: Path) -> Iterator[Problem]:
         storage = ("ephemeral", "volumeClaimTemplate", "spec", "resources", "requests", "storage")
         sizes[storage] = claim.resources.requests.storage
     for place, size in sizes.items():
-        # emptyDir takes 0 as no limit.
+        # emptyDir: 0 means no limit.
         if size is not None and 0 < parse_quantity(size) < parse_quantity(_LEAST_VOLUME):
             yield Problem(
                 format_path((*path, *place)),
@@ -440,7 +440,7 @@ def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Ite
 
 
 def _overlap(folder: str, own: str) -> bool:
-    """One of them is the other or lies in it; what is mounted above a folder of ours would hide it."""
+    """Return True if one folder is or contains the other; a mount above one of our folders would hide it."""
     return folder == "/" or folder == own or folder.startswith(f"{own}/") or own.startswith(f"{folder}/")
 
 

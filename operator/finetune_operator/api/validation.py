@@ -1,12 +1,12 @@
-"""Everything that is wrong with a FineTuneJob that someone wrote, at once and in the words of its own fields.
+"""Validation of a FineTuneJob that reports all problems at once, in terms of its own fields.
 
 Input is the JSON value of one document; nothing is fetched and no model is loaded, so that `finetune validate`, the
-operator and an editor plug-in get the same answer. pydantic checks the fields one by one; to go on to the rules
-when some fields are wrong, those are taken out and every rule that reads one of them is left for the next time: one
+operator and an editor plug-in get the same answer. pydantic checks the fields one by one; to check the rules although
+some fields are wrong, those are removed and every rule that reads one of them is skipped until they are corrected: one
 mistake gives one problem.
 
-A null field counts as left out, as the API server has it. `metadata.generateName` alone is refused: `kubectl apply`
-cannot use it and a run needs a name for its folder before it starts.
+A null field counts as omitted, as in the API server. `metadata.generateName` alone is refused: `kubectl apply` cannot
+use it and a run needs a name for its folder before it starts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from finetune_operator.api.types import (
 )
 
 _HUB_TOKEN = re.compile(rf"\b{HUB_TOKEN_PATTERN}")
-# Strict, because git and other readers disagree on unusual URLs: what is checked has to be what is fetched from.
+# Strict, because git and other readers disagree on unusual URLs: the checked URL must be the fetched one.
 _GIT_URL = re.compile(r"https://(?P<host>[A-Za-z0-9.-]+)(:443)?/[A-Za-z0-9._~/%+-]+")
 _HUB_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\))?")
 """`_SUB_SPEC_RE` of `datasets/arrow_reader.py`."""
@@ -77,7 +77,7 @@ _SLICE = re.compile(r"\[[^\[\]]*:[^\[\]]*\]$")
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%|0?(?P<part>\.[0-9]+)")
 _DATA_ENDING = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst|bz2|xz))?$")
 _LONGEST_ARGUMENT = 32_000
-"""Linux takes arguments of 131,071 bytes, and a character has up to four of them in UTF-8."""
+"""Maximum characters of an argument: Linux takes 131,071 bytes, and a character has up to four of them in UTF-8."""
 _METADATA_HOSTS = frozenset({"metadata", "metadata.google.internal", "instance-data", "metadata.azure.com"})
 _ARGUMENT_REASONS: Mapping[ArgumentReason, Reason] = {
     "UnknownArgument": "Unknown",
@@ -95,16 +95,16 @@ _KINDS: Mapping[str, str] = {
     "list": "a list",
     "dict": "an object",
 }
-"""Kinds of training arguments in the words of a YAML file."""
+"""Type of a training argument -> its name for a reader of YAML."""
 _PLACEHOLDERS: Mapping[str, JsonValue] = {"task": "text-classification", "model": {"uri": "hf://some/model"}}
-"""Stand in for required fields that are missing or wrong, only while the rules on other fields are checked."""
+"""Values for required fields that are missing or wrong, only while the rules on other fields are checked."""
 
 
 def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tuple[FineTuneJob | None, list[Problem]]:
-    """The job, and everything that is wrong with it; the job is None when its fields cannot be read at all.
+    """Return the job and all its problems; the job is None if its fields cannot be read at all.
 
-    At most MOST_PROBLEMS are told. Problems have no line: the caller knows where the document stands. A job that comes
-    with problems must not be run.
+    At most MOST_PROBLEMS are returned. Problems have no line: the caller knows the document's position. A job with
+    problems must not be run.
     """
     if not isinstance(value, dict):
         return None, [
@@ -151,7 +151,7 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
 
 
 def notices_beside(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, ...]:
-    """Notices about a job that has problems, where its other fields can be read: to be mended at the same time."""
+    """Return notices about a job with problems, if its other fields can be read: to be corrected at the same time."""
     written = value.get("spec") if isinstance(value, dict) else None
     if not isinstance(written, dict) or not problems or any(problem.path in ("", "spec") for problem in problems):
         return ()
@@ -162,10 +162,10 @@ def notices_beside(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, 
 
 
 def foreign(value: JsonValue) -> str | None:
-    """The note for a document that is another project's object and so is passed over; None for everything that is ours.
+    """Return the note for a document that is another project's object and so ignored; None for everything that is ours.
 
-    Ours is also what is broken enough that nobody can tell (no kind, no apiVersion) and what lies in our group under
-    another version or a misspelt kind: `validate_job` says what is wrong with it.
+    Ours is also a document too broken to tell (no kind, no apiVersion), or one of our group with another version or a
+    misspelt kind: `validate_job` reports its problems.
     """
     if not isinstance(value, dict):
         return None
@@ -188,7 +188,7 @@ def _out_of_bounds(value: Mapping[str, JsonValue]) -> Problem | None:
 
     It stops at the first bound that is passed, so that its own time is bounded, too.
     """
-    # A value, how deep it lies, and the first steps to it.
+    # Values with their depth and the first steps to them.
     left: list[tuple[JsonValue, int, Path]] = [(dict(value), 1, ())]
     values = characters = 0
     while left:
@@ -218,7 +218,7 @@ def _beyond(path: Path, rule: str, way_out: str) -> Problem:
 
 
 def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
-    """A version of our group that is not served: its fields may be others, so that nothing else is worth saying."""
+    """Return the problem of an unserved version of our group: its fields may differ, so nothing else is checked."""
     version = value.get("apiVersion")
     if isinstance(version, str) and version.startswith(f"{GROUP}/") and version != API_VERSION:
         return Problem(
@@ -229,7 +229,7 @@ def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
 
 
 def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
-    """apiVersion, kind, and fields beside them."""
+    """Check apiVersion, kind, and fields beside them."""
     for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         given = value.get(field)
         if given is None or given == "":
@@ -291,7 +291,7 @@ def _labels(labels: JsonValue) -> Iterator[Problem]:
 
 
 def _tokens(value: JsonValue, path: Path) -> Iterator[Problem]:
-    """Hub tokens in plain text. Neither the token nor a field name that holds one is repeated."""
+    """Yield Hub tokens in plain text. Neither the token nor a field name that holds one is repeated."""
     match value:
         case str() if _HUB_TOKEN.search(value):
             yield Problem(
@@ -320,7 +320,7 @@ def _across_fields(
     placed: frozenset[Path],
     settings: Settings,
 ) -> Iterator[Problem]:
-    """Rules, missing support, settings and foreign vocabularies; silent about fields that are faulty by themselves."""
+    """Check rules, missing support, settings and foreign vocabularies, except on fields that are faulty themselves."""
     defaults = spec.model_dump(mode="json", by_alias=True)
     touched = {path[:length] for path in gone for length in range(len(path) + 1)}
     missing = unsupported(spec, settings.schemes)
@@ -357,10 +357,10 @@ def _across_fields(
 
 
 def _reads(rule: Rule, gone: Set[Path], touched: Set[Path]) -> bool:
-    """Whether the rule reads a removed field; `touched`: the removed paths and all their parents.
+    """Return True if the rule reads a removed field; `touched`: the removed paths and all their parents.
 
-    CEL names each field that it reads, and a block only to ask whether it is there; a block in `reads` stands for all
-    that is below it.
+    CEL names each field that it reads, and a block only to test its presence; a block in `reads` stands for everything
+    below it.
     """
     for read in (tuple(name.split(".")) for name in rule.fields_read):
         if any(read[:length] in gone for length in range(len(read) + 1)) or (rule.reads and read in touched):
@@ -369,7 +369,7 @@ def _reads(rule: Rule, gone: Set[Path], touched: Set[Path]) -> bool:
 
 
 def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
-    """`training.arguments` against the TrainingArguments of the trainer's transformers."""
+    """Check `training.arguments` against the TrainingArguments of the trainer's transformers."""
     arguments = spec.training.arguments if spec.training else {}
     for found in check_arguments(arguments):
         path = ("spec", "training", "arguments", found.name)
@@ -379,7 +379,7 @@ def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 
 def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, str]:
-    """Rule and way out. The contract's own message is for the trainer's log: it repeats path and value."""
+    """Return rule and hint. The contract's own message is for the trainer's log: it repeats path and value."""
     match found.reason:
         case "UnknownArgument":
             way_out = argument_name(found.name, given) or found.hint.rstrip(".")
@@ -400,7 +400,7 @@ def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, str]
 
 
 def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
-    """What cannot be a word of a command line. Everything else reaches the program byte for byte."""
+    """Yield hyperparameters that cannot be command-line arguments. All others reach the program byte for byte."""
     for name, value in (spec.script.hyperparameters if spec.script else {}).items():
         path = ("spec", "training", "script", "hyperparameters", name)
         if not re.fullmatch(HYPERPARAMETER_PATTERN.strip("^$"), name):
@@ -415,7 +415,7 @@ def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 
 def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
-    """`hf://` names one repository of the Hub and nothing else: no folder, no file, no way up."""
+    """Check that `hf://` names one repository of the Hub: no folder, no file, no `..`."""
     for path, uri in named_uris(spec):
         scheme, _, name = uri.partition("://")
         if path.endswith("dataset.uri"):
@@ -425,7 +425,7 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 
 def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
-    """Splits that nothing is called: shares, paths of files, and slices of what is not on the Hub."""
+    """Yield impossible split names: fractions, paths of files, and slices of data that are not on the Hub."""
     predicted = spec.predict.dataset if spec.predict else None
     for block, rows in (("dataset", spec.dataset), ("predict.dataset", predicted)):
         for role, name in rows.splits.model_dump(exclude_none=True).items() if rows is not None else ():
@@ -435,7 +435,7 @@ def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 
 def _hub_split(role: str, name: str) -> tuple[str, str] | None:
-    """Rule and way out for what `datasets` reads as no split and no slice of one."""
+    """Return rule and hint for a name that `datasets` reads neither as a split nor as a slice of one."""
     share = _SHARE.fullmatch(name)
     if share is None and all(_HUB_SPLIT.fullmatch(part) for part in re.split(r"\s*\+\s*", name)):
         return None
@@ -461,7 +461,7 @@ def _file_split(role: str, name: str) -> tuple[str, str] | None:
 
 
 def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
-    """What the administrator's settings do not allow."""
+    """Yield values that the administrator's settings do not allow."""
     for path, uri in named_uris(spec):
         scheme = uri.partition("://")[0]
         if scheme not in settings.schemes:
@@ -525,7 +525,7 @@ def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
 
 
 def _with_what_follows(problems: Sequence[Problem], placed: Set[Path]) -> list[Problem]:
-    """Join to the problem of a value that has a plain meaning what is wrong with that meaning."""
+    """Append to the problem of a value with a plain meaning the problems of that meaning."""
     paths = {format_path(("spec", *path)) for path in placed}
     joined: list[Problem] = []
     at: dict[str, int] = {}
@@ -541,7 +541,7 @@ def _with_what_follows(problems: Sequence[Problem], placed: Set[Path]) -> list[P
 
 
 def _one_per_field(problems: list[Problem]) -> list[Problem]:
-    """The first problem of a field that is not there yet is enough; other fields keep all of theirs."""
+    """Keep only the first problem of a field that is not supported yet; other fields keep all of theirs."""
     first: dict[str, Problem] = {}
     kept: dict[Problem, None] = {}
     for problem in problems:

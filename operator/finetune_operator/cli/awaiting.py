@@ -1,4 +1,4 @@
-"""`finetune wait`: until jobs are as far as was asked for, or can no longer come there."""
+"""`finetune wait`: waits until jobs have reached a state, or can no longer reach it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 
 class Goal(StrEnum):
-    """What is waited for."""
+    """State that is waited for."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -29,7 +29,7 @@ class Goal(StrEnum):
 
 @dataclass(frozen=True)
 class Wait:
-    """How waiting for one job went."""
+    """Result of waiting for one job."""
 
     name: str
     reached: bool
@@ -38,7 +38,7 @@ class Wait:
     timed_out: bool = False
 
     def data(self, goal: Goal) -> dict[str, Any]:
-        """For `-o json`."""
+        """Return the data for `-o json`."""
         return {
             "name": self.name,
             "for": goal.value,
@@ -54,7 +54,7 @@ def _holds(job: ClusterJob, kind: str) -> bool:
 
 
 def _rolls_out(job: ClusterJob) -> bool:
-    """Return whether another revision of the endpoint is to take over, or may be: the operator has not seen the
+    """Return True if another revision of the endpoint is to take over, or may be: the operator has not seen the
     annotation yet.
     """
     status, asked = job.status.endpoint, job.metadata.annotations.get(ROLLBACK_ANNOTATION)
@@ -74,16 +74,16 @@ _REACHED: dict[Goal, Callable[[ClusterJob], bool]] = {
 
 
 def has_reached(job: ClusterJob, goal: Goal) -> bool:
-    """Return whether the job is as far as that."""
+    """Return True if the job has reached the goal."""
     return _REACHED[goal](job)
 
 
 async def wait_for(
     cluster: Cluster, names: Sequence[str], goal: Goal, timeout: float | None, tell: Callable[[Wait], None]
 ) -> tuple[Wait, ...]:
-    """How it went with each job, in the order of `names`; each is told of as soon as it is known.
+    """Return the result for each job, in the order of `names`; each is reported to `tell` as soon as it is known.
 
-    Raises ClusterError when a job is not there, unless it is its deletion that is waited for.
+    Raise ClusterError if a job does not exist, unless its deletion is waited for.
     """
 
     async def one(name: str) -> Wait:
@@ -107,7 +107,7 @@ async def _until(cluster: Cluster, name: str, goal: Goal) -> Wait:
     try:
         async for job in versions(cluster, name):
             last = job
-            # What an operator says of the spec before is no answer.
+            # A status of the previous spec does not count.
             if (job.status.observed_generation or 0) < job.metadata.generation:
                 continue
             if has_reached(job, goal):

@@ -1,7 +1,7 @@
-"""`finetune validate --data`: what the trainer finds in the first rows of a job's data.
+"""`finetune validate --data`: the trainer's findings in the first rows of a job's data.
 
-The trainer reads them, in a process of its own, by the readers and the rules of its stage prepare; this module asks and
-shows the answer. Nothing is planned, and no model is loaded.
+The trainer reads them, in a process of its own, with the readers and the rules of its stage prepare; this module calls
+it and shows the answer. Nothing is planned, and no model is loaded.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from finetune_operator.planning.plan import data_source, predicted_source
 
 _SHOWN_LABELS = 6
 _FIELD = re.compile(r"(?:dataset|predict|model|preparation|evaluation|training)(?:\.[A-Za-z]+)+(?= is )")
-"""How messages about a field begin."""
+"""Start of messages about a field."""
 
 
 @dataclass(frozen=True)
 class EntryCheck:
-    """What was found for one job of the files."""
+    """Findings for one job of the files."""
 
     data: CheckedData
     problems: tuple[tuple[str, Problem], ...]
@@ -48,7 +48,7 @@ class EntryCheck:
 
 
 def check_entry(entry: JobEntry) -> EntryCheck:
-    """Have the trainer read the first rows. Raises UsageError where it is not installed or gives no answer."""
+    """Run the trainer on the first rows. Raise UsageError if it is not installed or gives no answer."""
     if not trainer_is_installed():
         raise UsageError("--data: the package finetune-trainer is not installed here, and it reads the data")
     unseen = _unseen(entry)
@@ -60,7 +60,7 @@ def check_entry(entry: JobEntry) -> EntryCheck:
 
 
 def _unseen(entry: JobEntry) -> tuple[tuple[str, Problem], ...]:
-    """The data sets that only a cluster has."""
+    """Return the problems of data sets that only a cluster can see."""
     spec = entry.job.spec
     predicted = spec.predict.dataset if spec.predict else None
     given = {"spec.dataset.uri": spec.dataset, "spec.predict.dataset.uri": predicted}
@@ -101,7 +101,7 @@ def _hub_uris(job: FineTuneJob) -> dict[str, hub_reach.Kind]:
 
 
 def data_question(job: FineTuneJob) -> TrainerJob:
-    """The part of `job.json` that concerns data, before anything is planned."""
+    """Return the part of `job.json` about data, before anything is planned."""
     spec = job.spec
     return TrainerJob(
         name=job.name,
@@ -129,7 +129,7 @@ def _prediction(spec: FineTuneJobSpec, asked: PredictSpec) -> Prediction:
 
 
 def _problem(entry: JobEntry, failure: FailureReport) -> Problem:
-    """The failure at the field that it is about, else at the data set."""
+    """Return the failure as a problem of the field that it is about, else of the data set."""
     field = _FIELD.match(failure.message)
     rule = failure.message if field is None else failure.message[field.end() :].strip()
     path = "spec.dataset.uri" if entry.job.spec.dataset is not None else "spec.predict.dataset.uri"
@@ -142,7 +142,7 @@ def _problem(entry: JobEntry, failure: FailureReport) -> Problem:
 
 
 def print_check(console: Console, entry: JobEntry, data: CheckedData) -> None:
-    """A table with a row for each split."""
+    """Print a table with a row for each split."""
     if not data.splits:
         return
     length = data.max_length

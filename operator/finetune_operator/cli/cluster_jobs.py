@@ -1,8 +1,7 @@
-"""The cluster as the `finetune` command sees it: jobs, their events, their pods, the pods' logs.
+"""The cluster from the `finetune` command's view: jobs, their events, their pods, the pods' logs.
 
-Everything that comes back is parsed here into what the commands need; what a newer operator says beside that is
-passed over. Every way in which a cluster can be out of reach becomes a ClusterError, whose text says what to do.
-Only jobs are ever written.
+All answers are parsed here into typed values for the commands; additional fields of a newer operator are ignored. Every
+reason for an unreachable cluster becomes a ClusterError, whose text has a hint. Only jobs are ever written.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ MANAGER = "finetune"
 """Field manager and user agent."""
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 60.0
-"""Of silence, in a log that is not followed."""
+"""Seconds of silence, in a log that is not followed."""
 
 
 class ClusterError(Exception):
-    """The cluster does not give what was asked for; the text has the way out."""
+    """Error of a request that the cluster does not fulfil; the text has a hint."""
 
     def __init__(self, text: str, code: int | None = None) -> None:
         super().__init__(text)
         self.code = code
-        """HTTP status; None when there was no answer."""
+        """HTTP status; None if there was no answer."""
 
 
 class UnreachableError(ClusterError):
-    """There was no answer, or not to the end; the same call may work in a moment."""
+    """Error of a missing or incomplete answer; the same call may succeed in a moment."""
 
 
-# ------------------------------------------------------------------------------------------------------ what comes back
+# ------------------------------------------------------------------------------------------------------------- answers
 
 
 class JobMeta(Meta):
@@ -60,48 +59,48 @@ class JobMeta(Meta):
 
 
 class JobResources(Raw):
-    """Of the job's resources, what is shown."""
+    """Shown fields of the job's resources."""
 
     nodes: int = 1
 
 
 class JobRunPolicy(Raw):
-    """Of the job's run policy, what is shown."""
+    """Shown fields of the job's run policy."""
 
     suspend: bool = False
 
 
 class JobSpec(Raw):
-    """Of the job's spec, what is shown."""
+    """Shown fields of the job's spec."""
 
     resources: JobResources = JobResources()
     run_policy: JobRunPolicy = JobRunPolicy()
 
 
 class ClusterJob(Raw):
-    """One FineTuneJob as the API server has it."""
+    """A FineTuneJob of the API server."""
 
     metadata: JobMeta
     spec: JobSpec = JobSpec()
     status: FineTuneJobStatus = FineTuneJobStatus()
     raw: dict[str, Any] = Field(default_factory=dict, exclude=True)
-    """The object as kubectl shows it, for `-o json`."""
+    """Object as kubectl shows it, for `-o json`."""
 
     @property
     def name(self) -> str:
-        """The job's name."""
+        """Name of the job."""
         return self.metadata.name
 
     @property
     def outcome(self) -> Literal["Succeeded", "Failed"] | None:
-        """How the job ended; None while it has not."""
+        """Outcome of the job; None before it has ended."""
         ended = {condition.type for condition in self.status.conditions if condition.status == "True"}
         return "Succeeded" if "Succeeded" in ended else "Failed" if "Failed" in ended else None
 
 
 @dataclass(frozen=True)
 class Happening:
-    """One event of the job."""
+    """An event of the job."""
 
     time: datetime
     type: str
@@ -118,7 +117,7 @@ Change: TypeAlias = tuple[Literal["changed", "deleted"], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Connection:
-    """Which cluster, as the options of the command name it."""
+    """Choice of the cluster by the command's options."""
 
     kubeconfig: Path | None = None
     context: str | None = None
@@ -127,7 +126,7 @@ class Connection:
 
 @asynccontextmanager
 async def connect(connection: Connection) -> AsyncIterator[Cluster]:
-    """The cluster for the time of a `with` block. Raises ClusterError when there is no way to one."""
+    """Yield the cluster for the time of a `with` block. Raise ClusterError if none can be reached."""
     try:
         from finetune_operator.kubernetes_api.client import KubernetesClient
         from finetune_operator.kubernetes_api.client import connect as connect_client
@@ -141,7 +140,7 @@ async def connect(connection: Connection) -> AsyncIterator[Cluster]:
     except NoClusterError as error:
         raise ClusterError(str(error)) from error
     async with api:
-        # A person sees at once that the cluster is away, and what follows a job tries again by itself.
+        # A person sees at once that the cluster is absent, and commands that follow a job retry by themselves.
         client = KubernetesClient(api, MANAGER, tries=1, connect_seconds=CONNECT_SECONDS)
         yield Cluster(client, connection.namespace or namespace)
 
@@ -150,14 +149,14 @@ async def connect(connection: Connection) -> AsyncIterator[Cluster]:
 
 
 class Cluster:
-    """One cluster, and the namespace that is meant."""
+    """A cluster, and the selected namespace."""
 
     def __init__(self, client: KubernetesClient, namespace: str) -> None:
         self._client = client
         self.namespace = namespace
 
     async def job(self, name: str) -> ClusterJob:
-        """The job. Raises ClusterError, with the jobs that there are, when there is no such one."""
+        """Return the job. Raise ClusterError, which lists the existing jobs, if it does not exist."""
         with self._in_words():
             try:
                 return parse_job(await self._client.get(FINETUNE_JOB, self.namespace, name))
@@ -170,7 +169,7 @@ class Cluster:
                 ) from error
 
     async def jobs(self, everywhere: bool = False) -> tuple[ClusterJob, ...]:
-        """All jobs of the namespace, or of all namespaces."""
+        """Return all jobs of the namespace, or of all namespaces."""
         with self._in_words():
             try:
                 items, _ = await self._client.list_objects(FINETUNE_JOB, None if everywhere else self.namespace)
@@ -186,7 +185,7 @@ class Cluster:
         return await self._merge(job, {"spec": {"runPolicy": {"suspend": suspended}}}, dry_run)
 
     async def annotate(self, job: ClusterJob, key: str, value: str | None, dry_run: bool = False) -> ClusterJob:
-        """Write an annotation of this very job; None takes it away."""
+        """Write an annotation of this very job; None removes it."""
         return await self._merge(job, {"metadata": {"annotations": {key: value}}}, dry_run)
 
     async def _merge(self, job: ClusterJob, changes: dict[str, Any], dry_run: bool) -> ClusterJob:
@@ -198,19 +197,19 @@ class Cluster:
             )
 
     async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
-        """Delete this very job; what it has made goes in the background."""
+        """Delete this very job; its dependents are deleted in the background."""
         meta = job.metadata
         with self._in_words():
             await self._client.delete(FINETUNE_JOB, meta.namespace, job.name, meta.uid, dry_run=dry_run)
 
     async def create(self, manifest: Mapping[str, Any], dry_run: bool = False) -> ClusterJob:
-        """Make a job; its namespace is the manifest's."""
+        """Create a job; its namespace is the manifest's."""
         namespace = manifest["metadata"]["namespace"]
         with self._in_words():
             return parse_job(await self._client.create(dict(manifest), namespace, dry_run=dry_run))
 
     async def objects(self, job: ClusterJob, resource: Resource) -> list[Manifest]:
-        """Objects of another kind that carry the job's label; none where the kind is not served."""
+        """Return objects of another kind that carry the job's label; none if the kind is not served."""
         with self._in_words():
             try:
                 return (await self._client.list_objects(resource, job.metadata.namespace, f"{JOB_LABEL}={job.name}"))[0]
@@ -218,13 +217,13 @@ class Cluster:
                 return []
 
     async def raw_events(self, job: ClusterJob) -> list[Manifest]:
-        """The job's events as the API server has them."""
+        """Return the job's events as the API server sends them."""
         fields = f"involvedObject.uid={job.metadata.uid}"
         with self._in_words():
             return (await self._client.list_objects(EVENT, job.metadata.namespace, fields=fields))[0]
 
     async def served_version(self) -> Manifest:
-        """What the API server says of itself."""
+        """Return the API server's version document."""
         with self._in_words():
             return await self._client.document("/version", "version")
 
@@ -244,20 +243,20 @@ class Cluster:
             return await self._client.serves(resource)
 
     async def object(self, resource: Resource, name: str) -> dict[str, Any]:
-        """One object that is in no namespace."""
+        """Return one object that is not namespaced."""
         with self._in_words():
             return await self._client.get(resource, None, name)
 
     async def listed(
         self, resource: Resource, namespace: str | None = None, labels: str | None = None
     ) -> tuple[dict[str, Any], ...]:
-        """Objects of any kind, of one namespace or of all."""
+        """Return objects of any kind, of one namespace or of all."""
         with self._in_words():
             return tuple((await self._client.list_objects(resource, namespace, labels))[0])
 
     async def job_changes(self, job: ClusterJob) -> AsyncGenerator[Change, None]:
-        """What becomes of the job after this version; ends when the server ends the watch, and is then begun anew
-        from the job as it is by then.
+        """Yield changes of the job after this version; ends when the server ends the watch, which is then restarted
+        from the job's current state.
         """
         version, fields = int(job.metadata.resource_version), f"metadata.name={job.name}"
         events = self._client.watch(FINETUNE_JOB, version, job.metadata.namespace, fields=fields)
@@ -268,12 +267,12 @@ class Cluster:
                         yield "deleted" if event.type == "DELETED" else "changed", event.object
 
     async def events(self, job: ClusterJob) -> tuple[Happening, ...]:
-        """The job's events, oldest first; times have whole seconds, so that versions decide among those of one."""
+        """Return the job's events, oldest first; versions order those of the same second, as times are in seconds."""
         by_version = sorted(await self.raw_events(job), key=_version)
         return tuple(sorted(map(_happening, by_version), key=lambda event: event.time))
 
     async def pods(self, job: ClusterJob) -> tuple[PodView, ...]:
-        """The job's pods, by stage, attempt and place."""
+        """Return the job's pods, by stage, attempt and index."""
         labels = f"{UID_LABEL}={job.metadata.uid}"
         with self._in_words():
             items, _ = await self._client.list_objects(POD, job.metadata.namespace, labels)
@@ -284,7 +283,7 @@ class Cluster:
     async def log(
         self, job: ClusterJob, pod: PodView, *, follow: bool = False, tail: int | None = None, since: str | None = None
     ) -> AsyncGenerator[str, None]:
-        """The lines of a pod's log, each with its time in front."""
+        """Yield the lines of a pod's log, each prefixed with its time."""
         query = {"container": pod.container, "timestamps": "true"}
         query |= {"follow": "true"} if follow else {}
         query |= {} if tail is None else {"tailLines": str(tail)}
@@ -305,7 +304,7 @@ class Cluster:
 
 
 def _in_words(error: ApiError, server: str) -> ClusterError:
-    """Return what a person reads."""
+    """Return the error with a message for people."""
     cause = error.__cause__
     match error:
         case errors.NoAnswerError() if isinstance(cause, TimeoutError):
@@ -328,14 +327,14 @@ def _in_words(error: ApiError, server: str) -> ClusterError:
 
 
 def as_shown(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """An object as kubectl shows it: who has written which field is left out."""
+    """Return an object as kubectl shows it: without managed fields."""
     return {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k != "managedFields"}}
 
 
 def parse_job(value: dict[str, Any]) -> ClusterJob:
-    """Raises ClusterError for a job that this version cannot read."""
+    """Parse a job. Raise ClusterError if this version cannot read it."""
     try:
-        # Through JSON: strict models take a list for a tuple only there.
+        # Through JSON: strict models accept a list for a tuple only there.
         return ClusterJob.model_validate_json(json.dumps(value)).model_copy(update={"raw": as_shown(value)})
     except ValidationError as error:
         first = error.errors()[0]
@@ -348,7 +347,7 @@ def parse_job(value: dict[str, Any]) -> ClusterJob:
 
 
 def _version(item: Mapping[str, Any]) -> int:
-    """Version of an object; 0: the server tells none."""
+    """Return the version of an object; 0: the server sends none."""
     return int(item["metadata"].get("resourceVersion", 0))
 
 

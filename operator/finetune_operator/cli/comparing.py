@@ -1,7 +1,7 @@
 """`finetune compare`: settings that differ and results side by side, as a table, as data and as a page.
 
-Pure: what `runfolders.py` has read goes in, values and text come out. Nothing is judged that nobody knows: a metric
-whose better direction is not known has no mark.
+Pure: the input is read by `runfolders.py`, the output is values and text. A metric whose better direction is unknown
+has no mark.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ Better: TypeAlias = Literal["higher", "lower"]
 
 _KNOWN_METRICS = frozenset(name for task in METRICS for name in metrics_of(task))
 NOT_SET, NOT_KNOWN = "-", "?"
-"""What stands for a setting that a run does not have, and for one of a run whose settings cannot be read."""
+"""Texts for a setting that a run does not have, and for one of a run whose settings cannot be read."""
 MARK = "*"
-"""Behind the best value of a row."""
+"""Mark behind the best value of a row."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of all runs."""
+    """A setting of all runs."""
 
     field: str
     """Path in job.json, or `plan.` and a path in plan.json."""
     values: Mapping[str, Any]
-    """Name of a run -> value; missing where the run's settings are not known."""
+    """Name of a run -> value; missing if the run's settings are unknown."""
     differs: bool
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One result of all runs."""
+    """A result of all runs."""
 
     name: str
     values: Mapping[str, float]
-    """Name of a run -> value; missing where it was not measured."""
+    """Name of a run -> value; missing if it was not measured."""
     better: Better | None
-    """None: nobody knows."""
+    """Direction of improvement; None: unknown."""
     show: Callable[[float], str]
 
     @property
     def best(self) -> tuple[str, ...]:
-        """Names of the runs with the best value; empty when nothing can be better than another."""
+        """Names of the runs with the best value; empty if no value can be better than another."""
         finite = {name: value for name, value in self.values.items() if math.isfinite(value)}
         if self.better is None or len(set(finite.values())) < 2:
             return ()
@@ -67,7 +67,7 @@ class Figure:
         return tuple(name for name, value in finite.items() if value == best)
 
     def cell(self, run: str) -> str:
-        """The value of a run with its mark."""
+        """Return the value of a run with its mark."""
         if run not in self.values:
             return NOT_SET
         return self.show(self.values[run]) + (f" {MARK}" if run in self.best else "")
@@ -75,7 +75,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that is told of several runs."""
+    """All results of comparing several runs."""
 
     runs: tuple[Run, ...]
     settings: tuple[Setting, ...]
@@ -85,7 +85,7 @@ class Comparison:
     """Warnings about the tables, for their reader."""
 
     def data(self, *, every: bool) -> dict[str, Any]:
-        """For `-o json`. `every`: also settings that do not differ."""
+        """Return the data for `-o json`. `every`: also settings that do not differ."""
         return {
             "runs": [
                 {
@@ -114,7 +114,7 @@ def _figure_data(figure: Figure) -> dict[str, Any]:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """All runs, in the order given."""
+    """Compare all runs, in the order given."""
     return Comparison(tuple(runs), tuple(_settings(runs)), tuple(_metrics(runs)), tuple(_figures(runs)), _notes(runs))
 
 
@@ -134,7 +134,7 @@ def _of_job(run: Run) -> Mapping[str, Any]:
 
 
 def _of_plan(run: Run) -> Mapping[str, Any]:
-    """What job.json does not have. The memory of a machine is left out: what is free of it changes by the minute."""
+    """Return the settings that job.json lacks, except the machine's memory: its free part varies by the minute."""
     if not run.plan:
         return {}
     hardware, data = run.plan.get("hardware"), run.plan.get("data")
@@ -167,7 +167,7 @@ def _key(value: object) -> str:
 
 
 def setting_text(setting: Setting, run: str) -> str:
-    """A value as people write it."""
+    """Return a value as people write it."""
     if run not in setting.values:
         return NOT_KNOWN
     value = setting.values[run]
@@ -232,7 +232,7 @@ def _figures(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _total_seconds(run: Run) -> float | None:
-    """Duration of a finished run; an unfinished one has none to compare."""
+    """Return the duration of a finished run; an unfinished one has none to compare."""
     return sum(run.seconds.values()) if run.state == "finished" else None
 
 
@@ -242,7 +242,7 @@ def _estimate(run: Run) -> Mapping[str, Any]:
 
 
 def _cost(run: Run) -> float | None:
-    """Of the nodes that a finished run has used, at the price that its plan has; None where there is none."""
+    """Return the cost of the nodes that a finished run has used, at its plan's price; None without one."""
     estimate, nodes = _estimate(run), _nodes(run)
     cost, expected, total = _number(estimate.get("cost")), _number(estimate.get("seconds")), _total_seconds(run)
     if cost is None or not expected or total is None:
@@ -252,7 +252,7 @@ def _cost(run: Run) -> float | None:
 
 
 def _nodes(run: Run) -> int:
-    """Of the training."""
+    """Return the number of the training's nodes."""
     for name in ("training", "script"):
         settings = run.job.get(name)
         world = settings.get("world") if isinstance(settings, Mapping) else None
@@ -274,7 +274,7 @@ def _whole(value: float) -> str:
 
 
 def _notes(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Why figures may not be comparable, and what the marks leave out."""
+    """Return reasons why figures may not be comparable, and omissions of the marks."""
     notes = [f"{run.name}: {problem}." for run in runs for problem in run.problems]
     tasks = {str(run.job.get("task")) for run in runs if run.job}
     if len(tasks) > 1:
@@ -287,7 +287,7 @@ def _notes(runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def _measured_on(run: Run) -> object:
-    """What tells the rows that were measured on."""
+    """Return the identity of the rows that were measured on."""
     evaluated, data = run.section("evaluate"), run.job.get("dataset")
     known = {name: data.get(name) for name in ("uri", "config", "splits")} if isinstance(data, Mapping) else None
     return [evaluated.get("rows"), evaluated.get("split"), known]
@@ -302,7 +302,7 @@ def _rows_words(run: Run) -> str:
 
 
 def print_comparison(console: Console, comparison: Comparison, *, every: bool) -> None:
-    """Tables, one column a run."""
+    """Print tables, one column a run."""
     names = [run.name for run in comparison.runs]
     _print_table(console, "Runs", ["", *names], [["state", *(run.state for run in comparison.runs)]])
     shown = [each for each in comparison.settings if each.differs or every]
@@ -334,7 +334,7 @@ def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequen
 
 
 def page(comparison: Comparison, *, every: bool) -> str:
-    """One HTML page that loads nothing and runs nothing, with the curves of all runs laid over each other."""
+    """Return one HTML page that loads and runs nothing, with the curves of all runs laid over each other."""
     return (
         _environment()
         .get_template("compare.html.jinja")
@@ -352,7 +352,7 @@ def page(comparison: Comparison, *, every: bool) -> str:
 
 
 def curves(comparison: Comparison) -> list[Chart]:
-    """The curves of all runs laid over each other, by epochs where their steps are of different size."""
+    """Return the curves of all runs laid over each other, by epochs if their steps differ in size."""
     by = "epoch" if _by_epoch(comparison.runs) else "step"
     return training_charts(
         {run.name: _with_epochs(run) if by == "epoch" else run.history for run in comparison.runs}, by
@@ -360,7 +360,7 @@ def curves(comparison: Comparison) -> list[Chart]:
 
 
 def _by_epoch(runs: Sequence[Run]) -> bool:
-    """Whether steps of the runs are of different size, so that curves are laid over each other by epochs."""
+    """Return True if steps of the runs differ in size, so that curves are laid over each other by epochs."""
     lengths = {_steps_per_epoch(run) for run in runs if run.history}
     return len(lengths) > 1 and None not in lengths
 
@@ -371,7 +371,7 @@ def _steps_per_epoch(run: Run) -> float | None:
 
 
 def _with_epochs(run: Run) -> list[Mapping[str, Any]]:
-    """The history with an epoch in each line: those of evaluations have only the step."""
+    """Return the history with an epoch in each line: those of evaluations have only the step."""
     steps = _steps_per_epoch(run) or 1
     return [
         line if "epoch" in line or _number(line.get("step")) is None else {**line, "epoch": line["step"] / steps}

@@ -1,4 +1,4 @@
-"""Where the command writes: results to standard output, everything else to standard error.
+"""Output of the command: results to standard output, everything else to standard error.
 
 Colours only on a terminal, and none with NO_COLOR; a program that reads the output gets plain text or data.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Output(StrEnum):
-    """Form of a result."""
+    """Format of a result."""
 
     TEXT = "text"
     YAML = "yaml"
@@ -29,17 +29,17 @@ class Output(StrEnum):
 
 
 class DocumentOutput(StrEnum):
-    """Form of a result that is a document by nature."""
+    """Format of a result that is a document by nature."""
 
     YAML = "yaml"
     JSON = "json"
 
 
 class UsageError(typer.BadParameter):
-    """A call that is wrong: told with the usage line, and ended with exit code 2."""
+    """Error of a wrong call: reported with the usage line, and exit code 2."""
 
     def format_message(self) -> str:
-        """The text alone: it names the option itself."""
+        """Return the text alone: it names the option itself."""
         return self.message
 
 
@@ -54,55 +54,55 @@ def _console(stderr: bool) -> Console:
 
 
 def out() -> Console:
-    """Standard output."""
+    """Return the console of standard output."""
     return _console(stderr=False)
 
 
 def err() -> Console:
-    """Standard error."""
+    """Return the console of standard error."""
     return _console(stderr=True)
 
 
 def print_trimmed(console: Console, what: RenderableType) -> None:
-    """Print with no spaces at the ends of lines: text that is copied or compared has none."""
+    """Print without spaces at the ends of lines, which are unwanted in copied or compared text."""
     with console.capture() as capture:
         console.print(what)
     console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
 def print_line(text: str, *, style: str | None = None, stderr: bool = False) -> None:
-    """Write a line, in `style` where colours are shown."""
+    """Write a line, in `style` if colours are shown."""
     stream = sys.stderr if stderr else sys.stdout
-    if stream is None:  # closed by who called
+    if stream is None:  # closed by the caller
         return
     if stream.isatty() or _COLOUR_VARIABLES & os.environ.keys():
         _console(stderr).print(text, style=style, soft_wrap=True)
-    else:  # no import of rich, which takes longer than the check of a file
+    else:  # no import of rich, which takes longer than checking a file
         print(text, file=stream, flush=True)
 
 
 _COLOUR_VARIABLES = frozenset({"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"})
-"""With one of them rich treats a pipe as a terminal."""
+"""Variables with which rich treats a pipe as a terminal."""
 
 
 def note(text: str) -> None:
-    """Tell something that is no error."""
+    """Print a note that is no error."""
     print_line(f"Note: {text}", style="dim", stderr=True)
 
 
 def note_misfits(problems: Sequence[Problem]) -> None:
-    """Tell what does not fit so far."""
+    """Print requirements that are not met so far."""
     for problem in problems:
         note(f"{problem.path} {problem.rule}. Prepare measures first, and the plan is made anew.")
 
 
 def complain(text: str) -> None:
-    """Tell why the command fails."""
+    """Print why the command fails."""
     print_line(f"Error: {text}", style="red", stderr=True)
 
 
 def described(problem: Problem, source: str) -> str:
-    """`FILE:LINE: path: value V: rule. Way out.`, leaving out what is not known."""
+    """Return `FILE:LINE: path: value V: rule. Hint.`, without unknown parts."""
     place = source if problem.line is None else f"{source}:{problem.line}"
     what = [problem.path] if problem.path else []
     if problem.value is not None:
@@ -116,13 +116,13 @@ def _ended(text: str) -> str:
 
 
 def report(problems: Sequence[tuple[str, Problem]]) -> None:
-    """All problems with their files, one a line."""
+    """Print all problems with their files, one a line."""
     for source, problem in problems:
         print_line(described(problem, source).rstrip(), style="red", stderr=True)
 
 
 def problem_data(source: str, problem: Problem) -> dict[str, Any]:
-    """A problem for `-o json`."""
+    """Return a problem for `-o json`."""
     return {
         "file": source,
         "line": problem.line,
@@ -136,12 +136,12 @@ def problem_data(source: str, problem: Problem) -> dict[str, Any]:
 
 
 def list_of(objects: Sequence[Any]) -> dict[str, Any]:
-    """Objects of a cluster as the one that kubectl prints and takes for them."""
+    """Return objects of a cluster as the List that kubectl prints and accepts for them."""
     return {"apiVersion": "v1", "kind": "List", "items": list(objects)}
 
 
 def emit(values: Sequence[Any], output: Output | DocumentOutput) -> None:
-    """Data on standard output: one value as itself; several as a list in JSON and as documents in YAML."""
+    """Write data to standard output: one value as itself; several as a list in JSON and as documents in YAML."""
     if output == "json":
         print(json.dumps(values[0] if len(values) == 1 else list(values), indent=2, ensure_ascii=False))
     else:

@@ -1,4 +1,4 @@
-"""`finetune cost`: what jobs have used and what they are expected to use."""
+"""`finetune cost`: resources that jobs have used and are expected to use."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from finetune_operator.cli.jobview import phase_of
 
 @dataclass(frozen=True)
 class Bill:
-    """One job's figures, as its status has them."""
+    """Costs of one job, from its status."""
 
     job: ClusterJob
 
     @property
     def cost(self) -> CostStatus:
-        """What was used; nothing before the first pod has run."""
+        """Cost so far; empty before the first pod has run."""
         return self.job.status.cost or CostStatus()
 
     @property
     def estimated(self) -> EstimateStatus:
-        """What the plan expects of the training."""
+        """Estimate of the training by the plan."""
         plan = self.job.status.plan
         return EstimateStatus() if plan is None else plan.estimated
 
     def data(self) -> dict[str, Any]:
-        """For `-o json`; amounts are null where no price is known."""
+        """Return the data for `-o json`; amounts are null if no price is known."""
         cost, estimated = self.cost, self.estimated
         return {
             "name": self.job.name,
@@ -51,7 +51,7 @@ class Bill:
 
 
 def totals(bills: Sequence[Bill]) -> list[dict[str, Any]]:
-    """The sums by currency: amounts of different ones are never added. The last one is of jobs without a price."""
+    """Return the sums by currency: amounts of different ones are never added. The last is of jobs without a price."""
     groups: dict[str | None, list[Bill]] = defaultdict(list)
     for bill in bills:
         groups[bill.cost.currency].append(bill)
@@ -69,7 +69,7 @@ def totals(bills: Sequence[Bill]) -> list[dict[str, Any]]:
 
 
 def print_costs(console: Console, bills: Sequence[Bill], with_namespace: bool) -> None:
-    """A row a job, and the sums below when there are several."""
+    """Print a row per job, and the sums below if there are several."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     columns = ["NAME", "PHASE", "NODE TIME", "PAID TIME", "COST", "SAVED", "TRAINING EXPECTED"]
     for column in ["NAMESPACE", *columns] if with_namespace else columns:
@@ -104,5 +104,5 @@ def print_costs(console: Console, bills: Sequence[Bill], with_namespace: bool) -
 
 
 def money(amount: float | None, currency: str | None) -> str:
-    """`12.30 EUR`; a dash where no price is known."""
+    """Return `12.30 EUR`; a dash if no price is known."""
     return "-" if amount is None else f"{amount:,.2f} {currency or ''}".rstrip()

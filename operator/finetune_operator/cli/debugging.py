@@ -1,7 +1,7 @@
 """`finetune debug`: one archive with everything that a maintainer would ask for, secrets removed.
 
-What may not be read is left out, and `README.txt` in the archive says so; nothing stops the rest. Secrets are never
-asked for.
+Objects that may not be read are left out, and `README.txt` in the archive lists them; nothing stops the rest. Secrets
+are never requested.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ KINDS = (
     *resources.LAUNCHER_RESOURCES.values(),
     resources.NETWORK_POLICY,
 )
-"""What a job has."""
+"""Kinds of objects that belong to a job."""
 LOG_LINES = 5000
-"""Of each pod, the last ones."""
+"""Number of last lines of each pod's log."""
 PACKAGES = ("finetune-operator", "finetune-contract", "kubernetes", "pydantic", "typer")
 
 
 @dataclass
 class Collected:
-    """Files of the archive, by name, before secrets are taken out."""
+    """Files of the archive, by name, before secrets are removed."""
 
     files: dict[str, Any] = field(default_factory=dict)
     """Text, or an object that becomes JSON."""
@@ -49,7 +49,7 @@ class Collected:
 
 
 async def collect(cluster: Cluster, job: ClusterJob, tell: Callable[[str], None]) -> Collected:
-    """Everything about the job that may be read; `tell` hears what is being read."""
+    """Collect everything about the job that may be read; `tell` is called with the name of each part."""
     found = Collected()
 
     async def ask(what: str, question: Awaitable[T]) -> T | None:
@@ -94,19 +94,19 @@ def _version(name: str) -> str | None:
 
 
 def status_page(job: ClusterJob) -> str:
-    """What `finetune status` shows, as text."""
+    """Return the page of `finetune status` as text."""
     buffer = io.StringIO()
     print_page(Console(file=buffer, width=200, highlight=False, markup=False, emoji=False), Page(job, utc_now()))
     return buffer.getvalue()
 
 
 def write_archive(path: Path, job: ClusterJob, found: Collected) -> list[str]:
-    """The archive, with a folder of the job's name in it; gives the names of its files. OSError."""
+    """Write the archive, with a folder of the job's name in it; return the names of its files. Raise OSError."""
     redactor = Redactor()
     for content in found.files.values():
         redactor.learn(content)
     files = {**found.files, "status.txt": status_page(job), "README.txt": _readme(job, found)}
-    # In JSON texts are redacted one by one: what is cut out of the whole may be half of its syntax.
+    # In JSON, texts are redacted one by one: redacting the whole could cut out half of its syntax.
     texts = {
         name: redactor.text(content)
         if isinstance(content, str)

@@ -1,5 +1,4 @@
-"""Shows how far a stage is: a bar on a terminal, a line now and then elsewhere. Fed from the stage's progress
-file and its log."""
+"""Display of a stage's progress, read from its progress file and log: a bar on a terminal, else occasional lines."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ NAME_WIDTH = max(len(stage) for stage in Stage)
 
 
 class Tail:
-    """Gives the lines that were added to a file since the last look; a line that is not ended yet waits."""
+    """Reader of lines added to a file since the last call; an incomplete line waits."""
 
     def __init__(self, file: Path, from_end: bool = False) -> None:
         self._file = file
@@ -30,7 +29,7 @@ class Tail:
         self._rest = b""
 
     def lines(self) -> list[str]:
-        """New whole lines; none while the file is not there."""
+        """Return new whole lines; none if the file does not exist."""
         try:
             with self._file.open("rb") as stream:
                 stream.seek(self._offset)
@@ -43,7 +42,7 @@ class Tail:
 
 
 def latest(lines: list[str]) -> Progress | None:
-    """The newest progress in these lines; what cannot be read is passed over, as it is only for show."""
+    """Return the newest progress in these lines; unreadable lines are ignored, as it is only for display."""
     for line in reversed(lines):
         try:
             return Progress.model_validate_json(line)
@@ -53,14 +52,14 @@ def latest(lines: list[str]) -> Progress | None:
 
 
 def duration(seconds: float) -> str:
-    """`1:05` or `2:01:05`."""
+    """Format seconds as `1:05` or `2:01:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def figures(progress: Progress) -> str:
-    """Step, loss, speed and time left, as far as they are known."""
+    """Return step, loss, speed and time left, as far as known."""
     unit = "step" if progress.stage is Stage.TRAIN else "row"
     parts = [f"{unit} {progress.step:,}/{progress.total_steps:,}"]
     if progress.loss is not None:
@@ -73,23 +72,23 @@ def figures(progress: Progress) -> str:
 
 
 class Display(Protocol):
-    """Shows one stage after the other."""
+    """Display that shows one stage after the other."""
 
     def start(self, stage: Stage) -> None:
-        """A stage begins."""
+        """Show that a stage starts."""
 
     def update(self, progress: Progress) -> None:
-        """It is that far."""
+        """Show the progress."""
 
     def log(self, line: str) -> None:
-        """A line of the stage's own log."""
+        """Show a line of the stage's own log."""
 
     def end(self, stage: Stage, seconds: float, word: str) -> None:
-        """The stage is over; `word` says how (done, failed, stopped)."""
+        """Show that the stage has ended; `word` is the result (done, failed, stopped)."""
 
 
 class Lines:
-    """For a file or a pipe: one line when a stage begins, every 10 s or 10 percent, and when it ends."""
+    """Display for a file or a pipe: one line when a stage starts, every 10 s or 10 percent, and when it ends."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -97,23 +96,23 @@ class Lines:
         self._told_percent = 0
 
     def start(self, stage: Stage) -> None:
-        """One line."""
+        """Print one line."""
         self._told_at, self._told_percent = time.monotonic(), 0
         self._print(stage, "started")
 
     def update(self, progress: Progress) -> None:
-        """One line when it is time for one."""
+        """Print one line if it is due."""
         now = time.monotonic()
         if now - self._told_at >= LINE_SECONDS or progress.percent - self._told_percent >= LINE_PERCENT:
             self._told_at, self._told_percent = now, progress.percent
             self._print(progress.stage, f"{progress.percent:3d} %  {figures(progress)}")
 
     def log(self, line: str) -> None:
-        """The line."""
+        """Print the line."""
         self._console.print(line, soft_wrap=True)
 
     def end(self, stage: Stage, seconds: float, word: str) -> None:
-        """One line."""
+        """Print one line."""
         self._print(stage, f"{word} in {duration(seconds)}")
 
     def _print(self, stage: Stage, text: str) -> None:
@@ -121,29 +120,29 @@ class Lines:
 
 
 class Terminal:
-    """For a person: one bar per stage."""
+    """Display for a person: one bar per stage."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
         self._task: TaskID | None = None
 
     def start(self, stage: Stage) -> None:
-        """A bar that only moves, until the stage says how much there is."""
+        """Show an indeterminate bar, until the stage reports its total."""
         self._task = self._bars.add_task(f"{stage:<{NAME_WIDTH}}", total=None, figures="starting")
 
     def update(self, progress: Progress) -> None:
-        """The bar grows."""
+        """Update the bar."""
         if self._task is not None:
             self._bars.update(
                 self._task, completed=progress.step, total=progress.total_steps or None, figures=figures(progress)
             )
 
     def log(self, line: str) -> None:
-        """The line, above the bars."""
+        """Print the line above the bars."""
         self._bars.console.print(line, style="dim")
 
     def end(self, stage: Stage, seconds: float, word: str) -> None:
-        """The bar stays as it is; a finished one is full."""
+        """Leave the bar as it is; fill that of a finished stage."""
         if self._task is None:
             return
         if word == "done":
@@ -157,7 +156,7 @@ class Terminal:
 
 
 class Shown:
-    """Chooses the display that suits the console and ends it, whatever happens in between."""
+    """Context manager that chooses the display for the console and ends it in any case."""
 
     def __init__(self, console: Console) -> None:
         self._bars = (

@@ -1,4 +1,4 @@
-"""`finetune doctor`: reads a cluster with the caller's own rights, and shows what it has and lacks for jobs."""
+"""`finetune doctor`: reads a cluster with the caller's own rights, and shows its support and gaps for jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS: Mapping[State, str] = {"ok": "ok", "gap": "lacks", "unknown": "not known"
 
 
 async def survey(cluster: Cluster, operator_namespace: str | None) -> Surroundings:
-    """What the caller may read. UnreachableError when the API server does not answer."""
+    """Return everything that the caller may read. Raise UnreachableError if the API server does not answer."""
     groups = await _known(_groups(cluster), "the API groups")
     return Surroundings(
         server=cluster.server,
@@ -105,7 +105,7 @@ async def _labels(cluster: Cluster) -> Mapping[str, str]:
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """A table with the hints below their rows, and how many gaps there are."""
+    """Print a table with the hints below their rows, and the number of gaps."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     for column in ("WHAT", "STATE", "FOUND"):
         table.add_column(column, overflow="fold", no_wrap=column == "STATE")
@@ -120,7 +120,7 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def as_data(there: Surroundings, job: str | None, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the findings for programs."""
     return {
         "server": there.server,
         "namespace": there.namespace,

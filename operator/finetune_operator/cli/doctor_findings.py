@@ -1,7 +1,7 @@
-"""Findings of `finetune doctor`: each fact that was read of a cluster, judged for a job.
+"""Findings of `finetune doctor`: each fact read from a cluster, judged for a job.
 
-Pure: `judge` takes what could be read, each part as a value or as the words why it could not, and gives findings. What
-the caller may not read is told as not known, never taken for missing.
+Pure: `judge` takes each part as a value or as the reason why it could not be read, and returns findings. Parts that the
+caller may not read are reported as unknown, never taken for missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SINGLE_PROVISIONERS = (
     "kubernetes.io/azure-disk", "k8s.io/minikube-hostpath", "kubernetes.io/no-provisioner", "topolvm.io",
     "cinder.csi.openstack.org", "csi.vsphere.vmware.com",
 )  # fmt: skip
-"""Those whose volumes one node can write to."""
+"""Provisioners whose volumes one node can write to."""
 POLICY_GROUPS = {
     "projectcalico.org": "Calico",
     "crd.projectcalico.org": "Calico",
@@ -49,7 +49,7 @@ MOST_NODES = 8
 
 @dataclass(frozen=True)
 class Known(Generic[Value]):
-    """One part of the surroundings: its value, or why it is not known."""
+    """A part of the surroundings: its value, or the reason why it is unknown."""
 
     value: Value | None = None
     why_not: str = ""
@@ -57,17 +57,17 @@ class Known(Generic[Value]):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What could be read of a cluster."""
+    """Readable state of a cluster."""
 
     server: str
     namespace: str
     version: Known[str]
     own_version: str
-    """Of the command."""
+    """Version of the command."""
     served: Known[tuple[LauncherName, ...]]
     serves_jobs: Known[bool]
     groups: Known[tuple[str, ...]]
-    """API groups."""
+    """API groups that are served."""
     queues: Known[tuple[str, ...]]
     """Kueue's local queues of the namespace."""
     operators: Known[tuple[Mapping[str, Any], ...]]
@@ -80,7 +80,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Finding:
-    """One row."""
+    """A row of the result."""
 
     topic: str
     state: State
@@ -89,7 +89,7 @@ class Finding:
 
 
 def judge(there: Surroundings, job: FineTuneJob | None, settings: Settings) -> tuple[Finding, ...]:
-    """Everything that was found, with a hint for each gap; without `job` for jobs of any kind."""
+    """Return all findings, with a hint for each gap; without `job`, for jobs of any kind."""
     spec = None if job is None else job.spec
     parts: tuple[Callable[[Surroundings, FineTuneJobSpec | None, Settings], Iterator[Finding]], ...] = (
         _api, _operator, _launchers, _queue, _gpus, _network, _storage, _security, _quota, _policies, _images,
@@ -175,7 +175,7 @@ def _queue(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings
 
 
 def parsed_nodes(raw: Sequence[Mapping[str, Any]]) -> tuple[Node, ...]:
-    """The nodes as the planner reads them."""
+    """Return the nodes as the planner reads them."""
     from finetune_operator.planning.gpu_nodes import read_node
 
     return tuple(map(read_node, raw))
@@ -217,7 +217,7 @@ def _gpus(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings)
 
 def _network(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
     if there.nodes.value is None:
-        return  # told above
+        return  # reported above
     nodes = parsed_nodes(there.nodes.value)
     found = sorted({name for node in nodes for name in node.allocatable if name.startswith(LINKS)})
     words = f"nodes offer {', '.join(found)}" if found else "no node offers RDMA or EFA devices"
@@ -334,7 +334,7 @@ def _left(hard: Mapping[str, str], used: Mapping[str, str], key: str) -> float:
 
 
 def _needed(spec: FineTuneJobSpec, settings: Settings) -> dict[str, float]:
-    """What the training's pods take together, by the names of quotas."""
+    """Return the total resources of the training's pods, by the names of quotas."""
     nodes, resources = spec.resources.nodes, spec.resources
     needed: dict[str, float] = {"pods": nodes}
     if resources.gpus_per_node not in ("auto", 0):
@@ -346,7 +346,7 @@ def _needed(spec: FineTuneJobSpec, settings: Settings) -> dict[str, float]:
 
 
 def _unset(spec: FineTuneJobSpec) -> set[str]:
-    """What a quota can bound and the job's pods do not say; memory is requested of all."""
+    """Return the resources that a quota can bound and the job's pods leave unset; memory is requested of all."""
     unset = {"cpu", "requests.cpu", "limits.cpu"} if spec.resources.cpu is None else set()
     return unset | ({"limits.memory"} if spec.resources.memory is None else set())
 

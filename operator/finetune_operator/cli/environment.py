@@ -1,8 +1,8 @@
-"""The environment of the trainer's processes on this machine: the user's own, less what belongs to other
-launchers, plus ours.
+"""Environment of the trainer's processes on this machine: the user's own, without variables of other launchers, plus
+ours.
 
-A shell inside a SLURM allocation, an MPI job or a pod has variables that name ranks and addresses; a stage
-that inherited them would wait for processes that do not exist.
+A shell inside a SLURM allocation, an MPI job or a pod has variables that name ranks and addresses; a stage that
+inherited them would wait for processes that do not exist.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ KUBEFLOW_VARIABLES = frozenset({ENV_KUBEFLOW_URL, ENV_KUBEFLOW_CA, ENV_KUBEFLOW_
 def trainer_environment(
     base: Mapping[str, str], *, device: Device, threads: int, report: Path, progress: Path | None
 ) -> dict[str, str]:
-    """Variables for one stage. `report` may hold `{rank}`; `threads` is the number of CPU threads of one
-    process."""
+    """Return the variables for one stage. `report` may hold `{rank}`; `threads` is the CPU threads of one process."""
     kept = {
         name: value
         for name, value in base.items()
@@ -43,11 +42,11 @@ def trainer_environment(
     if progress is not None:
         ours[ENV_PROGRESS] = str(progress)
     if device == "cpu":
-        # DeepSpeed looks for accelerators by itself; on a machine with a GPU the plan may still say CPU.
+        # DeepSpeed searches for accelerators itself; on a machine with a GPU the plan may still choose the CPU.
         ours |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     return kept | ours
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

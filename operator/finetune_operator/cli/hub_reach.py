@@ -1,8 +1,8 @@
-"""The Hub as this machine reaches it: one look with a short limit, before a stage waits for it.
+"""Reachability of the Hub from this machine: one request with a short limit, before a stage waits for it.
 
-The trainer's libraries try again for half a minute and more: right in a pod, too long for somebody before a terminal
-without a network. When the Hub does not answer here, stages on this machine use the copies in its cache
-(HF_HUB_OFFLINE), and what has no copy is refused at once. A trainer in a cluster still tries again.
+The trainer's libraries retry for half a minute and more: right in a pod, too long for somebody at a terminal without a
+network. If the Hub does not answer here, stages on this machine use the copies in its cache (HF_HUB_OFFLINE), and a
+repository without a copy is refused at once. A trainer in a cluster still retries.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ WAY_OUT = "Connect, or name a folder on this machine: file://FOLDER"
 Kind: TypeAlias = Literal["model", "dataset"]
 
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
-"""As huggingface_hub reads its variables."""
+"""True values of variables, as huggingface_hub reads them."""
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def variables(uris: Mapping[str, Kind]) -> dict[str, str]:
-    """Return what the trainer's environment needs so that it waits for no Hub that is out of reach."""
+    """Return the variables with which the trainer does not wait for an unreachable Hub."""
     asked = any(uri.startswith(SCHEME) for uri in uris) and _said_offline() is None
     if not asked or out_of_reach() is None:
         return {}
@@ -42,19 +42,19 @@ def variables(uris: Mapping[str, Kind]) -> dict[str, str]:
 
 
 def missing(uris: Mapping[str, Kind]) -> tuple[str, ...]:
-    """Return the URIs, of models and data sets, that can be had neither from the Hub nor from its cache here."""
+    """Return the URIs of models and data sets that neither the Hub nor its cache here can provide."""
     wanted = [uri for uri, kind in uris.items() if uri.startswith(SCHEME) and not _is_cached(uri, kind)]
     return tuple(wanted) if wanted and out_of_reach() is not None else ()
 
 
 @functools.cache
 def out_of_reach() -> str | None:
-    """Return why nothing can be had from the Hub, as the end of a sentence; None when it answers. Looks once."""
+    """Return why the Hub is unavailable, as the end of a sentence; None if it answers. Requests once."""
     if said := _said_offline():
         return f"{said} is set"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    # Names are looked up without a limit of time: a thread that nobody waits for can be left behind.
+    # Name resolution has no timeout: a thread that nobody waits for can be left behind.
     threading.Thread(target=lambda: answers.put(_look(endpoint)), daemon=True).start()
     try:
         reason = answers.get(timeout=ANSWER_SECONDS)
@@ -64,7 +64,7 @@ def out_of_reach() -> str | None:
 
 
 def _said_offline() -> str | None:
-    """Return the variable by which the user has asked for no network; the trainer reads it, too."""
+    """Return the variable with which the user has requested no network; the trainer reads it, too."""
     return next((name for name in _OFFLINE_VARIABLES if os.environ.get(name, "").upper() in _TRUE), None)
 
 
@@ -72,7 +72,7 @@ _SILENCE = f"no answer within {ANSWER_SECONDS:.0f} s"
 
 
 _GATEWAYS = (502, 503, 504)
-"""HTTP statuses by which a proxy says that it does not reach whom it was asked for."""
+"""HTTP statuses by which a proxy reports that the target is unreachable."""
 
 
 def _look(endpoint: str) -> str | None:
@@ -86,13 +86,13 @@ def _look(endpoint: str) -> str | None:
         return _in_words(error.reason)
     except (OSError, HTTPException) as error:
         return _in_words(error)
-    except ValueError:  # HF_ENDPOINT is no URL, which the trainer tells better
+    except ValueError:  # HF_ENDPOINT is no URL, which the trainer reports better
         return None
 
 
 def _in_words(reason: object) -> str | None:
     match reason:
-        case ssl.SSLError():  # somebody answers; certificates are the trainer's libraries' to judge
+        case ssl.SSLError():  # there is an answer; judging certificates is left to the trainer's libraries
             return None
         case socket.gaierror():
             return "its name does not resolve"
@@ -107,7 +107,7 @@ def _in_words(reason: object) -> str | None:
 
 
 def _is_cached(uri: str, kind: Kind) -> bool:
-    """Return whether a cache of the trainer's libraries has the repository; of which commit is theirs to say."""
+    """Return True if a cache of the trainer's libraries has the repository; the libraries check the commit."""
     name = uri.removeprefix(SCHEME).partition("@")[0].strip("/").removeprefix("datasets/")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = Path(os.environ.get("HF_HOME") or f"{base}/huggingface")

@@ -1,7 +1,7 @@
-"""Every image that an installation and its jobs can pull, where it comes from and where a cluster takes it from.
+"""Images that an installation and its jobs can pull, with their source and the address the cluster pulls from.
 
-The names are those that the chart and the manifests make: a registry for all takes the place of an image's own. What
-jobs name by themselves is known only of the jobs that are given, and of settings that list images one by one.
+The names are those of the chart and the manifests: a global registry replaces an image's own. Images that jobs name
+themselves are known only for the given jobs, and from settings that list images one by one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ OPERATOR_REPOSITORY, _, VERSION = OPERATOR_IMAGE.partition(":")
 TRAINER_REPOSITORY = TRAINER_IMAGE.partition(":")[0]
 _WILD = re.compile(r"[*?[]")
 _HOST = re.compile(r"^(localhost|[^/]*[.:][^/]*)/")
-"""As container engines tell a registry from the first part of a name: by its dot or port."""
+"""Registry in the first part of a name, recognised as by container engines: by its dot or port."""
 
 
 class _Values(BaseModel):
-    """Of the chart's values only what names images is read; the chart's schema checks all of them."""
+    """Base of chart values. Only those that name images are read; the chart's schema checks all of them."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class ImageValues(_Values):
-    """One image."""
+    """Values of one image."""
 
     registry: str = ""
     repository: str = ""
@@ -42,20 +42,20 @@ class ImageValues(_Values):
     digest: str = ""
 
     def reference(self, repository: str) -> str:
-        """As the chart writes it, without a registry for all."""
+        """Return the reference that the chart writes, without a global registry."""
         host = f"{self.registry.rstrip('/')}/" if self.registry else ""
         tag = f":{self.tag or VERSION}" if self.tag or not self.digest else ""
         return f"{host}{self.repository or repository}{tag}{f'@{self.digest}' if self.digest else ''}"
 
 
 class GlobalValues(_Values):
-    """What charts share."""
+    """Values that charts share."""
 
     image_registry: str = Field(default="", alias="imageRegistry")
 
 
 class TrainerValues(_Values):
-    """What runs the stages."""
+    """Values of the image that runs the stages."""
 
     image: ImageValues = ImageValues()
 
@@ -70,36 +70,36 @@ class ChartValues(_Values):
 
     @property
     def defaults(self) -> dict[str, JsonValue]:
-        """Of the settings."""
+        """Defaults of the settings."""
         defaults = self.settings.get("defaults")
         return defaults if isinstance(defaults, dict) else {}
 
 
 @dataclass(frozen=True)
 class Installation:
-    """What names the images of an installation."""
+    """Names of the images of an installation."""
 
     operator: str
     trainer: str
-    """Of jobs that name none."""
+    """Trainer image of jobs that name none."""
     settings: Settings
     registry: str = ""
-    """Registry for all, perhaps with a path; empty: each image's own."""
+    """Global registry, perhaps with a path; empty: each image's own."""
 
 
 @dataclass(frozen=True)
 class PulledImage:
-    """One image."""
+    """An image to pull."""
 
     image: str
-    """Where it is published."""
+    """Address at which it is published."""
     target: str
-    """What the cluster pulls."""
+    """Address that the cluster pulls."""
     used_by: tuple[str, ...]
 
 
 def read_values(file: Path) -> Installation:
-    """The installation that these values of the chart make. UsageError for values that say nothing about it."""
+    """Return the installation that these chart values describe. Raise UsageError for unusable values."""
     try:
         documents, unreadable = read_documents(read_input(file))
     except UnreadableFileError as error:
@@ -115,7 +115,7 @@ def read_values(file: Path) -> Installation:
         path = ".".join(str(part) for part in wrong["loc"])
         raise UsageError(f"--values: {file}: {path}: {wrong['msg']}") from error
     registry, trainer = values.shared.image_registry, values.trainer.image.reference(TRAINER_REPOSITORY)
-    # As the chart writes them: what the settings allow is about images as they are pulled.
+    # As the chart writes them: the settings allow images by their pulled names.
     written = {**values.settings, "defaults": {**values.defaults, "image": moved(trainer, registry)}}
     settings, problems = check_settings(written)
     if settings is None:
@@ -124,7 +124,7 @@ def read_values(file: Path) -> Installation:
 
 
 def pulled_images(installation: Installation, jobs: Iterable[JobEntry] = ()) -> tuple[PulledImage, ...]:
-    """All images, each once, in the order in which they are found."""
+    """Return all images, each once, in the order in which they are found."""
     users: dict[str, list[str]] = {}
     for image, user in _found(installation, jobs):
         known = users.setdefault(image, [])
@@ -136,12 +136,12 @@ def pulled_images(installation: Installation, jobs: Iterable[JobEntry] = ()) -> 
 
 
 def patterns(settings: Settings) -> tuple[str, ...]:
-    """The settings' globs, which allow images that nobody can list."""
+    """Return the settings' globs, which allow images that cannot be listed."""
     return tuple(glob for glob in settings.images if _WILD.search(glob))
 
 
 def moved(image: str, registry: str) -> str:
-    """The image in another registry, in place of its own."""
+    """Return the image in another registry, in place of its own."""
     registry = registry.rstrip("/")
     if not registry or image.startswith(f"{registry}/"):
         return image

@@ -1,9 +1,8 @@
-"""From file names on the command line to checked jobs: what every command does first.
+"""From file names on the command line to checked jobs: the first step of every command.
 
-Files, folders and standard input are taken as kubectl takes them. Everything that is wrong in all of them is
-collected with its file and line. A relative `file://` URI is meant from the folder of the file that holds it,
-so that a job file and its data can be moved together and run from anywhere; it becomes absolute here, before
-anything is planned.
+Files, folders and standard input are accepted as by kubectl. All problems in all of them are collected with file and
+line. A relative `file://` URI is resolved from the folder of the file that holds it, so that a job file and its data
+can be moved together and run from anywhere; it becomes absolute here, before anything is planned.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from finetune_operator.settings_file import SettingsError, read_settings_file
 
 STDIN = "-"
 SUFFIXES = (".yaml", ".yml", ".json")
-"""Files of a folder that are read, as kubectl does; others are left alone."""
+"""Endings of files that are read in a folder, as by kubectl; others are ignored."""
 
 GLOB_CHARACTERS = frozenset("*?[")
 _LAST_PART = re.compile(r"""(?:\.?[A-Za-z_][A-Za-z0-9_-]*|\[[0-9]+\]|\["(?:[^"\\]|\\.)*"\])$""")
@@ -36,12 +35,12 @@ _LAST_PART = re.compile(r"""(?:\.?[A-Za-z_][A-Za-z0-9_-]*|\[[0-9]+\]|\["(?:[^"\\
 
 @dataclass(frozen=True)
 class JobEntry:
-    """One checked job and where it stands."""
+    """A checked job and its source."""
 
     source: str
-    """The file as the user named it; `<stdin>` for standard input."""
+    """File as the user named it; `<stdin>` for standard input."""
     folder: Path
-    """What relative `file://` URIs are relative to."""
+    """Folder from which relative `file://` URIs are resolved."""
     document: Document
     job: FineTuneJob
 
@@ -54,14 +53,13 @@ class Inputs:
     problems: tuple[tuple[str, Problem], ...]
     """Source and problem, in the order of files and lines."""
     notes: tuple[str, ...]
-    """What was passed over, and what should be known of accepted jobs."""
+    """Notes on ignored documents, and on accepted jobs."""
 
 
 def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> Inputs:
-    """All FineTuneJobs in `names`, checked against `settings`.
+    """Return all FineTuneJobs in `names`, checked against `settings`.
 
-    Raises UsageError (a usage error) for a file that cannot be read and for a call that names no
-    file.
+    Raise UsageError (a usage error) for a file that cannot be read and for a call that names no file.
     """
     if not names:
         raise UsageError("name at least one file: FILE, or -f FILE (- reads standard input)")
@@ -149,7 +147,7 @@ def _same_name(document: Document, name: str, earlier: JobEntry) -> Problem:
 
 
 def located(document: Document, problem: Problem) -> Problem:
-    """The problem with the line of its field, or of the nearest object that should hold it."""
+    """Return the problem with the line of its field, or of the nearest object that should hold it."""
     if problem.line is not None:
         return problem
     position = _position(document, problem.path)
@@ -186,7 +184,7 @@ def _with_absolute_uris(job: FineTuneJob, folder: Path) -> FineTuneJob:
 
 
 def absolute_uri(uri: str, folder: Path) -> str:
-    """A `file://` URI made absolute from `folder`; any other as it is."""
+    """Return a `file://` URI made absolute from `folder`; any other unchanged."""
     rest = uri.removeprefix("file://")
     if rest == uri:
         return uri
@@ -194,12 +192,12 @@ def absolute_uri(uri: str, folder: Path) -> str:
 
 
 def glob_matches(path: str) -> bool:
-    """Return whether an absolute path has characters of a glob and matches a file."""
+    """Return True if an absolute path has characters of a glob and matches a file."""
     return bool(GLOB_CHARACTERS & set(path)) and any(Path("/").glob(path.lstrip("/")))
 
 
 def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
-    """The model and the data sets behind `file://` that are not where the job looks for them."""
+    """Return the problems of models and data sets behind `file://` that do not exist."""
     spec = entry.job.spec
     predicted = spec.predict.dataset if spec.predict else None
     looked_for = {
@@ -218,8 +216,7 @@ def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
 
 
 def read_settings(file: Path) -> Settings:
-    """An administrator's settings file. Raises UsageError, with every problem, for one that cannot be
-    used."""
+    """Read an administrator's settings file. Raise UsageError, with every problem, if it cannot be used."""
     try:
         return read_settings_file(file)
     except SettingsError as error:

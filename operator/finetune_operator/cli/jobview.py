@@ -1,5 +1,5 @@
-"""A job of a cluster as text for people: the page of `finetune status`, the table of several jobs, one line of
-`finetune watch`. Values in, rows out; what the job's status does not say has no row.
+"""A cluster's job as text for people: the page of `finetune status`, the table of several jobs, one line of `finetune
+watch`. Values in, rows out; facts that the job's status lacks have no row.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ STATE_STYLES = {"Succeeded": "green", "Failed": "red", "Running": "bold", "Servi
 
 
 def ago(then: datetime, now: datetime) -> str:
-    """How long ago that was."""
+    """Return the time since `then`, as text."""
     return human_seconds(max(0.0, (now - then).total_seconds()))
 
 
 def phase_of(job: ClusterJob) -> str:
-    """The phase, or what is the case before the operator has looked at the job and after its deletion has begun."""
+    """Return the phase, or the state before the operator has seen the job and after its deletion has begun."""
     if job.metadata.deletion_timestamp is not None:
         return "Deleting"
     return job.status.phase or "New"
@@ -54,16 +54,16 @@ def phase_of(job: ClusterJob) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """What `finetune status` shows of one job."""
+    """Page of `finetune status` for one job."""
 
     job: ClusterJob
     now: datetime
     events: tuple[Happening, ...] | None = ()
-    """None: they may not be read."""
+    """Events of the job; None: they may not be read."""
     commands: tuple[str, ...] = ()
 
     def parts(self) -> list[RenderableType]:
-        """From the headline to the next commands."""
+        """Return the parts from the headline to the next commands."""
         status = self.job.status
         parts: list[RenderableType] = [self._headline()]
         facts = _table()
@@ -151,7 +151,7 @@ NOT_SEEN = "the operator has not seen the newest spec yet"
 
 
 def headline_words(job: ClusterJob, now: datetime) -> str:
-    """Where the job is, how old it is, how long it ran, and how often it began anew."""
+    """Return namespace, age, duration, restarts and preemptions of the job."""
     text = f"namespace {job.metadata.namespace}, made {ago(job.metadata.creation_timestamp, now)} ago"
     started, ended = moment(job.status.start_time), moment(job.status.completion_time)
     if started is not None and ended is not None:
@@ -164,7 +164,7 @@ def headline_words(job: ClusterJob, now: datetime) -> str:
 
 
 def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
-    """What the job has made and measured, and its cost, as label and value."""
+    """Return the job's artefacts, metrics and cost, as label and value."""
     artifacts, cost = job.status.artifacts, job.status.cost
     rows: list[tuple[str, str]] = []
     if artifacts is not None:
@@ -187,7 +187,7 @@ def _try(stage: StageStatus) -> str:
 
 
 def stage_time(stage: StageStatus, now: datetime) -> str:
-    """How long the stage took or runs, or when its next attempt starts."""
+    """Return the duration of the stage so far, or the time until its next attempt."""
     started, ended = moment(stage.start_time), moment(stage.completion_time)
     following = moment(stage.next_attempt_time)
     if following is not None and following > now and ended is None:
@@ -198,14 +198,14 @@ def stage_time(stage: StageStatus, now: datetime) -> str:
 
 
 def _saved(cost: CostStatus) -> str:
-    """What spot nodes saved, also as a share of what it would have cost without them."""
+    """Return the amount saved by spot nodes, also as a fraction of the cost without them."""
     if not cost.saved or cost.amount is None:
         return ""
     return f", {cost.saved:,.2f} ({cost.saved / (cost.saved + cost.amount):.0%}) saved by spot nodes"
 
 
 def print_page(console: Console, page: Page) -> None:
-    """The page."""
+    """Print the page."""
     print_trimmed(console, Group(*page.parts()))
 
 
@@ -222,13 +222,13 @@ def _lines(table: Table, label: str, lines: Sequence[str]) -> None:
 
 
 def _bar(progress: ProgressStatus) -> Text:
-    """A bar of signs, so that it is there in a file too."""
+    """Return a bar of characters, so that it also works in a file."""
     done = round((progress.percent or 0) * BAR_WIDTH / 100)
     return Text.assemble(("━" * done, "green"), ("─" * (BAR_WIDTH - done), "dim"))
 
 
 def figures(progress: ProgressStatus, now: datetime) -> str:
-    """Percent, step, loss, speed and time left, as far as they are known, and how old they are when that is long."""
+    """Return percent, step, loss, speed and time left, as far as known, and their age if it is high."""
     parts = [] if progress.percent is None else [f"{progress.percent} %"]
     if progress.step is not None:
         of = "" if progress.total_steps is None else f"/{progress.total_steps:,}"
@@ -246,11 +246,11 @@ def figures(progress: ProgressStatus, now: datetime) -> str:
 
 
 STALE_SECONDS = 60
-"""Progress that is older is shown with its age: pods report every few seconds."""
+"""Seconds after which progress is shown with its age: pods report every few seconds."""
 
 
 def plan_lines(plan: PlanStatus) -> tuple[str, str]:
-    """The plan in two lines."""
+    """Return the plan in two lines."""
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     first = f"{plan.strategy} by {plan.launcher}, {processes}{words(plan.capacity)}"
     if plan.micro_batch_size is not None and plan.gradient_accumulation is not None:
@@ -268,7 +268,7 @@ def plan_lines(plan: PlanStatus) -> tuple[str, str]:
 
 
 def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Condition, ...]:
-    """Conditions that say something: what stands in the way, and what is being waited for; each message once.
+    """Return the conditions worth showing: obstacles, and events being waited for; each message once.
 
     Of a refusal the condition that holds the problems is enough, without those that only point to it.
     """
@@ -288,7 +288,7 @@ def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Co
 
 
 def failure_headline(failure: FailureStatus) -> str:
-    """Class and reason of a failure, and where it was."""
+    """Return class, reason and location of a failure."""
     where = [failure.stage or "the job"]
     for label, value in (("attempt", failure.attempt), ("pod", failure.pod), ("node", failure.node)):
         where += [] if value is None else [f"{label} {value}"]
@@ -307,7 +307,7 @@ def _failure(failure: FailureStatus) -> Group:
 
 
 def next_commands(job: ClusterJob, program: str, flags: str) -> tuple[str, ...]:
-    """What one would type now."""
+    """Return the commands that one would type next."""
     name, phase, namespace = job.name, job.status.phase, job.metadata.namespace
     kubectl = f"kubectl -n {namespace}"
     if job.outcome == "Failed":
@@ -331,7 +331,7 @@ def next_commands(job: ClusterJob, program: str, flags: str) -> tuple[str, ...]:
 
 
 def print_table(console: Console, jobs: Sequence[ClusterJob], now: datetime, with_namespace: bool) -> None:
-    """One row a job, with the columns that `kubectl get ftj` has."""
+    """Print one row per job, with the columns of `kubectl get ftj`."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     columns = ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESTARTS", "AGE"]
     for column in ["NAMESPACE", *columns] if with_namespace else columns:
@@ -355,7 +355,7 @@ def print_table(console: Console, jobs: Sequence[ClusterJob], now: datetime, wit
 
 
 def one_line(job: ClusterJob, now: datetime) -> str:
-    """Where the job is, in one line."""
+    """Return the job's state, in one line."""
     status = job.status
     parts = [phase_of(job)]
     running = next((stage for stage in status.stages if stage.state in ("Running", "Failed")), None)
@@ -372,7 +372,7 @@ def one_line(job: ClusterJob, now: datetime) -> str:
 
 
 def utc_now() -> datetime:
-    """The clock."""
+    """Return the current time in UTC."""
     return datetime.now(UTC)
 
 

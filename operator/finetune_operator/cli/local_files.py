@@ -1,4 +1,4 @@
-"""Small files that others read while we write them."""
+"""Atomic writes of small files that others read meanwhile."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """`finetune run`: the stages of one job as processes of this machine, from the job file to the result.
 
-The order of events is written in `run`: check what is there, plan, write the contract's files, run each stage
-that is not done, plan again once the data are known, report. Every stage is what a cluster would run, with
-the same `job.json`.
+`run` shows the order: check existing results, plan, write the contract's files, run each stage that is not done, plan
+again once the data are known, report. Every stage is the same as in a cluster, with the same `job.json`.
 
-Refused: more than one node (this machine is one), results of a different job under the same name, and a
-second run of the same job at the same time. A stage counts as done by its completion marker only, whatever
-its exit code says.
+Refused: more than one node (this machine is one), results of a different job under the same name, and a concurrent run
+of the same job. A stage counts as done by its completion marker only, whatever its exit code.
 """
 
 from __future__ import annotations
@@ -55,28 +53,28 @@ from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
 
 POLL_SECONDS = 0.1
 SECOND_PRESS_SECONDS = 1.0
-"""`timeout` and some shells deliver one Ctrl-C twice; a second one counts only after this."""
+"""Seconds before a second Ctrl-C counts: `timeout` and some shells deliver one twice."""
 GRACE_SECONDS = DEFAULT_GRACE_SECONDS
-"""Time to save a checkpoint after the first Ctrl-C or SIGTERM; the launcher ends everything before."""
+"""Time to save a checkpoint after the first Ctrl-C or SIGTERM; the launcher ends all processes earlier."""
 REPORT_SECONDS = 120
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the user asked for."""
+    """Request of the user."""
 
     job: FineTuneJob
     workspace: Path
     settings: Settings
     stages: tuple[Stage, ...] = ()
-    """Run only these; empty: all."""
+    """Stages to run; empty: all."""
     restart: bool = False
     measure: bool = True
     verbose: bool = False
     report: bool = True
-    """Write report.html after the last stage."""
+    """True to write report.html after the last stage."""
     command: str = ""
-    """What runs all of it again; empty: left to the report."""
+    """Command that repeats the whole run; empty: the report derives it."""
 
     @property
     def paths(self) -> JobPaths:
@@ -85,11 +83,11 @@ class RunRequest:
 
 @dataclass
 class RunResult:
-    """How a run ended: well, with a failure, or interrupted (`exit_code` 130, 143, 129)."""
+    """Result of a run: success, a failure, or an interruption (`exit_code` 130, 143, 129)."""
 
     plan: JobPlan
     seconds: dict[Stage, float] = field(default_factory=dict)
-    """Wall-clock time by stage; that of the earlier run for a stage that was kept."""
+    """Wall-clock seconds by stage; those of the earlier run for a stage that was kept."""
     kept: list[Stage] = field(default_factory=list)
     failure: FailureStatus | None = None
     interrupted: Stage | None = None
@@ -97,12 +95,11 @@ class RunResult:
 
 
 class CannotRunError(Exception):
-    """The run is refused before anything is started; the text has the way out."""
+    """Error of a run that is refused before anything is started; the text has a hint."""
 
 
 def run(request: RunRequest) -> RunResult:
-    """Run the job. Raises CannotRunError, PlanRefused, BusyError and DifferentJobError before a stage has
-    started."""
+    """Run the job. Raise CannotRunError, PlanRefused, BusyError or DifferentJobError before a stage has started."""
     if not trainer_is_installed():
         raise CannotRunError(
             "the package finetune-trainer is not installed here, and it does the work; install it beside this one"
@@ -126,7 +123,7 @@ def run(request: RunRequest) -> RunResult:
 
 
 def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
-    """For --dry-run: the plan, and for each stage `run` or `kept`. Raises as `run` does; writes nothing."""
+    """Return, for --dry-run, the plan, and for each stage `run` or `kept`. Raises as `run` does; writes nothing."""
     redone = _checked_stages_to_redo(request)
     facts = _facts(request, keep_data=Stage.PREPARE not in redone)
     planned = plan(request.job, facts, request.settings)
@@ -142,8 +139,8 @@ def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
 
 
 def _checked_stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
-    """With --restart all stages, or the named ones and those that rest on them. Without it those that only evaluate or
-    predict, and whose own settings have changed; DifferentJobError when other settings have.
+    """Return the stages to run again. With --restart: all, or the named ones and their dependents. Without it: those
+    that only evaluate or predict, if their own settings changed; raise DifferentJobError if others did.
     """
     if request.restart:
         return _stages_to_redo(request)
@@ -157,12 +154,12 @@ def _checked_stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
 
 
 def _stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
-    """With --restart: all, or the named ones and those that rest on them."""
+    """Return, for --restart, all stages, or the named ones and their dependents."""
     if not request.stages:
         return LOCAL_STAGES
     first = min(LOCAL_STAGES.index(stage) for stage in request.stages)
     if LOCAL_STAGES[first] in AFTER_TRAINING:
-        return tuple(stage for stage in LOCAL_STAGES if stage in request.stages)  # neither rests on the other
+        return tuple(stage for stage in LOCAL_STAGES if stage in request.stages)  # neither depends on the other
     return LOCAL_STAGES[first:]
 
 
@@ -172,11 +169,11 @@ def _up_to_last(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def _check_hub(request: RunRequest, redone: Sequence[Stage]) -> None:
-    """CannotRunError when a stage would need what neither the Hub nor its cache here gives."""
+    """Raise CannotRunError if a stage needs data that neither the Hub nor its cache here has."""
     wanted = [stage for stage in request.stages or LOCAL_STAGES if _is_to_run(request, stage, redone)]
     absent = hub_reach.missing(_uris(request.job, wanted)) if wanted else ()
     if absent:
-        # What is wrong with the job comes first. The machine was not measured; it is taken to be what the job asks for.
+        # Faults of the job come first. The machine was not measured; it is assumed to be as the job requests.
         plan(request.job, Facts(local=True), request.settings)
         raise CannotRunError(
             f"{' and '.join(absent)}: {hub_reach.out_of_reach()}, and there is no copy here. {hub_reach.WAY_OUT}"
@@ -192,7 +189,7 @@ def _is_to_run(request: RunRequest, stage: Stage, redone: Sequence[Stage]) -> bo
 
 
 def _uris(job: FineTuneJob, stages: Sequence[Stage] = LOCAL_STAGES) -> dict[str, hub_reach.Kind]:
-    """What these stages read, each with its kind."""
+    """Return the URIs that these stages read, each with its kind."""
     spec = job.spec
     uris: dict[str, hub_reach.Kind] = {spec.model.uri: "model"}
     if spec.dataset is not None and Stage.PREPARE in stages:
@@ -227,7 +224,7 @@ def _field_of(stage: Stage) -> str:
 
 
 def _check_inputs(request: RunRequest, planned: JobPlan, wanted: Sequence[Stage], redone: Sequence[Stage]) -> None:
-    """CannotRunError when a named stage rests on others that are neither done nor named."""
+    """Raise CannotRunError if a named stage depends on others that are neither done nor named."""
     for stage in wanted:
         needed = [
             each
@@ -243,7 +240,7 @@ def _check_inputs(request: RunRequest, planned: JobPlan, wanted: Sequence[Stage]
 
 
 def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> None:
-    """The plan and the contract's files, each whole or not at all."""
+    """Write the plan and the contract's files, each atomically."""
     write_atomically(paths.plan, planned.to_json())
     write_atomically(paths.root / JOB_FILE, contract[JOB_FILE])
     if DEEPSPEED_FILE in contract:
@@ -256,7 +253,7 @@ def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> No
 
 
 class _Run:
-    """The stages of one run."""
+    """Stages of one run."""
 
     def __init__(self, request: RunRequest, facts: Facts, planned: JobPlan) -> None:
         self._request = request
@@ -283,7 +280,7 @@ class _Run:
                         result.interrupted, result.exit_code = stage, interrupts.exit_code
                     if result.exit_code:
                         if result.failure is not None and result.failure.failure_class == FailureClass.GATE_NOT_MET:
-                            # The last stage after all: what was measured is what people want to see.
+                            # The last stage anyway: people want to see the measurements.
                             write_report(self._paths, self._request.command)
                         return result
                     if stage is Stage.PREPARE:
@@ -294,7 +291,7 @@ class _Run:
         return result
 
     def _tidy(self) -> None:
-        """Delete checkpoints that nothing needs any more, or tell what they take. A program's own are its own."""
+        """Delete checkpoints that are no longer needed, or report their size. A program's own are left alone."""
         planned, folder = self._result.plan, self._paths.checkpoints
         size = size_of(folder)
         if planned.trainer.training is None or not size:
@@ -337,7 +334,7 @@ class _Run:
             display.end(stage, seconds, "failed")
             failure = failure_of(stage, code, self._paths.reports, log)
             text = failure.model_dump_json(by_alias=True, exclude_none=True, indent=2)
-            with contextlib.suppress(OSError):  # on a full disk the message on the screen has to do
+            with contextlib.suppress(OSError):  # on a full disk the message on the screen must suffice
                 write_atomically(self._paths.root / FAILURE_FILE, text + "\n")
             self._result.failure, self._result.exit_code = failure, 1
 
@@ -387,8 +384,7 @@ class _Run:
         )
 
     def _plan_with_data(self, display: Display) -> None:
-        """Plan again now that the rows are counted; what the trainer gets changes only here, between two
-        stages."""
+        """Plan again with the counted rows; only here, between two stages, the trainer's input changes."""
         data = read_data_facts(self._paths)
         for text in data.notes if data else ():
             display.log(f"prepare: {text}")
@@ -402,14 +398,14 @@ class _Run:
 
 
 def device_of(job: FineTuneJob, planned: JobPlan) -> Device:
-    """Where the stages compute."""
+    """Return the device on which the stages compute."""
     if planned.trainer.world is not None:
         return planned.trainer.world.device
     return "cpu" if job.spec.resources.gpus_per_node == 0 else planned.hardware.device
 
 
 def plan_changes(before: JobPlan, after: JobPlan) -> list[str]:
-    """What the trainer gets that it would not have got before, e.g. `training.maxSteps 100 -> 61`."""
+    """Return changes of the trainer's input, e.g. `training.maxSteps 100 -> 61`."""
     old, new = (dict(_flat(planned.trainer.model_dump(mode="json", by_alias=True))) for planned in (before, after))
     return [
         f"{name} {old.get(name)} -> {new.get(name)}"
@@ -425,7 +421,7 @@ def _flat(value: object, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def write_report(paths: JobPaths, again: str) -> None:
-    """report.html from what lies in the folder. The results stand without it, so a failure is only noted."""
+    """Write report.html from the folder's content. The results stand without it, so a failure is only noted."""
     command = [sys.executable, "-m", TRAINER, "report", "--job", str(paths.job), "--workspace", str(paths.root.parent)]
     command += ["--command", again] if again else []
     environment = trainer_environment(
@@ -447,7 +443,7 @@ def write_report(paths: JobPaths, again: str) -> None:
 
 
 def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
-    """The result for `-o json` and the table."""
+    """Return the result for `-o json` and the table."""
     paths = request.paths
     try:
         metrics = json.loads(paths.metrics.read_text())

@@ -1,8 +1,8 @@
-"""One stage of a local run, started as a pod starts it: by `finetune_trainer launch`.
+"""A stage of a local run, started as in a pod: by `finetune_trainer launch`.
 
-The launcher starts the ranks, leaves none behind, and reports what their ends add up to. Its standard input is one end
-of a pipe: when the other end closes, because this command wants the stage gone or is itself gone, the launcher kills
-everything at once.
+The launcher starts the ranks, leaves none behind, and reports their combined result. Its standard input is one end of a
+pipe: when the other end closes, because this command stops the stage or has itself died, the launcher kills everything
+at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOG_BYTES = 4096
 
 
 def stage_command(stage: Stage, paths: JobPaths, planned: JobPlan) -> list[str]:
-    """The command line of a stage: its launcher, with torchrun for a training of several processes."""
+    """Return the command line of a stage: its launcher, with torchrun for a training of several processes."""
     world = planned.trainer.world
     starter: Starter = "torchrun" if stage is Stage.TRAIN and world is not None and world.size > 1 else "process"
     deepspeed = str(paths.deepspeed) if stage is Stage.TRAIN and paths.deepspeed.exists() else None
@@ -46,7 +46,7 @@ class StageProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
-            # A session of its own: a terminal's Ctrl-C goes to this command alone, which then stops the stage.
+            # A session of its own: a terminal's Ctrl-C reaches only this command, which then stops the stage.
             self._process = subprocess.Popen(
                 command,
                 env=dict(environment),
@@ -57,15 +57,15 @@ class StageProcess:
             )
 
     def exit_code(self) -> int | None:
-        """None while it runs; minus the signal when the launcher was killed."""
+        """Return the exit code: None while it runs; minus the signal if the launcher was killed."""
         return self._process.poll()
 
     def ask_to_stop(self) -> None:
-        """SIGTERM: the stage saves what it can and ends."""
+        """Send SIGTERM: the stage saves its state if it can, and ends."""
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill everything that belongs to the stage and wait for it."""
+        """Kill all processes of the stage and wait for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -76,7 +76,7 @@ class StageProcess:
 
 
 def failure_of(stage: Stage, exit_code: int, reports: Path, log: Path) -> FailureStatus:
-    """The failure of a stage whose launcher ended with `exit_code`: what it reported, else how it ended."""
+    """Return the failure of a stage whose launcher ended with `exit_code`: its report, else based on that code."""
     report = _report(stage, reports)
     if report is not None and report.failure is not None:
         rank, failure = report.rank, report.failure
@@ -95,7 +95,7 @@ def failure_of(stage: Stage, exit_code: int, reports: Path, log: Path) -> Failur
 
 
 def _report(stage: Stage, reports: Path) -> TrainerReport | None:
-    """The launcher's, the only one of the stage; None when it was killed or could not write it whole."""
+    """Return the launcher's report, the only one of the stage; None if it was killed or could not write it whole."""
     for file in reports.glob(f"{stage}-*.json"):
         with contextlib.suppress(OSError, ValidationError):
             return TrainerReport.model_validate_json(file.read_bytes())
@@ -111,8 +111,7 @@ def _tail(log: Path) -> str | None:
 
 
 class Interrupts:
-    """Counts Ctrl-C, SIGTERM and SIGHUP while stages run, in place of the default that would tear the command
-    away."""
+    """Counter of Ctrl-C, SIGTERM and SIGHUP while stages run, in place of the default that would kill the command."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -123,7 +122,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         for number in self.SIGNALS:
-            # What is ignored already (nohup does that to SIGHUP) stays ignored.
+            # An ignored signal (nohup ignores SIGHUP) stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._arrived)
         return self
@@ -132,7 +131,7 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned it takes back
+            signal.signal(number, handler)  # type: ignore[arg-type]  # signal.signal accepts its own return value
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -140,5 +139,5 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """130 for Ctrl-C, 143 for SIGTERM, 129 for a terminal that went away."""
+        """Exit code: 130 for Ctrl-C, 143 for SIGTERM, 129 for a terminal that was closed."""
         return 128 + (self.first or signal.SIGINT)

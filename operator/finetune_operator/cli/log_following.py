@@ -1,7 +1,7 @@
-"""`finetune logs`: the lines of all pods of a stage's attempt, and with --follow of every later one until the job ends.
+"""`finetune logs`: the lines of all pods of a stage's attempt; with --follow, of every later one until the job ends.
 
-Pods are deleted with their attempt or their node, and their logs with them; then the end of the log that the status
-keeps of a failure is all there is, and it is said so.
+Pods are deleted with their attempt or their node, and their logs with them; then only the end of a failure's log in the
+status remains, and a note says so.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from finetune_operator.cli.watching import versions
 from finetune_operator.reconcile.reconcile_types import PodView
 
 LOOK_SECONDS = 2.0
-"""How often new pods are looked for while a job is followed."""
+"""Seconds between searches for new pods while a job is followed."""
 LAST_SECONDS = 10.0
-"""What the logs get to end after the job has: they end with their containers, which are over by then."""
+"""Seconds that the logs get to end after the job: they end with their containers, which have exited by then."""
 ORDER = {stage: number for number, stage in enumerate(Stage)}
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
 class NoLogError(ClusterError):
-    """There is nothing to show; the text says why and what there is instead."""
+    """Error of missing logs; the text has the reason and an alternative."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which lines."""
+    """Selection of lines."""
 
     stage: Stage | None = None
     pod: str | None = None
-    """A pod by its name, or by what stands behind the slash of its prefix."""
+    """Name of a pod, or the part of its prefix after the slash."""
     rank: int | None = None
     tail: int | None = None
     previous: bool = False
-    """The attempt before the newest one."""
+    """True for the attempt before the newest one."""
 
     def takes(self, job: ClusterJob, pod: PodView) -> bool:
-        """Whether the pod's lines are wanted, whatever its attempt."""
+        """Return True if the pod's lines are selected, whatever its attempt."""
         if self.stage is not None and pod.stage is not self.stage:
             return False
         if self.pod is not None and self.pod not in (pod.name, place_of(pod)):
@@ -55,17 +55,17 @@ class Wanted:
 
 
 def place_of(pod: PodView) -> str:
-    """Which of its attempt's pods it is: its node rank, or `launcher` for the one that starts the others."""
+    """Return the pod's index in its attempt: its node rank, or `launcher` for the one that starts the others."""
     return "launcher" if pod.index is None and pod.stage is Stage.TRAIN else str(pod.index or 0)
 
 
 def label_of(pod: PodView) -> str:
-    """What stands before its lines, e.g. `train-1/0`."""
+    """Return the prefix of its lines, e.g. `train-1/0`."""
     return f"{pod.stage}-{pod.attempt}/{place_of(pod)}"
 
 
 def node_of(job: ClusterJob, rank: int) -> int:
-    """The node rank of the pod in which a process runs."""
+    """Return the node rank of the pod in which a process runs."""
     plan, nodes = job.status.plan, max(1, job.spec.resources.nodes)
     if plan is None:
         return rank
@@ -76,38 +76,38 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\
 
 
 def stamped_line(line: str) -> tuple[str, str]:
-    """The time that the kubelet put before a line, and the line; no time before what is not the container's."""
+    """Return the kubelet's timestamp and the line; the timestamp is empty for lines that are not the container's."""
     found = _STAMP.match(line)
     return (found[1], line[found.end() :]) if found else ("", line)
 
 
 @dataclass
 class Printer:
-    """Writes lines with their pod's prefix, coloured on a terminal only."""
+    """Printer of lines with their pod's prefix, coloured on a terminal only."""
 
     console: Console
 
     def print(self, label: str, line: str) -> None:
-        """One line, as it came: it is not cut, and nothing in it is taken for markup."""
+        """Print one line, neither cut nor interpreted as markup."""
         prefix = Text(f"[{label}] ", style=COLOURS[zlib.crc32(label.encode()) % len(COLOURS)])
         self.console.print(
             Text.assemble(prefix, Text.from_ansi(line) if self.console.is_terminal else line), soft_wrap=True
         )
 
 
-# -------------------------------------------------------------------------------------------------------- what is there
+# -------------------------------------------------------------------------------------------------------- existing logs
 
 
 @dataclass(frozen=True)
 class FoundLog:
-    """Lines of pods with their labels, and what there is to tell about them."""
+    """Lines of pods with their labels, and notes about them."""
 
     lines: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
 
 
 async def read_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted) -> FoundLog:
-    """The lines that there are now, of all pods in the order of their times. Raises NoLogError when there are none."""
+    """Return the present lines of all pods in the order of their times. Raise NoLogError if there are none."""
     stage, attempt = _attempt(job, wanted)
     pods = [
         pod
@@ -120,7 +120,7 @@ async def read_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted) -> FoundL
         try:
             async for line in cluster.log(job, pod, tail=wanted.tail):
                 moment, text = stamped_line(line)
-                # A line without a time is the node's own word about the log; it stays where it came.
+                # A line without a time is the node's message about the log; it keeps its place.
                 last = moment or (stamped[-1][0] if stamped else "")
                 stamped.append((last, label_of(pod), text))
         except ClusterError as error:
@@ -135,7 +135,7 @@ async def read_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted) -> FoundL
 
 
 async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:
-    """Print what `read_logs` finds."""
+    """Print the result of `read_logs`."""
     found = await read_logs(cluster, job, wanted)
     for text in found.notes:
         note(text)
@@ -145,7 +145,7 @@ async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: 
 
 
 def _attempt(job: ClusterJob, wanted: Wanted) -> tuple[Stage, int]:
-    """Stage and attempt that are meant: the named one, else the one that runs or ran last."""
+    """Return the selected stage and attempt: the named one, else the one that runs or ran last."""
     begun = {Stage(stage.name): stage.attempt for stage in job.status.stages if stage.attempt}
     if not begun:
         why = next((one.message for one in job.status.conditions if one.status == "False" and one.message), "")
@@ -162,7 +162,7 @@ def _attempt(job: ClusterJob, wanted: Wanted) -> tuple[Stage, int]:
 
 
 def _kept_tail(job: ClusterJob, stage: Stage, attempt: int, wanted: Wanted, *, running: bool) -> FoundLog:
-    """The end of the log that the status keeps, with a note that it is that. Raises NoLogError when it keeps none."""
+    """Return the end of the log in the status, with a note about it. Raise NoLogError if there is none."""
     failure = job.status.failure
     fits = failure is not None and (failure.stage, failure.attempt) == (stage, attempt)
     if failure is not None and fits and failure.log_tail:
@@ -187,18 +187,18 @@ def _kept_tail(job: ClusterJob, stage: Stage, attempt: int, wanted: Wanted, *, r
 
 @dataclass
 class _Follower:
-    """One `finetune logs -f`."""
+    """State of one `finetune logs -f`."""
 
     cluster: Cluster
     wanted: Wanted
     printer: Printer
     job: ClusterJob
     first: tuple[int, int]
-    """Order of the stage and number of the attempt to begin with; what was before is history."""
+    """Order of the first stage and number of the first attempt to show; earlier ones are history."""
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def until_the_end(self) -> ClusterJob:
-        """Follow every wanted pod there is and will be, until the job has ended and their lines with it."""
+        """Follow every selected pod, present and future, until the job and their logs have ended."""
         await self._look(tail=self.wanted.tail)
         if not self.tasks:
             note(f"no pod of {self.job.name} has started yet that has the lines asked for; waiting for one.")
@@ -232,14 +232,14 @@ class _Follower:
                 await self._look()
 
     async def _look(self, tail: int | None = None) -> None:
-        """Begin with the pods that have started since the last look."""
+        """Follow the pods that have started since the last call."""
         for pod in await self.cluster.pods(self.job):
             later = (ORDER[pod.stage], pod.attempt) >= self.first
             if later and pod.uid not in self.tasks and pod.phase != "Pending" and self.wanted.takes(self.job, pod):
                 self.tasks[pod.uid] = asyncio.create_task(self._follow(pod, tail))
 
     async def _follow(self, pod: PodView, tail: int | None) -> None:
-        """The pod's lines to the last. A connection that ends before the pod is taken up after the last line."""
+        """Print the pod's lines to the last. A connection that ends before the pod is resumed after the last line."""
         label, last = label_of(pod), ""
         while True:
             over = pod.over
@@ -265,8 +265,8 @@ class _Follower:
 
 
 async def follow_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:
-    """Show lines as they come, from pod to pod and stage to stage, until the job has ended. When no pod has been there
-    in all that time, the end of the log that the status keeps, or NoLogError.
+    """Show lines as they come, from pod to pod and stage to stage, until the job has ended. If there was no pod in all
+    that time, show the end of the log in the status, or raise NoLogError.
     """
     try:
         stage, attempt = _attempt(job, wanted)

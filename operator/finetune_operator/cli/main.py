@@ -1,10 +1,8 @@
-"""The `finetune` command, also `kubectl finetune`: what can be typed, and which module answers.
+"""The `finetune` command, also `kubectl finetune`: its subcommands and their modules.
 
-Exit codes: 0; 1 when a job is refused or fails; 2 for a call that is wrong; 124 when a time is over; 128 + signal when
-interrupted.
+Exit codes: 0; 1 when a job is refused or fails; 2 for a wrong call; 124 at a timeout; 128 + signal when interrupted.
 
-A module is imported when its command is called: a list of the commands or of what may follow a word should come at
-once.
+A module is imported when its command is called: a list of the commands or shell completion should appear at once.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from finetune_operator.cli.program_name import COMPLETE_VARIABLE, program_name
 
 
 class _Listed(NamedTuple):
-    """Where a command is, and the first line of its help."""
+    """Module of a command, and the first line of its help."""
 
     module: str
     summary: str
@@ -61,7 +59,7 @@ COMMANDS = {
 
 
 def load(name: str) -> Any:
-    """The command `name` of COMMANDS, as the library that parses the command line has it."""
+    """Return the command `name` of COMMANDS, as an object of the library that parses the command line."""
     callback = getattr(import_module(f"finetune_operator.cli.commands.{COMMANDS[name].module}"), name)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     alone.command(name, help=(getdoc(callback) or "").replace("  finetune ", f"  {program_name()} "))(callback)
@@ -69,19 +67,19 @@ def load(name: str) -> Any:
 
 
 class _Commands(TyperGroup):
-    """All commands; says what is wrong with an option's value without the words of the library that checked it."""
+    """All commands; reports a wrong option value without the wording of the library that checked it."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = {name: TyperCommand(name, help=listed.summary) for name, listed in COMMANDS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Load the command that was named; return it with what follows it."""
+        """Load the named command; return it with its arguments."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load(str(command.name)), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was named."""
+        """Run the named command."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -100,8 +98,8 @@ app = typer.Typer(
 
 
 def main() -> NoReturn:
-    """The console script."""
-    gc.set_threshold(100_000)  # imports make objects, not garbage: with Python's 700, collections take 7 % of a start
+    """Run the console script."""
+    gc.set_threshold(100_000)  # imports create objects, not garbage: with Python's 700, collections take 7 % of a start
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]  # the classes that answer a shell
 

@@ -1,9 +1,9 @@
 """Facts of this machine, of the model and of data prepared earlier, for a plan made without a cluster.
 
-The trainer measures (it has transformers and torch), in a process of its own because these take seconds to
-import and this command must not depend on them. Its answer is kept in the user's cache folder until the
-model's files or the machine change. Without the trainer, or when it cannot measure, the machine is read
-without it and the planner assumes the rest and says so.
+The trainer measures (it has transformers and torch), in a process of its own because these take seconds to import and
+this command must not depend on them. Its answer is cached in the user's cache folder until the model's files or the
+machine change. Without the trainer, or if it cannot measure, the machine is read without it and the planner assumes the
+rest, with a note.
 """
 
 from __future__ import annotations
@@ -39,33 +39,32 @@ from finetune_operator.cli.local_files import write_atomically
 
 TRAINER = "finetune_trainer"
 TIMEOUT_SECONDS = 120
-"""Importing torch and reading a config take about 10 s; a config from the Hub over a slow line takes
-longer."""
+"""Timeout: importing torch and reading a config take about 10 s, and longer from the Hub over a slow line."""
 MEMORY_STEP = 512 * 1024**2
-"""Free memory is rounded down to multiples of it, in bytes."""
+"""Unit in bytes to which free memory is rounded down."""
 LITTLE_LEFT = 0.25
-"""Share of the memory; when less is free, a note tells it."""
+"""Fraction of the memory; if less is free, a note is printed."""
 
-# The trainer's last line is a log line: time, class and reason of the failure, and then what is to be told.
+# The trainer's last line is a log line: time, class and reason of the failure, then the message.
 _LOG_PREFIX = re.compile(r"^[0-9:]{8} \w+ \(\w+\): ")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What could be measured here."""
+    """Measurements of this machine and the model."""
 
     model: ModelFacts | None
     hardware: HardwareFacts
 
 
 def trainer_is_installed() -> bool:
-    """Whether stages can run in this environment."""
+    """Return True if stages can run in this environment."""
     return importlib.util.find_spec(TRAINER) is not None
 
 
 def measure(job: FineTuneJob, way_out: str = hub_reach.WAY_OUT) -> Measured:
-    """The model's shape and this machine; without the trainer only the machine, and a note says why. `way_out`: what to
-    do where the Hub cannot be reached.
+    """Return the model's shape and this machine; without the trainer only the machine, with a note. `way_out`: hint for
+    an unreachable Hub.
     """
     if not trainer_is_installed():
         note("the package finetune-trainer is not installed here, so the model's size is assumed.")
@@ -89,14 +88,14 @@ def measure(job: FineTuneJob, way_out: str = hub_reach.WAY_OUT) -> Measured:
 
 
 def own_hardware() -> HardwareFacts:
-    """This machine as far as it can be seen without torch: GPUs cannot."""
+    """Return this machine as far as it can be read without torch: without GPUs."""
     total = psutil.virtual_memory().total
     return HardwareFacts(cpu_cores=usable_cores(), memory_bytes=total, assumed=True)
 
 
 def free_part(hardware: HardwareFacts) -> HardwareFacts:
     """Return the machine with the memory that other programs leave, in whole steps so that equal plans stay equal. A
-    run that takes more would have the machine swap, or the kernel end something.
+    run that takes more would make the machine swap, or the kernel kill a process.
     """
     free = psutil.virtual_memory().available // MEMORY_STEP * MEMORY_STEP
     if free >= hardware.memory_bytes // MEMORY_STEP * MEMORY_STEP:
@@ -155,7 +154,7 @@ def _read(file: Path) -> TrainerFacts | None:
 
 
 def _cache_file(job: FineTuneJob) -> Path:
-    """One file per model, state of its files, machine, version of what measures, and what there is to measure."""
+    """Return the cache file for a model, the state of its files, the machine, library versions and measured fields."""
     key = {
         "model": source_of_model(job).model_dump(),
         "task": job.spec.task,
@@ -178,8 +177,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _state_of_files(uri: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of a local model's files; empty for a model elsewhere, whose revision stands for
-    it."""
+    """Return name, size and time of a local model's files; empty for a remote model, identified by its revision."""
     scheme, _, rest = uri.partition("://")
     match scheme:
         case "file":
@@ -196,6 +194,6 @@ def _state_of_files(uri: str) -> list[tuple[str, int, int]]:
 
 
 def state_of_files(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, size in bytes and time of change in ns of a file, or of the files in a folder."""
+    """Return name, size in bytes and time of change in ns of a file, or of the files in a folder."""
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]

@@ -1,4 +1,4 @@
-"""How the command was called; read before anything else is imported."""
+"""Name under which the command was called; read before anything else is imported."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 COMPLETE_VARIABLE = "_FINETUNE_COMPLETE"
-"""By which a shell's script asks the command what could follow."""
+"""Variable by which a shell's script requests completions."""
 
 
 def program_name() -> str:
-    """What the user typed: `kubectl finetune` when kubectl started this as its plug-in."""
+    """Return the typed name: `kubectl finetune` if kubectl started this as its plug-in."""
     return "kubectl finetune" if Path(sys.argv[0]).name.startswith("kubectl-finetune") else "finetune"

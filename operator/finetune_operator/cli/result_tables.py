@@ -24,12 +24,12 @@ def _table() -> Table:
 
 
 def _print_indented(console: Console, table: Table, below: int) -> None:
-    """The table without the spaces that fill its last column: text that is copied or compared has none."""
+    """Print the table without the spaces that fill its last column, which are unwanted in copied or compared text."""
     print_trimmed(console, Padding(table, (0, 0, below, 2), expand=False))
 
 
 def print_plan(console: Console, plan: JobPlan) -> None:
-    """A plan, section by section."""
+    """Print a plan, section by section."""
     for section in summarise(plan):
         console.print(section.title, style="bold cyan")
         table = _table()
@@ -47,7 +47,7 @@ def print_plan(console: Console, plan: JobPlan) -> None:
 
 
 def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The result of a run as label and value; what was not measured has no row."""
+    """Return the result of a run as label and value; omit values that were not measured."""
     metrics: Mapping[str, Any] = data["metrics"]
     evaluated, majority = metrics.get("evaluate") or {}, metrics.get("majority") or {}
     train = metrics.get("train") or {}
@@ -74,7 +74,7 @@ def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def print_result(console: Console, data: Mapping[str, Any]) -> None:
-    """The result of a run that ended well."""
+    """Print the result of a run that succeeded."""
     console.print(f"{data['name']}: {data['outcome']}", style="bold green")
     table = _table()
     table.add_column(overflow="fold")
@@ -84,7 +84,7 @@ def print_result(console: Console, data: Mapping[str, Any]) -> None:
 
 
 def print_failure(console: Console, failure: FailureStatus, log: str) -> None:
-    """What went wrong, the way out, and the end of the log."""
+    """Print the failure, the hint, and the end of the log."""
     rank = "" if failure.rank is None else f" on rank {failure.rank}"
     kind = f"{failure.failure_class} ({failure.reason}), exit code {failure.exit_code}"
     headline = f"Error: {failure.stage} failed{rank}: {kind}"

@@ -1,7 +1,7 @@
-"""`finetune review`: what a change of job files would do, as a page of Markdown for a code review.
+"""`finetune review`: effects of a change of job files, as a page of Markdown for a code review.
 
-For each job the verdict, what would run, how long it takes and what it costs at the prices of the settings, and for
-each problem its line, rule and way out.
+For each job the verdict, the plan, its duration and its cost at the prices of the settings, and for each problem its
+line, rule and hint.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from finetune_operator.planning.summary import summarise
 
 @dataclass(frozen=True)
 class Reviewed:
-    """One job, planned or refused."""
+    """A job, planned or refused."""
 
     entry: JobEntry
     plan: JobPlan | None
     problems: tuple[Problem, ...] = ()
     over: str = ""
-    """Why a job that could run is more than is allowed."""
+    """Reason why a job that could run exceeds the limits."""
 
     @property
     def passes(self) -> bool:
-        """Whether nothing speaks against it."""
+        """True if there is no objection to it."""
         return self.plan is not None and not self.over
 
     def data(self) -> dict[str, Any]:
-        """For `-o json`."""
+        """Return the data for `-o json`."""
         made = self.plan
         return {
             "file": self.entry.source,
@@ -69,11 +69,11 @@ class Review:
 
     @property
     def passes(self) -> bool:
-        """Whether nothing speaks against any of them."""
+        """True if there is no objection to any of them."""
         return not self.unread and all(one.passes for one in self.jobs)
 
     def data(self) -> dict[str, Any]:
-        """For `-o json`."""
+        """Return the data for `-o json`."""
         return {
             "passes": self.passes,
             "jobs": [one.data() for one in self.jobs],
@@ -82,7 +82,7 @@ class Review:
 
 
 def markdown(review: Review) -> str:
-    """The page: a table of all jobs, what is wrong, and each plan folded away."""
+    """Return the page: a table of all jobs, the problems, and each plan folded away."""
     parts = ["## Fine-tuning jobs", ""]
     if review.jobs:
         parts += [
@@ -132,16 +132,16 @@ def _folded(plan: JobPlan) -> list[str]:
 
 
 _SIGNS = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "@": "&#64;"})
-"""What Markdown reads as its own; `@name` would call somebody to the review."""
+"""Characters that Markdown interprets; `@name` would notify somebody of the review."""
 
 
 def _plain(text: str) -> str:
-    """What a job file says is shown as it is, and becomes no part of the page."""
+    """Return a job file's text so that it is shown literally, and cannot become markup."""
     return " ".join(text.split()).translate(_SIGNS)
 
 
 def too_dear(plan: JobPlan, most: float | None) -> str:
-    """Why the job costs more than `most`; empty: it does not, or nothing bounds it."""
+    """Return why the job costs more than `most`; empty: it does not, or there is no limit."""
     if most is None:
         return ""
     cost = plan.estimate.cost

@@ -1,7 +1,7 @@
-"""`finetune rollback`: which revision of an endpoint is to be served again, and the annotation that asks for it.
+"""`finetune rollback`: the choice of an endpoint's revision to serve again, and the annotation that requests it.
 
-The annotation names the revision that spec.endpoint asks for and the one to serve in its place. The spec stays as it
-is: what applies manifests from a repository does not undo a rollback, and the next change of spec.endpoint ends it.
+The annotation names the revision that spec.endpoint defines and the one to serve in its place. The spec is not changed:
+a tool that applies manifests from a repository does not undo a rollback, and the next change of spec.endpoint ends it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Rollback(Change):
     """Result of a rollback of one endpoint."""
 
     source: int
-    """Revision that spec.endpoint asks for."""
+    """Revision that spec.endpoint defines."""
     target: int
     """Revision to serve in its place."""
 
     def data(self) -> dict[str, Any]:
-        """For `-o json`."""
+        """Return the data for `-o json`."""
         return {**super().data(), "from": self.source, "to": self.target}
 
 
 async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: bool = False) -> Rollback:
-    """Ask for revision `to`, or for the one that served before; ClusterError when there is no such one."""
+    """Request revision `to`, or the one that served before; raise ClusterError if it does not exist."""
     job = await cluster.job(name)
     if job.metadata.deletion_timestamp is not None:
         raise ClusterError(f"FineTuneJob {name} is being deleted")
@@ -60,7 +60,7 @@ async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: 
 
 
 async def _followed(cluster: Cluster, job: ClusterJob, source: int, asked: str | None, dry_run: bool) -> Rollback:
-    """End a rollback: spec.endpoint is followed again."""
+    """End a rollback, so that spec.endpoint is in effect again."""
     if asked is None:
         return Rollback(job, "unchanged", f"is not rolled back from revision {source}", source, source)
     changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, None, dry_run)
@@ -68,11 +68,11 @@ async def _followed(cluster: Cluster, job: ClusterJob, source: int, asked: str |
 
 
 def _before(name: str, status: EndpointStatus, source: int) -> int:
-    """Return the revision that served last before the wanted one, and is another one."""
+    """Return the last revision that served before the wanted one and differs from it."""
     history = {one.number: one for one in status.revisions}
     same = [history[number].endpoint for number in (source, status.target) if number in history]
     if status.revision != status.target and status.revision in history:
-        # A rollout goes on: what serves is what was there before it.
+        # During a rollout the serving revision is the one before it.
         same = [history[source].endpoint] if source in history else []
     served = [one for one in status.revisions if one.ready_time is not None and one.endpoint not in same]
     if not served:

@@ -1,7 +1,7 @@
 """Read the folder of a run on this machine, finished or not.
 
-Nothing here fails because of what a folder holds: a file that is missing, cut off or not what it should be is told as a
-problem of the run, and the other files count. Nothing is written.
+Nothing here fails because of a folder's content: a file that is missing, cut off or malformed is reported as a problem
+of the run, and the other files count. Nothing is written.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ NO_SETTINGS = ("schemaVersion", "name", "run")
 
 
 class NoRunError(Exception):
-    """A folder that no run was made in, or no folder at all."""
+    """Error of a folder without a run, or of no folder at all."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder tells it."""
+    """A run, read from its folder."""
 
     name: str
-    """Told apart from the other runs by it."""
+    """Name that distinguishes it from the other runs."""
     folder: Path
     job: Mapping[str, Any]
-    """job.json, or what plan.json says it was; empty when neither can be read."""
+    """job.json, or its record in plan.json; empty if neither can be read."""
     plan: Mapping[str, Any]
     metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
     history: Sequence[Mapping[str, Any]]
     seconds: Mapping[Stage, float]
-    """Of the stages that have ended well."""
+    """Duration of the stages that have succeeded."""
     state: str
-    """`finished`, or how far it came."""
+    """`finished`, or the last progress."""
     problems: tuple[str, ...]
-    """What could not be read, and why."""
+    """Unreadable files, and the reasons."""
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A section of metrics.json; empty when it is not there."""
+        """Return a section of metrics.json; empty if it does not exist."""
         found = self.metrics.get(name)
         return found if isinstance(found, Mapping) else {}
 
 
 def find_runs(named: Sequence[str], workspace: Path) -> list[Run]:
-    """The runs by folder, or by the name of a job in `workspace`; NoRunError for the first that is none."""
+    """Return the runs by folder or by name of a job in `workspace`; raise NoRunError for the first that is none."""
     folders = [_folder(name, workspace) for name in named]
     names = [folder.name for folder in folders]
     return [
@@ -84,7 +84,7 @@ def _is_run(folder: Path) -> bool:
 
 
 _NAMED = 8
-"""As many runs at most in a message."""
+"""Maximum runs in a message."""
 
 
 def _runs_in(folder: Path) -> list[str]:
@@ -99,7 +99,7 @@ def _runs_in(folder: Path) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Everything that can be read, without secrets."""
+    """Read everything that can be read, without secrets."""
     paths, problems = JobPaths(folder), list[str]()
     job, plan = _read(paths.job, problems, needed=True), _read(paths.plan, problems)
     redactor = Redactor()
@@ -123,7 +123,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def _read(path: Path, problems: list[str], *, needed: bool = False) -> dict[str, Any]:
-    """A JSON object; empty, with the reason among the problems, when it cannot be read."""
+    """Return a JSON object; if it cannot be read, an empty one, and the reason among the problems."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def _read(path: Path, problems: list[str], *, needed: bool = False) -> dict[str,
 
 
 def _read_history(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The whole lines; a last line that was cut off is what an interruption leaves, and no problem."""
+    """Return the whole lines; a last line cut off by an interruption is no problem."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -189,7 +189,7 @@ def _failure(paths: JobPaths) -> FailureStatus | None:
 
 
 def _stages(job: Mapping[str, Any]) -> list[Stage]:
-    """Those that a job has settings for."""
+    """Return the stages that a job has settings for."""
     asked = {
         Stage.PREPARE: True,
         Stage.TRAIN: job.get("training") or job.get("script"),

@@ -1,7 +1,7 @@
-"""`finetune suspend`, `resume`, `restart` and `cancel`: what becomes of a job, decided from outside.
+"""`finetune suspend`, `resume`, `restart` and `cancel`: a job's control from outside.
 
-Each gives a Change: what was done, or why nothing had to be. What cannot be done is a ClusterError. With `dry_run` the
-API server is asked whether it would take the change, and nothing is changed.
+Each returns a Change: the action taken, or the reason why none was needed. An impossible action is a ClusterError. With
+`dry_run` the API server checks the change without making it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from finetune_operator.cli.watching import JobDeletedError, versions
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 STOP_SECONDS = 600.0
-"""How long an attempt may take to save its checkpoint and end; `template`'s grace period is far below that."""
+"""Seconds that an attempt may take to save its checkpoint and end; `template`'s grace period is far below that."""
 KEPT_ANNOTATION = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 @dataclass(frozen=True)
 class Change:
-    """What was done to one job."""
+    """Change made to one job."""
 
     job: ClusterJob
     verb: str
-    """`suspended`, `resumed`, `restarted`, `cancelled`; `unchanged` where it was so before."""
+    """`suspended`, `resumed`, `restarted`, `cancelled`; `unchanged` if there was nothing to do."""
     text: str
 
     def data(self) -> dict[str, Any]:
-        """For `-o json`."""
+        """Return the data for `-o json`."""
         return {
             "name": self.job.name,
             "namespace": self.job.metadata.namespace,
@@ -43,7 +43,7 @@ class Change:
 
 
 class NotRecreatedError(ClusterError):
-    """The job was deleted and could not be made again; it is in `manifest`."""
+    """Error of a job that was deleted and could not be created again; it is in `manifest`."""
 
     def __init__(self, text: str, manifest: dict[str, Any]) -> None:
         super().__init__(text)
@@ -51,7 +51,7 @@ class NotRecreatedError(ClusterError):
 
 
 async def suspend(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
-    """Stop the running attempt, which saves a checkpoint, and begin no other."""
+    """Stop the running attempt, which saves a checkpoint, and start no other."""
     job = await _living(cluster, name, "suspended")
     if job.spec.run_policy.suspend:
         return Change(job, "unchanged", "is suspended already")
@@ -60,7 +60,7 @@ async def suspend(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
 
 
 async def resume(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
-    """Let a suspended job go on."""
+    """Let a suspended job continue."""
     job = await _living(cluster, name, "resumed")
     if not job.spec.run_policy.suspend:
         return Change(job, "unchanged", "is not suspended")
@@ -69,9 +69,9 @@ async def resume(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
 
 
 async def restart(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
-    """A new attempt, from the last checkpoint, of a job that runs; the same job from its beginning when it has ended.
+    """Start a new attempt of a running job from its last checkpoint; start an ended job again from its beginning.
 
-    Raises NotRecreatedError when the ended job is gone and the API server does not take it again.
+    Raise NotRecreatedError if the ended job is deleted and the API server refuses to create it again.
     """
     job = await cluster.job(name)
     if job.metadata.deletion_timestamp is not None:
@@ -92,7 +92,7 @@ async def restart(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
 
 
 async def cancel(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
-    """Delete a job that has not ended. Its claim stays, with checkpoints and what was trained."""
+    """Delete a job that has not ended. Its claim stays, with checkpoints and results of training."""
     job = await cluster.job(name)
     if job.outcome is not None:
         return Change(job, "unchanged", f"has ended already ({job.outcome})")
@@ -112,7 +112,7 @@ async def _living(cluster: Cluster, name: str, wanted: str) -> ClusterJob:
 
 async def _anew(cluster: Cluster, job: ClusterJob, dry_run: bool) -> Change:
     manifest = manifest_of(job)
-    # Of another name, as this one is taken: the spec may have been admitted by rules that have changed since.
+    # Under another name, as this one is taken: the spec may have been admitted by rules that have changed since.
     metadata = {**manifest["metadata"], "name": f"{job.name[:40]}-check"}
     await cluster.create({**manifest, "metadata": metadata}, dry_run=True)
     await cluster.delete(job, dry_run)
@@ -127,10 +127,10 @@ async def _anew(cluster: Cluster, job: ClusterJob, dry_run: bool) -> Change:
 
 
 def manifest_of(job: ClusterJob) -> dict[str, Any]:
-    """The job as its owner would apply it: without what the API server and the operator have added."""
+    """Return the job as its owner would apply it: without additions of the API server and the operator."""
     raw = job.raw
     found = raw["metadata"].get("annotations", {})
-    # Revisions of an endpoint begin anew with the job.
+    # Revisions of an endpoint restart with the job.
     annotations = {k: v for k, v in found.items() if k not in (KEPT_ANNOTATION, ROLLBACK_ANNOTATION)}
     metadata = {"name": job.name, "namespace": job.metadata.namespace}
     labels = raw["metadata"].get("labels", {})
@@ -147,7 +147,7 @@ def manifest_of(job: ClusterJob) -> dict[str, Any]:
 
 
 async def _gone(cluster: Cluster, job: ClusterJob) -> None:
-    """Until the job is deleted, whether or not another one has its name by then."""
+    """Wait until the job is deleted, even if another one has its name by then."""
     try:
         async with asyncio.timeout(STOP_SECONDS):
             async for found in versions(cluster, job.name):
@@ -163,7 +163,7 @@ async def _gone(cluster: Cluster, job: ClusterJob) -> None:
 
 
 async def _stopped(cluster: Cluster, name: str) -> None:
-    """Until nothing of the job runs, or it has ended before."""
+    """Wait until nothing of the job runs, or it has ended."""
     (wait,) = await wait_for(cluster, [name], Goal.SUSPENDED, STOP_SECONDS, lambda wait: None)
     if wait.timed_out:
         raise ClusterError(f"FineTuneJob {name} has not stopped within {STOP_SECONDS:.0f} s")

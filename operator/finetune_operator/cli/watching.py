@@ -1,7 +1,7 @@
-"""`finetune watch`: a job until it ends, as a page that is drawn anew on a terminal, as lines elsewhere.
+"""`finetune watch`: a job until it ends, as a page redrawn on a terminal, as lines elsewhere.
 
-A watch that breaks is begun anew from the job as it is by then, so nothing that lasts is missed; while the API server
-is away that is told once, and tried again.
+A broken watch restarts from the job's current state, so no lasting change is missed; an absent API server is reported
+once, and retried.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ REDRAW_SECONDS = 1.0
 
 
 class JobDeletedError(ClusterError):
-    """The job was deleted while it was being followed."""
+    """Error of a job that was deleted while it was being followed."""
 
 
 async def versions(cluster: Cluster, name: str) -> AsyncIterator[ClusterJob]:
-    """The job now and after each change. Raises JobDeletedError when it goes, ClusterError when there is none."""
+    """Yield the job now and after each change. Raise JobDeletedError once deleted, ClusterError if there is none."""
     job = await cluster.job(name)
     uid, delay = job.metadata.uid, AGAIN_SECONDS
     yield job
@@ -64,14 +64,14 @@ async def versions(cluster: Cluster, name: str) -> AsyncIterator[ClusterJob]:
 
 
 class View(Protocol):
-    """Shows one version of the job after the other."""
+    """View that shows one version of the job after the other."""
 
     async def show(self, job: ClusterJob) -> None:
-        """This is how it is now."""
+        """Show the job as it is now."""
 
 
 class LineView:
-    """For a file or a pipe: a line for every change of what matters, and for progress every 10 s or 10 percent."""
+    """View for a file or a pipe: a line for every relevant change, and for progress every 10 s or 10 percent."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -80,7 +80,7 @@ class LineView:
         self._at = 0.0
 
     async def show(self, job: ClusterJob) -> None:
-        """One line, when there is something to tell."""
+        """Print one line, if there is anything to report."""
         status = job.status
         moment = (status.phase, status.stages, status.restarts, status.failure, job.outcome, status.conditions)
         percent = (status.progress.percent if status.progress else None) or 0
@@ -96,7 +96,7 @@ class LineView:
 
 
 class PageView:
-    """For a person: the page of `finetune status`, drawn anew at each change and every second for its times."""
+    """View for a person: the page of `finetune status`, redrawn at each change and every second for its times."""
 
     def __init__(self, cluster: Cluster, live: Live, program: str, flags: str) -> None:
         self._cluster = cluster
@@ -106,21 +106,21 @@ class PageView:
         self._events: tuple[Happening, ...] | None = ()
 
     async def show(self, job: ClusterJob) -> None:
-        """The page; events are read again only then, as every event of ours goes with a change of the job."""
+        """Show the page; events are read again only here, as every event of ours comes with a change of the job."""
         self._job = job
         with suppress(UnreachableError):
             self._events = await events_of(self._cluster, job)
         self.draw()
 
     def draw(self) -> None:
-        """With the times as they are by now."""
+        """Draw the page with the current times."""
         if self._job is not None:
             commands = self._next(self._job) if self._job.outcome else ()
             self._live.update(Group(*Page(self._job, utc_now(), self._events, commands).parts()), refresh=True)
 
 
 async def events_of(cluster: Cluster, job: ClusterJob) -> tuple[Happening, ...] | None:
-    """The job's events, or None when they may not be read."""
+    """Return the job's events, or None if they may not be read."""
     try:
         return await cluster.events(job)
     except ClusterError as error:
@@ -130,7 +130,7 @@ async def events_of(cluster: Cluster, job: ClusterJob) -> tuple[Happening, ...] 
 
 
 async def watch_job(cluster: Cluster, name: str, console: Console, program: str, flags: str) -> ClusterJob:
-    """Show the job until it has ended, and give it as it was then."""
+    """Show the job until it has ended, and return its last version."""
     if not console.is_terminal:
         return await _shown(cluster, name, LineView(console))
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:

@@ -1,12 +1,10 @@
-"""One job's folder on this machine: who may write to it, what it already holds, and whether that belongs to
-this job.
+"""A job's folder on this machine: write access, existing results, and whether they belong to this job.
 
-Results are kept unless the user asks otherwise, and never lost in silence: finished stages of the same job
-are not run again, a different job under the same name is refused, and a restart moves earlier results aside.
-Settings that only evaluation or prediction read may change: that stage runs again, with the model that was trained.
-What a stage was given is written down when it begins, as the user's own settings by field, so that a refusal
-can name what differs. Settings that change only how fast or where a stage runs (resources, checkpoints,
-launcher, runPolicy) may change between runs.
+Results are kept unless the user asks otherwise, and never lost silently: finished stages of the same job are not run
+again, a different job under the same name is refused, and a restart moves earlier results aside. Settings that only
+evaluation or prediction read may change: that stage runs again, with the trained model. A stage's inputs are recorded
+when it starts, as the user's own settings by field, so that a refusal can name the differences. Settings that change
+only how fast or where a stage runs (resources, checkpoints, launcher, runPolicy) may change between runs.
 """
 
 from __future__ import annotations
@@ -34,27 +32,27 @@ Inputs: TypeAlias = dict[str, Any]
 
 LOCAL_STAGES = (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT)
 AFTER_TRAINING = (Stage.EVALUATE, Stage.PREDICT)
-"""Stages that change nothing which another stage rests on."""
+"""Stages that change nothing on which another stage depends."""
 _OWN_BLOCKS = ("spec.evaluation", "spec.predict", "spec.generation")
 """Blocks of fields that stages of AFTER_TRAINING read."""
 _PREPARED_FIELDS = ("spec.predict.dataset", "spec.predict.columns")
-"""Those of these fields that prepare reads, too."""
+"""Those of these fields that prepare also reads."""
 INPUTS_FILE = "inputs.json"
 FAILURE_FILE = "failure.json"
 FILES_FIELD = "files of "
-"""Prefix of entries that stand for the content behind a URI."""
+"""Prefix of entries for the content behind a URI."""
 
 
 class BusyError(Exception):
-    """Another process works on this job."""
+    """Error of another process that works on this job."""
 
 
 class UnusableWorkspaceError(Exception):
-    """Results cannot be written where they should go."""
+    """Error of results that cannot be written to their place."""
 
 
 class DifferentJobError(Exception):
-    """The folder holds results of something else."""
+    """Error of a folder with results of another job."""
 
     def __init__(self, stage: Stage, differences: Sequence[str]) -> None:
         super().__init__("; ".join(differences))
@@ -67,11 +65,11 @@ class DifferentJobError(Exception):
 
 @contextmanager
 def locked(workspace: Path, name: str) -> Iterator[None]:
-    """Keep other runs of this job away; BusyError with the other's process id, UnusableWorkspaceError for a folder
-    that cannot be written to.
+    """Lock the job against other runs; raise BusyError with the other's process id, UnusableWorkspaceError for a folder
+    that is not writable.
 
-    The kernel holds the lock and gives it up with the process, however that ends, so a lock can not be stale.
-    The file stays: a lock on a file that somebody else just removed would keep nobody away.
+    The kernel holds the lock and releases it with the process, however that ends, so a lock cannot be stale. The file
+    stays: a lock on a file that somebody else just removed would exclude nobody.
     """
     try:
         workspace.mkdir(parents=True, exist_ok=True)
@@ -98,7 +96,7 @@ def locked(workspace: Path, name: str) -> Iterator[None]:
 
 
 def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
-    """What the result of `stage` depends on: its own settings and those of the stages before it."""
+    """Return the inputs of the result of `stage`: its own settings and those of the stages before it."""
     spec = job.spec
     parts: dict[str, Any] = {"task": spec.task, "model": spec.model, "dataset": spec.dataset}
     parts["preparation"] = spec.preparation.model_copy(update={"engine": "auto", "workers": 1})
@@ -113,7 +111,7 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
     if stage is Stage.EVALUATE:
         parts["evaluation"] = spec.evaluation
     if stage is Stage.PREDICT:
-        # Who shares the rows makes no difference to the result.
+        # Sharing the rows among workers does not affect the result.
         shared = {"workers": 1, "engine": "job"}
         parts["predict"] = None if spec.predict is None else spec.predict.model_copy(update=shared)
     if stage in AFTER_TRAINING and spec.generation != GenerationSpec():
@@ -127,7 +125,7 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
     uris = [spec.dataset.uri if spec.dataset else None]
     uris += [spec.predict.dataset.uri if spec.predict and spec.predict.dataset else None]
     files = {f"{FILES_FIELD}{uri}": _files_behind(uri) for uri in uris if uri and uri.startswith("file://")}
-    # Through JSON, so that what is compared with a record is of the record's types.
+    # Through JSON, so that values have the same types as in a record.
     flat: Inputs = json.loads(json.dumps(dict(_flat(plain)) | files))
     return flat
 
@@ -152,7 +150,7 @@ def _files_behind(uri: str) -> list[tuple[str, int, int]]:
 
 
 def recorded_inputs(paths: JobPaths) -> dict[str, Inputs]:
-    """What each stage that has begun was given, by its name; empty when nothing has."""
+    """Return the inputs of each stage that has started, by its name; empty if none has."""
     try:
         record = json.loads((paths.root / INPUTS_FILE).read_text())
     except (OSError, ValueError):
@@ -161,13 +159,13 @@ def recorded_inputs(paths: JobPaths) -> dict[str, Inputs]:
 
 
 def record_inputs(paths: JobPaths, job: FineTuneJob, stage: Stage) -> None:
-    """Write down what `stage`, about to begin, is given."""
+    """Record the inputs of `stage`, which is about to start."""
     record = recorded_inputs(paths) | {stage.value: inputs_of(job, stage)}
     write_atomically(paths.root / INPUTS_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def differences(earlier: Inputs, now: Inputs) -> list[str]:
-    """One phrase for each field that is not as it was."""
+    """Return one phrase for each field that has changed."""
     changed = [field for field in dict.fromkeys([*earlier, *now]) if earlier.get(field) != now.get(field)]
     return [_difference(field, earlier.get(field), now.get(field)) for field in changed]
 
@@ -186,7 +184,7 @@ def _shown(value: object) -> str:
 
 
 def finished(paths: JobPaths, stage: Stage) -> TrainerReport | None:
-    """The report of a stage that ended well; None when it has not."""
+    """Return the report of a stage that succeeded; None if it has not."""
     try:
         report = TrainerReport.model_validate_json((paths.state / f"{stage}.json").read_text())
     except (OSError, ValidationError):
@@ -195,7 +193,7 @@ def finished(paths: JobPaths, stage: Stage) -> TrainerReport | None:
 
 
 def check_same_job(paths: JobPaths, job: FineTuneJob, stages: Iterable[Stage]) -> None:
-    """DifferentJobError when one of the stages has begun with other inputs than the job has now."""
+    """Raise DifferentJobError if one of the stages has started with other inputs than the job's current ones."""
     record = recorded_inputs(paths)
     for stage in stages:
         earlier = record.get(stage.value)
@@ -208,8 +206,8 @@ def check_same_job(paths: JobPaths, job: FineTuneJob, stages: Iterable[Stage]) -
 
 
 def changed_after_training(paths: JobPaths, job: FineTuneJob) -> dict[Stage, list[str]]:
-    """Return the stages of AFTER_TRAINING that have begun and whose own settings, and nothing else, have changed since,
-    with one phrase for each field that has.
+    """Return the stages of AFTER_TRAINING that have started and whose own settings, and nothing else, have changed
+    since, with one phrase for each changed field.
     """
     record = recorded_inputs(paths)
     found = {}
@@ -228,7 +226,7 @@ def _is_own(field: str) -> bool:
 
 
 def prepared_facts(paths: JobPaths, job: FineTuneJob) -> DataFacts | None:
-    """Facts of data that an earlier run prepared for this very job; None when there are none."""
+    """Return facts of data that an earlier run prepared for this very job; None if there are none."""
     earlier = recorded_inputs(paths).get(Stage.PREPARE.value)
     if earlier is None or finished(paths, Stage.PREPARE) is None:
         return None
@@ -238,7 +236,7 @@ def prepared_facts(paths: JobPaths, job: FineTuneJob) -> DataFacts | None:
 
 
 def read_data_facts(paths: JobPaths) -> DataFacts | None:
-    """Facts of the prepared data as they lie in the folder."""
+    """Return the facts of the prepared data in the folder."""
     try:
         return DataFacts.model_validate_json((paths.prepared / "data.json").read_text())
     except (OSError, ValidationError):
@@ -246,18 +244,17 @@ def read_data_facts(paths: JobPaths) -> DataFacts | None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files in `folder`; 0 when there is none, or a link in its place."""
+    """Return the bytes of the files in `folder`; 0 if there is none, or a link in its place."""
     if folder.is_symlink():
         return 0
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def set_aside(paths: JobPaths, stages: Sequence[Stage]) -> Path | None:
-    """Move what `stages` have made to `<job>.previous-<n>` beside the job's folder; None when there is
-    nothing.
+    """Move the products of `stages` to `<job>.previous-<n>` beside the job's folder; return None if there are none.
 
-    All stages: the whole folder moves. Only some: their products move, and metrics.json is copied because it
-    is everybody's.
+    All stages: the whole folder moves. Only some: their products move, and metrics.json is copied because all stages
+    share it.
     """
     if not paths.root.exists() or not any(paths.root.iterdir()):
         return None

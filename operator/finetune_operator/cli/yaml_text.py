@@ -1,4 +1,4 @@
-"""Values as YAML that every reader takes for the same values."""
+"""Values as YAML that every reader parses to the same values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from finetune_operator.documents.scalars import NotResolvableError, resolve
 
 
 def documents(values: Sequence[Any]) -> str:
-    """YAML, a document each."""
+    """Return YAML, one document per value."""
     return yaml.dump_all(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, and in quotes what kubectl would read as something other than
-    text."""
+    """YAML dumper that writes multi-line text as a block, and quotes text that kubectl would parse as another type."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Equal parts are written out: a reader should not have to know anchors."""
+        """Write equal parts in full: a reader should not have to know anchors."""
         return True
 
 

@@ -1,9 +1,8 @@
-"""Which fields of `transformers.TrainingArguments` a job may set under `training.arguments`.
+"""Fields of `transformers.TrainingArguments` that a job may set under `training.arguments`.
 
-Three kinds: free ones; ones that a field of the spec decides (a second way to say the same could only contradict);
-and ones that the trainer fixes because the contract rests on them. `training_arguments.json` lists all names with
-their types, generated from the transformers that the trainer uses, so that a job is checked where transformers is not
-installed.
+Three kinds: free ones; ones that a spec field decides (a second way to set the same could only contradict); and ones
+that the trainer fixes because the contract rests on them. `training_arguments.json` lists all names with their types,
+generated from the trainer's transformers, so that a job is checked where transformers is not installed.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ ArgumentReason: TypeAlias = Literal[
     "UnknownArgument", "OwnedByPlan", "FixedByTrainer", "WrongType", "UnknownTracker", "UnknownSampling"
 ]
 Tracker: TypeAlias = Literal["tensorboard", "mlflow", "wandb"]
-"""What `report_to` may name."""
+"""Values that `report_to` may have."""
 Sampling: TypeAlias = Literal["random", "group_by_length"]
-"""What `train_sampling_strategy` may be; transformers has others."""
+"""Values that `train_sampling_strategy` may have; transformers has others."""
 
 OWNED_BY_PLAN: Mapping[str, str] = {
     "accelerator_config": "parallelism",
@@ -97,12 +96,12 @@ FREE: frozenset[str] = frozenset(
         "use_liger_kernel",
     }
 )
-"""What a job may set, and what then has an effect in the trainer's loop."""
+"""Fields that a job may set and that have an effect in the trainer's loop."""
 
 
 @dataclass(frozen=True)
 class ArgumentProblem:
-    """One field under `training.arguments` that cannot be accepted."""
+    """A field under `training.arguments` that cannot be accepted."""
 
     name: str
     reason: ArgumentReason
@@ -112,13 +111,13 @@ class ArgumentProblem:
 
 @cache
 def known_arguments() -> Mapping[str, tuple[ArgumentType, ...]]:
-    """Every field of TrainingArguments and the JSON types it takes."""
+    """Return every field of TrainingArguments with the JSON types it accepts."""
     text = resources.files("finetune_contract").joinpath("training_arguments.json").read_text(encoding="utf-8")
     return {name: tuple(types) for name, types in json.loads(text).items()}
 
 
 def check_arguments(arguments: Mapping[str, JsonValue]) -> tuple[ArgumentProblem, ...]:
-    """All problems of `training.arguments`, in the order in which the fields were written."""
+    """Return all problems of `training.arguments`, in the order in which the fields were written."""
     problems = (_problem(name, value) for name, value in arguments.items())
     return tuple(problem for problem in problems if problem is not None)
 
@@ -163,25 +162,25 @@ def _tracker_problem(value: JsonValue) -> ArgumentProblem | None:
 
 
 def trackers(arguments: Mapping[str, JsonValue]) -> tuple[Tracker, ...]:
-    """Those that `report_to` of checked arguments names, each once; none without it."""
+    """Return the trackers named by `report_to` of checked arguments, each once; none without it."""
     named = _named(arguments.get("report_to"))
     return tuple(tracker for tracker in get_args(Tracker) if tracker in named)
 
 
 def sampling(arguments: Mapping[str, JsonValue]) -> Sampling | None:
-    """What `train_sampling_strategy` of checked arguments asks for; None without it."""
+    """Return the sampling set by `train_sampling_strategy` of checked arguments; None without it."""
     asked = arguments.get("train_sampling_strategy")
     return next((each for each in get_args(Sampling) if each == asked), None)
 
 
 def groups_by_length(task: Task, arguments: Mapping[str, JsonValue]) -> bool:
-    """Whether all rows of a step are of like length, as checked arguments ask or else the task has it."""
+    """Return True if all rows of a step have similar length, by checked arguments or else by the task's default."""
     asked = sampling(arguments)
     return task in LENGTH_GROUPED_TASKS if asked is None else asked == "group_by_length"
 
 
 def _named(value: JsonValue) -> list[JsonValue]:
-    """A name or a list of names; `none` is what transformers calls no name."""
+    """Return a name or a list of names as a list; transformers writes an empty list as `none`."""
     if isinstance(value, list):
         return value
     return [] if value in (None, "none") else [value]

@@ -1,7 +1,7 @@
-"""Why a gang of processes failed: the first cause over all of them, not its echo in the others.
+"""Root cause of a failed gang of processes: the first failure over all of them, not its echo in the others.
 
-A pure function of what the processes reported and how they ended; the launcher that started them finds out both. It
-knows no log formats.
+A pure function of the processes' reports and exits; the launcher that started them collects both. It knows no log
+formats.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
 
 ECHOES = (FailureClass.COLLECTIVE, FailureClass.PREEMPTED)
-"""What the other ranks report once one is gone: their connection broke, or the launcher told them to end."""
+"""Failures of the remaining ranks once one is lost: their connection broke, or the launcher terminated them."""
 
 _SIGNAL_BASE = 128
-"""Shells and container runtimes tell a signal as 128 + its number."""
+"""Shells and container runtimes report a signal as 128 + its number."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A failure and the rank it happened on; None when no single rank can be named."""
+    """Failure and the rank it happened on; None when no single rank can be named."""
 
     rank: int | None
     failure: FailureReport
 
 
 def first_cause(reports: Iterable[TrainerReport], ends: Mapping[int, int], time: float = 0.0) -> Cause | None:
-    """The earliest failure that is not an echo; None when neither a report nor an end tells of one.
+    """Return the earliest failure that is not an echo; None when no report and no exit shows a failure.
 
-    `ends`: rank -> exit code of the processes that are known to have failed, as `of_exit` takes it, in the order in
-    which they were seen to end. A rank that failed without a report is a cause of its own, unless it was told
-    to end; `time` (Unix, seconds) is when that was seen.
+    `ends`: rank -> exit code of the processes known to have failed, as `of_exit` takes it, in the order observed. A
+    rank that failed without a report is a cause of its own, unless it was terminated; `time` (Unix, seconds) is when
+    that was observed.
     """
     failed = sorted(
         ((report.failure.known_time, report.rank, report.failure) for report in reports if report.failure is not None),
@@ -54,10 +54,10 @@ def first_cause(reports: Iterable[TrainerReport], ends: Mapping[int, int], time:
 
 
 def of_exit(code: int, time: float = 0.0, who: str = "The process") -> FailureReport:
-    """What the end of a process says that could not report.
+    """Return the failure of a process that exited without a report.
 
-    `code` is minus the signal for a killed one, or 128 + it where a shell or a container tells of it; the contract's
-    own codes above that mean what its table says. `who` begins the message.
+    `code` is minus the signal for a killed one, or 128 + it as a shell or a container reports it; the contract's own
+    codes above that have the meaning of its table. `who` begins the message.
     """
     signalled = signal_of(code)
     if signalled is not None:
@@ -80,7 +80,7 @@ def of_exit(code: int, time: float = 0.0, who: str = "The process") -> FailureRe
 
 
 def signal_of(code: int) -> int | None:
-    """The signal that ended the process; None when it ended by itself."""
+    """Return the signal that ended the process; None when it exited by itself."""
     if code < 0:
         return -code
     number = code - _SIGNAL_BASE

@@ -1,7 +1,7 @@
 """Charts as HTML and SVG text, for pages that load nothing and need no script.
 
 `str(chart)` is a `<figure>` that fits any width, escaped and ready for a page; Jinja2 inserts it by `{{ chart }}`, also
-where it escapes. A page puts `STYLE` into a `<style>` element once: the colours of light, dark and paper are there.
+with autoescape. A page puts `STYLE` into a `<style>` element once: it holds the colours of light, dark and paper.
 
     training_charts({"a": history_of_a, "b": history_of_b})  # one chart for each figure, the runs laid over each other
     chart("Loss", [Curve("a", [(1, 0.7), (2, 0.5)])])  # any other curves
@@ -22,17 +22,17 @@ Series: TypeAlias = Sequence[tuple[float, float]]
 """(x, y) by rising x."""
 
 _MOST_POINTS = 1500
-"""About as many as a wide screen has pixels: more would not be seen, and a long run has a hundred thousand steps."""
+"""About the pixels of a wide screen's width: more are invisible, and a long run has a hundred thousand steps."""
 _UNITS = 1000
-"""Width and height of the area that curves are drawn in, in SVG units; it is stretched to the page's width."""
+"""Width and height of the plot area in SVG units; it is stretched to the page's width."""
 _ROOM = 0.05
-"""Of the range of the values: left free above and below, so that no curve runs along the frame."""
+"""Fraction of the values' range left free above and below, so that no curve runs along the frame."""
 _MEANS_OF = 40
-"""A curve with fewer values is shown as it is; the mean line of a longer one covers a twentieth of its values."""
+"""Minimum number of values for a mean line, which covers a twentieth of them; a shorter curve is drawn as it is."""
 _FAINT = 3
-"""Of more noisy curves than these, only the means are drawn."""
+"""Maximum number of noisy curves drawn with their values; of more, only the means are drawn."""
 _LETTERS = 36
-"""As many fit below a chart on a telephone."""
+"""Characters that fit below a chart on a telephone."""
 
 _COLOURS: Final[Sequence[tuple[str, str]]] = (
     ("#1f5fbf", "#7fb0ff"),
@@ -44,45 +44,45 @@ _COLOURS: Final[Sequence[tuple[str, str]]] = (
     ("#6b5f00", "#d8c95a"),
     ("#555c68", "#b8c0cc"),
 )
-"""On light and on dark pages; each has a contrast above 4.5 with its page."""
+"""Colours on light and on dark pages; each has a contrast above 4.5 with its page."""
 _DASHES: Final[Sequence[str]] = ("none", "7 4", "2 4", "10 4 2 4", "14 5", "4 2", "10 3 2 3 2 3", "1 3 6 3")
-"""Dash patterns, so that colour is not all that tells curves apart. A curve has its place's colour, and its place's
-pattern moved on by one for each round of colours, so that 64 curves differ.
+"""Dash patterns, so that curves differ not only by colour. A curve has the colour of its place, and the pattern of its
+place moved on by one for each round of colours, so that 64 curves differ.
 """
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart, or a row of dots. Its place among the curves gives its colour and dashes."""
+    """One line of a chart, or a row of dots. Its place among the curves determines its colour and dashes."""
 
     name: str
     values: Series = ()
-    """Empty: the curve is not drawn, and the others keep their colours."""
+    """Points of the curve. Empty: it is not drawn, and the others keep their colours."""
     dots: bool = False
-    """Whether each value has a dot with a text of its own: for few values."""
+    """True if each value has a dot with a text of its own: for few values."""
     mean: bool = False
     """True for a noisy curve that is drawn faintly behind its running mean."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark of an axis."""
+    """Mark of an axis."""
 
     at: float
-    """0 at the axis's low end, 1 at its high end."""
+    """Position: 0 at the axis's low end, 1 at its high end."""
     text: str
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The range that is shown, fitted to the values."""
+    """Range shown, fitted to the values."""
 
     low: float
     high: float
     ticks: tuple[Tick, ...]
 
     def at(self, value: float) -> float:
-        """Place of a value: 0 at the low end, 1 at the high end."""
+        """Return the place of a value: 0 at the low end, 1 at the high end."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -92,17 +92,17 @@ class Chart:
 
     title: str
     unit: str
-    """What the values are counted in; empty where the title says it."""
+    """Unit of the values; empty if the title names it."""
     x_label: str
     curves: tuple[Curve, ...]
     x: Axis
     y: Axis
     summary: str
-    """What it shows, in words, for people who do not see it."""
+    """Description for people who cannot see the chart."""
     note: str = ""
 
     def line(self, curve: Curve) -> str:
-        """`points` of a curve's polyline, in SVG units."""
+        """Return `points` of a curve's polyline, in SVG units."""
         places = ((self.x.at(x), 1 - self.y.at(y)) for x, y in _thinned(curve.values))
         return " ".join(f"{_short(x * _UNITS)},{_short(y * _UNITS)}" for x, y in places)
 
@@ -124,7 +124,7 @@ class Chart:
         )
 
     def __html__(self) -> str:
-        """What Jinja2 puts into a page without escaping it again."""
+        """Return the text that Jinja2 inserts into a page without escaping it again."""
         return str(self)
 
     def _curve(self, place: int, curve: Curve) -> Iterable[str]:
@@ -150,7 +150,7 @@ class Bars:
     unit: str
     x_label: str
     counts: tuple[tuple[str, int], ...]
-    """Name of each bar, and how high it is."""
+    """Name and height of each bar."""
     summary: str
 
     def __str__(self) -> str:
@@ -175,18 +175,18 @@ class Bars:
         )
 
     def __html__(self) -> str:
-        """What Jinja2 puts into a page without escaping it again."""
+        """Return the text that Jinja2 inserts into a page without escaping it again."""
         return str(self)
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a bar."""
+    """Part of a bar."""
 
     x: float
-    """Where it begins, in percent of the bar."""
+    """Start, in percent of the bar."""
     width: float
-    """In percent of the bar."""
+    """Width, in percent of the bar."""
     title: str
 
 
@@ -194,16 +194,16 @@ class Share:
 
 
 def training_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "step") -> list[Chart]:
-    """Charts of what the histories have: loss, metrics of the validation rows, learning rate, throughput. Those metrics
-    of a single run that are between 0 and 1 share a chart.
+    """Return the charts of the histories: loss, metrics of the validation rows, learning rate, throughput. Those
+    metrics of a single run that are between 0 and 1 share a chart.
 
-    `runs`: name -> lines of its `history.jsonl`. The curves of several runs are laid over each other, and a run has
-    the same colour in each chart. `x`: the field of the lines that is the x axis.
+    `runs`: name -> lines of its `history.jsonl`. The curves of several runs are laid over each other, and a run has the
+    same colour in each chart. `x`: the field of the lines that is the x axis.
     """
     names = {name: None for lines in runs.values() for line in lines for name in line if name.startswith("eval_")}
     together: list[str] = []
     if len(runs) == 1:
-        names.pop("eval_loss", None)  # it is beside the training loss
+        names.pop("eval_loss", None)  # shown beside the training loss
         together = [name for name in names if GREATEST.get(name.removeprefix("eval_")) == 1]
         together = together if len(together) > 1 else []
     found = [
@@ -221,7 +221,7 @@ def training_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "s
 
 
 def loss_chart(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "step") -> Chart | None:
-    """The training loss; of a single run beside the loss of its validation rows. None without two finite values."""
+    """Return the training loss; of a single run beside its validation loss. None without two finite values."""
     if len(runs) == 1:
         [lines] = runs.values()
         curves = [
@@ -242,7 +242,7 @@ def overlaid(
     mean: bool = False,
     dots: bool = False,
 ) -> Chart | None:
-    """The field `name` of the histories of `runs`, one curve a run."""
+    """Return the field `name` of the histories of `runs`, one curve a run."""
     curves = [Curve(run, series(lines, name, x), dots=dots, mean=mean) for run, lines in runs.items()]
     return chart(title, curves, unit=unit, x_label=x)
 
@@ -252,7 +252,7 @@ def _measured(runs: Mapping[str, Sequence[Mapping[str, Any]]], name: str, x: str
 
 
 def _shares_measured(runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str], x: str) -> Chart | None:
-    """Metrics between 0 and 1, laid over each other."""
+    """Return a chart of the metrics between 0 and 1, laid over each other."""
     curves = [
         Curve(name.removeprefix("eval_").replace("_", " "), series(lines, name, x), dots=True)
         for lines in runs.values()
@@ -262,7 +262,7 @@ def _shares_measured(runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Seq
 
 
 def series(rows: Iterable[Mapping[str, Any]], name: str, x: str = "step") -> Series:
-    """Finite values of a field by rising `x`; after a resume the later log of a step counts."""
+    """Return the finite values of a field by rising `x`; after a resume the later log of a step counts."""
     points = {float(row[x]): float(row[name]) for row in rows if _finite(row.get(x)) and _finite(row.get(name))}
     return sorted(points.items())
 
@@ -277,7 +277,7 @@ def _finite(value: object) -> bool:
 def chart(
     title: str, curves: Sequence[Curve], *, unit: str = "", x_label: str = "step", note: str = ""
 ) -> Chart | None:
-    """`curves` over one fitted axis; None unless one of them has two values to connect."""
+    """Return `curves` over one fitted axis; None unless one of them has two values to connect."""
     if not any(len(curve.values) > 1 for curve in curves):
         return None
     noisy = _noisy(curves)
@@ -298,7 +298,7 @@ def chart(
 
 
 def bars(title: str, counts: Sequence[tuple[str, int]], *, unit: str, x_label: str) -> Bars | None:
-    """Counts side by side; None when there is nothing to count."""
+    """Return counts side by side; None when there is nothing to count."""
     total = sum(count for _, count in counts)
     if not total:
         return None
@@ -308,7 +308,7 @@ def bars(title: str, counts: Sequence[tuple[str, int]], *, unit: str, x_label: s
 
 
 def shares(seconds: Mapping[str, float]) -> list[Share]:
-    """A bar divided by `seconds`."""
+    """Return a bar divided in proportion to `seconds`."""
     total = sum(seconds.values()) or 1.0
     bar: list[Share] = []
     x = 0.0
@@ -320,8 +320,8 @@ def shares(seconds: Mapping[str, float]) -> list[Share]:
 
 
 def fitted(values: Sequence[float], room: float = _ROOM, *, whole: bool = False) -> Axis:
-    """The axis that shows `values` (at least one): their range and `room` of it at both ends. Zero is shown where it
-    is nearer to them than a fifth of their range. `whole`: between whole numbers is nothing, so nothing is marked.
+    """Return the axis for `values` (at least one): their range, with `room` of it added at both ends. Zero is included
+    if it is nearer to them than a fifth of their range. `whole`: mark whole numbers only.
     """
     low, high = min(values), max(values)
     if low == high:
@@ -335,7 +335,7 @@ def fitted(values: Sequence[float], room: float = _ROOM, *, whole: bool = False)
 
 
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that cover low to high in about `wanted` steps."""
+    """Return multiples of 1, 2 or 5 times a power of ten that cover low to high in about `wanted` steps."""
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / wanted))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * wanted >= span * 0.999)
@@ -344,7 +344,7 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def running_mean(values: Series) -> Series | None:
-    """The mean of a twentieth of the values around each; None when they are too few to be noisy."""
+    """Return the mean over a twentieth of the values around each; None if they are too few to be noisy."""
     if len(values) < _MEANS_OF:
         return None
     half = len(values) // _MEANS_OF
@@ -356,19 +356,19 @@ def running_mean(values: Series) -> Series | None:
 
 
 def number(value: float) -> str:
-    """A figure for people: thousands separated, and four digits where it is small or no whole number."""
+    """Format a number for people: thousands separated, four digits if it is small or not whole."""
     if value == int(value) and abs(value) < 1e7:
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
 
 
 def _drawn(curve: Curve, noisy: int) -> Series:
-    """The values that are shown, of `noisy` noisy curves."""
+    """Return the values drawn for a curve, given the number of `noisy` curves."""
     return (running_mean(curve.values) if curve.mean and noisy > _FAINT else None) or curve.values
 
 
 def _noisy(curves: Iterable[Curve]) -> int:
-    """How many curves are shown by their means."""
+    """Count the curves that have a running mean."""
     return sum(curve.mean and running_mean(curve.values) is not None for curve in curves)
 
 
@@ -455,4 +455,4 @@ STYLE: Final = "\n".join(
         ".chart figcaption { color: var(--chart-text); font-size: .8125rem; }",
     ]
 )
-"""Rules for what charts are made of; all names begin with `chart`, and nothing in them must be escaped in HTML."""
+"""CSS rules of charts; all names begin with `chart`, and nothing in them must be escaped in HTML."""

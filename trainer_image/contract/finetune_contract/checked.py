@@ -1,4 +1,4 @@
-"""What `python -m finetune_trainer check` says of a job's data: of their first rows, and before anything is trained."""
+"""Result of `python -m finetune_trainer check`: a job's data, judged by their first rows before anything is trained."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from finetune_contract.report import FailureReport
 
 
 class TextLengths(Message):
-    """Lengths of the texts of one column, or of a row as the tokenizer sees it."""
+    """Lengths of the texts of one column, or of a row in tokens."""
 
     mean: float = Field(ge=0)
     longest: int = Field(ge=0)
 
 
 class CheckedSplit(Message):
-    """The rows of one split that were read."""
+    """Rows that were read of one split."""
 
     role: str
     """`train`, `validation`, `test` or `predict`."""
@@ -24,9 +24,9 @@ class CheckedSplit(Message):
     origin: str
     rows: int = Field(ge=0)
     whole: bool
-    """Whether these are all rows."""
+    """True if these are all rows."""
     columns: tuple[str, ...]
-    """All that the split has, used or not."""
+    """All columns of the split, used or not."""
     labels: dict[str, int] = Field(default_factory=dict)
     """Label name -> rows; empty without labels."""
     words: dict[str, TextLengths] = Field(default_factory=dict)
@@ -34,22 +34,22 @@ class CheckedSplit(Message):
     characters: dict[str, TextLengths] = Field(default_factory=dict)
     """Column of text -> its lengths in characters."""
     tokens: TextLengths | None = None
-    """Of a row; None where the tokenizer is not at hand without the model's libraries."""
+    """Lengths of a row in tokens; None if the tokenizer is unavailable without the model's libraries."""
     longer: int | None = None
     """Rows of more than `max_length` tokens."""
     estimated: bool = False
-    """Whether `tokens` and `longer` are those of some of the rows, and `longer` is projected to all that were read."""
+    """True if `tokens` and `longer` come from a sample, with `longer` projected to all rows that were read."""
 
 
 class CheckedData(Message):
-    """What was found, good and bad."""
+    """Findings about the data, good and bad."""
 
     splits: tuple[CheckedSplit, ...] = ()
     max_length: int | None = None
-    """Most tokens of a row; None: not known."""
+    """Maximum tokens of a row; None: unknown."""
     long_rows: str = ""
-    """What becomes of longer rows, as the end of a sentence."""
+    """Treatment of longer rows, as the end of a sentence."""
     notes: tuple[str, ...] = ()
     """Sentences for people."""
     problems: tuple[FailureReport, ...] = ()
-    """What prepare would refuse."""
+    """Problems that prepare would refuse."""

@@ -1,4 +1,4 @@
-"""The closed sets of words that the API, the plan and the trainer share."""
+"""Closed sets of values that the API, the plan and the trainer share."""
 
 from __future__ import annotations
 
@@ -22,47 +22,46 @@ LANGUAGE_TASKS: tuple[Task, ...] = (
     "translation",
     "masked-lm",
 )
-"""Those whose model has the vocabulary for its outputs, and a head that was pre-trained with its body."""
+"""Tasks whose model outputs the vocabulary, with a head that was pre-trained with its body."""
 WRITING_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning", "summarization", "translation")
-"""Those whose predictions are text that the model writes."""
+"""Tasks whose predictions are text that the model generates."""
 LENGTH_GROUPED_TASKS: tuple[Task, ...] = ("text-classification",)
-"""Those where all rows of a step are of like length unless the job says otherwise, which saves padding. Not where each
-token is learnt, or which: what short rows say is not what long ones say, and steps of nothing but short ones learn
-worse.
+"""Tasks where all rows of a step have similar length by default, which saves padding. Not tasks that learn each token,
+or a position: short and long rows differ in content there, and steps of only short rows learn worse.
 """
 LabelForm: TypeAlias = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""As `problem_type` of a model's config has them."""
+"""Forms of labels, named as `problem_type` of a model's config."""
 StrategyName: TypeAlias = Literal["single", "ddp", "fsdp", "deepspeed"]
 FP8_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
-"""Those with which layers were seen to multiply in fp8."""
+"""Strategies with which layers were observed to multiply in fp8."""
 WHOLE_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp")
-"""Those that leave matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed makes one long vector
-of all weights, and transformers' Adafactor has no form for torch's DTensor. Weights in 4 bits are packed layer by
+"""Strategies that keep matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed flattens all
+weights into one vector, and transformers' Adafactor does not support torch's DTensor. 4-bit weights are packed layer by
 layer.
 """
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
 ActivationOffload: TypeAlias = Literal["none", "cpu"]
 Sharding: TypeAlias = Literal["full", "grad-op", "hybrid"]
-"""What FSDP divides: all state over all processes; gradients and optimizer state, while the parameters stay gathered
-between forward and backward; all state inside a node, with a copy on every node.
+"""State that FSDP shards: all state over all processes; gradients and optimizer state, while the parameters stay
+gathered between forward and backward; all state inside a node, with a replica on every node.
 """
 PipelineSchedule: TypeAlias = Literal["1f1b", "interleaved", "gpipe"]
 RankOrder: TypeAlias = Literal["DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
-"""Dimensions of a mesh of processes, data, pipeline and tensor, the one in which neighbouring ranks differ last."""
+"""Dimensions of a process mesh (data, pipeline, tensor), that of neighbouring ranks last."""
 CheckpointingMode: TypeAlias = Literal["none", "full", "selective"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
 InferencePrecision: TypeAlias = Literal["fp32", "bf16"]
-"""Of evaluation and prediction, which scale nothing as fp16 wants it."""
+"""Precision of evaluation and prediction; no fp16, since they do not scale values as it requires."""
 RungName: TypeAlias = Literal[
     "none", "bf16", "compile", "int8", "onnx", "onnx-int8", "onnx-int8-static", "openvino", "openvino-bf16",
     "openvino-int8",
 ]  # fmt: skip
-"""A way to compute predictions; `none` is the plain model, `int8` the fastest of those with 8-bit products."""
+"""Method of computing predictions; `none` is the plain model, `int8` the fastest of those with 8-bit products."""
 Optimization: TypeAlias = RungName | Literal["measured"]
-"""How predict computes; `measured`: in the way that is fastest on a sample of the rows."""
+"""Method of predict; `measured`: the fastest on a sample of the rows."""
 RUNG_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")
-"""Tasks whose predictions can be computed otherwise than by the plain model: they take one forward pass."""
+"""Tasks whose predictions have alternatives to the plain model: they take one forward pass."""
 Device: TypeAlias = Literal["cpu", "cuda"]
 SchedulerName: TypeAlias = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
@@ -72,7 +71,7 @@ OptimizerName: TypeAlias = Literal["adamw", "adafactor", "sgd"]
 
 
 class Stage(StrEnum):
-    """One step of a job, in the order in which they run."""
+    """Step of a job, in the order in which they run."""
 
     PREPARE = "prepare"
     TRAIN = "train"

@@ -1,8 +1,8 @@
-"""Which choices of a job go together: one table for validation, the API server, the planner, the trainer and the docs.
+"""Choices of a job that go together: one table for validation, the API server, the planner, the trainer and the docs.
 
-A constraint is data: while all of `when` is chosen, all of `needs` has to hold. Validation looks at it with what the
-spec leaves open, the planner with each strategy that it tries, the trainer with everything decided; the API server gets
-it as CEL. To add a constraint, add a row.
+A constraint is data: if all of `when` is chosen, all of `needs` must hold. Validation evaluates it with the spec's open
+choices, the planner with each strategy that it tries, the trainer with everything decided; the API server gets it as
+CEL. To add a constraint, add a row.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Value: TypeAlias = str | int | bool
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of one job that constrain each other. None: not chosen yet, or not known."""
+    """Choices of one job that constrain each other. None: not chosen yet, or unknown."""
 
     task: Task | None = None
-    """The task that the built-in loop trains for."""
+    """Task that the built-in loop trains for."""
     packing: Literal["always", "never"] | None = None
     adapter: AdapterMethod | Literal["none"] | None = None
     precision: Precision | None = None
     optimizer: OptimizerName | None = None
     torch_compile: bool | None = None
     liger: bool | None = None
-    """Whether Liger's kernels are asked for."""
+    """True if Liger's kernels are requested."""
     strategy: StrategyName | None = None
     zero_stage: ZeroStage | None = None
     sharding: Sharding | None = None
@@ -54,22 +54,22 @@ class Choices:
     checkpointing: CheckpointingMode | None = None
     tensor: int | None = None
     pipeline: int | None = None
-    """Degree."""
+    """Degree of pipeline parallelism."""
     sequence: int | None = None
     deepspeed_config: bool | None = None
-    """Whether the job overrides keys of the DeepSpeed configuration."""
+    """True if the job overrides keys of the DeepSpeed configuration."""
     device: Device | None = None
     nodes: int | None = None
     processes_per_node: int | None = None
 
     @property
     def model_ranks(self) -> int | None:
-        """Processes that hold one replica of the model together."""
+        """Number of processes that together hold one replica of the model."""
         return None if self.tensor is None or self.pipeline is None else self.tensor * self.pipeline
 
     @property
     def offload(self) -> str | None:
-        """Where optimizer state and parameters lie, e.g. `cpu+none`."""
+        """Location of optimizer state and parameters, e.g. `cpu+none`."""
         if self.offload_optimizer is None or self.offload_parameters is None:
             return None
         return f"{self.offload_optimizer}+{self.offload_parameters}"
@@ -92,7 +92,7 @@ class Choices:
 
 
 def choices_of(job: TrainerJob, training: Training) -> Choices:
-    """Return the choices of a planned job that trains by `training`: all of them are made."""
+    """Return the choices of a planned job that trains by `training`: none is open."""
     world, adapter = training.world, training.adapter
     return Choices(
         task=job.task,
@@ -110,63 +110,63 @@ def choices_of(job: TrainerJob, training: Training) -> Choices:
 
 @dataclass(frozen=True)
 class Term:
-    """One choice and the values that it has to have."""
+    """A choice and the values that it must have."""
 
     choice: str
     """Name of a field or a property of `Choices`."""
     values: tuple[Value, ...]
     excluded: bool = False
-    """Whether it has to have any value but these."""
+    """True if it must have any value but these."""
     chosen: bool = False
-    """As a need: whether an open choice breaks it, since nothing else would choose so."""
+    """As a need: True if an open choice breaks it, because nothing else would choose such a value."""
 
     def is_met(self, choices: Choices) -> bool:
-        """Whether the choice is made and has such a value."""
+        """Return True if the choice is made and has such a value."""
         value = getattr(choices, self.choice)
         return value is not None and (value in self.values) != self.excluded
 
     def can_be_met(self, choices: Choices) -> bool:
-        """Whether the choice has such a value or may still get it."""
+        """Return True if the choice has such a value or may still get it."""
         return self.is_met(choices) or (getattr(choices, self.choice) is None and not self.chosen)
 
 
 def one_of(choice: str, *values: Value) -> Term:
-    """The choice has one of `values`; without values it has to be left open."""
+    """Require one of `values`; without values the choice must be open."""
     return Term(choice, values)
 
 
 def none_of(choice: str, *values: Value) -> Term:
-    """The choice has a value that is not one of `values`."""
+    """Require a value that is not one of `values`."""
     return Term(choice, values, excluded=True)
 
 
 def chosen(choice: str, *values: Value) -> Term:
-    """As `one_of`, and an open choice is not enough."""
+    """Require one of `values`; unlike with `one_of`, an open choice is not enough."""
     return Term(choice, values, chosen=True)
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Choices that need others."""
+    """Choices that require others."""
 
     name: str
     field: str
-    """Path from `spec` of the field to blame."""
+    """Path from `spec` of the field to report."""
     when: tuple[Term, ...]
     needs: tuple[Term, ...]
     rule: str
     """Predicate of a sentence about the field, without the full stop."""
     hint: str
-    """What to change."""
+    """Instruction that solves the problem."""
 
     def value(self, choices: Choices) -> Value | None:
-        """Return the value of the field to blame; None where no single choice is made by it."""
+        """Return the value of the reported field; None if no single choice is made by it."""
         terms = (*self.when, *self.needs)
         made = (each.choice for each in terms if FIELDS[each.choice] == (self.field,))
         return next((getattr(choices, choice) for choice in made), None)
 
     def holds(self, choices: Choices) -> bool:
-        """Whether the choices, as far as they are made, keep the constraint."""
+        """Return True if the choices made so far satisfy the constraint."""
         return not all(term.is_met(choices) for term in self.when) or all(
             term.can_be_met(choices) for term in self.needs
         )
@@ -202,10 +202,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "nodes": ("resources.nodes",),
     "processes_per_node": ("resources.processesPerNode",),
 }
-"""Choice -> fields of the spec, from `spec`, that make it."""
+"""Choice -> fields below `spec` that make it."""
 
 CONSTRAINTS: tuple[Constraint, ...] = (
-    # Strategies and what belongs to one of them.
+    # Strategies and their own settings.
     Constraint(
         "zero-stage-needs-deepspeed",
         "parallelism.zeroStage",
@@ -471,4 +471,4 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         hint="leave use_liger_kernel out",
     ),
 )
-"""Order is the order of reporting."""
+"""In the order of reporting."""

@@ -1,4 +1,4 @@
-"""The two base models of the contract: one for what is obeyed, one for what is only read."""
+"""The two base models of the contract: one for orders, one for data that is only read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pydantic.alias_generators import to_camel
 
 
 class Order(BaseModel):
-    """Base of what one side obeys (`job.json`).
+    """Base of documents that the receiver must obey (`job.json`).
 
-    Unknown fields are refused: a setting that the trainer does not know would otherwise be accepted and ignored.
+    Unknown fields are refused: a setting unknown to the trainer would otherwise be accepted and ignored.
     """
 
     model_config = ConfigDict(
@@ -17,12 +17,12 @@ class Order(BaseModel):
     )
 
     def to_json(self) -> str:
-        """This value as indented JSON with camelCase names, ending in a newline; equal values give equal text."""
+        """Return this value as indented JSON with camelCase names and a final newline; equal values give equal text."""
         return self.model_dump_json(by_alias=True, indent=2) + "\n"
 
 
 class Message(BaseModel):
-    """Base of what one side tells the other (facts, progress, reports).
+    """Base of documents that inform the other side (facts, progress, reports).
 
     Unknown fields are ignored, so that an older reader understands a newer writer.
     """
@@ -32,5 +32,5 @@ class Message(BaseModel):
     )
 
     def to_json(self) -> str:
-        """This value as indented JSON with camelCase names, ending in a newline; equal values give equal text."""
+        """Return this value as indented JSON with camelCase names and a final newline; equal values give equal text."""
         return self.model_dump_json(by_alias=True, indent=2) + "\n"

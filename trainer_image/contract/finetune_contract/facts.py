@@ -1,7 +1,7 @@
 """Measured facts that a plan rests on: the model's shape, the data's lengths, the machine.
 
-The trainer's image measures them (it has transformers and the data at hand) and the planner consumes them. Everything
-is in plain units: parameters are counts, lengths are tokens, memory is bytes.
+The trainer's image measures them (it has transformers and the data) and the planner reads them. All units are plain:
+parameters are counts, lengths are tokens, memory is bytes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from finetune_contract.contract_models import Message
 
 
 class LinearWidths(Message):
-    """The linear layers of one name, one or more in each block: sums over all of them."""
+    """Linear layers that share a name, one or more in each block: sums over all of them."""
 
     inputs: int = Field(gt=0)
     outputs: int = Field(gt=0)
     weights: int = Field(default=0, ge=0)
-    """Elements of their matrices; 0: nobody has counted."""
+    """Elements of their matrices; 0: not counted."""
 
 
 class ModelFacts(Message):
-    """The shape of a model, from its config on the meta device (no weights are read)."""
+    """Shape of a model, from its config on the meta device (no weights are read)."""
 
     model_type: str
     """`model_type` of the Hugging Face config, e.g. `bert`."""
@@ -37,10 +37,9 @@ class ModelFacts(Message):
     intermediate_size: int = Field(gt=0)
     attention_heads: int = Field(gt=0)
     key_value_heads: int | None = Field(default=None, gt=0, exclude_if=lambda heads: heads is None)
-    """Heads of keys and values where several heads of queries share one; None: each has its own."""
+    """Key and value heads under grouped-query attention; None: each query head has its own."""
     fused_attention: bool = Field(default=True, exclude_if=lambda fused: fused)
-    """Whether transformers computes attention without keeping heads x length scores for each token, as far as somebody
-    has looked.
+    """True if transformers computes attention without storing heads x length scores for each token, as far as is known.
     """
     vocabulary_size: int = Field(gt=0)
     max_positions: int | None = None
@@ -49,27 +48,27 @@ class ModelFacts(Message):
     parameter_bytes: int = Field(gt=0)
     """Size of the weights as stored, in bytes."""
     head_parameters: int = Field(ge=0, default=0)
-    """Of `parameters`, those of the task's head (with the encoder's pooler): an adapter run trains them whole."""
+    """Those of `parameters` in the task's head (with the encoder's pooler): an adapter run trains them whole."""
     linear_layers: dict[str, LinearWidths] = Field(default_factory=dict)
     """Name in its block, numbers as `*` (`attention.self.query`, `experts.*.w1`) -> widths of the linear layers that
-    adapters can adapt; empty when nobody has looked.
+    adapters can adapt; empty: unknown.
     """
 
     @property
     def key_value_width(self) -> int:
-        """Elements of the keys of one token in a layer, and of its values."""
+        """Elements of one token's keys in a layer; its values have as many."""
         return self.hidden_size * (self.key_value_heads or self.attention_heads) // self.attention_heads
 
 
 class SplitFacts(Message):
-    """One prepared split."""
+    """Facts of one prepared split."""
 
     rows: int = Field(ge=0)
-    """What batches are made of: rows of the data, windows of them, or sequences that several of them share."""
+    """Units that batches consist of: rows of the data, windows of them, or packed sequences of several."""
     windows_of: int | None = None
-    """Rows of the data where they were cut into windows; None: they were not."""
+    """Rows of the data before they were cut into windows; None: they were not cut."""
     packs_of: int | None = None
-    """Rows of the data (windows of them, where they were cut) that share sequences; None: each has its own."""
+    """Rows of the data (windows of them, if cut) before packing into shared sequences; None: not packed."""
     tokens: int = Field(ge=0)
     """Tokens over all rows after truncation, special tokens included."""
     truncated_rows: int = Field(ge=0, default=0)
@@ -79,8 +78,8 @@ class SplitFacts(Message):
     """Tokens of the longest row after truncation."""
 
     def coarsened(self, buckets: int) -> SplitFacts:
-        """With at most `buckets` (at least 1) buckets: neighbours are joined under the upper edge, so no length is
-        taken for less than it is.
+        """Return the split with at most `buckets` (at least 1) buckets: neighbours merge under the upper edge, so no
+        length is underestimated.
         """
         edges = sorted(self.length_histogram)
         if len(edges) <= buckets:
@@ -93,26 +92,26 @@ class SplitFacts(Message):
 
 
 class DataFacts(Message):
-    """What `prepare` found. `fingerprint` names the prepared data: equal fingerprint, equal shards."""
+    """Result of `prepare`. `fingerprint` names the prepared data: equal fingerprint, equal shards."""
 
     fingerprint: str
     splits: dict[str, SplitFacts]
-    """Keyed by the roles train, validation, test, predict."""
+    """Splits by role: train, validation, test, predict."""
     labels: tuple[str, ...] = ()
     """Label names in the order of their ids; empty for tasks without labels."""
     label_form: LabelForm | None = None
-    """Of tasks whose labels have several."""
+    """Form of the labels, in tasks that have several forms."""
     label_counts: dict[str, int] = Field(default_factory=dict)
     """Label name -> rows of the train split (of the test split when nothing trains)."""
     validation_from_train: bool = False
-    """True when no validation split was there and a seeded 5 % of train was set aside."""
+    """True if there was no validation split and a seeded 5 % of train was set aside."""
     max_length: int = Field(gt=0)
-    """The truncation length in effect, in tokens."""
+    """Truncation length in effect, in tokens."""
     notes: tuple[str, ...] = Field(default=(), exclude_if=lambda notes: not notes)
-    """Sentences for people: what in the data is unusual, and how prepare reads it."""
+    """Sentences for people: unusual properties of the data, and how prepare reads them."""
 
     def for_planning(self, buckets: int) -> DataFacts:
-        """What a plan rests on: without labels and notes, and with at most `buckets` buckets in each histogram."""
+        """Return the inputs of a plan: without labels and notes, at most `buckets` buckets in each histogram."""
         splits = {role: split.coarsened(buckets) for role, split in self.splits.items()}
         return self.model_copy(update={"labels": (), "label_counts": {}, "notes": (), "splits": splits})
 
@@ -124,9 +123,9 @@ class DeviceFacts(Message):
     memory_bytes: int = Field(gt=0)
     """Memory of one device in bytes."""
     bf16: bool = True
-    """Whether the device computes in bf16 natively."""
+    """True if the device computes in bf16 natively."""
     capability: str | None = Field(default=None, exclude_if=lambda capability: capability is None)
-    """CUDA compute capability, e.g. `8.0`; None: nobody has said, or it is no GPU of NVIDIA's."""
+    """CUDA compute capability, e.g. `8.0`; None: unknown, or not an NVIDIA GPU."""
 
 
 class HardwareFacts(Message):
@@ -134,22 +133,22 @@ class HardwareFacts(Message):
 
     cpu_cores: int = Field(gt=0)
     memory_bytes: int = Field(gt=0)
-    """Host memory that a job may use on one node, in bytes."""
+    """Host memory in bytes that a job may use on one node."""
     gpus_per_node: int = Field(ge=0, default=0)
     gpu: DeviceFacts | None = None
     cpu_bf16: bool = False
-    """Whether the CPU has bf16 units (AVX512-BF16 or AMX); emulated bf16 is slower than fp32."""
+    """True if the CPU has bf16 units (AVX512-BF16 or AMX); emulated bf16 is slower than fp32."""
     assumed: bool = False
-    """True when nobody measured this: it was given on the command line or is a default."""
+    """True if not measured: given on the command line, or a default."""
 
     @property
     def device(self) -> Device:
-        """`cuda` when the node has GPUs."""
+        """Return `cuda` when the node has GPUs, else `cpu`."""
         return "cuda" if self.gpus_per_node else "cpu"
 
 
 class TrainerFacts(Message):
-    """What `python -m finetune_trainer facts` prints: everything known without touching the data."""
+    """Output of `python -m finetune_trainer facts`: everything known without reading the data."""
 
     task: Task
     model: ModelFacts

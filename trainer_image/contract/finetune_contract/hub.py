@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-# As huggingface_hub.utils.validate_repo_id has it, where each part has at most 96 characters.
+# Same rule as huggingface_hub.utils.validate_repo_id, with at most 96 characters in each part.
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})?")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it is `name` or `organisation/name`: no path, no third part, no way up."""
+    """Return True for `name` or `organisation/name`: no path, no third part, no `..`."""
     return _NAME.fullmatch(name) is not None and ".." not in name and "--" not in name

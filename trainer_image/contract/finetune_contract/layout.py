@@ -1,4 +1,4 @@
-"""Paths, environment names and exit codes that both sides rely on: one table each."""
+"""Paths, environment variable names and exit codes that both sides rely on: one table each."""
 
 from __future__ import annotations
 
@@ -7,42 +7,40 @@ from enum import StrEnum
 from pathlib import Path
 
 ENV_REPORT = "FINETUNE_REPORT"
-"""File for this process's `TrainerReport`; `{rank}` in it is replaced by the rank. In a pod: the termination
-message.
-"""
+"""File for this process's `TrainerReport`; `{rank}` is replaced by the rank. In a pod: the termination message."""
 ENV_PROGRESS = "FINETUNE_PROGRESS"
 """File to which rank 0 appends one `Progress` as a JSON line at most twice a second; unset: no file is written."""
 ENV_KUBEFLOW_URL = "KUBEFLOW_TRAINER_SERVER_URL"
 ENV_KUBEFLOW_CA = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 ENV_KUBEFLOW_TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"
-"""Path of a file with the bearer token, read anew for each request because the kubelet rotates it."""
+"""Path of a file with the bearer token, read for each request because the kubelet rotates it."""
 
 ENV_GRACE_SECONDS = "FINETUNE_GRACE_SECONDS"
-"""What a pod has between SIGTERM and SIGKILL (`terminationGracePeriodSeconds`); the launcher in it ends everything
-before.
+"""Seconds between SIGTERM and SIGKILL of a pod (`terminationGracePeriodSeconds`); its launcher ends all processes
+earlier.
 """
 DEFAULT_GRACE_SECONDS = 60
 ENV_STACKS_SECONDS = "FINETUNE_STACKS_SECONDS"
-"""After so many seconds without progress a process writes its Python stacks into its log; unset: never."""
+"""Seconds without progress after which a process writes its Python stacks into its log; unset: never."""
 ENV_CACHE = "FINETUNE_CACHE"
-"""Folder for what jobs share, prepared data among it; unset: `.cache` of the workspace."""
+"""Folder that jobs share, with prepared data among others; unset: `.cache` of the workspace."""
 ENV_ATTEMPT = "FINETUNE_ATTEMPT"
-"""The same for all pods of one Indexed Job that prepares or predicts, and for no others."""
+"""Identifier that only the pods of one Indexed Job that prepares or predicts share."""
 ENV_CHECKPOINT_SECRET = "FINETUNE_CHECKPOINT_SECRET"
-"""Key that checkpoints are signed with, of a Secret that the job names; read where `CheckpointSchedule.signed`."""
+"""Key that signs checkpoints, from a Secret that the job names; read if `CheckpointSchedule.signed`."""
 ENV_INDEX = "JOB_COMPLETION_INDEX"
-"""The number of a pod of an Indexed Job, which Kubernetes sets."""
+"""Index of a pod of an Indexed Job, set by Kubernetes."""
 ENV_FORWARD = "FINETUNE_FORWARD_ENV"
-"""Names of further variables that mpirun takes to the ranks in other pods, separated by commas: the user's own."""
+"""Names of further variables, comma-separated, that mpirun forwards to the ranks in other pods: the user's own."""
 SERVE_PORT = 8080
-"""Where a server of the model listens in its pod."""
+"""Port of a server of the model in its pod."""
 ENV_SERVE_TOKEN = "FINETUNE_SERVE_TOKEN"
-"""Bearer token that requests to a server of the model must carry, of a Secret that the job names; unset: none."""
+"""Bearer token that requests to a model server must carry, from a Secret that the job names; unset: none."""
 ENV_ENDPOINT_REVISION = "FINETUNE_ENDPOINT_REVISION"
-"""Number of the endpoint's revision that a server belongs to, which it sends with each answer; unset: it has none."""
+"""Number of the endpoint revision that a server belongs to, sent with each answer; unset: it has none."""
 MPI_HOSTFILE = "/etc/mpi/hostfile"
 SSH_PORT = 2222
-"""Where the MPI workers' sshd listens: a process that is not root cannot have 22."""
+"""Port of the MPI workers' sshd: a process that is not root cannot bind 22."""
 
 ENV_SCRIPT_MODEL = "FINETUNE_MODEL"
 ENV_SCRIPT_REVISION = "FINETUNE_MODEL_REVISION"
@@ -68,18 +66,18 @@ SCRIPT_VARIABLES: dict[str, str] = {
     ENV_SCRIPT_RESUME_FROM: "The newest whole checkpoint in that folder, for `resume_from_checkpoint`. Not set when "
     "there is none, or with `checkpoints.resume: never`.",
 }
-"""What a user's own training program finds in its environment, beside what torchrun would set."""
+"""Environment of a user's own training program, in addition to torchrun's variables."""
 
 DEFAULT_REPORT_PATH = "/dev/termination-log"
 REPORT_LIMIT_BYTES = 4096
-"""The kubelet keeps this much of a termination message; a report stays below it."""
+"""Size of a termination message that the kubelet keeps; a report stays below it."""
 
 COMPLETION_MARKER = "COMPLETE"
 """File written last into a folder whose content is whole. A folder without it is not used."""
 
 
 class FailureClass(StrEnum):
-    """Why a stage failed, as the operator and a human need to tell it apart."""
+    """Class of a stage's failure, as the operator and a human need to distinguish it."""
 
     DATA = "DataError"
     CONFIG = "ConfigError"
@@ -101,7 +99,7 @@ class FailureClass(StrEnum):
 
 EXIT_OK = 0
 EXIT_CODES: dict[FailureClass, int] = {
-    # 1 to 127: the same again would fail the same way.
+    # 1 to 127: an identical attempt would fail the same way.
     FailureClass.PROGRAM: 1,
     FailureClass.DATA: 10,
     FailureClass.CONFIG: 11,
@@ -112,8 +110,8 @@ EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.STORAGE_FULL: 16,
     FailureClass.LOSS_NOT_FINITE: 17,
     FailureClass.CHECKPOINT: 18,
-    # 128 to 255: worth another try, as it is or adapted.
-    FailureClass.OUT_OF_MEMORY: 137,  # 128 + SIGKILL: what the kernel's out-of-memory killer leaves, too
+    # 128 to 255: worth another attempt, unchanged or adapted.
+    FailureClass.OUT_OF_MEMORY: 137,  # 128 + SIGKILL: also the exit code of the kernel's out-of-memory killer
     FailureClass.PREEMPTED: 143,  # 128 + SIGTERM
     FailureClass.COLLECTIVE: 150,
     FailureClass.STORAGE_LOST: 151,
@@ -126,19 +124,19 @@ CLASS_OF_EXIT_CODE = {code: failure_class for failure_class, code in EXIT_CODES.
 
 
 def retryable(exit_code: int) -> bool:
-    """Whether another attempt can end differently."""
+    """Return True if another attempt can end differently."""
     return exit_code >= 128
 
 
 @dataclass(frozen=True)
 class JobPaths:
-    """Every path below one job's folder, `<workspace>/<job name>/`."""
+    """Paths below one job's folder, `<workspace>/<job name>/`."""
 
     root: Path
 
     @classmethod
     def of(cls, workspace: Path, job_name: str) -> JobPaths:
-        """The paths of job `job_name` in `workspace`."""
+        """Return the paths of job `job_name` in `workspace`."""
         return cls(workspace / job_name)
 
     @property
@@ -157,7 +155,7 @@ class JobPaths:
 
     @property
     def run(self) -> Path:
-        """Which run the folder belongs to (`TrainerJob.run`); absent when the stages were started without one."""
+        """Run that the folder belongs to (`TrainerJob.run`); absent when the stages were started without one."""
         return self.root / "run.json"
 
     @property
@@ -176,7 +174,7 @@ class JobPaths:
 
     @property
     def offload(self) -> Path:
-        """State that is offloaded to files, while a training without a cluster runs."""
+        """State offloaded to files during a training without a cluster."""
         return self.root / "offload"
 
     @property
@@ -195,7 +193,7 @@ class JobPaths:
 
     @property
     def optimization(self) -> Path:
-        """Ways to compute predictions, as they were measured."""
+        """Measurements of the methods of computing predictions."""
         return self.root / "optimization.json"
 
     @property
@@ -224,20 +222,20 @@ class JobPaths:
 
     @property
     def tracking(self) -> Path:
-        """What the trackers that `training.arguments.report_to` names write: `tensorboard/`, `mlflow/`, `wandb/`."""
+        """Output of the trackers that `training.arguments.report_to` names: `tensorboard/`, `mlflow/`, `wandb/`."""
         return self.root / "tracking"
 
     @property
     def state(self) -> Path:
-        """One `<stage>.json` (the rank 0 `TrainerReport`) for each stage that ended well."""
+        """One `<stage>.json` (the rank 0 `TrainerReport`) for each stage that succeeded."""
         return self.root / "state"
 
     @property
     def reports(self) -> Path:
-        """`<stage>-<rank>.json`: reports of the launchers of a local run; by the rank that each is about."""
+        """`<stage>-<rank>.json`: reports of a local run's launchers, by the rank that each is about."""
         return self.root / "reports"
 
     @property
     def logs(self) -> Path:
-        """`<stage>.log`: output of the stages of a local run."""
+        """`<stage>.log`: output of a local run's stages."""
         return self.root / "logs"

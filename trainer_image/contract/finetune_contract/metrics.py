@@ -1,4 +1,4 @@
-"""The metrics of each task, for the API that checks their names and for the trainer that measures them."""
+"""Metrics of each task, for the API that checks their names and for the trainer that measures them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from finetune_contract.choices import LabelForm, Task
 Forms: TypeAlias = Mapping[LabelForm | None, tuple[str, ...]]
 
 LOSS = "loss"
-"""Measured by every task besides its metrics."""
+"""Metric that every task measures in addition to its own."""
 METRICS: Mapping[Task, Forms] = {
     "text-classification": {
         "single_label_classification": ("accuracy", "f1", "precision", "recall"),
@@ -25,11 +25,11 @@ METRICS: Mapping[Task, Forms] = {
     "translation": {None: ("bleu", "chrf")},
     "masked-lm": {None: ("perplexity", "accuracy")},
 }
-"""Task -> form of its labels (None: it has one) -> names as Hugging Face has them, without `eval_`."""
+"""Task -> form of its labels (None: it has one) -> Hugging Face's names, without `eval_`."""
 JUDGED_AFTER_TRAINING: tuple[Task, ...] = ("summarization", "translation")
-"""Tasks whose metrics are of text that the model writes, which takes too long for evaluations in mid-training."""
+"""Tasks whose metrics are of generated text, which takes too long for evaluations during training."""
 LOWER_IS_BETTER = frozenset({LOSS, "mse", "mae", "perplexity", "rewards/rejected"})
-"""Of all other metrics a greater value is better."""
+"""Metrics that improve downwards; all others improve upwards."""
 _SHARES = ("accuracy", "f1", "precision", "recall", "exact_match", "rouge1", "rouge2", "rougeL", "rewards/accuracies")
 GREATEST: Mapping[str, float] = {
     **dict.fromkeys(_SHARES, 1.0),
@@ -47,5 +47,5 @@ def metrics_of(task: Task) -> tuple[str, ...]:
 
 
 def stopping_metrics_of(task: Task) -> tuple[str, ...]:
-    """Return what evaluations in mid-training measure, which early stopping can watch."""
+    """Return the metrics that evaluations during training measure, which early stopping can watch."""
     return (LOSS,) if task in JUDGED_AFTER_TRAINING else metrics_of(task)

@@ -1,4 +1,4 @@
-"""What a stage says while it runs (`Progress`) and when it ends (`TrainerReport`)."""
+"""Reports of a stage: while it runs (`Progress`) and when it ends (`TrainerReport`)."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ TimePart: TypeAlias = Literal[
     "rest",
     "finish",
 ]
-"""What a training spends its time with. `start`: until the first step (model, spreading, reading a checkpoint); `data`:
-waiting for batches and moving them to the device; `forward_backward`: both, where a pipeline runs them interleaved;
-`communication`: collectives that nothing else runs beside, with the wait for the slowest process; `optimizer`: clipping
-and the update; `rest`: what is between them, such as gathering the loss; `finish`: gathering and writing the model.
+"""Part of a training's wall-clock time. `start`: until the first step (model, sharding, reading a checkpoint); `data`:
+waiting for batches and moving them to the device; `forward_backward`: both, where a pipeline interleaves them;
+`communication`: collectives that overlap with nothing, including the wait for the slowest process; `optimizer`:
+clipping and the update; `rest`: between them, such as gathering the loss; `finish`: gathering and writing the model.
 """
 
 
 class TimeSplit(Message):
-    """How the wall-clock time of a training divides, on rank 0, over the attempts whose steps count."""
+    """Split of a training's wall-clock time, on rank 0, over the attempts whose steps count."""
 
     total_seconds: float
     parts: dict[TimePart, float]
-    """Seconds. They add up to the total."""
+    """Seconds of each part. They add up to the total."""
     with_communication: tuple[TimePart, ...] = ()
-    """Parts that hold exchange between processes which cannot be told apart from what they compute."""
+    """Parts whose communication between processes cannot be separated from their computation."""
     clock: Literal["host", "cuda-events"] = "host"
-    """Where a part ends: on GPUs when the device comes by, not when the host has asked it to."""
+    """Clock that marks the end of a part: on GPUs the device's, not the host's."""
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text in at most `limit` characters: of a longer one the middle goes."""
+    """Return the text cut to at most `limit` characters: a longer one loses its middle."""
     half = limit // 2 - 3
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
 class Progress(Message):
-    """Where a stage is. `step` counts optimizer steps in training and rows elsewhere."""
+    """State of a running stage. `step` counts optimizer steps in training and rows elsewhere."""
 
     stage: Stage
     step: int = Field(ge=0)
@@ -69,12 +69,12 @@ class Progress(Message):
 
     @property
     def percent(self) -> int:
-        """Share done, 0 to 100, rounded down."""
+        """Percentage done, 0 to 100, rounded down."""
         return min(100, 100 * self.step // self.total_steps) if self.total_steps else 0
 
 
 class KubeflowMetric(Message):
-    """One metric in the Kubeflow protocol, which carries values as text."""
+    """A metric in the Kubeflow protocol, which carries values as text."""
 
     name: str
     value: str
@@ -91,27 +91,27 @@ class KubeflowStatus(Message):
 
 
 class KubeflowUpdate(Message):
-    """The body of a progress POST."""
+    """Body of a progress POST."""
 
     trainer_status: KubeflowStatus
 
 
 class FailureReport(Message):
-    """Why a stage failed on this rank."""
+    """Failure of a stage on this rank."""
 
     failure_class: FailureClass
     reason: str = Field(max_length=64)
-    """CamelCase word for the exact case, e.g. `MissingColumn`."""
+    """CamelCase word for the exact cause, e.g. `MissingColumn`."""
     message: str
     """One or two sentences: path, value, rule."""
     hint: str = ""
-    """The way out."""
+    """Instruction that solves the problem."""
     time: float = 0.0
-    """Unix time in seconds at which it happened: the earliest over all ranks is the cause."""
+    """Unix time in seconds of the failure: the earliest over all ranks is the cause."""
 
     @property
     def known_time(self) -> float:
-        """`time`, for finding the earliest: one without a time comes last."""
+        """`time` as a sort key: a failure without a time comes last."""
         return self.time or math.inf
 
     @property
@@ -121,14 +121,14 @@ class FailureReport(Message):
 
 
 class MeasuredFacts(Message):
-    """What prepare measured, small enough for a report: no label names, no counts of labels."""
+    """Measurements of prepare, small enough for a report: no label names, no label counts."""
 
     model: ModelFacts | None = None
     data: DataFacts | None = None
 
 
 class TrainerReport(Message):
-    """The last word of one process. It fits into a Kubernetes termination message."""
+    """Final report of one process. It fits into a Kubernetes termination message."""
 
     schema_version: Literal[1] = 1
     job: str
@@ -138,21 +138,21 @@ class TrainerReport(Message):
     outcome: Literal["succeeded", "failed"]
     failure: FailureReport | None = None
     metrics: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the stage adds to metrics.json (small: numbers and short words)."""
+    """Entries that the stage adds to metrics.json (small: numbers and short words)."""
     artifacts: dict[str, str] = Field(default_factory=dict)
     """Name (model, predictions, report, prepared) -> path relative to the job's folder, or URI."""
     fingerprint: str | None = None
-    """Of the prepared data."""
+    """Fingerprint of the prepared data."""
     model_revision: str | None = None
-    """Commit of the Hub that the model was at. Only from prepare: the later stages are told to take the same."""
+    """Hub commit of the model. Only from prepare: later stages get it as their revision."""
     measured: MeasuredFacts | None = None
-    """Only from prepare: what a plan of the later stages rests on."""
+    """Facts that a plan of the later stages rests on. Only from prepare."""
     seconds: float = Field(ge=0, default=0.0)
 
     def to_termination_message(self) -> str:
-        """One line of JSON below `REPORT_LIMIT_BYTES`, whatever the fields hold.
+        """Return one line of JSON below `REPORT_LIMIT_BYTES`, whatever the fields hold.
 
-        What is needed least goes first: buckets of histograms, then of a long failure message the middle, then the
+        The least needed is dropped first: histogram buckets, then the middle of a long failure message, then the
         metrics, the measured facts, and at last the hint and the paths.
         """
         smaller = self
@@ -196,7 +196,7 @@ def _without(**fields: object) -> _Shrinking:
 
 
 def _bare(report: TrainerReport) -> TrainerReport:
-    """Only what tells job, stage and outcome. A character can take 12 bytes once JSON has escaped it."""
+    """Return only job, stage and outcome. A character can take 12 bytes once JSON has escaped it."""
     failure = report.failure
     if failure is not None:
         failure = failure.model_copy(update={"message": failure.message[:64], "hint": ""})

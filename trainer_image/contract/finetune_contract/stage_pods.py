@@ -1,6 +1,6 @@
-"""How many pods run a stage.
+"""Number of pods that run a stage.
 
-Apart from the models of `job.json`: whoever checks a spec needs no model of what the trainer obeys.
+Separate from the models of `job.json`: checking a spec needs none of the trainer's job models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Literal
 
 
 def preparing_pods(engine: Literal["auto", "local", "job", "spark"], workers: int) -> int:
-    """Pods that `engine` prepares with in a cluster; Spark's driver is one of them."""
+    """Return the number of pods that `engine` prepares with in a cluster; Spark's driver is one of them."""
     match engine:
         case "auto" | "local":
             return 1

@@ -1,7 +1,7 @@
-"""`job.json`: everything the trainer needs to know, decided. It holds no `auto`.
+"""`job.json`: every setting the trainer needs, decided. It holds no `auto`.
 
-The operator writes it from the plan; the trainer obeys it or refuses it. A setting that is not here does not reach
-the trainer, and a field that the trainer does not know is refused rather than ignored.
+The operator writes it from the plan; the trainer obeys it or refuses it. A setting that is not here does not reach the
+trainer, and a field unknown to the trainer is refused rather than ignored.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from finetune_contract.stage_pods import preparing_pods
 
 SCHEMA_VERSION: Literal[1] = 1
 WHOLE_CHECKPOINTS: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
-"""Strategies whose checkpoints hold the whole state by parameter name, tensor and pipeline parallelism among them: each
-goes on from those of the others. DeepSpeed reads its own shards only.
+"""Strategies whose checkpoints hold the whole state by parameter name, also with tensor and pipeline parallelism: each
+resumes from those of the others. DeepSpeed reads its own shards only.
 """
 
 
 class ModelSource(Order):
-    """Where the model comes from."""
+    """Source of the model."""
 
     uri: str
     revision: str = "main"
@@ -66,7 +66,7 @@ class Columns(Order):
 
 
 class Splits(Order):
-    """Names of the splits as the user wrote them; None: the split of the role's own name if there is one."""
+    """Split names as the user wrote them; None: the split with the role's own name, if any."""
 
     train: str | None = None
     validation: str | None = None
@@ -74,52 +74,52 @@ class Splits(Order):
 
 
 class DataSource(Order):
-    """Where rows come from."""
+    """Source of the rows."""
 
     uri: str
     config: str | None = None
     splits: Splits = Splits()
     columns: Columns = Columns()
     labels: dict[str, str] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
-    """Value of the label column as text -> name of the label; empty: the values are the names. Left out where it is
-    empty: images that do not know the field read such jobs.
+    """Value of the label column as text -> label name; empty: the values are the names. Omitted if empty, so that
+    images that do not know the field read such jobs.
     """
 
 
 class Preparation(Order):
-    """How rows become tokens."""
+    """Tokenisation of the rows."""
 
     max_length: int | None = Field(default=None, gt=0)
     """Truncation length in tokens; None: the model's limit, at most 512."""
     stride: int | None = Field(default=None, ge=0)
     """Tokens that neighbouring windows of a long row share, in tasks that cut rows into windows; None: 128, or a
-    quarter of the window when that is less.
+    quarter of the window if that is less.
     """
     engine: Literal["local", "job", "spark"] = "local"
-    """Who tokenises: processes of this machine, the pods of an Indexed Job, or Spark."""
+    """Executor of tokenisation: processes of this machine, the pods of an Indexed Job, or Spark."""
     workers: int = Field(default=1, ge=1)
-    """Processes that tokenise; partitions with Spark."""
+    """Tokenising processes; partitions with Spark."""
     packing: bool = False
-    """Whether rows of the train split share sequences of `max_length` tokens; then these are what batches count."""
+    """True if rows of the train split share sequences of `max_length` tokens, which are then the units of a batch."""
 
     @property
     def pods(self) -> int:
-        """Pods that run the stage in a cluster; Spark's driver is one of them."""
+        """Number of pods that run the stage in a cluster; Spark's driver is one of them."""
         return preparing_pods(self.engine, self.workers)
 
 
 class Pipeline(Order):
-    """The model's layers in stages, one after the other, on several processes."""
+    """The model's layers split into consecutive stages on several processes."""
 
     degree: int = Field(gt=1)
-    """Processes that the layers are spread over."""
+    """Processes that the layers are split over."""
     micro_batches: int = Field(gt=0)
-    """Micro-batches of one pass of the schedule; they divide the accumulation."""
+    """Micro-batches of one run of the schedule; they divide the accumulation."""
     schedule: PipelineSchedule = "1f1b"
 
     @property
     def stages_per_process(self) -> int:
-        """Model chunks of one process: the interleaved schedule shortens its bubble by having two."""
+        """Model chunks of one process; the interleaved schedule has two, for a shorter bubble."""
         return 2 if self.schedule == "interleaved" else 1
 
     @property
@@ -129,13 +129,13 @@ class Pipeline(Order):
 
 
 class Strategy(Order):
-    """How the model is spread over processes. What is asked for here is in effect, or the stage fails."""
+    """Distribution of the model over processes. It is in effect as configured here, or the stage fails."""
 
     name: StrategyName
     zero_stage: ZeroStage | None = None
-    """Only with `deepspeed`."""
+    """ZeRO stage. Only with `deepspeed`."""
     fsdp_sharding: Sharding = "full"
-    """Only with `fsdp`."""
+    """Kind of sharding. Only with `fsdp`."""
     offload_optimizer: OffloadDevice = "none"
     offload_parameters: OffloadDevice = "none"
     """With `fsdp` parameters and optimizer state move together."""
@@ -144,39 +144,39 @@ class Strategy(Order):
     tensor: int = Field(default=1, gt=0)
     """Processes that each layer is split over."""
     pipeline: Pipeline | None = None
-    """None: every process has all layers."""
+    """Pipeline parallelism. None: every process has all layers."""
     sequence: int = Field(default=1, gt=0)
-    """Neighbouring processes that each have a slice of the tokens of the same rows."""
+    """Neighbouring processes that each hold a slice of the tokens of the same rows."""
     rank_order: RankOrder = "DPT"
     """Dimensions of the mesh of processes (data, pipeline, tensor), that of neighbouring ranks last."""
 
     @property
     def model_ranks(self) -> int:
-        """Processes that hold one replica of the model together by tensor and pipeline parallelism."""
+        """Number of processes that together hold one replica of the model by tensor and pipeline parallelism."""
         return self.tensor * (self.pipeline.degree if self.pipeline is not None else 1)
 
     @property
     def replica_ranks(self) -> int:
-        """Processes that read the same rows: those that hold a replica of the model, or slices of the rows."""
+        """Number of processes that read the same rows: they share a replica of the model, or slices of the rows."""
         return self.model_ranks * self.sequence
 
     @property
     def sharding(self) -> str:
-        """How state is divided among processes, e.g. `ddp` or `deepspeed-zero2`."""
+        """Division of state among processes, e.g. `ddp` or `deepspeed-zero2`."""
         return str(self.name) if self.zero_stage is None else f"{self.name}-zero{self.zero_stage}"
 
     @property
     def checkpoint_form(self) -> str:
-        """What a checkpoint was written by; DeepSpeed reads state in files from its own files only."""
+        """Form of a checkpoint, by its writer; DeepSpeed with state in files reads only its own form."""
         return self.sharding + ("-nvme" if self.offload_optimizer == "nvme" else "")
 
     def goes_on_from(self, form: str) -> bool:
-        """Whether it reads checkpoints of `checkpoint_form` `form` that as many processes have written."""
+        """Return True if it can resume from checkpoints of form `form` written by as many processes."""
         return form == self.checkpoint_form or {form, self.checkpoint_form} <= set(WHOLE_CHECKPOINTS)
 
     @property
     def label(self) -> str:
-        """The strategy in one word, e.g. `ddp` or `deepspeed-zero2+activation-checkpointing+optimizer-offload`."""
+        """Strategy in one word, e.g. `ddp` or `deepspeed-zero2+activation-checkpointing+optimizer-offload`."""
         word = self.sharding
         if self.fsdp_sharding != "full":
             word += f"-{self.fsdp_sharding}"
@@ -201,12 +201,12 @@ class Strategy(Order):
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether state lies in files."""
+        """True if optimizer state or parameters are offloaded to files."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
 
 class Batch(Order):
-    """The arithmetic of one optimizer step: `global = micro x accumulation x data-parallel ranks`, exactly."""
+    """Arithmetic of one optimizer step: `global = micro x accumulation x data-parallel ranks`, exactly."""
 
     global_batch_size: int = Field(gt=0)
     micro_batch_size: int = Field(gt=0)
@@ -215,7 +215,7 @@ class Batch(Order):
 
 
 class World(Order):
-    """The processes that the plan counts on; the trainer refuses any other number of them."""
+    """Processes that the plan assumes; the trainer refuses any other number."""
 
     nodes: int = Field(gt=0)
     processes_per_node: int = Field(gt=0)
@@ -230,48 +230,46 @@ class World(Order):
 
 
 class EarlyStopping(Order):
-    """Stop when `metric` has not improved for `patience` evaluations."""
+    """Stop of a training whose `metric` has not improved for `patience` evaluations."""
 
     metric: str = "loss"
     patience: int = Field(gt=0)
 
 
 class Adapter(Order):
-    """Small matrices that are trained beside frozen weights, and the task's head, which is trained whole."""
+    """Small matrices trained beside frozen weights, and the task's head, which is trained whole."""
 
     method: AdapterMethod
     rank: int = Field(gt=0)
     alpha: float = Field(gt=0)
     """Scale of the update; the effective factor is alpha / rank."""
     dropout: float = Field(ge=0, lt=1)
-    """Of the adapter's input."""
+    """Dropout probability on the adapter's input."""
     target_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Ends of the names of the linear layers to adapt; None: all linear layers of the blocks."""
+    """Name suffixes of the linear layers to adapt; None: all linear layers of the blocks."""
 
 
 MOST_SAVING = 0.03
-"""Share of the time that checkpoints of `within_minutes` may take."""
+"""Fraction of the time that checkpoints of `within_minutes` may take."""
 
 
 class CheckpointSchedule(Order):
-    """When a checkpoint is written, and how many stay."""
+    """Times at which checkpoints are written, and the number that is kept."""
 
     every_steps: int = Field(gt=0)
     """Optimizer steps between two checkpoints."""
     every_minutes: float | None = Field(default=None, gt=0)
-    """Wall-clock minutes between two checkpoints; then `every_steps` is not used."""
+    """Wall-clock minutes between two checkpoints; `every_steps` is then ignored."""
     within_minutes: Annotated[float | None, Field(gt=0, exclude_if=lambda minutes: minutes is None)] = None
-    """Minutes of work after which a checkpoint is written besides those of `every_steps`, later where saving would take
-    too much of the time; None: only these.
+    """Minutes of work after which a checkpoint is written in addition to those of `every_steps`, later if saving would
+    take too much of the time; None: no additional ones.
     """
     keep: int = Field(gt=0)
     on_preemption: bool = True
-    """Save when SIGTERM arrives."""
+    """True to save when SIGTERM arrives."""
     resume: bool = True
     signed: Annotated[bool, Field(exclude_if=lambda signed: not signed)] = False
-    """Whether checkpoints are signed, and only signed ones read. Left out where it is false: older images do not know
-    it.
-    """
+    """True if checkpoints are signed, and only signed ones read. Omitted if false: older images do not know it."""
 
 
 class Training(Order):
@@ -285,13 +283,13 @@ class Training(Order):
     warmup_steps: int = Field(ge=0)
     weight_decay: float = Field(ge=0)
     max_grad_norm: float = Field(ge=0)
-    """0: no clipping."""
+    """Maximum gradient norm; 0: no clipping."""
     optimizer: OptimizerName
     seed: int = Field(ge=0)
     label_smoothing: float = Field(ge=0, lt=1)
     early_stopping: EarlyStopping | None = None
     adapter: Adapter | None = None
-    """None: all weights are trained."""
+    """Adapter; None: all weights are trained."""
     precision: Precision
     strategy: Strategy
     batch: Batch
@@ -302,12 +300,12 @@ class Training(Order):
 
     @property
     def in_four_bits(self) -> bool:
-        """Whether the frozen linear layers are held in 4 bits."""
+        """True if the frozen linear layers are held in 4 bits."""
         return self.adapter is not None and self.adapter.method == "qlora"
 
     @property
     def loop_batch(self) -> Batch:
-        """`batch` as the loop counts: a pass of the pipeline's schedule is one micro-batch of it."""
+        """`batch` as the loop counts it: one run of the pipeline's schedule is one of its micro-batches."""
         pipeline, batch = self.strategy.pipeline, self.batch
         passed = 1 if pipeline is None else pipeline.micro_batches
         return batch.model_copy(
@@ -326,58 +324,58 @@ class Script(Order):
     ref: str
     """Branch, tag or commit (all 40 digits); prepare pins it to a commit."""
     path: str | None = None
-    """Folder inside the repository that the program runs in; None: the root."""
+    """Working directory of the program inside the repository; None: the root."""
     entry_point: str
     """File that Python runs, relative to `path`."""
     arguments: tuple[str, ...] = ()
-    """What follows the file on its command line, as it is."""
+    """Arguments after the file on its command line, verbatim."""
     world: World
     resume: bool = True
-    """Whether a restarted program is told of its newest checkpoint."""
+    """True if a restarted program gets the path of its newest checkpoint."""
 
 
 class Gate(Order):
-    """The job fails when the metric is below the minimum, or above the maximum."""
+    """Bounds on a metric: the job fails below the minimum, or above the maximum."""
 
     metric: str
     minimum: float | None = None
     maximum: float | None = Field(default=None, exclude_if=lambda maximum: maximum is None)
-    """Left out where there is none: images that do not know the field read such jobs."""
+    """Upper bound. Omitted if there is none: images that do not know the field read such jobs."""
 
 
 _InferencePrecision: TypeAlias = Annotated[InferencePrecision, Field(exclude_if=lambda precision: precision == "fp32")]
-"""Left out where it is fp32, which images that do not know the field compute in: they read such jobs."""
+"""Precision, omitted if fp32: images that do not know the field read such jobs, and compute in fp32."""
 
 
 class Evaluation(Order):
-    """What is measured on the test split (on validation when there is no test split)."""
+    """Measurements on the test split (on validation if there is no test split)."""
 
     metrics: tuple[str, ...] | None = None
-    """None: the task's own set."""
+    """Metrics to measure; None: the task's own set."""
     gate: Gate | None = None
     device: Device
     batch_tokens: int = Field(gt=0)
     """Padded tokens of one inference batch (longest row x rows)."""
     precision: _InferencePrecision = "fp32"
-    """Of the weights and what is computed with them; losses, probabilities and metrics are computed in fp32."""
+    """Precision of the weights and their computations; losses, probabilities and metrics are computed in fp32."""
 
 
 class Generation(Order):
-    """How a model writes, in evaluation and prediction; names as in `generate` of transformers."""
+    """Text generation in evaluation and prediction; names as in `generate` of transformers."""
 
     max_new_tokens: int = Field(default=128, gt=0)
     num_beams: int = Field(default=1, gt=0)
     temperature: float = Field(default=0.0, ge=0)
-    """0: always the likeliest token."""
+    """Sampling temperature; 0: always the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability of the likeliest tokens that are drawn from."""
+    """Total probability of the likeliest tokens that are sampled from."""
 
 
 class Preference(Order):
-    """How preferences are learnt."""
+    """Learning of preferences."""
 
     beta: float = Field(default=0.1, gt=0)
-    """What a model pays for leaving the one that it was before training: the larger, the nearer it stays."""
+    """Penalty for diverging from the model before training: the larger, the closer it stays."""
 
 
 class Prediction(Order):
@@ -387,32 +385,32 @@ class Prediction(Order):
     output: str | None = None
     """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `/`: a folder of parts."""
     format: Annotated[Literal["jsonl", "parquet"] | None, Field(exclude_if=lambda form: form is None)] = None
-    """None: by the ending of `output`, JSONL in a folder. Left out where it is None, as `workers` and `id_column` are
-    where they say nothing: images that do not know these fields read such jobs.
+    """Format of the result. None: by the ending of `output`, JSONL in a folder. Omitted if None, as `workers` and
+    `id_column` are at their defaults: images that do not know these fields read such jobs.
     """
     columns: tuple[str, ...] = ()
     """Input columns copied into the output."""
     id_column: Annotated[str | None, Field(exclude_if=lambda column: column is None)] = None
     """Input column that identifies a row, written as `id`."""
     workers: Annotated[int, Field(ge=1, exclude_if=lambda workers: workers == 1)] = 1
-    """Processes that answer the rows together; 1: one process."""
+    """Processes that share the rows; 1: one process."""
     engine: Annotated[Literal["job", "spark"], Field(exclude_if=lambda engine: engine == "job")] = "job"
-    """What the workers are: pods of an Indexed Job, or Spark's driver and its executors."""
+    """Kind of workers: pods of an Indexed Job, or Spark's driver and its executors."""
     max_bad_rows: int = Field(default=0, ge=0)
-    """Rows that cannot be read or answered before the stage fails."""
+    """Maximum number of rows that may be unreadable or unanswerable before the stage fails."""
     max_bad_share: float = Field(default=0.0, ge=0, le=1)
-    """The same as a share of the rows; the larger of the two counts."""
+    """`max_bad_rows` as a fraction of the rows; the larger of the two counts."""
     device: Device
     batch_tokens: int = Field(gt=0)
     precision: _InferencePrecision = "fp32"
-    """As of an evaluation."""
+    """Precision, as in an evaluation."""
     optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
     tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
-    """Share of rows whose labels have to be those of the plain model; None: rungs whose labels can differ are only
-    taken by name, or by `metric_tolerance`.
+    """Fraction of rows whose labels must equal the plain model's; None: rungs whose labels can differ are used only by
+    name, or by `metric_tolerance`.
     """
     metric_tolerance: Annotated[float | None, Field(ge=0, le=1, exclude_if=lambda most: most is None)] = None
-    """Most by which a metric may be worse than the plain model's, on labelled rows of the prepared data."""
+    """Maximum loss of a metric against the plain model, on labelled rows of the prepared data."""
 
 
 class Serving(Order):
@@ -422,48 +420,48 @@ class Serving(Order):
     """Name of the model in requests."""
     device: Device
     precision: _InferencePrecision = "fp32"
-    """As of an evaluation."""
+    """Precision, as in an evaluation."""
     optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
-    """As of a prediction; `measured` measures on the rows that prepare has left, or on none."""
+    """Optimization as in a prediction; `measured` measures on the rows left by prepare, or on none."""
     tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
-    """As of a prediction."""
+    """Tolerance as in a prediction."""
     max_latency_seconds: float = Field(default=0.1, gt=0)
-    """Bound on the time from a request's arrival to its answer that batches are composed for."""
+    """Maximum time from a request's arrival to its answer that batches are composed for."""
     max_batch_tokens: int = Field(gt=0)
     """Padded tokens of one batch (longest row x rows)."""
     max_queue: int = Field(default=256, gt=0)
-    """Rows that wait at most; requests beyond are answered with 429."""
+    """Maximum number of waiting rows; further requests are answered with 429."""
     drain_seconds: float = Field(default=30, gt=0)
     """Time after SIGTERM in which accepted requests are still answered."""
 
 
 class TrainerJob(Order):
-    """The whole of `job.json`."""
+    """Content of `job.json`."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     name: str
     run: str | None = None
-    """Identity of the job that this is a part of (its uid in a cluster). Results of another run in the same folder are
-    moved aside by prepare, never reused; None: whoever starts the stages looks after that.
+    """Identity of the job (its uid in a cluster). Results of another run in the same folder are moved aside by prepare,
+    never reused; None: whoever starts the stages ensures that.
     """
     task: Task
     model: ModelSource
     dataset: DataSource | None = None
     preparation: Preparation = Preparation()
     training: Training | None = None
-    """The built-in loop."""
+    """Built-in training loop."""
     script: Script | None = None
-    """A program of the user's, in place of the loop: at most one of the two is there."""
+    """The user's own training program in place of the loop: at most one of the two is set."""
     evaluation: Evaluation | None = None
     predict: Prediction | None = None
     serving: Annotated[Serving | None, Field(exclude_if=lambda serving: serving is None)] = None
-    """Left out where there is no server: images that do not know the field read such jobs."""
+    """Model server. Omitted if there is none: images that do not know the field read such jobs."""
     generation: Generation = Generation()
-    """For tasks whose answers are text."""
+    """Generation settings, for tasks whose answers are text."""
     preference: Preference = Preference()
-    """For preference-tuning."""
+    """Settings of preference-tuning."""
     seed: int = Field(default=42, ge=0)
-    """Seeds the rows that are set aside for validation; with training it is the same as `training.seed`."""
+    """Seed of the rows that are set aside for validation; with training it equals `training.seed`."""
 
     @model_validator(mode="after")
     def _one_way_to_train(self) -> TrainerJob:
@@ -473,11 +471,11 @@ class TrainerJob(Order):
 
     @property
     def trains(self) -> bool:
-        """Whether the stage train has something to do."""
+        """True if the train stage has work."""
         return self.world is not None
 
     @property
     def world(self) -> World | None:
-        """The processes of the stage train; None: nothing is trained."""
+        """Processes of the train stage; None: nothing is trained."""
         trains = self.training or self.script
         return None if trains is None else trains.world

@@ -1,9 +1,8 @@
-"""Every rule that concerns several fields of one object, once: as CEL for the API server, as Python for the rest.
+"""Rules across several fields of one object, each written once: as CEL for the API server, as Python for the rest.
 
-The API server refuses with the CEL at once; `finetune validate` and the operator check the Python, which can also
-do arithmetic for the way out. A test holds the two against each other on a real API server. A rule without CEL
-concerns a field of no fixed type (`auto` or a list), which CEL cannot look at; what the schema itself can say in
-its place is in `schema`.
+The API server refuses by the CEL at once; `finetune validate` and the operator check the Python, which can also do
+arithmetic for the hint. A test compares the two on a real API server. A rule without CEL is about a field of no fixed
+type (`auto` or a list), which CEL cannot read; `schema` holds the part of it that the schema can express.
 """
 
 from __future__ import annotations
@@ -28,4 +27,4 @@ RULES: tuple[Rule, ...] = (
     *parallelism.RULES,
     *resource_rules.RULES,
 )
-"""Order is the order of reporting."""
+"""In the order of reporting."""

@@ -1,4 +1,4 @@
-"""Rules on the arithmetic of a step: the global batch, its micro-batches, and passes of a pipeline."""
+"""Rules on the arithmetic of a step: the global batch, its micro-batches, and runs of a pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from finetune_operator.api.types import FineTuneJobSpec, PipelineSpec
 
 
 def full_passes(schedule: PipelineSchedule, degree: int, micro_batches: int) -> bool:
-    """Whether torch's schedule takes that many micro-batches: the interleaved one deals them out in even rounds."""
+    """Return True if torch's schedule accepts that many micro-batches: the interleaved one needs even rounds."""
     return schedule != "interleaved" or micro_batches % max(1, micro_batches // degree) == 0
 
 
 def keeps_full(asked: PipelineSpec, accumulation: int) -> bool:
-    """Whether a step of that many micro-batches is one or several whole passes."""
+    """Return True if a step of that many micro-batches consists of whole runs of the schedule."""
     if asked.degree == 1:
         return True
     passed = accumulation if asked.micro_batches == "auto" else asked.micro_batches
@@ -33,13 +33,13 @@ def keeps_full(asked: PipelineSpec, accumulation: int) -> bool:
 
 
 def passes_are_whole(asked: PipelineSpec, share: int, micro: Literal["auto"] | int) -> bool:
-    """Whether `share` rows of a replica and step make whole passes, in micro-batches of `micro` rows or of any size."""
+    """Return True if `share` rows of a replica and step form whole runs; `micro`: rows of a micro-batch, auto: any."""
     sizes = [size for size in range(1, share + 1) if share % size == 0] if micro == "auto" else [micro]
     return any(share % size == 0 and keeps_full(asked, share // size) for size in sizes)
 
 
 def _batch_unit(spec: FineTuneJobSpec) -> int:
-    """The global batch has to be a multiple of this: certain ranks x explicit micro-batch."""
+    """Return the divisor of the global batch: certain ranks x explicit micro-batch."""
     ranks = certain_ranks(spec) or 1
     micro = spec.training.micro_batch_size if spec.training else "auto"
     return ranks * (1 if micro == "auto" else micro)
@@ -82,13 +82,13 @@ def _replicas_advice(spec: FineTuneJobSpec) -> str:
 
 
 def _passes_fit(spec: FineTuneJobSpec) -> bool:
-    """Whether a step is whole passes of the pipeline, where the ranks are certain and divide it."""
+    """Return True if a step consists of whole runs of the schedule, if the ranks are certain and divide it."""
     ranks = certain_ranks(spec) or replicas_on_cpu(spec)
     if not loops(spec) or spec.training is None or ranks is None or spec.parallelism.pipeline.degree == 1:
         return True
     total = spec.training.global_batch_size
     if total % ranks or not _global_batch_fits(spec) or not _replicas_divide(spec):
-        return True  # another rule tells
+        return True  # another rule reports it
     return passes_are_whole(spec.parallelism.pipeline, total // ranks, spec.training.micro_batch_size)
 
 
@@ -108,7 +108,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "global-batch-divides",
         "training.globalBatchSize",
-        # The arithmetic of _batch_unit, in two steps because CEL has no local variables.
+        # Arithmetic of _batch_unit, in two steps because CEL has no local variables.
         f"{NO_LOOP} || self.training.globalBatchSize % "
         f"((({WORLD_UNKNOWN}) || ({WORLD}) % {MODEL} != 0 ? 1 : ({WORLD}) / {MODEL})"
         f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0",

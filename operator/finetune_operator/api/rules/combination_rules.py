@@ -1,4 +1,4 @@
-"""Rules on which choices go together: the table of the contract as Python and as CEL."""
+"""Rules on choices that go together: the contract's table as Python and as CEL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune_operator.api.types import FineTuneJobSpec
 
 
 def choices_of(spec: FineTuneJobSpec) -> Choices:
-    """Return the choices that the spec makes; what it leaves to the plan or to the node stays open."""
+    """Return the choices that the spec makes; those left to the plan or to the node stay open."""
     training, parallelism, resources = spec.training, spec.parallelism, spec.resources
     arguments = training.arguments if training is not None and loops(spec) else {}
     gpus = resources.gpus_per_node
@@ -75,8 +75,8 @@ _CEL: Mapping[str, tuple[str, Value | None]] = {
     "nodes": ("self.resources.nodes", None),
     "processes_per_node": (PROCESSES, 0),
 }
-"""Choice -> CEL of its value, and the value that stands for an open choice (None: it always has one). Keys of objects
-without declared fields are beyond CEL.
+"""Choice -> CEL of its value, and the value of an open choice (None: it always has one). Keys of objects without
+declared fields are beyond CEL.
 """
 _SCHEMA_AROUND: Mapping[str, Mapping[str, JsonValue]] = {
     "deepspeed-config-needs-deepspeed": {
@@ -86,11 +86,11 @@ _SCHEMA_AROUND: Mapping[str, Mapping[str, JsonValue]] = {
         ]
     },
 }
-"""Constraint -> keywords that say it where CEL cannot."""
+"""Constraint -> schema keywords that express it where CEL cannot."""
 
 
 def _keeps_whole(spec: FineTuneJobSpec) -> bool:
-    """Whether the optimizer or the adapter needs layers that DeepSpeed's stages would flatten."""
+    """Return True if the optimizer or the adapter needs layers that DeepSpeed's stages would flatten."""
     adafactor = spec.training is not None and spec.training.optimizer == "adafactor"
     return adafactor or spec.model.adapter.method == "qlora"
 
@@ -147,11 +147,11 @@ _ADVICE: Mapping[str, Callable[[FineTuneJobSpec], str]] = {
     "qlora-keeps-layers-whole": _qlora_advice,
     "fp8-has-a-strategy": _fp8_advice,
 }
-"""Constraint -> its hint for a job, where one that fits every job would offer what another constraint refuses."""
+"""Constraint -> its hint for a job, if a general hint would offer a value that another constraint refuses."""
 
 
 def _table_rule(constraint: Constraint) -> Rule:
-    """A row of the table as a rule on `spec`."""
+    """Return a row of the table as a rule on `spec`."""
     choices = [term.choice for term in (*constraint.when, *constraint.needs)]
     fields = [field for choice in choices for field in FIELDS[choice]]
     if "processes_per_node" in choices:
@@ -170,14 +170,14 @@ def _table_rule(constraint: Constraint) -> Rule:
 
 
 def _constraint_cel(constraint: Constraint) -> str:
-    """CEL of `Constraint.holds`."""
+    """Return CEL of `Constraint.holds`."""
     when = " && ".join(_term_cel(term, when_open=False) for term in constraint.when)
     needs = " && ".join(_term_cel(term, when_open=not term.chosen) for term in constraint.needs)
     return f"!({when}) || ({needs})"
 
 
 def _term_cel(term: Term, *, when_open: bool) -> str:
-    """CEL of whether the choice has a value that `term` asks for; `when_open`: what an open choice gives."""
+    """Return CEL: the choice has a value that `term` allows; `when_open`: the result for an open choice."""
     value, open_value = _CEL[term.choice]
     values = list(term.values)
     if open_value is not None and when_open != term.excluded:

@@ -1,4 +1,4 @@
-"""Rules on what is read and written: rows, columns, labels, places, generated text."""
+"""Rules on data: rows, columns, labels, locations, generated text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "summarization": (("source", "target"),),
     "translation": (("source", "target"),),
 }
-"""Task -> pairs of roles that one column cannot have both: what is read, and what is to be found out from it."""
+"""Task -> pairs of roles (input, target) that must not share one column."""
 
 
 def _columns_differ(spec: FineTuneJobSpec) -> bool:
@@ -44,7 +44,7 @@ def _columns_differ(spec: FineTuneJobSpec) -> bool:
 
 
 def _leaks(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
-    """Pairs of roles for which the data set has one column."""
+    """Return the pairs of roles for which the data set has one column."""
     if spec.dataset is None:
         return ()
     given = spec.dataset.columns.model_dump(by_alias=True, exclude_none=True)
@@ -59,7 +59,7 @@ def _leak_advice(spec: FineTuneJobSpec) -> str:
 
 
 def _columns_cel() -> str:
-    """CEL of `_columns_differ`."""
+    """Return CEL of `_columns_differ`."""
 
     def name(role: str) -> str:
         field = f"self.dataset.columns.{role}"
@@ -80,7 +80,7 @@ def _is_rung(spec: FineTuneJobSpec) -> bool:
 
 
 def _predictions_advice(spec: FineTuneJobSpec) -> str:
-    """The output with an ending that is a format, at a place that can be written."""
+    """Return the output with a supported ending, at a writable location."""
     output = "" if spec.predict is None or spec.predict.output is None else spec.predict.output
     scheme, _, rest = output.partition("://")
     named = re.sub(r"\.(?:csv|tsv|json|txt|arrow|xlsx?)$", "", rest.rstrip("/")) or "predictions"
@@ -93,7 +93,7 @@ _OTHER_FORMAT = {"jsonl": "parquet", "parquet": "jsonl"}
 
 
 def _two_formats(spec: FineTuneJobSpec) -> bool:
-    """Whether format and ending differ. An output without an ending that is a format breaks another rule."""
+    """Return True if format and ending differ. An output without a supported ending breaks another rule."""
     if spec.predict is None or spec.predict.format is None or spec.predict.output is None:
         return False
     return spec.predict.output.endswith(f".{_OTHER_FORMAT[spec.predict.format]}")
@@ -115,7 +115,7 @@ def _columns_read(task: Task) -> str:
 
 
 def _column_advice(spec: FineTuneJobSpec, column: str, tasks: tuple[Task, ...], block: str) -> str:
-    """The way out of a column of another task: what this task calls it, where that is not named as well."""
+    """Return the hint for a column of another task: this task's own name for it, unless that is given as well."""
     dataset = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
     given = {} if dataset is None else dataset.columns.model_dump(by_alias=True, exclude_none=True)
     if spec.task == "question-answering" and "context" not in given and column in ("prompt", "source", "target"):
@@ -134,7 +134,7 @@ def _column_advice(spec: FineTuneJobSpec, column: str, tasks: tuple[Task, ...], 
 
 
 def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
-    """A column is given only to a task that reads it; `block` is `dataset` or `predict.dataset`."""
+    """Return the rule that a column needs a task that reads it; `block`: `dataset` or `predict.dataset`."""
 
     def holds(spec: FineTuneJobSpec) -> bool:
         predicted = spec.predict.dataset if spec.predict else None
@@ -155,7 +155,7 @@ def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
 
 
 _FORMS = {"text": ("text",), "source": ("source", "target"), "messages": ("messages",)}
-"""Columns of text-generation by the form of its rows; a data set has one form, `text` where it names none."""
+"""Columns of text-generation by the form of its rows; a data set has one form, `text` by default."""
 
 
 def _forms(columns: ColumnsSpec) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def _forms(columns: ColumnsSpec) -> tuple[str, ...]:
 
 
 def _form_rule(block: str) -> Rule:
-    """Rows of text-generation have one form, and those to predict that of the rows that are trained on."""
+    """Return the rule that rows of text-generation have one form, and rows to predict that of the training rows."""
 
     def holds(spec: FineTuneJobSpec) -> bool:
         if spec.task != "text-generation":
@@ -208,7 +208,7 @@ def _form_rule(block: str) -> Rule:
 
 
 def _labels_rule(block: str) -> Rule:
-    """Names of labels are given only to a task that has such labels; `block` is `dataset` or `predict.dataset`."""
+    """Return the rule that label names need a task with such labels; `block`: `dataset` or `predict.dataset`."""
 
     def holds(spec: FineTuneJobSpec) -> bool:
         predicted = spec.predict.dataset if spec.predict else None
@@ -239,7 +239,7 @@ def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
 
 
 def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | None]) -> Rule:
-    """A `pvc://` URI names a claim of the job's namespace and a place in it."""
+    """Return the rule that a `pvc://` URI names a claim of the job's namespace and a path in it."""
     return Rule(
         name=f"{path}-names-a-claim",
         path=path,
@@ -252,7 +252,7 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
 
 
 _CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
-"""As it stands in a CEL text, where a backslash is written twice."""
+"""Pattern as CEL text, where a backslash is written twice."""
 _LEADS_OUT = "/[.][.](/|$)"
 
 

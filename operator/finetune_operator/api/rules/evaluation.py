@@ -25,18 +25,18 @@ def _gate_of(spec: FineTuneJobSpec) -> GateSpec:
 
 
 def _gate_holds(holds: Callable[[GateSpec], bool]) -> Holds:
-    """A job without a gate keeps every rule on gates."""
+    """Return a predicate on gates that also holds for a job without one."""
     return lambda spec: (gate := _gate(spec)) is None or holds(gate)
 
 
 def _watched(spec: FineTuneJobSpec) -> str | None:
-    """The metric that early stopping watches."""
+    """Return the metric that early stopping watches."""
     stopping = spec.training.early_stopping if spec.training else None
     return None if stopping is None else stopping.metric
 
 
 def _strange_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
-    """Names in spec.evaluation.metrics that the task does not have."""
+    """Return names in spec.evaluation.metrics that the task does not have."""
     if spec.evaluation is None or spec.evaluation.metrics == "auto":
         return ()
     return tuple(name for name in spec.evaluation.metrics if name not in metrics_of(spec.task))
@@ -48,11 +48,11 @@ _OTHER_METRIC_NAMES: Mapping[str, str] = {
     "rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "pearsonr": "pearson", "spearman": "spearmanr",
     "r_squared": "r2", "mean_squared_error": "mse", "mean_absolute_error": "mae", "chrf++": "chrf",
 }  # fmt: skip
-"""What people call metrics that have another name with Hugging Face's `evaluate`."""
+"""Common name of a metric -> its name in Hugging Face's `evaluate`."""
 
 
 def _near(name: str, known: Sequence[str]) -> str | None:
-    """Return the metric that a name means which the task does not have: `eval_accuracy`, `f1_macro` and the like."""
+    """Return the task's metric that an unknown name means: `eval_accuracy`, `f1_macro` and the like."""
     names = {each.lower(): each for each in known}
     words = name.lower().removeprefix("eval_").replace("-", "_")
     words = _OTHER_METRIC_NAMES.get(words, words)
@@ -67,7 +67,7 @@ def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
 
 
 def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
-    """The metric that a gate means, and what its minimum has to be then."""
+    """Return the metric that a gate means, and the minimum that it then needs."""
     advice = _metric_advice(gate.metric, task, metrics_of(task))
     near = _near(gate.metric, metrics_of(task))
     most = None if near is None else GREATEST.get(near)
@@ -89,7 +89,7 @@ def _metrics_advice(spec: FineTuneJobSpec) -> str:
 
 
 def _limit_advice(gate: GateSpec) -> str:
-    """Which of the two limits the metric takes."""
+    """Return which of the two limits the metric takes."""
     right, other = ("maximum", "minimum") if gate.metric in LOWER_IS_BETTER else ("minimum", "maximum")
     better = "lower" if right == "maximum" else "higher"
     return f"{gate.metric} is better when {better}: " + (
@@ -98,7 +98,7 @@ def _limit_advice(gate: GateSpec) -> str:
 
 
 def _minimum_advice(gate: GateSpec) -> str:
-    """Return the share that a percentage stands for."""
+    """Return the fraction that a percentage stands for."""
     most = GREATEST[gate.metric]
     assert gate.minimum is not None
     if most == 1 and gate.minimum <= 100:
@@ -117,12 +117,12 @@ _HIGHER_IS_BETTER = frozenset(name for task in METRICS for name in metrics_of(ta
 
 
 def _words(names: Iterable[str]) -> str:
-    """CEL: a list of text."""
+    """Return CEL: a list of text."""
     return f"[{', '.join(repr(name) for name in sorted(names))}]"
 
 
 def _metric_cel(path: str, names_of: Callable[[Task], Sequence[str]]) -> str:
-    """CEL: `path`.metric is one that the task has, where there is such a block."""
+    """Return CEL: `path`.metric is one of the task's, if there is such a block."""
     block, _ = path.split(".")
     by_task = " && ".join(
         f"(self.task != '{task}' || self.{path}.metric in {_words(names_of(task))})" for task in METRICS
@@ -131,13 +131,13 @@ def _metric_cel(path: str, names_of: Callable[[Task], Sequence[str]]) -> str:
 
 
 def _gate_cel(limit: str, holds: str) -> str:
-    """CEL: where the gate has that limit, it holds."""
+    """Return CEL: if the gate has that limit, `holds` is true."""
     gate = "self.evaluation.gate"
     return f"!has(self.evaluation) || !has({gate}) || !has({gate}.{limit}) || {holds}"
 
 
 def _limit_cel(limit: str, compared: str, bounds: Mapping[str, float]) -> str:
-    """CEL: the limit is one that its metric can reach."""
+    """Return CEL: the limit is one that its metric can reach."""
     gate = "self.evaluation.gate"
     by_bound = " && ".join(
         f"(!({gate}.metric in {_words(name for name in bounds if bounds[name] == bound)})"

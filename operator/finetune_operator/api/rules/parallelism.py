@@ -27,7 +27,7 @@ def _degrees_advice(spec: FineTuneJobSpec) -> str:
 
 
 def _idle_sections(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
-    """Sections of `deepspeedConfig` that say how to offload what stays on the device, with the field that moves it."""
+    """Return sections of `deepspeedConfig` that tune a disabled offload, with the field that enables it."""
     zero, offload = spec.parallelism.deepspeed_config.get("zero_optimization"), spec.parallelism.offload
     keys = zero if isinstance(zero, dict) else {}
     return tuple(
@@ -48,11 +48,11 @@ def _idle_advice(spec: FineTuneJobSpec) -> str:
 
 HPZ = "zero_hpz_partition_size"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
-"""ZeRO++ (Wang et al., 2023): shards of the parameters a second time inside each node, and 8-bit communication."""
+"""ZeRO++ (Wang et al., 2023): secondary parameter shards inside each node, and 8-bit communication."""
 
 
 def zero_plus_plus(parallelism: ParallelismSpec) -> tuple[str, ...]:
-    """The keys of ZeRO++ that `deepspeedConfig` sets."""
+    """Return the keys of ZeRO++ that `deepspeedConfig` sets."""
     keys = parallelism.deepspeed_config.get("zero_optimization")
     if not isinstance(keys, dict):
         return ()
@@ -60,14 +60,14 @@ def zero_plus_plus(parallelism: ParallelismSpec) -> tuple[str, ...]:
 
 
 def secondary_shards(parallelism: ParallelismSpec) -> int:
-    """Processes over which parameters are divided a second time; 1: they are not."""
+    """Return the number of processes that share a secondary partition of the parameters; 1: there is none."""
     keys = parallelism.deepspeed_config.get("zero_optimization")
     found = keys.get(HPZ, 1) if isinstance(keys, dict) else 1
     return found if isinstance(found, int) and found > 0 else 1
 
 
 def _zero_plus_plus_fault(spec: FineTuneJobSpec) -> str | None:
-    """The way out of keys of ZeRO++ that DeepSpeed would not obey."""
+    """Return the hint for keys of ZeRO++ that DeepSpeed would not obey."""
     above = "spec.parallelism.deepspeedConfig.zero_optimization"
     processes = certain_processes(spec)
     for key in zero_plus_plus(spec.parallelism):

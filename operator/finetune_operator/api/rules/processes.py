@@ -1,4 +1,4 @@
-"""How many processes a spec asks for, as far as no node has a say in it; in Python and in CEL."""
+"""Number of processes that a spec requests, as far as it does not depend on the node; in Python and in CEL."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
 
 
 def asked_strategy(parallelism: ParallelismSpec) -> StrategyName | None:
-    """The strategy that the spec fixes, by name or by a ZeRO stage, as only DeepSpeed has them; None: it is free."""
+    """Return the strategy that the spec fixes, by name or by a ZeRO stage (DeepSpeed only); None: it is free."""
     if parallelism.strategy != "auto":
         return parallelism.strategy
     return None if parallelism.zero_stage == "auto" else "deepspeed"
 
 
 def certain_processes(spec: FineTuneJobSpec) -> int | None:
-    """Processes on each node, where the node has no say in it: as asked, one a GPU, and on a CPU one where nothing is
-    spread; None: the plan decides.
+    """Return the processes on each node, if independent of the node: as requested, one per GPU, and one on a CPU
+    without parallelism; None: the plan decides.
     """
     asked, gpus = spec.resources.processes_per_node, spec.resources.gpus_per_node
     if asked != "auto":
@@ -29,12 +29,12 @@ def certain_processes(spec: FineTuneJobSpec) -> int | None:
 
 
 def least_processes(spec: FineTuneJobSpec) -> int:
-    """Fewest processes a node that, over all nodes, are whole groups that read the same rows."""
+    """Return the minimum processes per node that, over all nodes, form whole groups reading the same rows."""
     return spec.parallelism.replica_ranks // gcd(spec.parallelism.replica_ranks, spec.resources.nodes)
 
 
 def certain_ranks(spec: FineTuneJobSpec) -> int | None:
-    """Data-parallel ranks = nodes x processes / (tensor x pipeline x sequence); None while the plan may choose."""
+    """Return data-parallel ranks = nodes x processes / (tensor x pipeline x sequence); None if the plan may choose."""
     processes = certain_processes(spec)
     if spec.resources.elastic is not None or processes is None:
         return None
@@ -45,13 +45,13 @@ def certain_ranks(spec: FineTuneJobSpec) -> int | None:
 
 
 def nearest_multiples(value: int, unit: int) -> tuple[int, ...]:
-    """The multiples of `unit` next to `value`, below and above; both are positive."""
+    """Return the multiples of `unit` next to `value`, below and above; both are positive."""
     below = value // unit * unit
     return tuple(multiple for multiple in (below, below + unit) if multiple > 0)
 
 
 def replicas_on_cpu(spec: FineTuneJobSpec) -> int | None:
-    """Data-parallel ranks where replicas of several processes run on CPUs, as few of them as make whole ones."""
+    """Return the data-parallel ranks if replicas of several processes run on CPUs: the fewest for whole replicas."""
     resources = spec.resources
     if resources.gpus_per_node != 0 or resources.processes_per_node != "auto" or spec.parallelism.replica_ranks == 1:
         return None
@@ -59,14 +59,14 @@ def replicas_on_cpu(spec: FineTuneJobSpec) -> int | None:
 
 
 def world_size(spec: FineTuneJobSpec) -> int | None:
-    """Processes over all nodes; None: the plan decides."""
+    """Return the number of processes over all nodes; None: the plan decides."""
     processes = certain_processes(spec)
     return None if processes is None else processes * spec.resources.nodes
 
 
 SPREAD = "self.parallelism.tensor * self.parallelism.pipeline.degree"
 MODEL = f"({SPREAD} * self.parallelism.sequence)"
-"""CEL of the processes of one replica, without slices of rows and with them."""
+"""CEL of the processes of one replica, without and with slices of rows."""
 PROCESSES = (
     "(type(self.resources.processesPerNode) == int ? int(self.resources.processesPerNode)"
     " : type(self.resources.gpusPerNode) != int ? 0"
@@ -87,5 +87,5 @@ WORLD_FIELDS = (
     "parallelism.pipeline.degree",
     "parallelism.sequence",
 )
-"""Fields that decide the number of data-parallel ranks."""
+"""Fields that determine the number of data-parallel ranks."""
 WORLD_UNKNOWN = f"has(self.resources.elastic) || {PROCESSES} == 0"

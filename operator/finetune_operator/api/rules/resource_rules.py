@@ -20,9 +20,9 @@ RESERVED_PREFIXES = (
     "app.kubernetes.io/managed-by",
     "app.kubernetes.io/component",
 )
-"""Of labels and annotations by which operators find their pods."""
+"""Prefixes of labels and annotations by which operators find their pods."""
 MUTABLE = {"runPolicy": ("suspend", "ttlSecondsAfterFinished"), "endpoint": ()}
-"""What may change after the first stage has started: named fields of a block, or (empty) the whole block."""
+"""Fields that may change after the first stage has started: named fields of a block, or (empty) the whole block."""
 
 
 def _one_process_per_gpu(spec: FineTuneJobSpec) -> bool:
@@ -39,7 +39,7 @@ def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
 
 
 def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
-    """Keys by which operators find their pods."""
+    """Return the rule on keys by which operators find their pods."""
     begins = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
 
     def holds(spec: FineTuneJobSpec) -> bool:
@@ -63,9 +63,9 @@ SIZES: Mapping[str, tuple[str, str]] = {
     "endpoint.resources.memory": ("64Mi", "4Gi"),
     "storage.size": ("1Mi", "100Gi"),
 }
-"""Field -> the least that can be meant, and a usual value. An interpreter that has imported torch takes 200 MiB."""
+"""Field -> the smallest plausible value, and a usual one. An interpreter that has imported torch takes 200 MiB."""
 MOST_CORES = 2048
-"""Above the largest machines of the clouds, which have 1,920."""
+"""Maximum cores: above the largest machines of the clouds, which have 1,920."""
 
 
 def _serves_rung(spec: FineTuneJobSpec) -> bool:
@@ -80,7 +80,7 @@ def _size_of(spec: FineTuneJobSpec, path: str) -> str | None:
 
 
 def _size_rule(path: str, least: str, usual: str) -> Rule:
-    """A size that is too small to be meant: its unit was forgotten, or is `m`, a thousandth."""
+    """Return the rule on a size too small to be meant: its unit is missing, or is `m`, a thousandth."""
 
     def advice(spec: FineTuneJobSpec) -> str:
         return size_hint(_size_of(spec, path) or "", least, usual)

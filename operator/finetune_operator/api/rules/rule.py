@@ -1,4 +1,4 @@
-"""A rule on a spec, in CEL and in Python, and the terms that rules of all topics use."""
+"""Rule on a spec, in CEL and in Python, and the terms that rules of all topics use."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ Holds = Callable[[FineTuneJobSpec], bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule on `spec`."""
+    """A rule on `spec`."""
 
     name: str
     path: str
-    """Field to blame, from `spec`."""
+    """Field to report, from `spec`."""
     cel: str | None
-    """True when the rule holds; `self` is spec, after defaults. None: see the package's docstring."""
+    """CEL that is true if the rule holds; `self` is spec, after defaults. None: see the package's docstring."""
     holds: Holds
     text: str
-    """The rule as a sentence without its full stop."""
+    """Rule as a sentence without its full stop."""
     way_out: str
     advice: Callable[[FineTuneJobSpec], str] | None = None
-    """Hint with the job's own numbers, where arithmetic helps."""
+    """Hint with the job's own numbers, if arithmetic helps."""
     reads: tuple[str, ...] = ()
-    """Fields that the Python reads; left out where the CEL names them."""
+    """Fields that the Python reads; omitted if the CEL names them."""
     schema: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Schema keywords at `path` that say as much of the rule as can be said."""
+    """Schema keywords at `path` that express as much of the rule as possible."""
     schema_around: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Schema keywords of the object around the field, where CEL cannot look into the field."""
+    """Schema keywords of the object around the field, if CEL cannot look into the field."""
 
     @property
     def fields_read(self) -> tuple[str, ...]:
-        """Paths from `spec` that decide whether the rule holds."""
+        """Paths from `spec` that the rule depends on."""
         return self.reads or tuple(
             dict.fromkeys(re.findall(r"self\.([A-Za-z.]*[A-Za-z])(?![A-Za-z(])", self.cel or ""))
         )
 
 
 def loops(spec: FineTuneJobSpec) -> bool:
-    """Whether the built-in loop trains."""
+    """Return True if the built-in loop trains."""
     return spec.training is not None and spec.script is None
 
 
 def is_one_of(tasks: tuple[Task, ...]) -> str:
-    """CEL: the job's task is one of these."""
+    """Return CEL: the job's task is one of these."""
     return f"self.task in [{', '.join(repr(task) for task in tasks)}]"
 
 

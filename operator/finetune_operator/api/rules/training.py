@@ -1,4 +1,4 @@
-"""Rules on what is trained, for how long, and by whom: adapters, steps, checkpoints, scripts."""
+"""Rules on training: adapters, steps, checkpoints, scripts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _LOOP_ONLY = (
     *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.uri", "checkpoints.signingKey"),
     *("model.adapter.method", "preference.beta"),
 )
-"""What the built-in loop alone obeys: beside a script these would be accepted and ignored. What needs one of them is
-refused by a rule of its own.
+"""Fields that only the built-in loop obeys: beside a script they would be accepted and ignored. Fields that need one of
+them are refused by rules of their own.
 """
 _INFERENCE_ONLY = ("preparation.engine", "preparation.maxLength", "preparation.workers")
-"""Beside a script, what says something about the rows of evaluate and predict only."""
+"""Fields that, beside a script, only affect the rows of evaluate and predict."""
 
 
 def _script_rule(path: str, *, inference: bool = False) -> Rule:
-    """A field that is left at its default beside a script (`inference`: unless rows are evaluated or predicted)."""
+    """Return the rule that a script needs a field's default (`inference`: unless rows are evaluated or predicted)."""
     parts = path.split(".")
     shape = find(spec_shape(), parts)
     assert shape is not None, path
@@ -60,7 +60,7 @@ def _script_rule(path: str, *, inference: bool = False) -> Rule:
     return Rule(
         name=f"script-ignores-{path}",
         path=path,
-        # Objects without declared fields, and fields of no fixed type, are beyond CEL.
+        # CEL cannot read objects without declared fields, and fields of no fixed type.
         cel=None if path in ("training.arguments", "checkpoints.every") else f"{free} || {kept}",
         holds=holds,
         text=f"{text}, with nothing to evaluate or predict" if inference else text,
@@ -70,7 +70,7 @@ def _script_rule(path: str, *, inference: bool = False) -> Rule:
 
 
 def _cel(shape: Shape) -> str:
-    """A field's default as CEL writes it: 0 is no value of a number that may have a fraction."""
+    """Return a field's default as CEL writes it: 0 is no value of a number that may have a fraction."""
     value = shape.default
     if isinstance(shape.body, Number) and not shape.body.integer and isinstance(value, int):
         value = float(value)
@@ -78,7 +78,7 @@ def _cel(shape: Shape) -> str:
 
 
 def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
-    """A path below the repository."""
+    """Return the rule that a path stays below the repository."""
 
     def holds(spec: FineTuneJobSpec) -> bool:
         return spec.script is None or ".." not in (read(spec.script) or "").split("/")

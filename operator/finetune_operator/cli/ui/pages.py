@@ -1,5 +1,5 @@
-"""Pages as HTML, made from values. All text is escaped by the template engine, and everything that a page shows goes
-through the redactor first: a log may hold what a program has printed of its secrets.
+"""Pages as HTML, rendered from values. The template engine escapes all text, and everything that a page shows goes
+through the redactor first: a log may hold secrets that a program has printed.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from finetune_operator.planning.summary import summarise
 from finetune_operator.reconcile.spot import words
 
 LIST_METRICS = 3
-"""Metrics of a run in the list."""
+"""Maximum metrics of a run in the list."""
 MOST_COMPARED = 8
-"""Curves have as many colours."""
+"""Maximum runs in a comparison; there are as many curve colours."""
 LINE_CHARACTERS = 2000
-"""A longer line of a log is cut; the whole log has it."""
+"""Maximum characters of a log line on a page; the whole log has it in full."""
 _REDACTOR = "redactor"
 _SILENT = 60.0
-"""Progress of a running stage that is older, in seconds, is shown with its age."""
+"""Age in seconds above which a running stage's progress is shown with its age."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page and its status."""
+    """HTML of a page and its HTTP status."""
 
     html: str
     code: int = 200
@@ -67,7 +67,7 @@ class Page:
 
 @jinja2.pass_context
 def _shown(context: Context, value: Any) -> Any:
-    """What a `{{ }}` puts into a page; parts that are HTML have been through this."""
+    """Return the value that a `{{ }}` puts into a page; parts that are HTML have been through this."""
     if isinstance(value, str) and not hasattr(value, "__html__"):
         redactor: Redactor = context[_REDACTOR]
         return redactor.text(value)
@@ -86,7 +86,7 @@ def _environment() -> jinja2.Environment:
 
 
 class Pages:
-    """Makes the pages of one workspace and, where there is one, of a cluster."""
+    """Renderer of the pages of one workspace and, if there is one, of a cluster."""
 
     def __init__(
         self, workspace: Workspace, jobs: ClusterJobs | None, program: str = "finetune", flags: str = ""
@@ -98,7 +98,7 @@ class Pages:
         self._templates = _environment()
 
     def index(self) -> Page:
-        """All runs, and the jobs of the cluster."""
+        """Return the page of all runs, and the jobs of the cluster."""
         found = self._workspace.runs()
         now = utc_now()
         return self._page(
@@ -111,7 +111,7 @@ class Pages:
         )
 
     def run(self, name: str) -> Page | None:
-        """One run; None when there is no such one."""
+        """Return the page of one run; None if it does not exist."""
         run = self._workspace.run(name)
         if run is None:
             return None
@@ -156,11 +156,11 @@ class Pages:
         )
 
     def report(self, name: str) -> bytes | None:
-        """A run's report.html as it is; None when there is none."""
+        """Return a run's report.html unchanged; None if there is none."""
         return self._workspace.report(name)
 
     def compare(self, names: Sequence[str]) -> Page:
-        """Runs over and beside each other."""
+        """Return the page of runs over and beside each other."""
         chosen = list(dict.fromkeys(names))[:MOST_COMPARED]
         runs = [run for name in chosen if (run := self._workspace.run(name)) is not None]
         comparison = compare([self._workspace.compared(run) for run in runs])
@@ -186,7 +186,7 @@ class Pages:
         )
 
     def log(self, name: str, stage: str) -> str | None:
-        """A whole log as text; None when there is none."""
+        """Return a whole log as text; None if there is none."""
         text = self._workspace.whole_log(name, stage)
         if text is None:
             return None
@@ -195,7 +195,7 @@ class Pages:
         return redactor.text(text)
 
     def job(self, namespace: str, name: str) -> Page | None:
-        """One job of the cluster; None when there is no such one."""
+        """Return the page of one job of the cluster; None if it does not exist."""
         if self._jobs is None:
             return None
         answer = self._jobs.details(namespace, name)
@@ -220,7 +220,7 @@ class Pages:
         )
 
     def message(self, code: int, title: str, text: str) -> Page:
-        """A page that only says something."""
+        """Return a page with only a message."""
         return Page(self._page("message", title=title, text=text).html, code)
 
     def _job_values(self, details: JobDetails, now: datetime) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def _run_row(run: Run, now: datetime) -> dict[str, Any]:
 
 
 def _job_row(job: ClusterJob, now: datetime) -> dict[str, Any]:
-    """The columns of `finetune status`."""
+    """Return the columns of `finetune status`."""
     status, running = job.status, job.outcome is None
     progress = status.progress or ProgressStatus()
     return {
@@ -371,7 +371,7 @@ def _plan_sections(plan: JobPlan | str | None) -> list[dict[str, Any]]:
 
 
 def _figure_rows(figures: Sequence[Figure], comparison: Comparison) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Name, and for each run the value and whether it is the best."""
+    """Return name, and for each run the value and whether it is the best."""
     return [
         (each.name, [(each.cell(run.name).removesuffix(f" {MARK}"), run.name in each.best) for run in comparison.runs])
         for each in figures

@@ -1,7 +1,7 @@
-"""Files of a workspace, read as those of a stranger: bounded, regular files only, no symbolic link followed.
+"""Safe reading of a workspace's files: bounded, regular files only, no symbolic link followed.
 
-A run's folder may hold whatever a training program has left there, such as a link to a file that is nobody else's
-business, or a pipe that would never answer.
+A run's folder may hold anything that a training program has left there, such as a link to a private file, or a pipe
+that would never answer.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Stamp: TypeAlias = tuple[int, int, int] | None
 
 
 class UnreadableError(Exception):
-    """A file is there and cannot be read; the text says why."""
+    """Error of a file that exists and cannot be read; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """A file, or its end."""
+    """Content of a file, or its end."""
 
     data: bytes
     cut: bool = False
-    """Whether the file is longer than what was asked for."""
+    """True if the file is longer than the limit."""
 
     @property
     def text(self) -> str:
@@ -36,8 +36,8 @@ class Content:
 
 
 def read(root: Path, *parts: str, limit: int, end: bool = False) -> Content | None:
-    """Return at most `limit` bytes of the file `parts` below `root`, with `end` the last ones; None when it is not
-    there. Raises UnreadableError.
+    """Return at most `limit` bytes of the file `parts` below `root`, with `end` the last ones; None if it does not
+    exist. Raise UnreadableError.
     """
     name = "/".join(parts)
     try:
@@ -57,7 +57,7 @@ def read(root: Path, *parts: str, limit: int, end: bool = False) -> Content | No
 
 
 def stamp(root: Path, *parts: str) -> Stamp:
-    """Return what changes when the file does."""
+    """Return a value that changes when the file does."""
     try:
         found = root.joinpath(*parts).lstat()
     except OSError:
@@ -66,7 +66,7 @@ def stamp(root: Path, *parts: str) -> Stamp:
 
 
 def folders(root: Path) -> list[tuple[str, float]]:
-    """Return the folders in `root` whose names do not begin with a dot, with their times of change. Raises
+    """Return the folders in `root` whose names do not begin with a dot, with their times of change. Raise
     UnreadableError.
     """
     found = []
@@ -84,7 +84,7 @@ def folders(root: Path) -> list[tuple[str, float]]:
 
 @contextmanager
 def _opened(root: Path, *parts: str) -> Iterator[int]:
-    """A descriptor of a regular file, reached folder by folder so that none can become a link in between."""
+    """Yield a descriptor of a regular file, opened folder by folder so that none can become a link in between."""
     assert all(part not in ("", ".", "..") and "/" not in part for part in parts), parts
     *within, name = parts
     place = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,9 +1,9 @@
-"""Which requests the local page answers.
+"""Access checks on requests to the local page.
 
 The page shows logs and settings, so neither a web site that the user visits nor another user of the machine may read
 it. A site can make the user's browser send requests to 127.0.0.1, and can point a name of its own there (DNS
-rebinding): the Host header tells that name, and browsers tell where a request comes from. Another user of the machine
-can connect, but does not know the token that the command prints, as in Jupyter.
+rebinding): the Host header reveals that name, and browsers send a request's origin. Another user of the machine can
+connect, but does not know the token that the command prints, as in Jupyter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is not answered, and what to do."""
+    """Reason why a request is not answered, and a hint."""
 
     code: int
     text: str
@@ -28,7 +28,7 @@ class Refusal:
 
 @dataclass
 class Keys:
-    """The token of this server, and one that is good for the first use only."""
+    """Token of this server, and one that is valid only once."""
 
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     _once: str | None = None
@@ -41,7 +41,7 @@ class Keys:
             return self._once
 
     def fits(self, token: str) -> bool:
-        """Return whether the token of a URL is good; one for one use is spent by it."""
+        """Return True if the token of a URL is valid; a one-time token is consumed by it."""
         with self._lock:
             once = self._once
             if once is not None and _same(once, token):
@@ -50,7 +50,7 @@ class Keys:
         return self.is_token(token)
 
     def is_token(self, token: str) -> bool:
-        """Return whether it is the token of this server."""
+        """Return True for the token of this server."""
         return _same(self.token, token)
 
 
@@ -59,19 +59,19 @@ def _same(right: str, given: str) -> bool:
 
 
 def cookie_name(port: int) -> str:
-    """Name of the cookie: browsers keep one jar for all ports of a host."""
+    """Return the name of the cookie: browsers keep one jar for all ports of a host."""
     return f"finetune-ui-{port}"
 
 
 def refusal(headers: Mapping[str, str], port: int, keys: Keys) -> Refusal | None:
-    """Return why a request with these headers is refused; None when it comes from the page or the user. The token of a
-    URL is the caller's business.
+    """Return why a request with these headers is refused; None if it comes from the page or the user. The caller checks
+    the token of a URL.
     """
     return foreign(headers, port) or _without_token(headers, port, keys)
 
 
 def foreign(headers: Mapping[str, str], port: int) -> Refusal | None:
-    """Return why a request is refused that another site or name may have caused."""
+    """Return why a request that another site or name may have caused is refused; None if it is not."""
     host = headers.get("Host", "")
     hosts = [f"{name}:{port}" for name in NAMES] + ([*NAMES] if port == 80 else [])
     if host.lower() not in hosts:

@@ -1,7 +1,7 @@
-"""A cluster's jobs as values, asked for beside the pages: a page never waits long for an API server that is away.
+"""A cluster's jobs as values, requested in the background: a page never waits long for an absent API server.
 
-What was answered last is shown, with what went wrong since. The API server is asked only while somebody looks, and
-once for all pages that are open.
+The last answer is shown, with later errors. The API server is requested only while somebody looks, and once for all
+open pages.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from finetune_operator.cli.watching import events_of
 
 Value = TypeVar("Value")
 ASK_SECONDS = 4.0
-"""An answer that is older is asked for anew."""
+"""Age in seconds above which an answer is requested again."""
 ANSWER_SECONDS = 30.0
-"""What the API server gets for one answer."""
+"""Timeout in seconds of one answer of the API server."""
 PATIENCE_SECONDS = 2.0
-"""How long the first page waits for a first answer."""
+"""Seconds that the first page waits for a first answer."""
 LOG_LINES = 200
-"""The last lines of each pod."""
+"""Number of last lines of each pod."""
 MOST_JOBS = 32
-"""Pages of single jobs whose last answers are kept."""
+"""Maximum pages of single jobs whose last answers are kept."""
 MOST_POINTS = 5000
-"""Progress of one job that is kept for its curve."""
+"""Maximum points of one job's progress that are kept for its curve."""
 
 
 @dataclass(frozen=True)
 class Answer(Generic[Value]):
-    """What the cluster said last."""
+    """Last answer of the cluster."""
 
     value: Value | None = None
     error: str | None = None
-    """Why there is no newer value."""
+    """Reason why there is no newer value."""
 
     @property
     def waiting(self) -> bool:
-        """True until something is printed."""
+        """True until there is a value or an error."""
         return self.value is None and self.error is None
 
 
 @dataclass(frozen=True)
 class JobDetails:
-    """One job with what belongs to it."""
+    """A job with its related objects."""
 
     job: ClusterJob
     events: tuple[Happening, ...] | None
-    """None: they may not be read."""
+    """Events of the job; None: they may not be read."""
     log: tuple[tuple[str, str], ...]
     """Label of the pod, line."""
     notes: tuple[str, ...]
 
 
 class Question(Generic[Value]):
-    """Something that is asked in a thread of its own, at most once at a time."""
+    """Request that runs in a thread of its own, at most once at a time."""
 
     def __init__(self, ask: Callable[[], Value]) -> None:
         self._ask = ask
@@ -71,7 +71,7 @@ class Question(Generic[Value]):
         self._under_way = False
 
     def answer(self, patience: float = PATIENCE_SECONDS) -> Answer[Value]:
-        """Return the last answer; asks anew when it is old, and waits only for the first one."""
+        """Return the last answer; request a new one if it is old, and wait only for the first one."""
         with self._changed:
             old = self._answered_at is None or time.monotonic() - self._answered_at > ASK_SECONDS
             if old and not self._under_way:
@@ -88,7 +88,7 @@ class Question(Generic[Value]):
             answer = replace(self._answer, error=f"{str(error).removesuffix('.')}.")
         except TimeoutError:
             answer = replace(self._answer, error=f"The API server did not answer within {ANSWER_SECONDS:g} s.")
-        except Exception as error:  # a fault of ours: the page tells it, instead of waiting for ever
+        except Exception as error:  # a bug of ours: the page reports it, instead of waiting for ever
             answer = replace(self._answer, error=f"{type(error).__name__}: {error}")
         with self._changed:
             self._answer, self._answered_at, self._under_way = answer, time.monotonic(), False
@@ -96,12 +96,12 @@ class Question(Generic[Value]):
 
 
 class ClusterJobs:
-    """The jobs of one namespace, or of all."""
+    """Jobs of one namespace, or of all."""
 
     def __init__(self, connection: Connection, everywhere: bool = False) -> None:
         self.everywhere = everywhere
         self.where = "any namespace" if everywhere else "this namespace"
-        """Which jobs are listed, in words."""
+        """Description of the listed namespaces."""
         self._connection = connection
         self._all = Question(self._ask_all)
         self._details: OrderedDict[tuple[str, str], Question[JobDetails]] = OrderedDict()
@@ -109,11 +109,11 @@ class ClusterJobs:
         self._lock = Lock()
 
     def all(self) -> Answer[tuple[ClusterJob, ...]]:
-        """All jobs, the newest first."""
+        """Return all jobs, the newest first."""
         return self._all.answer()
 
     def details(self, namespace: str, name: str) -> Answer[JobDetails] | None:
-        """One of the jobs; None when there is no such one. Names are looked up, never sent on as they came."""
+        """Return one of the jobs; None if it does not exist. Names are looked up, never forwarded as they came."""
         listed = self.all()
         if listed.value is not None:
             there = any((job.metadata.namespace, job.name) == (namespace, name) for job in listed.value)
@@ -131,7 +131,7 @@ class ClusterJobs:
         return question.answer()
 
     def curve(self, job: ClusterJob) -> list[dict[str, float]]:
-        """The loss by step, of all answers since this page has asked: a cluster keeps the newest only."""
+        """Return the loss by step, collected since this page's first request: a cluster keeps the newest only."""
         with self._lock:
             points = sorted(self._curves.get(job.metadata.uid, {}).items())
         return [{"step": step, "loss": loss} for step, loss in points]

@@ -1,7 +1,7 @@
-"""The runs of a workspace as values: what `finetune run` has left in each folder, also of one that runs, was killed in
-the middle, or holds files that something else has broken.
+"""The runs of a workspace as values: the output of `finetune run` in each folder, also of a run that is in progress,
+was killed, or has damaged files.
 
-What cannot be read is a line in `Run.problems`; the rest is shown.
+Each unreadable file is a line in `Run.problems`; the rest is shown.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Value = TypeVar("Value")
 
 DOCUMENT_BYTES = 4 << 20
 HISTORY_BYTES = 64 << 20
-"""About 200,000 steps; of a longer history the last ones are shown."""
+"""Maximum bytes of a history, about 200,000 steps; of a longer one the last are shown."""
 HISTORY_LINES = 3000
-"""Of a history with more lines, so many at equal distances are read: a curve has about half as many points."""
+"""Maximum lines read of a history, at equal distances: a curve has about half as many points."""
 PROGRESS_BYTES = 16 << 10
 LOG_BYTES = 64 << 10
 LOG_LINES = 400
 WHOLE_LOG_BYTES = 4 << 20
 REPORT_BYTES = 64 << 20
 MOST_RUNS = 200
-"""Folders that are listed, those that changed last; the others are counted."""
+"""Maximum folders listed, the last changed ones; the others are counted."""
 MOST_FIGURES = 40
-"""Figures of a history that are shown: the trainer writes about ten, and those of the task's metrics."""
+"""Maximum figures of a history: the trainer writes about ten, and those of the task's metrics."""
 _KNOWN = ("plan.json", "job.json", INPUTS_FILE, "metrics.json", "history.jsonl", FAILURE_FILE)
 _ASIDE = re.compile(r"\.previous-\d+\Z")
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
@@ -56,7 +56,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class _Gate(Raw):
-    """The metric that a job has to reach."""
+    """Metric that a job has to reach."""
 
     metric: str
     minimum: float | None = None
@@ -79,7 +79,7 @@ class _Trainer(Raw):
 
 
 class _PlanGlance(Raw):
-    """Of a plan, what a list shows. A plan of another version may be no JobPlan, and is this still."""
+    """Fields of a plan for the list. They can also be read of a plan of another version, which may be no JobPlan."""
 
     stages: tuple[str, ...] = ()
     strategy: str = ""
@@ -88,16 +88,16 @@ class _PlanGlance(Raw):
 
 @dataclass(frozen=True)
 class Gate:
-    """The job's gate, and whether it was met."""
+    """Gate of the job, and its result."""
 
     words: str
     met: bool | None
-    """None: not measured yet."""
+    """True if the gate was met; None: not measured yet."""
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of a run."""
+    """A stage of a run."""
 
     name: str
     state: Literal["done", "running", "failed", "stopped", "waiting"]
@@ -107,7 +107,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Metric:
-    """One measured value, and that of always answering the most frequent label."""
+    """A measured value, and that of always answering the most frequent label."""
 
     name: str
     value: float
@@ -116,7 +116,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Run:
-    """One folder of the workspace."""
+    """A folder of the workspace."""
 
     name: str
     state: RunState
@@ -126,15 +126,15 @@ class Run:
     strategy: str
     stages: tuple[StageRow, ...]
     stage: str | None
-    """The stage that runs, failed or was stopped."""
+    """Stage that is running, failed or was stopped."""
     progress: Progress | None
-    """How far that stage is."""
+    """Progress of that stage."""
     metrics: tuple[Metric, ...]
     gate: Gate | None
     started: datetime | None
     stage_started: datetime | None
     seconds: float | None
-    """Of all stages that have ended."""
+    """Duration of all stages that have ended."""
     failure: FailureStatus | None
     has_report: bool
     problems: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Log:
-    """The end of a stage's log, without escape sequences of terminals."""
+    """End of a stage's log, without escape sequences of terminals."""
 
     stage: str
     lines: tuple[str, ...]
@@ -155,12 +155,12 @@ class Runs:
 
     runs: tuple[Run, ...]
     more: int = 0
-    """Further folders, which changed earlier."""
+    """Number of further folders, which changed earlier."""
     problem: str | None = None
 
 
 class _Kept(Generic[Value]):
-    """Values by key, as long as nothing that they were made from has changed; the oldest go."""
+    """Cache of values by key, valid until their sources change; the oldest are dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -168,7 +168,7 @@ class _Kept(Generic[Value]):
         self._lock = Lock()
 
     def get(self, key: Hashable, stamps: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of `key`, made anew when the stamps differ."""
+        """Return the value of `key`, computed again if the stamps differ."""
         with self._lock:
             held = self._values.get(key)
         if held is not None and held[0] == stamps:
@@ -183,7 +183,7 @@ class _Kept(Generic[Value]):
 
 
 class Workspace:
-    """The folder that `finetune run --workspace` writes to. It need not be there yet."""
+    """Folder that `finetune run --workspace` writes to. It may not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -191,7 +191,7 @@ class Workspace:
         self._histories: _Kept[tuple[list[dict[str, float]], bool]] = _Kept(16)
 
     def runs(self) -> Runs:
-        """All runs: those that run, then those that started last."""
+        """Return all runs: running ones first, then by their start, the latest first."""
         try:
             found = sorted(folders(self.folder), key=lambda each: each[1], reverse=True)
         except UnreadableError as error:
@@ -203,11 +203,11 @@ class Workspace:
         return Runs(tuple(runs), more=len(names) - len(runs))
 
     def run(self, name: str) -> Run | None:
-        """The run of this name; None when the workspace has no such folder."""
+        """Return the run of this name; None if the workspace has no such folder."""
         return self._run(name) if self._has(name) and self._is_run(name) else None
 
     def plan(self, name: str) -> JobPlan | str | None:
-        """The plan; why it cannot be shown; None when there is none."""
+        """Return the plan; the reason why it cannot be shown; None if there is none."""
         try:
             content = read(self._root(name), "plan.json", limit=DOCUMENT_BYTES)
         except UnreadableError as error:
@@ -222,11 +222,11 @@ class Workspace:
             return f"plan.json is damaged or of another version of finetune ({place or 'plan.json'}: {first['msg']})"
 
     def job_file(self, name: str) -> JsonValue:
-        """The trainer's job.json; None when it cannot be read."""
+        """Return the trainer's job.json; None if it cannot be read."""
         return _json(self._root(name), "job.json", [])
 
     def compared(self, run: Run) -> runfolders.Run:
-        """The run as `finetune compare` takes it, without secrets."""
+        """Return the run as the input of `finetune compare`, without secrets."""
         root, problems = self._root(run.name), list[str]()
         job, plan, metrics, environment = (
             _object(root, file, problems) for file in ("job.json", "plan.json", "metrics.json", "environment.json")
@@ -248,12 +248,12 @@ class Workspace:
         )
 
     def history(self, name: str) -> tuple[list[dict[str, float]], bool]:
-        """The finite numbers of each line of the training's history, and whether earlier lines are left out."""
+        """Return the finite numbers of each line of the training's history, and whether earlier lines are left out."""
         root = self._root(name)
         return self._histories.get(name, stamp(root, "history.jsonl"), lambda: _history(root))
 
     def log(self, name: str, stage: str) -> Log | None:
-        """The end of a stage's log; None when there is none."""
+        """Return the end of a stage's log; None if there is none."""
         content = self._log(name, stage, LOG_BYTES)
         if content is None:
             return None
@@ -261,12 +261,12 @@ class Workspace:
         return Log(stage, tuple(lines[-LOG_LINES:]), content.cut or len(lines) > LOG_LINES)
 
     def whole_log(self, name: str, stage: str) -> str | None:
-        """The log as text, of a very long one the end; None when there is none."""
+        """Return the log as text, the end of a very long one; None if there is none."""
         content = self._log(name, stage, WHOLE_LOG_BYTES)
         return None if content is None else "\n".join(readable_lines(content)) + "\n"
 
     def report(self, name: str) -> bytes | None:
-        """report.html; None when it is not there or too large."""
+        """Return report.html; None if it does not exist or is too large."""
         if not self._has(name):
             return None
         try:
@@ -284,7 +284,7 @@ class Workspace:
             return Content(str(error).encode())
 
     def _has(self, name: str) -> bool:
-        """Names are looked up in what the folder holds, never made into paths before."""
+        """Return True if the folder lists the name: names are looked up before they become paths."""
         try:
             return any(name == there for there, _ in folders(self.folder))
         except UnreadableError:
@@ -313,8 +313,8 @@ class Workspace:
 
 
 def is_locked(workspace: Path, name: str) -> bool:
-    """Return whether a `finetune run` works on this job: whether the process that wrote its id into the lock file still
-    holds that file open. Taking the lock to find out would turn away a run that starts in that moment.
+    """Return True if a `finetune run` works on this job: the process that wrote its id into the lock file still holds
+    that file open. Taking the lock to find out would refuse a run that starts in that moment.
     """
     import psutil
 
@@ -329,7 +329,7 @@ def is_locked(workspace: Path, name: str) -> bool:
     path = (workspace / file).resolve()
     try:
         return any(Path(opened.path) == path for opened in process.open_files())
-    except psutil.AccessDenied:  # of another user: its id was written by it unless the id was given out again
+    except psutil.AccessDenied:  # another user's: it wrote the id, unless the id was reused
         return bool(process.create_time() <= path.stat().st_mtime)
     except (psutil.Error, OSError):
         return False
@@ -392,7 +392,7 @@ def _read_run(root: Path, name: str, running: bool) -> Run:
 
 
 def _current(root: Path, open_stages: Sequence[Stage], failure: FailureStatus | None) -> Stage | None:
-    """Of the stages that are not done the one that failed, else the one that wrote last, else the first."""
+    """Return, of the stages that are not done, the failed one, else the last to write, else the first."""
     named = [stage for stage in open_stages if failure is not None and stage == failure.stage]
     written = [(found[2], stage) for stage in open_stages if (found := stamp(root, "logs", f"{stage}.log"))]
     return named[0] if named else max(written)[1] if written else next(iter(open_stages), None)
@@ -411,7 +411,7 @@ def _stage_state(
 
 
 def _json(root: Path, name: str, problems: list[str]) -> JsonValue:
-    """A document; None, with a problem unless it is not there, when it cannot be read."""
+    """Return a document; None if it cannot be read, with a problem unless it is missing."""
     try:
         content = read(root, *name.split("/"), limit=DOCUMENT_BYTES)
         if content is None:
@@ -427,7 +427,7 @@ def _json(root: Path, name: str, problems: list[str]) -> JsonValue:
 
 
 def _object(root: Path, name: str, problems: list[str]) -> dict[str, Any]:
-    """An object whose numbers can be reckoned with; empty when it cannot be read."""
+    """Return an object whose numbers are usable in arithmetic; empty if it cannot be read."""
     value = _json(root, name, problems)
     return {key: _tame(one) for key, one in value.items()} if isinstance(value, dict) else {}
 
@@ -493,7 +493,7 @@ def _metrics(root: Path, problems: list[str]) -> tuple[Metric, ...]:
 
 
 def _number(value: object) -> float | None:
-    """A finite number; JSON of Python's knows NaN, infinities, and integers larger than any float."""
+    """Return a finite number; Python's JSON has NaN, infinities, and integers larger than any float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -1e300 < value < 1e300 else None
@@ -547,7 +547,7 @@ def _history(root: Path) -> tuple[list[dict[str, float]], bool]:
         try:
             value: Any = json.loads(line) if line else None
         except (ValueError, RecursionError):
-            continue  # cut off in the middle, or damaged: only for show
+            continue  # cut off in the middle, or damaged: only for display
         if isinstance(value, dict):
             names.update(list(value)[: MOST_FIGURES - len(names)])
             rows.append(
@@ -557,7 +557,7 @@ def _history(root: Path) -> tuple[list[dict[str, float]], bool]:
 
 
 def _sample(lines: Sequence[bytes]) -> list[bytes]:
-    """Steps at equal distances and evaluations at equal distances, with the last of all."""
+    """Return steps and evaluations, each at equal distances, with the very last one."""
     if len(lines) <= HISTORY_LINES:
         return list(lines)
     evaluations = [at for at, line in enumerate(lines) if b'"eval_' in line]
@@ -571,7 +571,7 @@ def _thinned(places: Sequence[int], most: int) -> Sequence[int]:
 
 
 def readable_lines(content: Content) -> list[str]:
-    """The lines of a log as a terminal leaves them: no escape sequences, of a progress bar its last state."""
+    """Return a log's lines as a terminal shows them: no escape sequences, only a progress bar's last state."""
     lines = content.text.split("\n")
     if content.cut:
         lines = lines[1:]
@@ -586,5 +586,5 @@ def _as_left(line: str) -> str:
 
 
 def shown_name(name: str) -> str:
-    """The name of a folder as text, also of one that is no UTF-8."""
+    """Return the name of a folder as text, also of one that is not UTF-8."""
     return os.fsencode(name).decode(errors="replace")

@@ -1,7 +1,7 @@
-"""The local server: a request in, a page out. It listens on 127.0.0.1 only, answers GET and HEAD, and writes nothing.
+"""Local HTTP server of the pages. It listens on 127.0.0.1 only, answers GET and HEAD, and writes nothing.
 
-`access` says which requests are answered. Pages load their own style and script from here and nothing from elsewhere,
-and no script stands in a page, so text that got into one as HTML could not run.
+`access` decides which requests are answered. Pages load their own style and script from here and nothing from
+elsewhere, and no script is inline, so text that got into a page as HTML could not run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune_operator.cli.ui.request_checks import Keys, cookie_name, foreign, 
 
 ADDRESS = "127.0.0.1"
 IDLE_SECONDS = 30
-"""How long a connection may say nothing."""
+"""Seconds that a connection may be silent."""
 MOST_QUERY_FIELDS = 100
 HTML = "text/html; charset=utf-8"
 PLAIN = "text/plain; charset=utf-8"
@@ -35,12 +35,12 @@ PAGE_POLICY = (
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 FILE_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-"""For what a run has left: its own styles, no scripts, an origin of its own."""
+"""Policy of files that a run has left: their own styles, no scripts, an origin of their own."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent."""
+    """Answer to a request."""
 
     body: bytes
     content: str = HTML
@@ -50,7 +50,7 @@ class Answer:
 
 
 class Server(ThreadingHTTPServer):
-    """Listens at once; `serve_forever` answers. Raises OSError when the port is taken."""
+    """Server that listens at once; `serve_forever` answers. Raises OSError if the port is taken."""
 
     daemon_threads = True
     block_on_close = False
@@ -62,11 +62,11 @@ class Server(ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """The port, also where any free one was asked for."""
+        """Port, also if any free one was requested."""
         return int(self.server_address[1])
 
     def url(self, token: str | None = None) -> str:
-        """The address of the first page, with a token."""
+        """Return the address of the first page, with a token."""
         return f"http://{ADDRESS}:{self.port}/?{urlencode({'token': token or self.keys.token})}"
 
     def server_bind(self) -> None:
@@ -75,19 +75,19 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = ADDRESS, self.port
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Tell faults; a browser that goes away in the middle is none."""
+        """Report bugs; a browser that disconnects in the middle is none."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handler of one connection."""
 
     server: Server
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer the request."""
         try:
             answer = self._answer()
         except Exception as error:
@@ -99,11 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(answer)
 
     def do_HEAD(self) -> None:
-        """Answer without the body."""
+        """Answer the request without the body."""
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is no request, or one by another method."""
+        """Answer an invalid request, or one with another method."""
         method = code == HTTPStatus.NOT_IMPLEMENTED
         status = HTTPStatus.METHOD_NOT_ALLOWED if method else HTTPStatus(code)
         text = "This page is read only: GET and HEAD." if method else status.phrase
@@ -111,11 +111,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(Answer(f"{text}\n".encode(), PLAIN, status, headers={"Allow": "GET, HEAD"} if method else {}))
 
     def version_string(self) -> str:
-        """Name no versions."""
+        """Return the server's name without versions."""
         return "finetune"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the terminal shows the address."""
+        """Log nothing: the terminal shows the address."""
 
     def _answer(self) -> Answer:
         server = self.server
@@ -140,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         return found
 
     def _enter(self, path: str, query: str) -> Answer:
-        """Keep the token in a cookie and out of the address, which browsers remember and people copy."""
+        """Store the token in a cookie and remove it from the address, which browsers remember and people copy."""
         where = "/" + path.lstrip("/\\") + (f"?{query}" if query else "")
         name, token = cookie_name(self.server.port), self.server.keys.token
         cookie = f"{name}={token}; HttpOnly; SameSite=Lax; Path=/"
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def route(pages: Pages, path: list[str], query: dict[str, list[str]]) -> Answer | None:
-    """What a path names; None for nothing. Names go to `pages`, which look them up."""
+    """Return the answer for a path; None if it names nothing. Names go to `pages`, which look them up."""
     match path:
         case [""]:
             return _of(pages.index())
