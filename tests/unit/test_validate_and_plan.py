@@ -1,5 +1,4 @@
-"""`validate` and `plan` agree: both refuse a spec that fails by itself, and `plan` takes all that `validate` accepts.
-"""
+"""`validate` and `plan` agree: both refuse a spec that fails by itself, and `plan` takes all that `validate` takes."""
 
 from __future__ import annotations
 
