@@ -140,7 +140,7 @@ def test_losses_and_weights_agree_with_one_process(case: str, alone, bench, tmp_
     assert largest_difference(run.weights(), whole) <= 1e-6
 
 
-# ----------------------------------------------------------------------------------------------------- what is trained
+# ----------------------------------------------------------------------------------------------------- trained weights
 
 
 def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
@@ -317,7 +317,7 @@ def test_targets_that_the_model_lacks_are_named_with_those_that_it_has(bench, tm
     )
 
 
-# --------------------------------------------------------------------------------------------------------- what is left
+# ----------------------------------------------------------------------------------------------------- output of a run
 
 
 @pytest.mark.parametrize("method", METHODS)
