@@ -145,9 +145,7 @@ def short_bench(tmp_path_factory: pytest.TempPathFactory, family_bench, tiny_dat
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory, short_bench) -> Callable[[Case], Any]:
-    """Return a function: case -> the run in one process, shared by the cases that it suits, the case's run, and its
-    end.
-    """
+    """Return a function: case -> the run in one process, shared by equal cases, the case's run, and its end."""
     folder = tmp_path_factory.mktemp("model-parallel")
     alone: dict[Any, Any] = {}
 

@@ -150,9 +150,7 @@ def deepspeed_of(run: Any) -> dict[str, Any] | None:
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory, bench_of) -> Callable[[Case], Any]:
-    """Return a function: case -> the run in one process, shared by the cases that it suits, the case's run, and its
-    end.
-    """
+    """Return a function: case -> the run in one process, shared by equal cases, the case's run, and its end."""
     alone: dict[Any, Any] = {}
 
     def run(case: Case) -> tuple[Any, Any, Any]:
