@@ -124,7 +124,7 @@ def test_no_jobs_at_all_are_told(jobs: Jobs) -> None:
     assert jobs.finetune("status") == (0, "", f"Note: there is no FineTuneJob in namespace {jobs.namespace}.\n")
 
 
-# ---------------------------------------------------------------------------------------------- refused by a cluster
+# -------------------------------------------------------------------------------------------- refused by a cluster
 
 
 def test_a_job_that_is_not_there_is_told_with_those_that_are(jobs: Jobs) -> None:

@@ -317,7 +317,7 @@ def test_targets_that_the_model_lacks_are_named_with_those_that_it_has(bench, tm
     )
 
 
-# ----------------------------------------------------------------------------------------------------- output of a run
+# ------------------------------------------------------------------------------------------------------ output of a run
 
 
 @pytest.mark.parametrize("method", METHODS)

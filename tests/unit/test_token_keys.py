@@ -161,7 +161,7 @@ def judged(token: str, issuer: Issuer | None = None) -> Verdict | str:
     return asyncio.run(go())
 
 
-# ---------------------------------------------------------------------------------------------------------- claims
+# ------------------------------------------------------------------------------------------------------------ claims
 
 GOOD: dict[str, Callable[[], str]] = {
     "a pod's token": lambda: RSA.sign(claims()),
