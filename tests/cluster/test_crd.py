@@ -317,7 +317,7 @@ SLIPS = ("is less than ", "counts cores, ")
 
 
 def test_the_api_server_accepts_what_the_models_accept_and_the_other_way_round(api: Cluster) -> None:
-    """One field at a time. The other way leaves out fields of no fixed type, for which the schema says less."""
+    """Fields vary one at a time. The other way omits fields of no fixed type, for which the schema says less."""
     jobs, accepted = [], set()
     for number, leaf in enumerate(leaves(spec_shape())):
         for index, strange in enumerate(STRANGE):

@@ -63,7 +63,7 @@ def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_the_operator_installs_by_kubectl_as_printed(shell) -> None:  # type: ignore[no-untyped-def]
-    """By dry run: the operator under test is a process, and its image is not built here. The tour installs by Helm."""
+    """A dry run: the operator under test is a process, and its image is not built here. The tour installs by Helm."""
     applied = shell(f"{APPLY} --dry-run=server --force-conflicts", ROOT)
     assert "deployment.apps/finetune-operator serverside-applied" in applied
 

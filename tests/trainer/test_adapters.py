@@ -338,7 +338,7 @@ def test_the_merged_model_answers_as_the_base_with_the_adapter_does(method: str,
         run.job.model.uri.removeprefix("file://"), num_labels=2, **how
     )
     for module in base.modules():
-        # On a CPU with bf16 units bitsandbytes packs weights by these, which a tiny model's do not fill.
+        # On a CPU with bf16 units bitsandbytes packs weights for them, which a tiny model's do not fill.
         module.support_avx512bf16_for_cpu = False
     plain = answers(base)
     together = PeftModel.from_pretrained(base, str(run.paths.adapter))

@@ -11,7 +11,7 @@ FILES = 500
 
 
 def test_a_temporary_folder_is_gone_although_somebody_writes_into_it_while_it_is_removed(tmp_path: Path):
-    """So writes a pod whose leader has ended: it has the folder's path, and puts one file after another there."""
+    """A pod whose leader has ended writes so: it has the folder's path, and puts one file after another there."""
     refused = threading.Event()
 
     def write_on(folder: Path) -> None:

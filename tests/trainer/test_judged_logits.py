@@ -80,7 +80,7 @@ def test_judging_takes_no_more_memory_than_the_plan_counts_however_long_the_row(
     assert counted < 0.4 * (2 + 8) * logits.numel(), "a row that is long enough to tell"
 
 
-# ------------------------------------------------------------------------------------------- parts that are asked for
+# -------------------------------------------------------------------------------------------------- computed in parts
 
 VOCABULARY = 96
 FAMILIES: dict[str, dict[str, Any]] = {

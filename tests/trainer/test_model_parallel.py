@@ -58,7 +58,7 @@ class Case:
 
 CASES = {
     "llama, tensor": Case("llama", {"tensor": 2}, "ddp+tensor2", micro=16),
-    # Each process sees its own heads only through the norms of queries and keys: gradients are summed, once a step.
+    # Each process applies the norms of queries and keys to its own heads: gradients are summed, once a step.
     "qwen3, tensor with accumulation": Case("qwen3", {"tensor": 2}, "ddp+tensor2"),
     "llama, tensor with recomputed activations": Case(
         "llama",

@@ -115,7 +115,7 @@ def normal(case: Case) -> list[Row]:
 def test_rows_that_prepare_lets_pass_are_learnt_judged_and_predicted(
     case: Case, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """All of them together, and each in a test split of its own."""
+    """Rows are tried all together, and each in a test split of its own."""
     passed = []
     for number, text in enumerate(ODD):
         data = tmp_path / f"data-{number}"

@@ -128,7 +128,7 @@ def test_other_load_while_a_rung_is_timed_does_not_decide(monkeypatch: pytest.Mo
 
 
 def test_plain_model_is_timed_after_the_rungs_of_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if no further round fits: a cold machine's time only decides which rungs are measured."""
+    """This holds if no further round fits, too: a cold machine's time only decides which rungs are measured."""
     bench = Bench(monkeypatch, FakeRung("slow", PLAIN_SECONDS + 2))
     bench.cold = 2
     chosen = bench.choose(remaining=12 * ROWS)

@@ -109,7 +109,7 @@ def test_a_global_batch_cut_into_any_number_of_micro_batches_teaches_the_same(
 def test_the_loss_of_training_is_that_of_evaluation(
     task: str, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    """On the same rows and weights; masked-lm hides other tokens in each."""
+    """Both are of the same rows and weights; masked-lm hides other tokens in each."""
     paths = JobPaths(tmp_path / "w")
     job = trained(task, models[TASKS[task][0]], data, paths, 2, learning_rate=1e-12)
     paths.state.mkdir(exist_ok=True)

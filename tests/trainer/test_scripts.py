@@ -137,7 +137,7 @@ def torchrun() -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_the_documented_program_trains_stops_resumes_and_its_model_is_measured(pods_of):
-    """On 2 processes, asked to stop after its first checkpoint."""
+    """The program runs on 2 processes and is asked to stop after its first checkpoint."""
     pods = pods_of(
         {"classify/train.py": documented("python")},
         processes=2,

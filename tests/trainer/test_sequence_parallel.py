@@ -201,7 +201,7 @@ WAYS = {
         Case("llama", "fsdp", training=SCHEDULE, sequence=4),
         Case("llama", "single", training=SCHEDULE, sequence=1),
     ],
-    # Shards belong to a number of processes, whatever rows they read.
+    # Shards belong to a fixed number of processes, whatever rows those read.
     "a stage's shards": [
         Case("llama", "deepspeed", sequence=1, replicas=4, micro=2, **ZERO),
         Case("llama", "deepspeed", sequence=2, replicas=2, micro=4, **ZERO),

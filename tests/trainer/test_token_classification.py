@@ -287,7 +287,7 @@ def test_evaluation_and_predictions_are_what_a_plain_loop_and_seqeval_say(
 def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_order(
     models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
-    """Also words that the tokenizer reduces to nothing."""
+    """Rows include words that the tokenizer reduces to nothing."""
     rows = sentences(15, 2)
     rows[3]["tokens"][1] = "\u200b"
     write_lines(data / "test.jsonl", rows)

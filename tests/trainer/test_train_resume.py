@@ -217,7 +217,7 @@ def test_a_deepspeed_checkpoint_of_another_stage_is_refused_with_the_way_out(ben
 
 @pytest.mark.slow
 def test_a_deepspeed_checkpoint_goes_on_with_the_optimizer_in_host_memory(bench, tmp_path: Path):
-    """As after memory ran out; see the ladder of the plan."""
+    """The resumed run is that after memory ran out; see the ladder of the plan."""
     run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=2))
     first = run.spread("deepspeed", 1, zero_stage=2)
     assert first.run(deepspeed=first.deepspeed_config()).exit_code == 0

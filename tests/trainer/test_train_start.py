@@ -1,4 +1,4 @@
-"""Settled before torch is imported: the world, the environment, the arguments, the report."""
+"""Start-up before torch is imported: the world, the environment, the arguments, the report."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
     more = takes("summarization") - takes("text-generation")
     assert more == pytest.approx(beside * 2 * logits, rel=1e-6)
     for task in ("text-generation", "preference-tuning"):
-        # A decoder computes the logits of a long row in parts, and the next part comes while the last is there.
+        # A decoder computes the logits of a long row in parts, one of which is still there when the next one comes.
         more = takes(task, tokens=131_072) - takes("text-classification", tokens=131_072)
         assert more == pytest.approx(beside * (2 * 2 * ASKED_LOGITS + pieces), rel=1e-6)
     more = takes("masked-lm", tokens=131_072) - takes("text-classification", tokens=131_072)

@@ -1036,7 +1036,7 @@ def test_in_a_cluster_spark_needs_its_operator_and_what_an_administrator_grants_
     assert refused(spark) == [not_served, not_granted]
     assert refused(spark, served=SPARK_SERVED) == [not_granted]
     assert refused(spark, SPARK_SETTINGS) == [not_served]
-    # A job that is prepared goes on without: no other stage needs it.
+    # A prepared job goes on without Spark: no other stage needs it.
     assert planned(spark, prepared=True).trainer.preparation.engine == "spark"
     result = planned(spark, SPARK_SETTINGS, served=SPARK_SERVED)
     assert (result.trainer.preparation.engine, result.trainer.preparation.pods) == ("spark", 4)

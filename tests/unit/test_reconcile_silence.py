@@ -341,7 +341,7 @@ def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(wa
 
 
 def test_an_attempt_that_is_ending_is_judged_by_its_end_and_not_by_its_silence():
-    """One pod is on a node without power: its deletion does not end, and the other has lost its connection."""
+    """One pod is on a node without power: its deletion never ends, and the other has lost its connection."""
     world = training()
     pod = world.pods["reviews-train-1-1"]
     pod["stuck"] = True

@@ -26,7 +26,7 @@ from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from suite_plugins.patience import patient
 
 pytestmark = pytest.mark.last
-"""It replaces the operator that the other tests use."""
+"""The module replaces the operator that the other tests use."""
 
 RELEASE = "finetune-operator"
 JOBS = int(os.environ.get("FINETUNE_UPGRADE_JOBS", "3"))
