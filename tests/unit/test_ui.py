@@ -1,6 +1,4 @@
-"""`finetune ui` over real HTTP: answered requests, pages of runs in any state, and no write or link that leaves the
-workspace.
-"""
+"""`finetune ui` over real HTTP: answered requests, pages of runs in any state, and nothing outside of the workspace."""
 
 from __future__ import annotations
 
