@@ -1,4 +1,4 @@
-"""A launcher is a row, a module and a template: what CONTRIBUTING.md says under "Add a launcher", done in a copy."""
+"""A launcher is a row, a module and a template: the steps of "Add a launcher" in CONTRIBUTING.md, done in a copy."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def insert(file: Path, before: str, text: str) -> None:
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Any:
-    """Return what a copy of the package says with one launcher more."""
+    """Return the output of a copy of the package with one launcher more."""
     package = tmp_path / "finetune_operator"
     shutil.copytree(ROOT / "operator" / "finetune_operator", package, ignore=shutil.ignore_patterns("__pycache__"))
     launchers = package / "launchers"

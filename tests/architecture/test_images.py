@@ -28,7 +28,7 @@ VERSION = tomllib.loads((ROOT / "operator/pyproject.toml").read_text())["project
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
-    """(instruction, rest) of a Dockerfile, its continued lines joined."""
+    """Return (instruction, rest) of a Dockerfile, with continued lines joined."""
     text = re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", DOCKERFILES[image].read_text()))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
@@ -125,7 +125,7 @@ def test_one_name_and_version_holds_everywhere() -> None:
 
 @pytest.mark.parametrize("image", DOCKERFILES)
 def test_a_change_of_our_code_makes_the_last_layer_anew_and_no_other(image: str) -> None:
-    """What comes from others is installed before our packages are copied. They are copied and not mounted: buildah 1.28
+    """Other distributions are installed before our packages are copied. They are copied and not mounted: buildah 1.28
     keeps the layer of a RUN whose mounted files have changed.
     """
     last = [rest for word, rest in instructions(image) if word in ("COPY", "RUN")][-1]
@@ -167,7 +167,7 @@ DIGEST = "sha256:" + "a" * 64
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """A folder for PATH with what a build script needs, and no container engine; beside it what `make tools` makes."""
+    """Return a folder for PATH with a build script's programs and no container engine; `make tools` is beside it."""
     place = tmp_path / "bin"
     place.mkdir()
     for program in ("bash", "cat", "cp", "date", "dirname", "env", "git", "make", "mkdir", "mktemp", "rm", "sed", "sh"):
@@ -184,7 +184,7 @@ def tools(tmp_path: Path) -> Path:
 
 
 def add_engine(tools: Path, name: str, info: int = 0) -> Path:
-    """A container engine that only writes down how it was called; returns where."""
+    """Add a container engine that only logs its calls; return the log."""
     log = tools / f"{name}.log"
     (tools / name).write_text(REPORT_CALL.format(info=info, log=log, name=name))
     (tools / name).chmod(0o755)
@@ -201,7 +201,7 @@ def make_images(tools: Path, *settings: str) -> subprocess.CompletedProcess[str]
 
 
 def copied_images(folder: Path, lock: str) -> Path:
-    """Copy what images/build reads, with another lock file; returns the program."""
+    """Copy the inputs of images/build, with another lock file; return the program."""
     for path in ("images", "release", "requirements", "constraints.txt", "operator/pyproject.toml"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy2
@@ -216,7 +216,7 @@ def build_images(tools: Path, program: Path, **settings: str) -> subprocess.Comp
 
 
 def built(log: Path) -> list[str]:
-    """Calls, without the revision, which changes."""
+    """Return the calls, without the revision, which changes."""
     return [re.sub(r"REVISION=\S*", "REVISION=_", line) for line in log.read_text().splitlines()]
 
 

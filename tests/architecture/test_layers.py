@@ -1,4 +1,4 @@
-"""The layers of the project hold, and files say nothing that belongs to one machine."""
+"""The layers of the project hold, and no file holds anything of a single machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_imports_point_down_only() -> None:
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
-    """Imports inside of functions and those for type checkers count: both tie the modules together for a reader."""
+    """Imports inside functions and those for type checkers count: both tie the modules together for a reader."""
     graph = grimp.build_graph("finetune_contract", "finetune_operator", "finetune_trainer", cache_dir=None)
     assert len(graph.modules) > 150
     imports = {module: graph.find_modules_directly_imported_by(module) for module in sorted(graph.modules)}
@@ -65,9 +65,7 @@ def test_no_two_modules_have_the_same_file_name() -> None:
 
 
 def test_imports_of_the_tests_own_modules_are_sorted_with_those_of_the_project() -> None:
-    """Those beside the tests' folders and those in packages without tests: ruff takes what it is not told of for a
-    library of others.
-    """
+    """Modules beside the tests' folders and in packages without tests: ruff takes unlisted ones for libraries."""
     sorted_as_ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["isort"]
     tests = ROOT / "tests"
     modules = {path.stem for path in tests.glob("*.py")} - {"conftest"}
@@ -88,17 +86,17 @@ def test_the_finetune_command_starts_without_a_deep_learning_library() -> None:
 
 
 def normal(name: str) -> str:
-    """Of a distribution, as indexes compare names."""
+    """Return a distribution's name as indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def named(requirements: list[str]) -> set[str]:
-    """The distributions that requirements name, without their versions and extras."""
+    """Return the distributions that requirements name, without their versions and extras."""
     return {normal(re.split(r"[<>=!~\[; ]", requirement)[0]) for requirement in requirements}
 
 
 def imported(folder: Path) -> Iterator[tuple[str, str]]:
-    """The top-level modules that the files of `folder` import, each with a place that does."""
+    """Yield the top-level modules that the files of `folder` import, each with a place that does."""
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -108,7 +106,7 @@ def imported(folder: Path) -> Iterator[tuple[str, str]]:
                 yield name.split(".")[0], f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-# What another of our requirements stands for: its releases say which release of these they work with.
+# Covered by another of our requirements, whose releases name the compatible releases of these.
 COMES_WITH = {"huggingface-hub": "transformers", "tokenizers": "transformers"}
 
 

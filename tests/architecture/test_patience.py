@@ -17,7 +17,7 @@ FIGURE = re.compile(r"(\b|_)(seconds|elapsed|took|duration|per_second)\b", re.IG
 ORDERING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 LONG_SLEEP_SECONDS = 1
 SUSPECT = re.compile(r"monotonic|perf_counter|process_time|\btime\(|sleep|timeout|result\(|wait_for\(")
-"""Text of every file that can have a fault."""
+"""Pattern in the text of every file that can have a fault."""
 
 DURATION, LIMIT, DEADLINE, SLEEP = "asserted duration", "fixed limit", "fixed deadline", "long sleep"
 
@@ -34,7 +34,7 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {
         "before, end = last_step(history), time.monotonic() + AWAY_SECONDS",
     ): "Kubernetes' own leases end within that time on any machine",
 }
-"""File, fault and line -> why it may stay."""
+"""File, fault and line -> reason for keeping it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Fault:
 
 @dataclass
 class Module:
-    """What the faults of a file depend on: the names that hold clock readings, and its constants."""
+    """Facts behind the faults of a file: the names that hold clock readings, and its constants."""
 
     numbers: dict[str, float]
     """Constants that are bare numbers, also those that it imports from other files of the tests."""
@@ -56,7 +56,7 @@ class Module:
     """Attributes and functions whose value is computed from a clock."""
 
     def reads_clock(self, node: ast.AST, local: set[str]) -> bool:
-        """Whether an expression is computed from a clock."""
+        """Return whether an expression is computed from a clock."""
         return any(
             (isinstance(one, ast.Call) and _called(one) in CLOCKS and not one.args)
             or (isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load) and one.id in local)
@@ -85,7 +85,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """Each function with its body, and the module itself."""
+    """Yield each function with its body, and the module itself."""
     yield "", tree.body
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -93,7 +93,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
 
 
 def _own(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """The nodes of a function without those of the functions in it."""
+    """Yield the nodes of a function without those of the functions in it."""
     todo: list[ast.AST] = list(body)
     while todo:
         node = todo.pop()
@@ -103,7 +103,7 @@ def _own(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Pairs of target and value."""
+    """Yield pairs of target and value."""
     match node:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
@@ -134,7 +134,7 @@ def _clock_names(module: Module, tree: ast.Module) -> dict[str, set[str]]:
 
 
 def _is_reading(module: Module, node: ast.expr, known: set[str]) -> bool:
-    """Whether an expression is itself a reading or a difference of readings, and not something that holds one."""
+    """Return whether an expression is itself a reading or a difference of readings, not a container of one."""
     plain = isinstance(node, ast.BinOp | ast.Name | ast.Attribute) or (
         isinstance(node, ast.Call) and _called(node) in CLOCKS | {"round", "int", "float", "max", "min"}
     )
@@ -142,23 +142,23 @@ def _is_reading(module: Module, node: ast.expr, known: set[str]) -> bool:
 
 
 def _calls_with_limits(module: Module, node: ast.Call) -> bool:
-    """Whether a call that waits has a bare number for its limit."""
+    """Return whether a call that waits has a bare number as its limit."""
     limits = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
     match _called(node), node.args:
         case ("result", [limit]) | ("timeout", [limit]) | ("wait_for", [_, limit]):
-            # A marker's limit is scaled by the plugin.
+            # The plugin scales a marker's limit.
             limits += [] if "mark." in ast.unparse(node.func) else [limit]
     return any(module.number(limit) for limit in limits)
 
 
 def _is_bounded_figure(module: Module, node: ast.Compare) -> bool:
-    """Whether a figure in seconds, which the program itself may have measured, is compared with a number but 0."""
+    """Return whether a figure in seconds, perhaps measured by the program, is compared with a number but 0."""
     sides = (node.left, *node.comparators)
     return any(map(module.number, sides)) and any(FIGURE.search(ast.unparse(side)) for side in sides)
 
 
 def _kinds(module: Module, node: ast.AST, known: set[str]) -> Iterator[str]:
-    """Faults of one node."""
+    """Yield the faults of one node."""
     match node:
         case ast.Assert(test=test):
             compared = (one for one in ast.walk(test) if isinstance(one, ast.Compare))
@@ -172,7 +172,7 @@ def _kinds(module: Module, node: ast.AST, known: set[str]) -> Iterator[str]:
         case ast.Call() if _calls_with_limits(module, node):
             yield LIMIT
         case ast.BinOp(left=ast.Call() as clock, op=ast.Add(), right=limit):
-            # What is added to time.time() is a date that the program is given.
+            # A sum with time.time() is a date given to the program.
             if _called(clock) in CLOCKS - {"time", "time_ns"} and not clock.args and module.number(limit):
                 yield DEADLINE
 

@@ -40,7 +40,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout whose only commit has the files as they are now, as far as a release without images needs them."""
+    """Return a checkout whose only commit has the present files that a release without images needs."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
@@ -59,7 +59,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def releases(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two releases without images, of two checkouts; one user has another umask and leaves a file behind."""
+    """Make two releases without images, of two checkouts; one user has another umask and leaves a file behind."""
     place = tmp_path_factory.mktemp("releases")
     other = place / "elsewhere" / "clone"
     git(place, "clone", "--quiet", str(checkout), str(other))
@@ -283,7 +283,7 @@ def layout(folder: Path, files: dict[str, tuple[str, int]], created: str = "") -
     layer = blob(archive.deterministic_gzip(packed.getvalue()))
     config = blob(json.dumps({"created": created, "config": {}}).encode())
     manifest = blob(json.dumps({"config": config, "layers": [layer]}).encode())
-    blob(os.urandom(16))  # of an earlier image
+    blob(os.urandom(16))  # an earlier image's
     (folder / "index.json").write_text(json.dumps({"manifests": [manifest]}))
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
     return folder
@@ -400,7 +400,7 @@ def test_the_page_names_settings_that_images_build_has() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif("FINETUNE_TEST_IMAGE_BUILDS" not in os.environ, reason="FINETUNE_TEST_IMAGE_BUILDS is not set")
 def test_the_operators_image_has_the_same_digest_when_it_is_built_again(tmp_path: Path) -> None:
-    """Builds twice without a cache; BUILD_OPTIONS and the base are those of whoever runs it (docs/tests.md)."""
+    """Build twice without a cache; BUILD_OPTIONS and the base are those of the caller (docs/tests.md)."""
     source = tmp_path / "source"
     source.mkdir()
     make_release.export(ROOT, source)

@@ -1,4 +1,4 @@
-"""Installing takes files by hash, and the hashed files hold what constraints.txt and the pyproject.toml files say."""
+"""Installing takes files by hash, and the hashed files match constraints.txt and the pyproject.toml files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lock import FILES, HEADER, direct_requirements, name_of, normalized, pins
 ROOT = Path(__file__).parents[2]
 PINNED = pins((ROOT / "constraints.txt").read_text())
 NOT_IN_THE_SUITE = {"build.txt", "tools.txt"}
-"""Files whose distributions the suite's own virtual environment does not have, so that nothing tells their needs."""
+"""Files whose distributions are not in the suite's own virtual environment, so that their needs are unknown."""
 PINNED_FOR_USERS = {"evaluate"}
-"""Pins of nothing that we install: images/README.md adds it to an image."""
+"""Pins without an installation of ours: images/README.md adds it to an image."""
 ENTRY = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[\w.+!-]+)(?: ; (?P<marker>[^\\]+))? \\$")
 HASH = re.compile(r"^    --hash=sha256:[0-9a-f]{64}(?: \\)?$")
 
@@ -34,13 +34,13 @@ def text_of(file: str) -> str:
 
 
 def applying(file: str) -> set[str]:
-    """Return the distributions of a file that its markers want on this machine."""
+    """Return the distributions of a file whose markers apply to this machine."""
     entries = [match for line in text_of(file).splitlines() if (match := ENTRY.match(line))]
     return {normalized(entry["name"]) for entry in entries if not entry["marker"] or Marker(entry["marker"]).evaluate()}
 
 
 def needed(requirements: Iterable[str]) -> set[str]:
-    """Return all that requirements lead to, by what the installed distributions say of themselves."""
+    """Return all distributions that requirements lead to, by the installed distributions' metadata."""
     found: set[str] = set()
     waiting = [Requirement(line) for line in requirements]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -105,8 +105,8 @@ def test_every_pin_is_in_a_hashed_file() -> None:
     assert PINNED.keys() - hashed == PINNED_FOR_USERS
 
 
-# Of the commands that take files from an index, those without hashes: torch of an index of the user's own, which has
-# other builds and so other hashes. DeepSpeed is installed from the wheel that the image has built.
+# Commands that take files from an index without hashes: torch of a user's own index, which has other builds and so
+# other hashes. DeepSpeed is installed from the wheel that the image has built.
 EXEMPT = ("--constraint /tmp/versions.txt",)
 COMMANDS = re.compile(r"pip (?:install|download|wheel)[^;&|\n]*|\$\(PIP_INSTALL\)[^\n]*")
 
@@ -127,7 +127,7 @@ def test_what_comes_from_an_index_is_taken_by_hash(file: str) -> None:
 @pytest.mark.parametrize("file", ["Makefile", "images/operator/Dockerfile", "images/trainer/Dockerfile"])
 def test_sources_are_built_with_the_tools_that_were_taken_by_hash(file: str) -> None:
     """Only the wheels of build.txt, of a whole file, are installed without `--no-build-isolation`: pip would build with
-    tools that it downloads without looking at hashes.
+    tools that it downloads without checking hashes.
     """
     text = re.sub(r"\\\n", " ", (ROOT / file).read_text())
     commands = [command for command in COMMANDS.findall(text) if "--require-hashes" in command]
@@ -149,7 +149,7 @@ def test_torch_of_another_index_is_given_the_versions_of_the_hashed_file() -> No
 
 
 def test_an_audit_that_cannot_be_made_fails() -> None:
-    """Without `--strict` pip-audit ends well when the index has no data of a distribution."""
+    """Without `--strict` pip-audit succeeds when the index has no data of a distribution."""
     assert re.search(r"pip-audit --strict ", (ROOT / "Makefile").read_text())
 
 

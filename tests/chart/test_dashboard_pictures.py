@@ -1,4 +1,4 @@
-"""The pictures in docs/metrics.md: of the dashboards as they are, with every panel, from the samples that are kept."""
+"""The pictures in docs/metrics.md: of the present dashboards, with every panel, from the recorded samples."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EMPTY = {
     ("job", "Since the last report"): "nothing runs",
     ("operator", "Everything listed again"): "No data",
 }
-"""Panels that have nothing to show in that run, as docs/metrics.md tells, and what stands there."""
+"""Panels without data in that run, as docs/metrics.md explains, and their text."""
 LARGEST_BYTES = 200_000
 AGAIN = "draw it again: make pictures"
 
 
 def groups(name: str) -> dict[int, ElementTree.Element]:
-    """What is drawn of each panel, by the panel's id."""
+    """Return each panel's drawing, by the panel's id."""
     root = ElementTree.parse(picture(name)).getroot()
     return {int(one.attrib["id"].removeprefix("panel-")): one for one in root.iter(f"{SVG}g")}
 
@@ -72,7 +72,7 @@ def test_no_text_runs_into_another_or_out_of_its_panel(name: str) -> None:
             kinds = (text.get("class") or "").split()
             own = {"title": 12.5, "row": 13.5, "chip": 12, "cell": 12, "none": 13}
             size = next((own[kind] for kind in kinds if kind in own), 11.0)
-            # A tenth less than is reckoned with: the widths are on the safe side.
+            # A tenth less than the estimate, which is on the safe side.
             width = 0.9 * sum(text_width(one, high) for one, high in zip(told, sizes or [size], strict=True))
             x, y = float(text.attrib["x"]), float(text.attrib["y"])
             left = x - width if "end" in kinds else x - width / 2 if "mid" in kinds else x
@@ -100,12 +100,12 @@ def test_prometheus_still_answers_what_is_in_the_pictures() -> None:
     for name, text in draw_all().items():
         new, there = pieces(text), pieces(picture(name).read_text(encoding="utf-8"))
         for panel in DASHBOARDS[name]["panels"]:
-            # Of equals topk takes any, and not the same ones each time.
+            # topk chooses any of several equals, and not the same ones each time.
             if any("topk" in target["expr"] for target in panel.get("targets", ())):
                 continue
             one, other = new[panel["id"]], there[panel["id"]]
             assert NUMBER.sub("0", one) == NUMBER.sub("0", other), f"{name}, {panel['title']}: {AGAIN}"
-            # Another version may add up in another order: a hair's breadth is no change.
+            # Another version may add up in another order: a tiny difference is no change.
             pairs = zip(NUMBER.findall(one), NUMBER.findall(other), strict=True)
             moved = [pair for pair in pairs if abs(float(pair[0]) - float(pair[1])) > 0.11]
             assert moved == [], f"{name}, {panel['title']}: {AGAIN}"
@@ -117,7 +117,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def pieces(text: str) -> dict[int, str]:
-    """The source of each panel, by its id."""
+    """Return the source of each panel, by its id."""
     return {int(number): inside for number, inside in re.findall(r'<g id="panel-(\d+)">(.*?)</g>', text, re.DOTALL)}
 
 
@@ -129,7 +129,7 @@ def test_samples_are_read_as_they_were_written(tmp_path: Path) -> None:
     still, late = notation("still", {"b": 'say "a"', "a": "\\"}), notation("late", {})
     samples.add(0, {still: 0.0})
     samples.add(1, {still: 0.0, late: 1_700_000_005.0})
-    samples.add(3, {still: 0.0})  # One scrape was missed.
+    samples.add(3, {still: 0.0})  # one scrape was missed
     samples.add(4, {still: 0.25, late: 3.0})
     samples.write(tmp_path / "s.yaml")
     found = Samples.read(tmp_path / "s.yaml")

@@ -1,4 +1,4 @@
-"""The dashboards: every panel asks for series that there are, and Grafana can read them anywhere."""
+"""The dashboards: every panel queries existing series, and Grafana can read them anywhere."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ FOR_GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$namespace": "ops"}
 
 
 def panels(dashboard: str) -> list[dict[str, Any]]:
-    """All but the headings of rows."""
+    """Return all panels but the headings of rows."""
     return [panel for panel in DASHBOARDS[dashboard]["panels"] if panel["type"] != "row"]
 
 
 def expressions(dashboard: str) -> Iterator[tuple[str, str]]:
-    """Title of the panel, and the expression as Grafana would send it but for the job's name."""
+    """Yield the panel's title, and the expression as Grafana would send it but for the job's name."""
     for panel in panels(dashboard):
         for target in panel["targets"]:
             expression = target["expr"]
@@ -141,7 +141,7 @@ def test_no_panel_is_empty(dashboard: str, tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_over_has_no_progress_and_no_time_left(tmp_path: Path) -> None:
-    """Its status keeps what its last stage has reported: 54 % and 2 s left of an evaluation that failed the gate."""
+    """Its status keeps the last stage's report: 54 % and 2 s left of an evaluation that failed the gate."""
     live = {"Done", "Time left", "Since the last report", "Loss", "Steps", "Rows a second", "Tokens a second"}
     asked = [(title, expression) for title, expression in expressions("job") if title in live]
     assert {title for title, _ in asked} == live
@@ -166,7 +166,7 @@ def test_a_job_that_is_over_has_no_progress_and_no_time_left(tmp_path: Path) -> 
 
 
 def test_amounts_in_another_currency_are_shown_where_there_are_any(tmp_path: Path) -> None:
-    """Of each metric of money there is a series for a currency that was set before, which is 0 as a rule."""
+    """Each metric of money has a series for a currency that was set before, which is usually 0."""
     asked = [expression for _, expression in expressions("fleet") if "by (currency)" in expression]
     metrics = {name for expression in asked for name in names(expression)}
     assert metrics == {"finetune_cost_total", "finetune_cost_saved_total", "finetune_estimated_cost"}

@@ -1,4 +1,4 @@
-"""The overlays of the kustomize base: each builds, and means what the chart means with the values of the same name."""
+"""The overlays of the kustomize base: each builds, and equals the chart with the values of the same name."""
 
 from __future__ import annotations
 

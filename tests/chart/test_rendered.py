@@ -1,4 +1,4 @@
-"""What the chart renders: whole files on record, and the same operator as `kubectl apply -k manifests/operator`."""
+"""Output of the chart: whole files on record, and the same operator as `kubectl apply -k manifests/operator`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_short(each: Object) -> Object:
-    """Without the texts that are compared with their own sources elsewhere."""
+    """Return the object without texts that are compared with their own sources elsewhere."""
     annotations = each["metadata"].get("annotations", {})
     match each["kind"], each["metadata"]["name"]:
         case "CustomResourceDefinition", _:
@@ -77,7 +77,7 @@ def test_there_is_a_record_for_each_set_of_values_and_no_other() -> None:
 
 
 def comparable(each: Object) -> Object:
-    """An object as kustomize and the chart should both have it."""
+    """Return an object as kustomize and the chart should both have it."""
     metadata = each["metadata"]
     labels = {key: value for key, value in metadata.get("labels", {}).items() if key not in CHART_LABELS}
     found = {**each, "metadata": {"name": metadata["name"], "labels": labels}}
@@ -87,8 +87,8 @@ def comparable(each: Object) -> Object:
 
 
 def walked(node: Any) -> Any:
-    """Selectors of the chart also name the operator: its namespace may hold other things that have a component
-    `operator`, and the manifests' namespace holds nothing else.
+    """Remove the operator's name from the chart's selectors: its namespace may hold other things with a component
+    `operator`, unlike the manifests' namespace.
     """
     if isinstance(node, list):
         return [walked(each) for each in node]
@@ -112,9 +112,9 @@ def rules_of(each: Object) -> set[tuple[str, ...]]:
 def test_without_values_it_is_the_operator_of_the_manifests() -> None:
     expected = {(each["kind"], each["metadata"]["name"]): comparable(each) for each in kustomize(OPERATOR)}
     found = {(each["kind"], each["metadata"]["name"]): comparable(each) for each in without_tests(render())}
-    # Helm makes the namespace, or finds it: a chart that owns its own namespace cannot be installed into it.
+    # Helm creates the namespace, or finds it: a chart that owns its own namespace cannot be installed into it.
     del expected["Namespace", "finetune-system"]
-    # kustomize names the settings by their content; here, an annotation of the pods has it.
+    # kustomize puts the settings' hash into their name, the chart into an annotation of the pods.
     (hashed,) = (key for key in expected if key[0] == "ConfigMap")
     settings = expected.pop(hashed)
     assert yaml.safe_load(found["ConfigMap", "finetune-operator-settings"]["data"]["settings.yaml"]) == yaml.safe_load(
@@ -127,14 +127,14 @@ def test_without_values_it_is_the_operator_of_the_manifests() -> None:
     volumes[0]["configMap"]["name"] = "finetune-operator-settings"
     pod = found[deployment]["spec"]["template"]
     assert list(pod["metadata"].pop("annotations")) == [CHECKSUM]
-    # Kubernetes' own default for an image with a tag other than latest; a value has to have some default.
+    # Kubernetes' own default for an image with a tag other than latest; a value needs some default.
     assert pod["spec"]["containers"][0].pop("imagePullPolicy") == "IfNotPresent"
     for kind in ("Role", "ClusterRole"):
         for key in [key for key in expected if key[0] == kind]:
             expected[key]["rules"], found[key]["rules"] = rules_of(expected[key]), rules_of(found[key])
     assert len(expected) >= 13
     assert found.keys() == expected.keys()
-    # It has a test of its own; kustomize writes its numbers in forms that PyYAML takes for text.
+    # Another test checks it; kustomize writes its numbers in forms that PyYAML reads as text.
     del expected["CustomResourceDefinition", CRD]
     for key, each in expected.items():
         assert found[key] == each, key
@@ -271,7 +271,7 @@ def test_pods_report_progress_and_their_tokens_are_checked_by_what_the_operator_
     assert (progress.enabled, progress.tokens) == (True, way)
     rules = {rule for each in found if each["kind"] == "ClusterRole" for rule in rules_of(each)}
     assert (rules & REVIEW == REVIEW) is granted
-    # Its certificate, without which pods could not trust it.
+    # The right for its certificate, without which pods could not trust it.
     assert ("", "secrets", "create") in rules_of(one(found, "Role", "finetune-operator"))
 
 
@@ -362,7 +362,7 @@ OTHERS: dict[str, Any] = {
         }.items()
     },
 }
-"""Other values than the defaults; what is not here follows from the default."""
+"""Values other than the defaults; others follow from the default."""
 WITH: dict[str, Object] = {
     "rbac.tokenReview": {"watchNamespaces": ["team-a"]},
     "rbac.nodes": {"watchNamespaces": ["team-a"]},
@@ -375,7 +375,7 @@ WITH: dict[str, Object] = {
         for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
     },
 }
-"""What has to be switched on for a value to matter, by the beginning of its path."""
+"""Settings that a value needs to have an effect, by the beginning of its path."""
 PATHS = [value.path for value in leaves()]
 
 
@@ -432,7 +432,7 @@ def test_the_set_of_everything_leaves_few_values_out() -> None:
         return True
 
     assert {path for path in PATHS if not there(path)} == {
-        # Beside others of the set they would take away what it shows.
+        # Beside others of the set they would remove its objects.
         "watchNamespaces", "rbac.create", "rbac.tokenReview", "rbac.nodes", "serviceAccount.create", "crds.install",
         "tests.enabled",
         "podDisruptionBudget.enabled", "networkPolicy.enabled", "trainer.image.registry", "trainer.image.digest",
@@ -475,7 +475,7 @@ def test_the_webhook_can_be_kept_for_clients_with_a_certificate() -> None:
 
 
 def metrics_sources(values: Object) -> list[Object] | None:
-    """Return from where the port of metrics may be reached; None: from nowhere."""
+    """Return the sources that may reach the port of metrics; None: no source."""
     rules = one(render(values), "NetworkPolicy", "finetune-operator")["spec"]["ingress"]
     (found,) = [rule["from"] for rule in rules if {"port": "http"} in rule["ports"]] or [None]
     return found
@@ -503,7 +503,7 @@ def test_the_operator_may_write_its_own_webhook_configuration_and_no_other() -> 
     assert command[command.index("--webhook-configuration") + 1] == name
 
 
-# --------------------------------------------------------------------------------------------------------- what is told
+# ------------------------------------------------------------------------------------------------------------- messages
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)

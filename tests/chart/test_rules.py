@@ -1,4 +1,4 @@
-"""The alerts: promtool's word on each, and what people are told by them."""
+"""The alerts: promtool's verdict on each, and their messages to people."""
 
 from __future__ import annotations
 

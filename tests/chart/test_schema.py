@@ -1,4 +1,4 @@
-"""values.schema.json: what it refuses, in Helm's own words, and that nothing is left open by mistake."""
+"""values.schema.json: its refusals, in Helm's own words, and that nothing is left open by mistake."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_only_what_kubernetes_defines_is_open() -> None:
     assert len(found) > 200
     objects = [(path, node) for path, node in found if node.get("type") == "object"]
     opened = {path for path, node in objects if "additionalProperties" not in node}
-    # An umbrella chart's global values, and else what says of itself that another project defines it.
+    # An umbrella chart's global values, and values whose description says that another project defines them.
     told = {path for path, node in objects if node.get("description", "").startswith(("A ", "An ", "As "))}
     own = {".podSecurityContext", ".securityContext", ".tests.spec"}
     assert opened - told - own == {".global"}

@@ -1,4 +1,4 @@
-"""A real API server for the tests of this folder, or a reason why there is none; and what runs around it."""
+"""A real API server for the tests of this folder, or a reason for its absence; and the programs around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster_support.world import SETTINGS, World, fresh_namespace, install_kind
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option that draws pictures again."""
+    """Add the option that draws pictures again."""
     parser.addoption("--record-ui", action="store_true", help="write docs/ui*.png from what the pages show")
 
 
@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A control plane for one module, whose tests give and take what the others need: kinds, rights, webhooks."""
+    """A control plane for one module, whose tests add and remove shared things: kinds, rights, webhooks."""
     with running_cluster(tmp_path_factory.mktemp("own-control-plane")) as found:
         found.own("giving and taking kinds and rights")
         yield found
@@ -45,7 +45,7 @@ def stand_ins(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def kinds(cluster: Cluster) -> None:
-    """The kinds that jobs are made of; once a module, because another module may have taken them away."""
+    """Install the kinds of jobs' objects; once a module, as another module may have removed them."""
     install_kinds(cluster)
 
 
@@ -65,7 +65,7 @@ def operator_process(
 
 @pytest.fixture
 def operator(operator_process: OperatorProcess) -> OperatorProcess:
-    """The same, running, whatever the test before has done to it."""
+    """Return the module's operator, running, whatever the previous test has done to it."""
     if not operator_process.running:
         operator_process.start()
     return operator_process
@@ -75,7 +75,7 @@ def operator(operator_process: OperatorProcess) -> OperatorProcess:
 def new_world(
     cluster: Cluster, stand_ins: StandIns, operator_process: OperatorProcess
 ) -> Callable[[], AbstractContextManager[World]]:
-    """Makes a world: a new namespace in which PodSecurity admits only what is restricted."""
+    """Return a function that makes a world: a new namespace in which PodSecurity enforces `restricted`."""
 
     @contextmanager
     def make() -> Iterator[World]:
@@ -110,6 +110,6 @@ def world(
 
 @pytest.fixture
 def jobs(cluster: Cluster, kinds: None, tmp_path: Path) -> Iterator[Jobs]:
-    """Jobs with statuses of our making, in a namespace where no operator works."""
+    """Jobs with made-up statuses, in a namespace where no operator works."""
     with fresh_namespace(cluster) as namespace:
         yield Jobs(cluster, namespace, tmp_path)

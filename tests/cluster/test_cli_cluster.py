@@ -1,7 +1,7 @@
 """`finetune status`, `logs` and `watch` against a real API server, with statuses as the operator writes them.
 
-Most need no kubelet: their pods are gone or have not started, as whenever one asks too late or too early. The last ones
-have the operator at work, and pods of a stand-in kubelet.
+Most need no kubelet: their pods are gone or have not started, as for a command that comes too late or too early. The
+last ones have the operator at work, and pods of a stand-in kubelet.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_no_jobs_at_all_are_told(jobs: Jobs) -> None:
     assert jobs.finetune("status") == (0, "", f"Note: there is no FineTuneJob in namespace {jobs.namespace}.\n")
 
 
-# ------------------------------------------------------------------------------------- what a cluster may not give
+# -------------------------------------------------------------------------------------------- refused by a cluster
 
 
 def test_a_job_that_is_not_there_is_told_with_those_that_are(jobs: Jobs) -> None:
@@ -194,7 +194,7 @@ def test_a_log_that_cannot_be_had_is_told_with_the_reason(jobs: Jobs, arguments:
 
 
 def until(process: subprocess.Popen[str], says: Callable[[str], bool]) -> list[str]:
-    """The lines up to the first that `says` takes."""
+    """Return the lines up to the first for which `says` is true."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -277,7 +277,7 @@ def test_logs_are_followed_from_pod_to_pod_over_attempts_and_stages(world: World
     assert process.stdout is not None
     lines: list[str] = []
     for stage, attempt, pods, end, log in parts:
-        # Pods of an attempt that is over are removed, and their logs with them: each runs until it has been heard.
+        # Pods of an ended attempt are removed, and their logs with them: each runs until its log is read.
         lines += [process.stdout.readline() for _ in range(pods)]
         assert world.kubelet.tell("reviews", stage, replace(end, log=log), attempt) == pods
     out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))

@@ -113,7 +113,7 @@ def test_a_running_job_is_stopped_and_goes_on_as_another_attempt(jobs: Jobs) -> 
     jobs.make("reviews", TRAINING)
     with jobs.start("restart", "reviews") as process:
         wait_until(lambda: stored(jobs, "reviews")["spec"].get("runPolicy", {}).get("suspend"), "the job is suspended")
-        # The operator's part: the attempt has saved its checkpoint and is gone.
+        # The operator's part: the attempt has saved its checkpoint and is deleted.
         jobs.tell("reviews", {**TRAINING, "phase": "Suspended", "observedGeneration": 2})
         out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, err) == (0, "")
@@ -179,7 +179,7 @@ def test_waiting_ends_with_what_can_be_said(jobs: Jobs, status: Any, goal: str, 
 
 
 def watches(cluster: Cluster, namespace: str) -> bool:
-    """Whether somebody watches jobs there, by the audit log."""
+    """Return whether any client watches jobs there, by the audit log."""
     asked = [(entry["verb"], entry.get("objectRef", {})) for entry in cluster.audit()]
     return any(
         verb == "watch" and (of.get("resource"), of.get("namespace")) == ("finetunejobs", namespace)
@@ -208,7 +208,7 @@ def test_waiting_for_a_deletion_ends_when_the_job_is_gone_also_before(jobs: Jobs
     jobs.make("reviews", TRAINING)
     with jobs.start("wait", "reviews", "never-there", "--for", "deleted") as process:
         assert process.stdout is not None
-        # Both are looked for at the same time: by now it knows that the other one is there.
+        # Both are looked up at the same time: by now the command knows that the other one exists.
         assert process.stdout.readline() == "FineTuneJob never-there is not there.\n"
         jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
         out, _ = process.communicate(timeout=patient(PATIENCE_SECONDS))
@@ -274,7 +274,7 @@ def test_debug_collects_all_that_may_be_read_and_no_secret(jobs: Jobs, tmp_path:
         "metadata": {"name": "reviews-train-2-0", "labels": labels},
         "spec": {
             "automountServiceAccountToken": False,
-            # The default account is made by a controller, a moment after the namespace.
+            # A controller creates the default account a moment after the namespace.
             "serviceAccountName": "trainer",
             "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [

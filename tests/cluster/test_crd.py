@@ -1,4 +1,4 @@
-"""The CRD on a real API server: what it accepts, refuses, fills in and keeps from changing."""
+"""The CRD on a real API server: accepted and refused values, defaults, and immutable fields."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ BASE: dict[str, Any] = {
     "training": {},
 }
 
-# Files that the API server refuses by itself, with text that its message holds. The others need settings, lists of
-# another project's names, or a field of no fixed type.
+# Files that the API server refuses by itself, with parts of its message. The others need settings, lists of another
+# project's names, or a field of no fixed type.
 REFUSED = {
     "unknown-field": ['unknown field "spec.resources.gpuPerNode"', 'unknown field "spec.training.learning_rate"'],
     "missing-required": ["spec.task: Required", "spec.model: Required", "spec.dataset.uri: Required"],
@@ -176,7 +176,7 @@ def job(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored(api: Cluster, text: str) -> dict[str, Any]:
-    """What the API server would store."""
+    """Return the object that the API server would store."""
     ran = api.must("create", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", stdin=text)
     value: dict[str, Any] = json.loads(ran)
     return value
@@ -254,7 +254,7 @@ def test_every_bad_file_is_refused_here_or_known_to_need_more(api: Cluster) -> N
 
 
 def refusals(api: Cluster, jobs: list[dict[str, Any]]) -> dict[str, str]:
-    """Name of each job that is refused, and why; all of them in one call."""
+    """Return the error of each refused job by name; all jobs are tried in one call."""
     text = "\n---\n".join(json.dumps(value) for value in jobs)
     ran = api.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)
     created = set(re.findall(r"finetunejob.finetune.dev/(\S+) created", ran.stdout))
@@ -265,7 +265,7 @@ def refusals(api: Cluster, jobs: list[dict[str, Any]]) -> dict[str, str]:
     names = {value["metadata"]["name"] for value in jobs}
     assert created | set(said) <= names
     assert not created & set(said)
-    # Strict decoding (unknown fields) does not name the object: the number of errors has to be right all the same.
+    # Strict decoding (unknown fields) does not name the object, but the number of errors has to be right.
     assert ran.stderr.count("Error from server (") == len(names - created)
     return {name: said.get(name, "unknown field") for name in names - created}
 
@@ -313,11 +313,11 @@ STRANGE: tuple[Any, ...] = (
 # Values of these are another project's names, or have rules across their fields, which the schema does not know.
 NAMED_ELSEWHERE = ("parallelism.deepspeedConfig", "training.arguments", "template.volumes")
 SLIPS = ("is less than ", "counts cores, ")
-"""How the rules begin that refuse sizes which can only be slips: the schema knows no order of quantities."""
+"""Starts of the rules that refuse sizes which can only be slips: the schema knows no order of quantities."""
 
 
 def test_the_api_server_accepts_what_the_models_accept_and_the_other_way_round(api: Cluster) -> None:
-    """One field at a time. Fields of no fixed type are left out of the other way: there the schema says less."""
+    """Fields vary one at a time. The other way omits fields of no fixed type, for which the schema says less."""
     jobs, accepted = [], set()
     for number, leaf in enumerate(leaves(spec_shape())):
         for index, strange in enumerate(STRANGE):
@@ -330,8 +330,8 @@ def test_the_api_server_accepts_what_the_models_accept_and_the_other_way_round(a
             name = f"s{number}-{index}"
             jobs.append(job(name, spec))
             _, problems = validate_job({**jobs[-1], "spec": spec}, LOCAL_SETTINGS)
-            # What needs more than the object itself is none of the schema's business.
-            # That an item has to be an object, it does know.
+            # The schema checks nothing that needs more than the object itself, but does check that an item is an
+            # object.
             begins = "." if strange == ["x"] else ".["
             keys = tuple(f"spec.{path}{begin}" for path in NAMED_ELSEWHERE for begin in begins)
             if all(
@@ -352,7 +352,7 @@ def test_the_api_server_accepts_what_the_models_accept_and_the_other_way_round(a
     assert [(list(leaves(spec_shape()))[int(n[1:].split("-")[0])], STRANGE[int(n.split("-")[1])]) for n in missed] == []
 
 
-# Changes after a stage has started: those below are refused, each by naming its field.
+# Changes after a stage has started: those below are refused, each with its field's name.
 FIXED = {
     "a field that was there": ({"training": {"epochs": 2}}, "spec.training"),
     "a block that goes": ({"evaluation": None}, "spec.evaluation"),
@@ -371,7 +371,7 @@ FREE = {
 
 @pytest.fixture(scope="module")
 def started(api: Cluster) -> Iterator[Cluster]:
-    """A job `started` whose first stage has begun, and a job `waiting` whose has not."""
+    """Create a job `started` whose first stage has begun, and a job `waiting` whose has not."""
     for name, attempt in (("started", 1), ("waiting", 0)):
         api.must("create", "-f", "-", stdin=json.dumps(job(name, {"evaluation": {}})))
         status = {"stages": [{"name": "prepare", "state": "Running", "attempt": attempt}]}

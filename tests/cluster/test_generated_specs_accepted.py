@@ -1,4 +1,4 @@
-"""What `finetune validate` accepts of generated specs, a real API server accepts too, and so what they become."""
+"""Generated specs that `finetune validate` accepts are accepted by a real API server, and so are their objects."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from suite_plugins.fuzz import examples, scaled
 
 EXAMPLES = 600
 RENDERED = 60
-"""Jobs whose objects are tried too, of each launcher in turn."""
+"""Number of jobs whose objects are tried too, of each launcher in turn."""
 BATCH = 500
 """Documents of one request."""
 
 
 @functools.cache
 def accepted() -> list[tuple[dict[str, Any], FineTuneJob]]:
-    """Generated documents in which `finetune validate` finds nothing wrong."""
+    """Return generated documents in which `finetune validate` finds no problem."""
     found: list[tuple[dict[str, Any], FineTuneJob]] = []
 
     @examples(EXAMPLES, suppress_health_check=list(HealthCheck))
@@ -48,7 +48,7 @@ def accepted() -> list[tuple[dict[str, Any], FineTuneJob]]:
 
 
 def refused(cluster: Cluster, namespace: str, documents: list[dict[str, Any]]) -> list[str]:
-    """What the API server says against them; nothing when it would take them all."""
+    """Return the API server's errors; none if it would accept all documents."""
     # As one JSON value: kubectl's YAML reads more words as numbers than the library that would write it.
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
     arguments = ("create", "--dry-run=server", "--validate=strict", "-n", namespace, "-f", "-")

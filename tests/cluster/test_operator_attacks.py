@@ -29,13 +29,13 @@ FAILURE = TrainerReport(
 )
 SUCCESS = TrainerReport(job="victim", stage=Stage.EVALUATE, outcome="succeeded", metrics={"accuracy": 1.0, "forged": 1})
 NESTED = "(nested)"
-"""Stands where a text of JSON is put in that Python itself could not write."""
+"""Placeholder for JSON text that Python itself could not write."""
 LONG_AGO = "2020-01-01T00:00:00Z"
-"""So that what the operator waits for is over."""
+"""A time long enough ago for the operator's waits to be over."""
 
 
 def forged_pod(labels: Object) -> Object:
-    """A pod that PodSecurity admits, with somebody else's labels."""
+    """Return a pod that PodSecurity admits, with somebody else's labels."""
     secure = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return {
         "apiVersion": "v1",
@@ -51,7 +51,7 @@ def forged_pod(labels: Object) -> Object:
 
 
 def ended(report: TrainerReport) -> Object:
-    """The status of a pod whose container has left that report."""
+    """Return the status of a pod whose container has written that report."""
     failed = report.failure is not None
     terminated = {
         "exitCode": 10 if failed else 0, "message": report.to_termination_message(), "reason": "Error",
@@ -65,7 +65,7 @@ def ended(report: TrainerReport) -> Object:
 
 
 def forge(world: World, namespace: str, labels: Object, report: TrainerReport) -> None:
-    """A pod with these labels has ended in that namespace with that report."""
+    """Create a pod with these labels that has ended in that namespace with that report."""
     world.api.create(path_of("v1", "pods", namespace), forged_pod(labels))
     world.api.patch(path_of("v1", "pods", namespace, "forged", "status"), ended(report))
 
@@ -77,7 +77,7 @@ def test_a_failed_pod_of_another_namespace_ends_no_attempt(world: World) -> None
     (pod,) = world.pods("victim", "train")
     with namespace_for_pods(world.cluster) as evil:
         forge(world, evil, pod["metadata"]["labels"], FAILURE)
-        # A job that comes later has ended, so the operator has heard of the pod; then it looks at the victim.
+        # A later job has ended, so the operator has received the pod; then it reconciles the victim.
         world.apply("later", {"predict": None, "evaluation": None})
         world.wait_phase("later", "Succeeded")
         note = {"metadata": {"annotations": {"example.com/looked": "at"}}}
@@ -93,14 +93,14 @@ def test_a_failed_pod_of_another_namespace_ends_no_attempt(world: World) -> None
 
 @pytest.mark.parametrize("where", ["beside it", "in another namespace"])
 def test_a_pod_with_the_labels_of_a_job_is_passed_over_and_told_so_itself(world: World, where: str) -> None:
-    """As a copy is that somebody made to look into it."""
+    """Such a pod is a copy that somebody made for debugging."""
     world.kubelet.playbook.set("victim", "train", RUNS)
     world.apply("victim", {"predict": None})
     world.wait_running("victim", "train")
     (pod,) = world.pods("victim", "train")
     with namespace_for_pods(world.cluster) as other:
         namespace = world.namespace if where == "beside it" else other
-        # Without those of the Job, whose controller would adopt the pod: that one would be the job's own then.
+        # Without the Job's labels, as its controller would adopt the pod, which would then belong to the job.
         labels = {key: value for key, value in pod["metadata"]["labels"].items() if key.startswith("finetune.dev/")}
         forge(world, namespace, labels, FAILURE)
         forged = world.api.get(path_of("v1", "pods", namespace, "forged"))
@@ -112,7 +112,7 @@ def test_a_pod_with_the_labels_of_a_job_is_passed_over_and_told_so_itself(world:
             return [one for one in found["items"] if one["involvedObject"].get("uid") == forged["metadata"]["uid"]]
 
         (event,) = wait_until(lambda: [one for one in told() if one["reason"] == "NotOfThisJob"], "the pod is told")
-        # The job has been looked at since, as often as it takes.
+        # The job has been reconciled since, as often as necessary.
         note = {"metadata": {"annotations": {"example.com/looked": "at"}}}
         world.api.patch(world.path(API_VERSION, PLURAL, "victim"), note)
         world.catch_up()
@@ -155,14 +155,14 @@ def test_a_report_of_another_namespace_is_no_result(world: World) -> None:
 
 
 def document(name: str, arguments: str) -> str:
-    """A job whose `training.arguments.x` is this text of JSON."""
+    """Return a job whose `training.arguments.x` is this JSON text."""
     spec = merged(BASE, {"training": {"arguments": {"x": NESTED}}, "predict": None})
     body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
     return json.dumps(body).replace(json.dumps(NESTED), arguments)
 
 
 def store(world: World, name: str, arguments: str) -> None:
-    """Create it."""
+    """Create the job."""
     text = document(name, arguments)
     world.cluster.must("create", "--raw", world.path(API_VERSION, PLURAL), "-f", "-", stdin=text)
 
@@ -176,7 +176,7 @@ def taken(world: World, arguments: str) -> bool:
 
 @contextmanager
 def before_there_were_bounds(world: World) -> Iterator[None]:
-    """The CRD as it was when free objects had none: what is stored then is there afterwards, too."""
+    """Use the CRD from before free objects had bounds; objects stored meanwhile stay afterwards."""
     deep = HOSTILE["levels"]["objects"]
     apply = ("apply", "--server-side", "--force-conflicts", "-f", "-")
     world.cluster.must(*apply, stdin=loose_crd())
@@ -189,7 +189,7 @@ def before_there_were_bounds(world: World) -> Iterator[None]:
 
 
 def accepted(world: World, name: str) -> tuple[str, str]:
-    """Status and message of the job's condition, by kubectl: Python could not read the job."""
+    """Return status and message of the job's condition Accepted by kubectl, as Python could not read the job."""
     wanted = '{range .status.conditions[?(@.type=="Accepted")]}{.status}{"|"}{.message}{end}'
     found = world.cluster.must("get", PLURAL, name, "-n", world.namespace, "-o", f"jsonpath={wanted}")
     status, _, message = found.partition("|")
@@ -203,7 +203,7 @@ HOSTILE = {
         "deepest": '{"a":' * 9_000 + "1" + "}" * 9_000,
     },
     "fields and items": {"wide": json.dumps({f"k{at}": 1 for at in range(50_000)}), "items": f"[{'1,' * 400_000}1]"},
-    # More than a page of a list in all.
+    # More in all than a page of a list.
     "characters": {f"long-{at}": json.dumps("\\" * 300_000 + "x" * 600_000) for at in range(16)},
 }
 """Kind of limit -> name -> JSON of a value beyond it. The API server stored such values before the CRD had bounds."""

@@ -1,6 +1,6 @@
 """Everything at once: an operator that is killed, an API server that restarts, watches that break, writes that fail.
 
-What has to come out of it is what comes out of a quiet day: each job in its end state, each attempt made once.
+The outcome has to be that of a quiet day: each job in its end state, each attempt created once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def chaotic(cluster: Cluster, kinds: None, stand_ins: object, proxy: FaultProxy,
 
 
 def _script(playbook: Playbook, dice: random.Random, name: str, number: int) -> tuple[str, dict[str, tuple[str, int]]]:
-    """What happens to a job, and how it has to end."""
+    """Script a job's faults, and return its expected end."""
     for stage in STAGES:
         playbook.set(name, stage, Play(lasts=dice.uniform(0.5, 6.0)))
     if number % 5 == 1:
@@ -106,7 +106,7 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
     proxy.faults = FAULTS
     done = _carry_out(world, proxy, sorted(acts))
     assert done == {"kill": KILLS, "restart": API_SERVER_RESTARTS, "cut": WATCH_CUTS, "apply": JOBS}
-    # On a slow machine few requests were made by now.
+    # On a slow machine few requests may have been made by now.
     wait_until(
         lambda: all(proxy.injected.get(fault) for fault in ("409", "429", "lost answer")),
         "each kind of fault has happened",
@@ -131,8 +131,8 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
         for stage, (_, last) in expected[name][1].items()
         for attempt in range(1, last + 1)
     }
-    # An API server that is killed can have stored an object and not told the audit log, which in turn knows of objects
-    # that came and went while the watch was broken.
+    # A killed API server can have stored an object without an audit entry; the audit log in turn has objects that came
+    # and went while the watch was broken.
     wait_until(lambda: wanted <= uids.keys(), "each attempt was seen", tell=lambda: wanted - uids.keys())
     assert set(made) | set(uids) == wanted
     assert [name for name in wanted if made[name] > 1 or len(uids[name]) != 1] == []
@@ -151,13 +151,13 @@ def test_watches_that_hang_on_a_server_that_is_gone_are_begun_again_when_another
     wait_until(lambda: "the API server does not answer" in world.operator.logs(), "the outage is seen")
     proxy.faults = NONE
     wait_until(lambda: "the API server answers again" in world.operator.logs(), "and its end")
-    # A watch follows its list: what comes now is told by the watches, not found in a list.
+    # A watch follows its list: from now on the watches report changes, not a list.
     wait_until(lambda: proxy.live_watches() >= muted, "the operator watches again")
     world.kubelet.tell("hangs", "train", SUCCEEDS)
     assert states(world.wait_phase("hangs", "Succeeded"))["train"] == ("Succeeded", 1)
 
 
-# What clients are told while an API server starts and does not know its accounts and roles yet, or is overloaded.
+# Answers of an API server that is overloaded, or that starts and does not know its accounts and roles yet.
 REFUSALS = {"unauthorized": 401, "forbidden": 403, "an internal error": 500, "unavailable": 503}
 
 
@@ -192,20 +192,20 @@ def test_an_api_server_that_refuses_everything_for_a_while_is_waited_for(
 
 
 def _restarted(world: World) -> bool:
-    """The operator may end when it cannot start; then it is started again, as the kubelet does with containers."""
+    """Start the operator again if it has ended because it could not start, as the kubelet does with containers."""
     if not world.operator.running:
         world.operator.start(wait=False)
     return True
 
 
 def _carry_out(world: World, proxy: FaultProxy, acts: list[tuple[float, str, str]]) -> dict[str, int]:
-    """Do each act at its time, or as soon after it as can be; gives how often each was done."""
+    """Do each act at its time, or as soon after it as possible; return the count of each."""
     begun, done = time.monotonic(), Counter[str]()
     for at, act, name in acts:
         time.sleep(max(0.0, begun + at - time.monotonic()))
         match act:
             case "kill":
-                # Killed at any moment, in the midst of its start too: it is started again at once and not waited for.
+                # Killed at any moment, also during its start: it is started again at once without waiting.
                 world.operator.kill()
                 world.operator.start(wait=False)
             case "restart":
@@ -223,7 +223,7 @@ def _apply(world: World, name: str) -> None:
         try:
             return world.apply(name)
         except ApiError as error:
-            # Roles and kinds are read anew by an API server that has just started.
+            # An API server that has just started has to read roles and kinds again.
             if error.code not in (403, 404, 409, 429, 500, 503):
                 raise
             return world.api.get(world.path("finetune.dev/v1alpha1", "finetunejobs", name))

@@ -1,4 +1,4 @@
-"""The chart on a real API server: it takes every object, and for given namespaces an operator needs no more rights."""
+"""The chart on a real API server: it accepts all objects, and an operator for given namespaces needs no more rights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from suite_plugins.shared_folder import CRDS, missing
 MONITORING = ("servicemonitors", "podmonitors", "prometheusrules")
 TEAM, OTHER = "team-a", "team-b"
 HELM, ALICES = "finetune-helm", "finetune-alice"
-"""Where Helm installs for real."""
+"""Namespaces of real installations by Helm."""
 SCRIPT = CHART / "files" / "test_job.py"
 
 
@@ -42,7 +42,7 @@ def cluster(own_cluster: Cluster) -> Cluster:
 
 @pytest.fixture(scope="module")
 def ready(cluster: Cluster) -> Cluster:
-    """With the kinds and namespaces that the sets of values speak of."""
+    """The cluster with the kinds and namespaces that the sets of values use."""
     files = [CRDS / f"monitoring.coreos.com_{name}.yaml" for name in MONITORING]
     if not all(file.is_file() for file in files):
         pytest.skip(missing(files[0]))
@@ -60,7 +60,7 @@ def ready(cluster: Cluster) -> Cluster:
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_the_api_server_takes_every_object_without_a_warning(name: str, ready: Cluster, tmp_path: Path) -> None:
     found = render(None, name, chart=complete_chart(tmp_path))
-    # A pod is not even tried without its account.
+    # Without its account, a pod is not even tried.
     accounts = tuple(each for each in found if each["kind"] == "ServiceAccount")
     ready.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(accounts))
     ran = ready.kubectl(
@@ -92,13 +92,13 @@ RBAC = {"ServiceAccount", "Role", "RoleBinding"}
 
 @pytest.fixture(scope="module")
 def namespaced(ready: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OperatorProcess, int]]:
-    """With the place in the audit log where it began."""
+    """Yield the operator, and the place in the audit log where it began."""
     mark = ready.audit_mark()
     found = render(VALUES)
     granted = tuple(each for each in found if each["kind"] in RBAC)
     ready.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(granted))
     settings = yaml.safe_load(one(found, "ConfigMap", "finetune-operator-settings")["data"]["settings.yaml"])
-    # Left over from another module, cluster-wide rights would hide what is missing.
+    # Left over from another module, cluster-wide rights would hide missing ones.
     ready.kubectl("delete", "clusterrolebinding", "finetune-operator", "--ignore-not-found")
     process = OperatorProcess(ready, tmp_path_factory.mktemp("operator"), settings, name="operator-namespaced")
     process.start()
@@ -135,7 +135,7 @@ def test_for_given_namespaces_it_runs_their_jobs_and_asks_for_nothing_that_it_ma
 
 
 def refused(cluster: Cluster, mark: int) -> list[str]:
-    """Requests of the operator that the API server did not allow."""
+    """Return the operator's requests that the API server refused."""
     return [
         f"{entry['verb']} {entry['requestURI']}"
         for entry in cluster.audit(mark, USER)
@@ -173,7 +173,7 @@ def test_for_given_namespaces_progress_is_live_without_a_right_to_review_tokens_
         team.wait("hung", "progress", lambda status: (status.get("progress") or {}).get("step") == 5)
         status = team.wait_phase("hung", "Succeeded")
         assert (states(status)["train"], status["countedRestarts"]) == (("Succeeded", 2), 1)
-        # The pod is gone once controllers have tidied up; its token has most of its hour left and a good signature.
+        # Controllers delete the pod; its token is still valid for most of an hour and well signed.
         refused_now = lambda: team.report("hung", pod, {"step": 6}, token=early).status_code == 403  # noqa: E731
         wait_until(refused_now, "nothing is heard of a pod that is gone")
     finally:
@@ -189,7 +189,7 @@ def test_for_given_namespaces_progress_is_live_without_a_right_to_review_tokens_
 
 
 def run_test(cluster: Cluster, folder: Path, values: Object) -> subprocess.CompletedProcess[str]:
-    """What the pod of `helm test` runs, under the rights that the chart gives it."""
+    """Run the command of the `helm test` pod, under the rights that the chart grants it."""
     found = [each for each in render({**VALUES, **values}) if "helm.sh/hook" in each["metadata"].get("annotations", {})]
     (pod,) = (each for each in found if each["kind"] == "Pod")
     around = tuple(each for each in found if each["kind"] != "Pod")
@@ -259,7 +259,7 @@ ALICE = "alice"
 
 
 def helm_here(cluster: Cluster, namespace: str, *arguments: str, stdin: str | None = None) -> str:
-    """Helm on this cluster, which has to succeed."""
+    """Run Helm on this cluster and require success."""
     ran = helm(*arguments, "--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace, stdin=stdin)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
@@ -267,7 +267,7 @@ def helm_here(cluster: Cluster, namespace: str, *arguments: str, stdin: str | No
 
 @pytest.fixture
 def alice(ready: Cluster) -> Iterator[str]:
-    """Administers two namespaces, with the rights that docs/install.md asks for, and has none in the cluster."""
+    """Yield a user who administers two namespaces with the rights of docs/install.md, and has none in the cluster."""
     documents: list[Object] = []
     group = "rbac.authorization.k8s.io"
     for namespace in (ALICES, OTHER):
@@ -318,7 +318,7 @@ def test_an_upgrade_upgrades_the_kind_and_uninstalling_leaves_it_and_all_jobs(re
     (new / "files/crd.yaml").write_text(text.replace("Fine-tunes, evaluates", "Tunes, evaluates"))
     column = "jsonpath={.spec.versions[0].schema.openAPIV3Schema.description}"
     look = ("get", "crd", "finetunejobs.finetune.dev", "-o", column)
-    # The kind is there already, as other tests need it.
+    # The kind exists already, as other tests need it.
     helm_here(ready, HELM, "install", RELEASE, str(CHART), "--take-ownership", "--force-conflicts")
     api, path = Api(ready.access), path_of(API_VERSION, PLURAL, TEAM, "kept")
     body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "kept"}, "spec": BASE}

@@ -1,5 +1,5 @@
-"""Endpoints on a real API server, whose own controllers make ReplicaSets and pods of the Deployment; KServe's part is
-played by a stand-in on its real kind.
+"""Endpoints on a real API server, whose own controllers create ReplicaSets and pods of the Deployment; a stand-in for
+KServe works on its real kind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def deployment(world: World, job: str, revision: int = 1) -> Object | None:
 
 
 def of_endpoint(world: World, job: str, revision: int = 1) -> set[str]:
-    """Kinds of the objects that the job's endpoint has, with that revision of its servers."""
+    """Return the kinds of the endpoint's objects, with that revision of its servers."""
     kinds = {
         "Deployment": (APPS, "deployments"),
         "Service": ("v1", "services"),
@@ -35,14 +35,14 @@ def of_endpoint(world: World, job: str, revision: int = 1) -> set[str]:
 
 
 def led_to(world: World, job: str) -> str:
-    """The revision that the job's Service leads to."""
+    """Return the revision that the job's Service selects."""
     service = world.api.get(world.path("v1", "services", f"{job}-endpoint"))
     assert isinstance(service, dict)
     return str(service["spec"]["selector"]["finetune.dev/attempt"])
 
 
 def serves(world: World, job: str, revision: int) -> Object:
-    """The status once that revision serves, and no other one has servers."""
+    """Return the endpoint's status once that revision serves, and no other one has servers."""
     status = world.wait(
         job,
         f"revision {revision} serves",
@@ -68,7 +68,7 @@ def serves(world: World, job: str, revision: int) -> Object:
 
 
 def answers(world: World, job: str) -> Object:
-    """The status once the endpoint is ready."""
+    """Return the status once the endpoint is ready."""
     return world.wait(job, "the endpoint is ready", lambda status: conditions(status).get("Ready") == "True")
 
 

@@ -1,4 +1,4 @@
-"""Jobs in which something breaks, on a real API server: what is told, what is tried again, and when it is over."""
+"""Jobs in which something breaks, on a real API server: messages, retries, and ends."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HUB_AWAY = fails(FailureClass.HUB_UNAVAILABLE, "HubTimeout", "huggingface.co did
 
 
 def short(world: World, name: str, spec: Object | None = None) -> None:
-    """A job without a prediction: its stages show nothing that the others do not."""
+    """Create a job without a prediction, whose stage would show nothing new."""
     world.apply(name, {"predict": None, **(spec or {})})
 
 
 def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> None:
-    # Libraries write what they like: gloo closes its errors with a beach.
+    # Libraries write anything: gloo ends its errors with a beach.
     log = "GLHF! \N{BEACH WITH UMBRELLA}\ufe0f\nKeyError: 'text'"
     world.kubelet.playbook.set("wrong", "train", replace(WRONG_COLUMN, log=f"{log}\n"))
     short(world, "wrong")
@@ -60,7 +60,7 @@ def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> N
 
 
 def test_a_webhook_that_does_not_answer_is_told_and_the_job_goes_on_when_it_is_gone(world: World) -> None:
-    """Admission of Jobs asks a program that is not there, as when a training operator is down."""
+    """Admission of Jobs calls a program that is not there, as when a training operator is down."""
     name = f"away-{world.namespace}"
     hooks = path_of("admissionregistration.k8s.io/v1", "validatingwebhookconfigurations")
     rule = {"apiGroups": ["batch"], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["jobs"]}
@@ -330,7 +330,7 @@ def test_a_name_that_is_taken_by_somebody_elses_object_is_left_alone_and_told(wo
 
 
 def test_a_deadline_ends_what_runs(world: World) -> None:
-    # In the first stage, as the time in which that would end is the machine's.
+    # In the first stage, as the time until its end depends on the machine.
     world.kubelet.playbook.set("late", "prepare", RUNS)
     short(world, "late", {"runPolicy": {"activeDeadlineSeconds": math.ceil(patient(3))}})
     status = world.wait_phase("late", "Failed")

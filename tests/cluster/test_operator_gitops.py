@@ -1,4 +1,4 @@
-"""A job that comes from git: whoever applies its file again and again, and the operator, never fight over it."""
+"""A job from git: the operator and a tool that applies its file again and again never fight over it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLIENT_SIDE: tuple[str, ...] = ()
 
 
 def manifest(world: World, name: str) -> str:
-    """The file: with a label and an annotation, as the tools of this kind add."""
+    """Return the file, with a label and an annotation as such tools add."""
     metadata = {
         "name": name,
         "namespace": world.namespace,
@@ -48,7 +48,7 @@ def test_a_file_that_is_applied_twenty_times_while_its_job_runs_changes_and_rest
     before, pods = stored(world, name), [pod["metadata"]["uid"] for pod in world.pods(name, "train")]
     for _ in range(TIMES):
         said = world.cluster.must("apply", *options, "-f", "-", stdin=text)
-        # The operator writes the status meanwhile, and needs none of the fields that the file has.
+        # The operator writes the status meanwhile, and none of the file's fields.
         assert "unchanged" in said or "serverside-applied" in said
     drift = world.cluster.kubectl("diff", *options, "-f", "-", stdin=text)
     assert (drift.returncode, drift.stdout) == (0, ""), drift.stderr

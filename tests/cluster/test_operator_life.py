@@ -1,4 +1,4 @@
-"""Jobs whose users, nodes or operator change their mind, on a real API server: suspension, deletion, restarts."""
+"""Jobs whose users, nodes or operator intervene, on a real API server: suspension, deletion, restarts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_job_goes_when_its_time_to_live_is_over_and_its_results_stay(world: Wo
     history = world.record("brief")
     world.apply("brief", {"runPolicy": {"ttlSecondsAfterFinished": 2}})
     world.wait_gone("brief")
-    # Who asks may come too late to see its end; the watch tells of it all the same.
+    # A get may come too late to see its end, but the watch reports it.
     ended = lambda: any(job.get("status", {}).get("phase") == "Succeeded" for job in history.shown)  # noqa: E731
     wait_until(ended, "it has succeeded", tell=lambda: history.shown[-1:])
     left = ["persistentvolumeclaims/brief-workspace"]
@@ -159,7 +159,7 @@ def test_a_job_that_is_deleted_leaves_nothing_but_the_claim(world: World, moment
     # The garbage collector learns of a new kind of owner every 30 s.
     wait_until(lambda: not left(), "it is gone", tell=left)
     world.catch_up()
-    # What the operator had under way when the job went is collected as well, and its Job's pod with it.
+    # Objects just created when the job was deleted are collected as well, and its Job's pod with them.
     wait_until(lambda: not left(), "it is gone for good", tell=left)
 
 
@@ -177,7 +177,7 @@ def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: Wo
 
 
 def test_a_job_of_the_same_name_can_follow_at_once(world: World) -> None:
-    """What the first one has made is still there then, in a cluster whose garbage collector has much to do."""
+    """The first one's objects still exist then, in a cluster whose garbage collector has much to do."""
     first = world.apply("again")
     world.wait_phase("again", "Succeeded")
     mark = world.cluster.audit_mark()
@@ -211,7 +211,7 @@ def test_a_job_of_the_same_name_waits_for_pods_that_still_write_to_its_place(wor
 
 
 def _creations(world: World, mark: int) -> list[tuple[int, str]]:
-    """Answers to the operator's creations, and the names."""
+    """Return the API server's answers to the operator's creations, with the names."""
     return [
         (entry["responseStatus"]["code"], entry["objectRef"].get("name", ""))
         for entry in world.cluster.audit(mark, USER)
@@ -225,7 +225,7 @@ def test_a_namespace_can_be_deleted_with_a_job_in_it(world: World, cluster: Clus
         inside.kubelet.playbook.set("inside", "train", RUNS)
         inside.apply("inside")
         inside.wait_running("inside", "train")
-    # Objects go in any order: a child before its job, while nothing new may be made.
+    # Objects are deleted in any order: a child before its job, while nothing new may be created.
     inside.wait_gone("inside")
     wait_until(lambda: inside.everything("inside") == [], "all of it is gone", tell=lambda: inside.everything("inside"))
     world.catch_up()

@@ -1,5 +1,5 @@
-"""What nodes tell of their GPUs, on a real API server: pretended nodes with labels and allocatable resources, the plans
-that the operator rests on them, and `finetune doctor`, also with hardly any rights.
+"""GPUs of nodes, on a real API server: pretended nodes with labels and allocatable resources, the operator's plans for
+them, and `finetune doctor`, also with hardly any rights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FLEET: dict[str, tuple[Object, Object]] = {
 
 @pytest.fixture(scope="module")
 def fleet(cluster: Cluster) -> Iterator[None]:
-    """The nodes, without a machine behind any."""
+    """Create the nodes, without a machine behind any."""
     api = Api(cluster.access)
     for name, (labels, resources) in FLEET.items():
         metadata = {"name": f"gpu-{name}", "labels": {**labels, POOL: name.partition("-")[0]}}
@@ -56,13 +56,13 @@ def fleet(cluster: Cluster) -> Iterator[None]:
 
 
 def job(pool: str, gpus: int = 8, **accelerator: str) -> Object:
-    """A job for one pool, which is planned and never starts."""
+    """Return a job for one pool, which is planned and never starts."""
     spec: Object = {"runPolicy": {"suspend": True}, "resources": {"gpusPerNode": gpus, "accelerator": accelerator}}
     return {**spec, "template": {"nodeSelector": {POOL: pool, NODE_MARK: None}, "tolerations": []}}
 
 
 def planned(world: World, name: str, spec: Object) -> tuple[Object, str]:
-    """What the status keeps of the nodes, and the reasons of the plan in one text."""
+    """Return the nodes in the status, and the reasons of the plan in one text."""
     world.apply(name, spec)
     status = world.wait(name, "planned", lambda found: found.get("plan") and found.get("measured", {}).get("nodes"))
     return status["measured"]["nodes"], "\n".join(status["plan"]["reasons"])
@@ -118,7 +118,7 @@ def test_an_operator_without_the_right_to_read_nodes_plans_all_the_same_and_says
 
 
 def doctor(jobs: Jobs, spec: Object | None = None, *options: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and findings by what they are about."""
+    """Return the exit code, and the findings by topic."""
     names = []
     if spec is not None:
         whole = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "hf://c/d"}}

@@ -1,4 +1,4 @@
-"""What the operator may do is what it does: RBAC against the audit log, both ways; and secrets stay where they are."""
+"""The operator has the rights that it uses: RBAC against the audit log, both ways; and secrets stay where they are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Right = tuple[str, str, str]
 """API group, resource (with its subresource), verb."""
 
 FOREIGN: dict[str, tuple[str, str, str, Object, Object]] = {
-    # What lies in the way -> its version, plural, name, what else it needs, and the job's own spec.
+    # Object in the way -> its version, plural, name, other fields that it needs, and the job's own spec.
     "claim": ("v1", "persistentvolumeclaims", "claim-workspace", {
         "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}}, {}),
     "config": ("v1", "configmaps", "config-prepare-1", {}, {}),
@@ -63,23 +63,23 @@ KIND_OF = {
 
 @dataclass(frozen=True)
 class Scenes:
-    """Everything that an operator can come to do, once."""
+    """Everything that an operator can have to do, once."""
 
     world: World
     mark: int
     """The place in the audit log where it began."""
     granted: set[Right]
-    """By the manifests, or by the chart."""
+    """Rights that the manifests, or the chart, grant."""
 
 
 def for_all_namespaces(cluster: Cluster) -> tuple[list[Object], Object]:
-    """The roles of manifests/operator, in force; and the settings."""
+    """Apply the roles of manifests/operator; return them and the settings."""
     install(cluster)
     return list(yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text())), SETTINGS
 
 
 def for_given_namespaces(cluster: Cluster, namespace: str) -> tuple[list[Object], Object]:
-    """The roles of the chart for one namespace, in force and with no other; and the settings that it makes."""
+    """Apply the chart's roles for one namespace, and no others; return them and the settings that it renders."""
     install(cluster)  # the namespace
     found = without_tests(render({"watchNamespaces": [namespace], "crds": {"install": False}, "settings": SETTINGS}))
     documents = [each for each in found if each["kind"] in ("ServiceAccount", *ROLES)]
@@ -98,7 +98,7 @@ def scenes(
     stand_ins: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scenes]:
-    """Under an operator that has never run here: no lease and no certificate of an earlier test."""
+    """Play all scenes under an operator that has never run here: no lease and no certificate of an earlier test."""
     cluster.own("the audit log")
     install_kserve(cluster)
     with namespace_for_pods(cluster) as name:
@@ -126,7 +126,7 @@ def scenes(
 
 
 def play(world: World, mark: int) -> None:
-    """All of it."""
+    """Play all scenes."""
     forget(world)
     secrets_of_the_user(world)
     for job, (version, plural, child, more, spec) in FOREIGN.items():
@@ -156,7 +156,7 @@ def secrets_of_the_user(world: World) -> None:
 
 
 def tell_of_secrets(world: World) -> None:
-    """A job that refers to secrets, reports progress with its pod's token, and fails; its log says nothing of them."""
+    """Run a job that refers to secrets and reports progress with its pod's token."""
     world.kubelet.playbook.set("secretive", "prepare", RUNS)
     world.apply("secretive", {"secrets": {"hubToken": {"name": "hub"}, "storage": {"name": "keys"}}})
     world.wait_running("secretive", "prepare")
@@ -167,7 +167,7 @@ def tell_of_secrets(world: World) -> None:
 
 
 def whole_jobs(world: World) -> None:
-    """One of each launcher to the end, one that fails, and one whose time to live is over."""
+    """Run one of each launcher to the end, one that fails, and one whose time to live is over."""
     for launcher in TRAINING:
         world.apply(f"whole-{launcher}", {"launcher": launcher, "resources": {"nodes": 2}})
         world.wait_phase(f"whole-{launcher}", "Succeeded")
@@ -176,7 +176,7 @@ def whole_jobs(world: World) -> None:
         world.wait_running(f"stopped-{launcher}", "train")
         world.change(f"stopped-{launcher}", {"runPolicy": {"suspend": True}})
         world.wait_phase(f"stopped-{launcher}", "Suspended")
-    # Its plan rests on what nodes tell of their GPUs, where they may be read.
+    # Its plan rests on the nodes' GPUs, where nodes may be read.
     world.apply("with-gpus", {"resources": {"gpusPerNode": 1}, "runPolicy": {"suspend": True}})
     world.wait_phase("with-gpus", "Suspended")
     world.kubelet.playbook.set("stopped-spark", "prepare", RUNS)
@@ -192,7 +192,7 @@ def whole_jobs(world: World) -> None:
 
 
 def serve_a_model(world: World) -> None:
-    """Servers with all that can be beside them, by a Deployment and by KServe, which go while the job stays."""
+    """Run servers with all optional objects, by a Deployment and by KServe, and remove them while the job stays."""
     stages = dict.fromkeys(("training", "dataset", "evaluation", "predict"))
     for runtime, kind in (("deployment", DEPLOYMENT), ("kserve", INFERENCE_SERVICE)):
         job = f"serving-{runtime}"
@@ -206,7 +206,7 @@ def serve_a_model(world: World) -> None:
 
 
 def damage_certificate(world: World) -> None:
-    """An operator that starts with a certificate that cannot be read makes a new one."""
+    """Start the operator with an unreadable certificate, which it replaces."""
     world.operator.terminate()
     secret = path_of("v1", "secrets", NAMESPACE, TLS_SECRET)
     world.api.patch(secret, {"data": {"tls.crt": "bm9uZQ=="}})
@@ -215,8 +215,8 @@ def damage_certificate(world: World) -> None:
 
 
 def meet_a_quota(world: World) -> None:
-    """The gang's Job is refused for now; what was made for it goes, and it starts when there is room."""
-    # What the garbage collector has yet to take would make room for it.
+    """Refuse the gang's Job for now; its other objects are removed, and it starts when there is room."""
+    # Objects that the garbage collector has yet to remove would make room for it.
     wait_until(lambda: not world.of_job("brief", "batch/v1", "jobs"), "the Jobs of the job that is gone are collected")
     there = len(world.api.items(world.path("batch/v1", "jobs")))
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
@@ -234,7 +234,7 @@ def meet_a_quota(world: World) -> None:
 
 
 def write_beside_it(world: World, mark: int) -> None:
-    """Somebody annotates a job again and again, until the operator's view of it was out of date once."""
+    """Annotate a job again and again, until the operator's view of it was out of date once."""
     world.kubelet.playbook.set("disputed", "train", RUNS)
     world.apply("disputed")
     path, numbers = world.path(API_VERSION, PLURAL, "disputed"), itertools.count()
@@ -250,7 +250,7 @@ def write_beside_it(world: World, mark: int) -> None:
 
 
 def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:
-    """The rights that requests of the operator needed, and the requests that were refused."""
+    """Return the rights that the operator's requests needed, and the requests that were refused."""
     rights: set[Right] = set()
     refused: list[str] = []
     for entry in cluster.audit(mark, USER):
@@ -268,7 +268,7 @@ def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:
 
 
 def granted_by(documents: Sequence[Object]) -> set[Right]:
-    """The rights that roles grant."""
+    """Return the rights that roles grant."""
     rules = [rule for document in documents if document["kind"] in ROLES for rule in document.get("rules", [])]
     assert len(rules) > 8
     return {
@@ -320,7 +320,7 @@ def test_secrets_appear_nowhere_but_in_their_secret(cluster: Cluster, scenes: Sc
     token = operator_token(world.operator.folder)
     canaries = {"hub token": HUB_TOKEN, "storage key": STORAGE_KEY, "private key": key, "operator's token": token}
     assert [(where, what) for where, text in texts.items() for what, value in canaries.items() if value in text] == []
-    # Tokens of pods are JWTs of this cluster: none of any kind is to be seen.
+    # Tokens of pods are JWTs of this cluster: none of any kind may appear.
     assert [where for where, text in texts.items() if "eyJhbGciOi" in text] == []
 
 

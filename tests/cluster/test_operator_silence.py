@@ -19,7 +19,7 @@ SPEC = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeco
 
 
 def since(status: Object) -> datetime:
-    """From when on the silence was counted, as the failure tells."""
+    """Return the time since which the failure counts silence."""
     found = re.search(r"since (\S+Z)", status["failure"]["message"])
     assert found is not None, status["failure"]["message"]
     return datetime.fromisoformat(found[1])
@@ -31,7 +31,7 @@ def first_pod(world: World, job: str) -> Object:
 
 
 def begin(world: World, job: str, nodes: int = 1) -> Object:
-    """The job's training runs, and has told that it is at step 5; gives the pod of rank 0."""
+    """Start the job's training, report step 5, and return the pod of rank 0."""
     world.kubelet.playbook.set(job, "train", replace(RUNS, log="stack of a rank\n"), attempt=1)
     world.apply(job, {**SPEC, "resources": {"nodes": nodes}})
     world.wait_running(job, "train")
@@ -77,7 +77,7 @@ def test_silence_while_the_operator_was_away_does_not_count(world: World) -> Non
 
 
 def test_an_attempt_that_never_told_anything_is_left_alone(world: World) -> None:
-    """As long as one beside it, which did, needs to be stopped."""
+    """The silent attempt runs on while another one, which did report, is stopped."""
     world.kubelet.playbook.set("mute", "train", RUNS)
     world.apply("mute", SPEC)
     world.wait_running("mute", "train")

@@ -1,4 +1,4 @@
-"""A job that goes well, on a real API server: its stages, what kubectl tells of it, and what it leaves alone."""
+"""A successful job, on a real API server: its stages, kubectl's output, and the objects that it leaves alone."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ONE_EACH = dict.fromkeys(("prepare", "train", "evaluate", "predict"), ("Succeede
 
 @dataclass(frozen=True)
 class Finished:
-    """A job called `whole` that has gone well, and how it came to that."""
+    """A successful job called `whole`, and its history."""
 
     world: World
     made: Object
-    """As the API server stored it first."""
+    """The job as the API server stored it first."""
     history: History
     waited: int
     """Exit code of `kubectl wait --for=condition=Succeeded`."""
@@ -36,7 +36,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(new_world: Callable[[], AbstractContextManager[World]]) -> Iterator[Finished]:
-    """One run that several tests look at."""
+    """Run a job once for several tests."""
     with new_world() as world:
         history = world.record("whole")
         world.kubelet.playbook.set("whole", "evaluate", Play(metrics={"accuracy": 0.91}))
@@ -80,7 +80,7 @@ def test_the_plan_is_in_the_status_and_rests_on_what_prepare_measured(finished: 
     assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
     before = [seen for seen in finished.history.statuses() if seen.get("plan") and not seen.get("measured")]
     assert before, "the plan is there before prepare has run"
-    # 8192 rows in batches of 32, as measured: nobody knew before.
+    # 8192 rows in batches of 32, as measured: unknown before.
     assert finished.world.order("whole-train-1")["training"]["maxSteps"] == 256
 
 
@@ -141,7 +141,7 @@ def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(wo
     world.kubelet.playbook.set("many", "prepare", Play(lasts=0.5))
     world.kubelet.playbook.set("many", "prepare", RUNS, index=0)
     world.apply("many", {"preparation": {"engine": "job", "workers": 3}, "predict": None})
-    # Those that still run when the first one ends are removed.
+    # Pods that still run when the first one ends are removed.
     wait_until(lambda: world.phases("many", "prepare").count("Succeeded") == 2, "the others have ended")
     assert world.kubelet.tell("many", "prepare", SUCCEEDS) >= 1
     status = world.wait_phase("many", "Succeeded")
@@ -167,7 +167,7 @@ def test_lost_pods_that_predict_are_replaced_and_the_attempt_goes_on(world: Worl
     lost = {_index(pod): pod["metadata"]["name"] for pod in world.pods("shared", "predict")}
     world.api.delete(world.path("v1", "pods", lost["1"]))
     for index in "12":
-        # A pod may be gone before the operator has seen it: then its index is told.
+        # A pod may be deleted before the operator has seen it: then the event has its index.
         world.wait_event("shared", f"pod {index} is replaced", lambda _, reason, message, pod=lost[index]: (
             reason == "PodReplaced" and f"has created pod {pod.rpartition('-')[0]}-" in message
             and (pod in message or "is gone" in message)
@@ -181,7 +181,7 @@ def test_lost_pods_that_predict_are_replaced_and_the_attempt_goes_on(world: Worl
 
 
 def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_its_end(world: World) -> None:
-    # One node, which takes no pods: only the first one runs there, as somebody else than the scheduler bound it.
+    # One node, which accepts no pods: only the first one runs there, as the test binds it in place of the scheduler.
     node = world.kubelet.nodes[0]
     template = merged(ON_STAND_IN, {"nodeSelector": {"kubernetes.io/hostname": node}})
     world.kubelet.playbook.set("crowded", "prepare", RUNS)
@@ -204,7 +204,7 @@ def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_i
 
 
 def _first(pods: list[Object]) -> Object | None:
-    """The pod of index 0."""
+    """Return the pod of index 0."""
     return next((pod for pod in pods if _index(pod) == "0"), None)
 
 
@@ -218,7 +218,7 @@ def bind(world: World, pod: Object, node: str) -> None:
 
 @contextmanager
 def cordoned(world: World, node: str) -> Iterator[None]:
-    """The node takes no more pods for as long as this lasts."""
+    """Keep new pods off the node within the block."""
     path = path_of("v1", "nodes", None, node)
     world.api.patch(path, {"spec": {"unschedulable": True}})
     try:
@@ -228,7 +228,7 @@ def cordoned(world: World, node: str) -> Iterator[None]:
 
 
 def _holding(job: Object | None) -> set[tuple[str, str]]:
-    """Type and reason of the conditions that hold."""
+    """Return type and reason of the conditions that are True."""
     found = [] if job is None else job["status"].get("conditions", [])
     return {(one["type"], one["reason"]) for one in found if one["status"] == "True"}
 
@@ -332,7 +332,7 @@ def test_nothing_is_written_while_nothing_changes(world: World) -> None:
     world.kubelet.playbook.set("calm", "train", RUNS)
     world.apply("calm")
     world.wait_running("calm", "train")
-    # Events follow the status, in the order of all that has happened.
+    # Events follow the status, in the order of all changes.
     world.wait_event(world.catch_up(), "refused", lambda _, reason, __: reason == "InvalidSpec")
     settled = _settled(world, "calm")
     mark = world.cluster.audit_mark()
@@ -346,7 +346,7 @@ def test_nothing_is_written_while_nothing_changes(world: World) -> None:
         (entry["verb"], entry["objectRef"]["resource"], entry["objectRef"].get("name"))
         for entry in world.cluster.audit(mark, USER)
         if entry.get("objectRef") and entry["objectRef"]["resource"] != "leases" and entry["verb"] != "watch"
-        # Jobs of earlier tests, in namespaces of theirs, may still have something to do.
+        # Jobs of earlier tests, in their own namespaces, may still be reconciled.
         if entry["objectRef"].get("namespace") in (None, world.namespace)
     ]
     assert [call for call in asked if not str(call[2]).startswith("barrier-")] == []
@@ -355,7 +355,7 @@ def test_nothing_is_written_while_nothing_changes(world: World) -> None:
 
 
 def _settled(world: World, name: str) -> str:
-    """resourceVersion once it has stayed the same over ten looks."""
+    """Return the resourceVersion once it has stayed the same over ten looks."""
     seen: list[str] = []
 
     def same() -> str | None:

@@ -1,4 +1,4 @@
-"""What the operator's tests rest on does what it stands in for: nodes, training operators, faults, an audit log."""
+"""The surroundings of the operator's tests work like the originals: nodes, training operators, faults, an audit log."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_gang_gets_pods_and_a_final_condition(
     version, plural, spec, pods = GANGS[kind]
     stand_ins.kubelet.playbook.other = Play(lasts=0.5, exit_code=exit_code, message="")
     body = {"apiVersion": version, "kind": kind, "metadata": {"name": "gang"}, "spec": spec}
-    # By a watch: the pods that are cleaned up are there for a moment only.
+    # By a watch, as the pods that are cleaned up exist for a moment only.
     seen = record_uids(stand_ins.background, stand_ins.watching, path_of("v1", "pods", namespace))
     api.create(path_of(version, plural, namespace), body)
 

@@ -1,4 +1,4 @@
-"""An operator of an earlier release gives way to today's: its jobs go on, and nothing is started or created again."""
+"""Today's operator replaces an earlier release: its jobs continue, and nothing is started or created again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from earlier_release import python_path, unpack
 from finetune_operator.api.types import API_VERSION, PLURAL
 
 PATIENT_SETTINGS = merged(SETTINGS, {"limits": {"restartDelaySeconds": 3600, "restartDelayMostSeconds": 3600}})
-"""A job that waits for its next attempt does so for as long as the upgrade takes."""
+"""Settings under which a job waits for its next attempt for as long as the upgrade takes."""
 ONE_EACH = dict.fromkeys(("prepare", "train", "evaluate", "predict"), ("Succeeded", 1))
 GONE_ON = {**ONE_EACH, "train": ("Succeeded", 2)}
 
@@ -40,7 +40,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def earlier_environment(earlier: Path) -> Mapping[str, str]:
-    """Environment in which Python imports it."""
+    """Environment in which Python imports the earlier release."""
     return python_path(earlier / "operator", earlier / "trainer_image" / "contract")
 
 
@@ -79,7 +79,7 @@ def world(
 
 
 def made(world: World, name: str) -> dict[str, str]:
-    """Uid of each object that the job has made."""
+    """Return the uid of each object that the job has created."""
     return {
         f"{plural}/{item['metadata']['name']}": item["metadata"]["uid"]
         for version, plural in (*CHILD_KINDS, *OTHER_KINDS)
@@ -113,7 +113,7 @@ def begin(world: World) -> tuple[str, ...]:
 
 
 def let_go_on(world: World, name: str) -> None:
-    """Make the time of the next attempt come."""
+    """Bring the time of the next attempt forward to now."""
     stages = world.status(name)["stages"]
     for stage in stages:
         if stage.get("nextAttemptTime"):
@@ -168,9 +168,9 @@ LATER = {"replacedPods"}
 
 
 def _kept(status: Object) -> Object:
-    """The part of a status that an operator must not change by reading it."""
+    """Return the part of a status that an operator must not change by reading it."""
     kept = {key: status.get(key) for key in ("phase", "stages", "restarts", "failure", "plan", "artifacts", "cost")}
     stages = [{name: value for name, value in stage.items() if name not in LATER} for stage in kept["stages"] or ()]
-    # A job that has not begun is planned anew, and a plan's reasons are sentences of the release.
+    # A job that has not begun is planned again, and the wording of a plan's reasons depends on the release.
     plan = {name: value for name, value in (kept["plan"] or {}).items() if name != "reasons"}
     return {**kept, "stages": stages, "plan": plan}

@@ -1,4 +1,4 @@
-"""The real API server asks the operator whether a job may be stored."""
+"""The real API server asks the operator's webhook whether a job may be stored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHECKED = {"finetune.dev/test-webhook": "true"}
 
 @dataclass(frozen=True)
 class Guarded:
-    """A namespace whose jobs the webhook is asked about."""
+    """A namespace whose jobs the webhook reviews."""
 
     cluster: Cluster
     namespace: str
@@ -99,12 +99,12 @@ def bundle_of(cluster: Cluster) -> str:
 
 @dataclass(frozen=True)
 class Identity:
-    """The certificate that the API server shows to one webhook, made as docs/install.md says."""
+    """The certificate that the API server shows to one webhook, made by the commands of docs/install.md."""
 
     folder: Path
     """ca.crt, client.crt and client.key, and the API server's admission.yaml."""
     port: int
-    """Of the operator's Service, the only webhook to which it is shown."""
+    """Port of the operator's Service, the only webhook to which it is shown."""
 
     def options(self) -> tuple[str, ...]:
         return "--webhook-client-authorities", str(self.folder / "ca.crt"), "--webhook-client-name", "kube-apiserver"
@@ -146,7 +146,7 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 
 @contextmanager
 def guarding(cluster: Cluster, namespace: str, folder: Path, port: int, *more: str, **client: Any) -> Iterator[Guarded]:
-    """The operator with a certificate of its own; fail-closed. `client`: how the API server finds it."""
+    """Run the operator with a certificate of its own; fail-closed. `client`: how the API server finds it."""
     cluster.must("apply", "-f", "-", stdin=f"{json.dumps(ROLE)}\n---\n{json.dumps(BINDING)}")
     cluster.must("apply", "-f", "-", stdin=configuration("Fail", **client))
     options = ("--webhook-port", str(port), "--webhook-configuration", CONFIGURATION, *more)
@@ -198,7 +198,7 @@ BAD = {"image": "elsewhere.example.com/trainer:1"}
 
 
 def reviews(operator: OperatorProcess) -> Counter[str]:
-    """Outcome -> number, from the operator's metrics; those that never happened are not there."""
+    """Return outcome -> number, from the operator's metrics, without outcomes that never happened."""
     families = text_string_to_metric_families(operator.metrics())
     samples = [one for family in families for one in family.samples if one.name == "finetune_webhook_reviews_total"]
     return Counter({one.labels["outcome"]: int(one.value) for one in samples})
@@ -221,7 +221,7 @@ def test_with_client_certificates_the_api_server_is_answered_and_nobody_else(
     cluster: Cluster, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     service = {"name": SERVICE_NAME, "namespace": NAMESPACE, "port": identity.port}
-    # The nodes of this control plane have no network for Services: the name leads to this machine.
+    # The nodes of this control plane have no network for Services: the name resolves to this machine.
     outside = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": identity.port}]}
     metadata = {"name": SERVICE_NAME, "namespace": NAMESPACE}
     document = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": outside}
@@ -271,7 +271,7 @@ def test_an_api_server_without_a_certificate_is_refused_and_the_log_says_so(
 
 
 def certificate_ends(operator: OperatorProcess) -> dict[str, float]:
-    """Server -> Unix time, from the operator's metrics."""
+    """Return server -> Unix time of its certificate's end, from the operator's metrics."""
     name = "finetune_certificate_expiration_timestamp_seconds"
     families = text_string_to_metric_families(operator.metrics())
     return {one.labels["server"]: one.value for family in families for one in family.samples if one.name == name}
@@ -299,7 +299,7 @@ def test_a_certificate_that_somebody_else_keeps_is_served_and_its_end_is_told(
             lambda: "not allowed by the admin" in guarded.apply("x", {"image": "e.example.com/t:1"}).stderr, "asked"
         )
         assert bundle_of(cluster) == bundle, "who keeps the certificate tells of its authority"
-        # What is told of it is when it ends: two days from now, and a year for that of the operator's own.
+        # The metric is its end: two days from now, and a year for that of the operator's own.
         ends = certificate_ends(operator)
         assert [round((ends[server] - time.time()) / 86400) for server in ("webhook", "progress")] == [2, 365]
     finally:

@@ -56,8 +56,8 @@ class Cluster(Protocol):
 
 @dataclass
 class Given:
-    """What is there before a test: two namespaces with a job of the same name and its pods; and an account with the
-    rights of an operator for given namespaces that progress needs, and none in the cluster.
+    """Surroundings of a test: two namespaces with a job of the same name and its pods; and an account with the rights
+    for progress of an operator for given namespaces, and none in the cluster.
     """
 
     cluster: Cluster
@@ -72,7 +72,7 @@ class Given:
         return made
 
     def pod(self, namespace: str, name: str, job: dict[str, Any], attempt: int = 1) -> dict[str, Any]:
-        """A pod of an attempt at training; nothing runs it, which its token does not need."""
+        """Create a pod of an attempt at training; nothing runs it, which its token does not need."""
         labels = {
             JOB_LABEL: job["metadata"]["name"],
             UID_LABEL: job["metadata"]["uid"],
@@ -90,7 +90,7 @@ class Given:
         return self.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
 
     def token(self, pod: dict[str, Any] | None, namespace: str = OURS, audience: str = PROGRESS_AUDIENCE) -> str:
-        """A token of the namespace's service account, bound to the pod if there is one."""
+        """Return a token of the namespace's service account, bound to the pod if there is one."""
         bound = []
         if pod is not None:
             about = pod["metadata"]
@@ -104,7 +104,7 @@ ACCOUNT = f"system:serviceaccount:{OPERATORS}:operator"
 
 
 def allow_secrets(cluster: Cluster) -> None:
-    """As the chart does for given namespaces, and no other right."""
+    """Grant the rights that the chart grants for given namespaces, and no others."""
     where = ("-n", OPERATORS)
     cluster.must("create", "serviceaccount", "operator", *where)
     cluster.must("create", "role", "operator", *where, "--resource=secrets", "--verb=get,create,update")
@@ -145,14 +145,14 @@ def given(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @dataclass
 class Replica:
-    """One running replica's servers."""
+    """Servers of one running replica."""
 
     state: OperatorState
     servers: Servers
     session: aiohttp.ClientSession
 
     async def post(self, token: str, path: str = PATH, body: Any = BODY) -> tuple[int, str]:
-        """Status, and the error's sentence or what there is instead."""
+        """Post a report; return the status, and the error or `taken`."""
         url = f"https://localhost:{self.servers.progress_port}{path}"
         async with self.session.post(url, data=body, headers={"Authorization": f"Bearer {token}"}) as answer:
             text = await answer.json()
@@ -172,7 +172,7 @@ async def replica(
     tokens: ProgressTokens = "review",
     limited: bool = False,
 ) -> AsyncIterator[Replica]:
-    """A replica that leads, or stands by for the one that does. `limited`: without any right in the cluster."""
+    """Run a replica that leads, or stands by for the leader. `limited`: without any right in the cluster."""
     settings = Settings(progress=Progress(tokens=tokens))
     api, _ = await connect("finetune-operator", given.limited if limited else given.cluster.kubeconfig, None)
     metrics = Metrics()
@@ -194,7 +194,7 @@ async def replica(
     port = leads.servers.progress_port if leads else 0
     if leads is None:
         state.leading.set()
-    # The stand-by looks for the leader at the port that it has itself, which on one machine are two.
+    # The stand-by looks for the leader at its own port; on one machine it needs another address.
     servers = Servers(metrics, host="127.0.0.1" if leads is None else "127.0.0.2", http_port=0, progress_port=port)
     try:
         await servers.start(state)
@@ -210,7 +210,7 @@ async def replica(
 
 
 def ask(given: Given, what: Callable[[Replica], Awaitable[Any]], tokens: ProgressTokens = "review", **how: Any) -> Any:
-    """With `tokens` keys, the replica has no right in the cluster unless `how` says otherwise."""
+    """Run `what` with a replica; with `tokens` keys, it has no right in the cluster unless `how` says otherwise."""
 
     async def go() -> Any:
         async with replica(given, tokens=tokens, **{"limited": tokens == "keys", **how}) as running:
@@ -311,7 +311,7 @@ def test_what_may_not_report_is_refused_and_its_token_appears_nowhere(
 
 INVALID, UNKNOWN = "the token is not valid for audience finetune.dev/progress", CASES["another attempt"][3]
 DELETED: dict[ProgressTokens, list[tuple[int, str]]] = {
-    # Posts before; after, by another token, while we have not heard of it; when we have.
+    # Posts before the deletion; after it, with another token, before its event arrives; and after that.
     "review": [(200, "taken"), (401, INVALID), (403, UNKNOWN)],
     "keys": [(200, "taken"), (200, "taken"), (403, UNKNOWN)],
 }
@@ -330,7 +330,7 @@ def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given, tokens: Progr
         await asyncio.to_thread(
             given.cluster.must, "delete", "pod", "-n", OURS, "tune-train-3", "--grace-period=0", "--force"
         )
-        # The API server knows; we have not heard of it, know the first token still, and can verify the second.
+        # The API server knows; the replica has no event yet, still knows the first token, and can verify the second.
         found.append(await running.post(after, path))
         running.state.store.gone("Pod", OURS, "tune-train-3")
         found.append(await running.post(before, path))
@@ -394,7 +394,7 @@ DISCOVERY = ("clusterrolebinding", "system:service-account-issuer-discovery")
 
 @contextmanager
 def without_discovery(given: Given) -> Iterator[None]:
-    """As an administrator leaves a cluster who lets nobody read the issuer's keys."""
+    """Remove the right to read the issuer's keys, as an administrator may."""
     given.cluster.own("taking a right from all service accounts")
     bound = json.loads(given.cluster.must("get", *DISCOVERY, "-o", "json"))
     kept = {"name": bound["metadata"]["name"], "labels": bound["metadata"].get("labels", {})}
@@ -435,7 +435,7 @@ def test_too_large_and_too_fast_are_refused_and_a_known_token_is_not_asked_about
     async def post(running: Replica) -> Any:
         large, _ = await running.post(token, body=b" " * (BODY_LIMIT_BYTES + 1))
         codes: list[int] = []
-        # A slow machine may post the first of them no faster than it may.
+        # A slow machine may not exceed the rate with the first of them.
         while 429 not in codes and len(codes) < 3000:
             codes += [code for code, _ in await asyncio.gather(*(running.post(token) for _ in range(30)))]
         return large, codes, await running.get("/metrics")

@@ -35,7 +35,7 @@ NAME = yaml.safe_load(JOB)["metadata"]["name"]
 
 @pytest.fixture
 def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Runs a line as the reader does: in the checkout, with a context whose namespace is the test's."""
+    """Return a function that runs a line as the reader does: in the checkout, with the test's namespace as context."""
     config = yaml.safe_load(world.cluster.kubeconfig.read_text())
     for context in config["contexts"]:
         context["context"]["namespace"] = world.namespace
@@ -44,7 +44,7 @@ def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
     environment = {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "PATH": f"{programs}:{os.environ['PATH']}"}
 
     def run(line: str, folder: Path = tmp_path, heard: Callable[[str], None] = lambda said: None) -> str:
-        """What the command says; `heard` is told each line of it when it comes."""
+        """Return the command's output; `heard` gets each line of it when it comes."""
         said, errors = "", tmp_path / "errors"
         with (
             errors.open("w") as file,
@@ -63,13 +63,13 @@ def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_the_operator_installs_by_kubectl_as_printed(shell) -> None:  # type: ignore[no-untyped-def]
-    """By dry run: the operator under test is a process, and its image is not built here. The tour installs by Helm."""
+    """A dry run: the operator under test is a process, and its image is not built here. The tour installs by Helm."""
     applied = shell(f"{APPLY} --dry-run=server --force-conflicts", ROOT)
     assert "deployment.apps/finetune-operator serverside-applied" in applied
 
 
 def test_a_job_goes_from_apply_to_delete_as_printed(shell, world: World, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """The README's job, given only what the stand-in nodes need to take its pods."""
+    """The README's job, with only the fields added that the stand-in nodes need to accept its pods."""
     manifest = yaml.safe_load(JOB)
     manifest["spec"] |= {"template": ON_STAND_IN, "storage": {"storageClassName": STORAGE_CLASS, "size": "1Gi"}}
     manifest["spec"]["resources"] |= {"gpusPerNode": 0, "accelerator": None}
@@ -79,7 +79,7 @@ def test_a_job_goes_from_apply_to_delete_as_printed(shell, world: World, tmp_pat
     shown: list[str] = []
 
     def heard(line: str) -> None:
-        """Training ends once all of its log is shown, however long the command took to begin."""
+        """End the training once all of its log is shown, however long the command took to begin."""
         if line.startswith("[train-1/"):
             shown.append(line)
             if len(shown) == 4:

@@ -21,7 +21,7 @@ APPLICATIONS = ("sparkoperator.k8s.io/v1beta2", "sparkapplications")
 
 @pytest.fixture(scope="module")
 def stand_ins(own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIns]:
-    """Nodes and training operators, but for Spark's."""
+    """Run nodes and training operators, but for Spark's."""
     with running_stand_ins(own_cluster, tmp_path_factory.mktemp("kubelet"), spark=False) as around:
         yield around
 
@@ -30,7 +30,7 @@ def stand_ins(own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 def spark_operator(
     own_cluster: Cluster, stand_ins: StandIns, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """The real one; its log."""
+    """Run the real Spark Operator and yield its log."""
     install_kinds(own_cluster)
     with running_spark_operator(own_cluster, tmp_path_factory.mktemp("spark-operator")) as log:
         yield log
@@ -40,7 +40,7 @@ def spark_operator(
 def operator_process(
     own_cluster: Cluster, spark_operator: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OperatorProcess]:
-    """Ours."""
+    """Run our operator."""
     install(own_cluster)
     process = OperatorProcess(own_cluster, tmp_path_factory.mktemp("operator"), SETTINGS)
     process.start()
@@ -52,7 +52,7 @@ def operator_process(
 
 @pytest.fixture
 def world(own_cluster: Cluster, stand_ins: StandIns, operator_process: OperatorProcess) -> Iterator[World]:
-    """A namespace in which PodSecurity admits only what is restricted."""
+    """A namespace in which PodSecurity enforces `restricted`."""
     with namespace_for_pods(own_cluster) as name:
         yield World(
             namespace=name,
@@ -74,7 +74,7 @@ def _application(world: World, name: str) -> Object:
 
 
 def _properties(world: World, driver: Object) -> dict[str, str]:
-    """What `spark-submit` has left in the driver's ConfigMap."""
+    """Return the properties that `spark-submit` has written to the driver's ConfigMap."""
     mounted = [
         one["configMap"]["name"] for one in driver["spec"]["volumes"] if one["name"] == "spark-conf-volume-driver"
     ]
@@ -99,7 +99,7 @@ def test_the_driver_that_it_submits_is_the_pod_of_the_attempt(world: World) -> N
     (driver,) = world.pods("by-spark", "prepare")
     assert driver["metadata"]["name"] == "by-spark-prepare-1-driver"
     assert driver["spec"]["serviceAccountName"] == "default"
-    # From here the driver makes executors: pods of the job, for its NetworkPolicy, and of no attempt.
+    # From these the driver creates executors: pods of the job, for its NetworkPolicy, and of no attempt.
     labels = _executor_labels(world, driver)
     assert (labels["finetune.dev/job"], labels["finetune.dev/stage"], labels["finetune.dev/attempt"]) == (
         "by-spark",
@@ -154,7 +154,7 @@ def test_a_job_that_is_deleted_leaves_no_driver(world: World) -> None:
 
 
 def _left(world: World) -> list[str]:
-    """What is in the namespace of the job's and of Spark's, which has labels of its own."""
+    """Return the objects of the job and of Spark, which has labels of its own, left in the namespace."""
     kinds = (APPLICATIONS, ("v1", "pods"), ("v1", "services"), ("v1", "configmaps"))
     found = [item["metadata"]["name"] for kind in kinds for item in world.api.items(world.path(*kind))]
     return [name for name in found if name != "kube-root-ca.crt"]

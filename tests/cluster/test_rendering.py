@@ -1,5 +1,5 @@
-"""The objects of all golden jobs on a real API server: it takes each one under strict field validation, and every pod
-that controllers would make of it in a namespace that enforces PodSecurity `restricted`.
+"""The objects of all golden jobs on a real API server: each is accepted under strict field validation, and so is every
+pod that controllers would create of it in a namespace that enforces PodSecurity `restricted`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from suite_plugins.shared_folder import CRDS, missing
 
 RENDERED = [(job, launcher) for job in JOBS for launcher in golden_manifests(job)]
 OF_PREDICTOR = ("minReplicas", "maxReplicas", "deploymentStrategy", "labels", "annotations")
-"""Fields of an InferenceService's predictor that are none of its pods'."""
+"""Fields of an InferenceService's predictor that do not belong to its pods."""
 PRIORITY_CLASSES = ("finetune-golden-high",)
 SURROUNDINGS: list[dict[str, Any]] = [
     {
@@ -50,7 +50,7 @@ CUSTOM = {each.kind: f"{each.plural}.{each.group}" for each in SUPPORTED if not 
 
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster, kinds: None) -> Iterator[str]:
-    """The namespace of the golden jobs, with what their pods refer to."""
+    """Create the namespace of the golden jobs, with all that their pods refer to."""
     install_kserve(cluster)
     for document in SURROUNDINGS:
         cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(document))
@@ -60,18 +60,18 @@ def namespace(cluster: Cluster, kinds: None) -> Iterator[str]:
 
 
 def dry_run(cluster: Cluster, text: str) -> tuple[list[str], list[str]]:
-    """Kinds and names that the API server would create, and all that it had to say against it, warnings too."""
+    """Return kinds and names that the API server would create, and its errors and warnings."""
     ran = cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-o", "name", "-f", "-", stdin=text)
     return ran.stdout.split(), ran.stderr.splitlines()
 
 
 def as_json(*documents: dict[str, Any]) -> str:
-    """JSON, one after the other: PyYAML writes the text `1e3` without quotes, and kubectl reads a number."""
+    """Return JSON, one after the other: PyYAML writes the text `1e3` without quotes, and kubectl reads a number."""
     return "\n".join(map(json.dumps, documents))
 
 
 def templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Pod name -> pod template, of whatever makes pods."""
+    """Return pod name -> pod template, for any kind that creates pods."""
     name, spec = manifest["metadata"]["name"], manifest["spec"]
     match manifest["kind"]:
         case "Job" | "Deployment":

@@ -1,4 +1,4 @@
-"""`finetune ui` beside a real API server and the operator: jobs in several states, looked at in a browser.
+"""`finetune ui` beside a real API server and the operator: jobs in several states, viewed in a browser.
 
 `pytest tests/cluster/test_ui_on_api_server.py --record-ui` writes the pictures of docs/ui.md.
 """
@@ -23,7 +23,7 @@ STEP_LOG = "step 40  loss 0.52\nstep 80  loss 0.38\n"
 
 
 def make_jobs(world: World) -> None:
-    """Jobs that have succeeded, failed, been suspended and that train, as the operator brings them there."""
+    """Create jobs that have succeeded, failed, been suspended and that train, as the operator brings them there."""
     playbook = world.kubelet.playbook
     playbook.set("reviews", "evaluate", replace(SUCCEEDS, metrics={"accuracy": 0.9125, "loss": 0.26}))
     playbook.set("typo", "prepare", WRONG_COLUMN)
@@ -39,7 +39,7 @@ def make_jobs(world: World) -> None:
 
 
 def shown(client: Client, *parts: str, word: str) -> str:
-    """The page, once it holds the word."""
+    """Return the page, once it holds the word."""
     return wait_until(lambda: page if word in (page := client.page(*parts)) else None, f"{word} is not shown")
 
 

@@ -43,7 +43,7 @@ FINETUNE = str(Path(sys.executable).with_name("finetune"))
 
 
 def write_rows(file: Path, count: int, seed: int) -> None:
-    """Rows whose first word gives the label away."""
+    """Write rows whose first word determines the label."""
     draw = random.Random(seed)
     with file.open("w") as stream:
         for _ in range(count):
@@ -83,8 +83,7 @@ def tiny_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny_job(name: str, **training: Any) -> dict[str, Any]:
-    """A job over `tiny_inputs`, as a user would write it beside them: relative URIs count from the job
-    file."""
+    """Return a job over `tiny_inputs`, as a user would write it beside them: relative URIs count from the file."""
     return {
         "apiVersion": "finetune.dev/v1alpha1",
         "kind": "FineTuneJob",
@@ -102,19 +101,19 @@ def tiny_job(name: str, **training: Any) -> dict[str, Any]:
 
 
 def _hear_ctrl_c() -> None:
-    """A suite that a script starts in the background ignores SIGINT, and all below it would, as is right for them."""
+    """Restore SIGINT: a suite that a script starts in the background ignores it, and so, rightly, do its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
 class Started:
-    """A `finetune` process that runs."""
+    """A running `finetune` process."""
 
     process: subprocess.Popen[str]
 
     @spent("waiting")
     def wait_until(self, true: Callable[[], object], seconds: float = 300) -> None:
-        """Returns as soon as `true()` is; fails when the command ends before, or when it takes too long."""
+        """Return as soon as `true()` is; fail if the command ends before, or if it takes too long."""
 
         def look() -> object:
             if found := true():
@@ -125,36 +124,36 @@ class Started:
         wait_until(look, "what the command is to do", seconds)
 
     def below(self) -> list[psutil.Process]:
-        """All processes that it has started, and theirs."""
+        """Return all processes that it has started, and theirs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     @spent("training")
     def end(self, seconds: float = 300) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error."""
+        """Return exit code, standard output and standard error."""
         out, err = self.process.communicate(timeout=patient(seconds))
         return self.process.returncode, out, err
 
 
 class Command:
-    """The installed command, run in a folder of its own; `program`: what it is started with."""
+    """The installed command, run in a folder of its own; `program`: its command line's start."""
 
     def __init__(self, folder: Path, program: Sequence[str] = (FINETUNE,)) -> None:
         self.folder = folder
         self._program = program
 
     def write(self, name: str, *objects: dict[str, Any]) -> Path:
-        """A job file in that folder."""
+        """Write a job file to that folder."""
         file = self.folder / name
         file.write_text(yaml.safe_dump_all(objects, sort_keys=False))
         return file
 
     def job(self, name: str, **training: Any) -> dict[str, Any]:
-        """A job over the tiny model and data, which lie in the folder."""
+        """Return a job over the tiny model and data, which lie in the folder."""
         return tiny_job(name, **training)
 
     @spent("starting processes")
     def start(self, *arguments: str) -> Started:
-        """Starts `finetune`, with nothing of the suite's own launcher in its environment."""
+        """Start `finetune`, without the variables of the suite's own launcher in its environment."""
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         return Started(
             subprocess.Popen(
@@ -169,7 +168,7 @@ class Command:
         )
 
     def __call__(self, *arguments: str, seconds: float = 500) -> tuple[int, str, str]:
-        """Runs it to its end."""
+        """Run it to its end."""
         return self.start(*arguments).end(seconds)
 
 

@@ -1,4 +1,4 @@
-"""Differences between documents: what they look like, and that nothing is lost in them."""
+"""Differences between documents: their format, and that none is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole answers for whole jobs, against those on record: plans, DeepSpeed's configuration, and all objects."""
+"""Recorded outputs of whole jobs: plans, DeepSpeed's configuration, and all objects."""
 
 from __future__ import annotations
 

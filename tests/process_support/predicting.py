@@ -1,4 +1,4 @@
-"""One worker of a prediction by an Indexed Job, as a process whose start-up a fork server has done before."""
+"""One worker of a prediction by an Indexed Job, as a process of a fork server that has imported the libraries."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from process_support.stage_forks import fork
 
 Trouble = Literal["hangs in a shard", "hangs before the facts", "hangs while joining", "refuses a shard"]
 SHARD_BYTES = 1500
-"""Some 12 short rows."""
+"""Bytes of some 12 short rows."""
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """What is started."""
+    """Settings of a worker to start."""
 
     index: int
     count: int
     arguments: Sequence[str]
-    """What follows `finetune_trainer`."""
+    """Arguments of `finetune_trainer`."""
     folder: Path
-    """Where it logs and reports, and where it says that it hangs."""
+    """Folder of its log, its report and the file that exists while it hangs."""
     attempt: str = "attempt-1"
     incarnation: int = 0
     trouble: Trouble | None = None
     after: int = 0
-    """Shards that it answers before its trouble."""
+    """Shards that it answers before `trouble` sets in."""
     straggler_seconds: float = 600.0
     silent_seconds: float = 600.0
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -51,16 +51,16 @@ class Predictor:
 
     @property
     def hangs(self) -> Path:
-        """There as soon as it hangs; it goes on when that is taken away, and does not hang again."""
+        """Path of a file that exists while the worker hangs; deleting it ends the hang, the only one."""
         return self.folder / f"{self.name}.hangs"
 
     @property
     def claims(self) -> Path:
-        """A line for each shard that a worker has claimed, `worker key`, of all workers in the folder."""
+        """Path of a file with a line `worker key` for each shard that a worker of this folder has claimed."""
         return self.folder / "claims.txt"
 
     def start(self) -> BaseProcess:
-        """Forked from a server that has imported what takes seconds."""
+        """Start the worker from a fork server, which saves the seconds of the imports."""
         return fork(_run, self)
 
     def other(self, **changes: Any) -> Predictor:
@@ -84,7 +84,7 @@ def _run(one: Predictor) -> None:
 
 
 def _settle(one: Predictor) -> None:
-    """Short times, small shards, and the trouble that it shall have."""
+    """Set short intervals and small shards, and install the worker's `trouble`."""
     import torch
 
     from finetune_contract.layout import FailureClass
@@ -94,7 +94,7 @@ def _settle(one: Predictor) -> None:
 
     torch.set_num_threads(1)
     row_shards.LEAST_BYTES = SHARD_BYTES
-    # A sign of life waits for the disk, whose other users may keep it busy for longer than a test is patient.
+    # A heartbeat waits for the disk, which others may keep busy for longer than a test waits.
     os.fsync = lambda _file: None
     predict.LOOK_SECONDS = 0.05
     prediction_workers.POLL_SECONDS, prediction_workers.MOST_POLL_SECONDS = 0.02, 0.1

@@ -1,4 +1,4 @@
-"""One pod of a preparation by an Indexed Job, as a process whose start-up a fork server has done before."""
+"""One pod of a preparation by an Indexed Job, as a process of a fork server that has imported the libraries."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from process_support.stage_forks import fork
 Trouble = Literal["hangs before it orders", "hangs in a shard", "refuses a shard"]
 SHARD_ROWS = 60
 CHUNK_ROWS = 25
-"""Several chunks in each of several files."""
+"""Rows of a chunk: several chunks in each of several files."""
 
 
 @dataclass(frozen=True)
 class Pod:
-    """What is started."""
+    """Settings of a pod to start."""
 
     index: int
     count: int
     arguments: Sequence[str]
-    """What follows `finetune_trainer`."""
+    """Arguments of `finetune_trainer`."""
     folder: Path
-    """Where it logs and reports, and where it says that it hangs."""
+    """Folder of its log, its report and the file that exists while it hangs."""
     attempt: str = "attempt-1"
     trouble: Trouble | None = None
     silent_seconds: float = 30.0
@@ -50,11 +50,11 @@ class Pod:
 
     @property
     def hangs(self) -> Path:
-        """There as soon as it hangs; it goes on when that is taken away, and does not hang again."""
+        """Path of a file that exists while the pod hangs; deleting it lets the pod continue, and it hangs only once."""
         return self.folder / f"{self.name}.hangs"
 
     def start(self) -> BaseProcess:
-        """Forked from a server that has imported what takes seconds."""
+        """Start the pod from a fork server, which saves the seconds of the imports."""
         return fork(_run, self)
 
     def other(self, **changes: Any) -> Pod:
@@ -62,7 +62,7 @@ class Pod:
 
 
 def small_shards() -> None:
-    """Several files of few rows."""
+    """Cut data sets into several files of few rows."""
     from finetune_trainer.data import prepare
 
     prepare.cut = partial(prepare.cut, shard_rows=SHARD_ROWS, chunk_rows=CHUNK_ROWS)  # type: ignore[assignment]
@@ -85,13 +85,13 @@ def _run(pod: Pod) -> None:
 
 
 def _settle(pod: Pod) -> None:
-    """Short times, small files, and the trouble that it shall have."""
+    """Set short intervals and small files, and install the pod's `trouble`."""
     from finetune_contract.layout import FailureClass
     from finetune_trainer.data import prepare, prepare_pods, shards
     from finetune_trainer.failures import StageError
 
     small_shards()
-    # A sign of life waits for the disk, whose other users may keep it busy for longer than a test is patient.
+    # A heartbeat waits for the disk, which others may keep busy for longer than a test waits.
     os.fsync = lambda _file: None
     prepare_pods.POLL_SECONDS, prepare_pods.BEAT_SECONDS = 0.05, 0.2
     prepare_pods.SILENT_SECONDS, prepare_pods.START_SECONDS = pod.silent_seconds, pod.start_seconds

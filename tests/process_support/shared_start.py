@@ -1,9 +1,9 @@
 """`finetune` whose trainer processes share one start: each is forked from a process that has imported everything.
 
-Importing torch and transformers is most of what a stage of a tiny model does. Here the command, its launchers, the
-elastic agent's decisions and the stages are the real ones, with their own arguments, environment, working directory,
-standard streams and exit codes; `sys.executable` of the command is a small program that asks for a fork where the
-trainer or its elastic agent is to be started, and is Python for all else.
+Importing torch and transformers is most of the work of a tiny model's stage. The command, its launchers, the elastic
+agent's decisions and the stages are the real ones, with their own arguments, environment, working directory, standard
+streams and exit codes; only `sys.executable` is replaced by a small program that requests a fork where the trainer or
+its elastic agent would start, and is Python for all else.
 
     with StartServer(folder) as server:
         subprocess.run([*server.finetune, "run", "job.yaml"])
@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Self
 
 TESTS = Path(__file__).parents[1]
 CODE = "process_support.shared_start.code"
-"""In place of a module: runs the Python code that follows, as -c does."""
+"""Pseudo module that runs the Python code in the next argument, as -c does."""
 MODULES = ("finetune_trainer", "finetune_trainer.launching.elastic", CODE)
 ASKING = """#!{python} -IS
 import array, json, os, signal, socket, sys
@@ -58,7 +58,7 @@ COMMAND = "import sys; sys.executable = {program!r}; from finetune_operator.cli.
 
 
 class StartServer:
-    """The server, from the first use to the end of the block. `folder`: for its address, so a short path."""
+    """A start server that runs until the end of the `with` block. `folder` is for its address, so a short path."""
 
     def __init__(self, folder: Path) -> None:
         self._address = folder / "start"
@@ -77,12 +77,12 @@ class StartServer:
         return str(self._program)
 
     def code(self, code: str) -> list[str]:
-        """What runs Python code, to be followed by its arguments."""
+        """Return the command that runs Python code, without the code's arguments."""
         return [self.python, "-m", CODE, code]
 
     @property
     def finetune(self) -> list[str]:
-        """The command, to be followed by its arguments."""
+        """Return the `finetune` command, without arguments."""
         return [sys.executable, "-c", COMMAND.format(program=str(self._program))]
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class StartServer:
 
 
 def main(address: str) -> None:
-    """Fork until SIGTERM."""
+    """Fork on request until SIGTERM."""
     from process_support.forked import preload
 
     preload()
@@ -121,7 +121,7 @@ def main(address: str) -> None:
     server.listen(64)
     print("ready", flush=True)
     running: dict[int, tuple[socket.socket, int]] = {}
-    """By the descriptor that tells of its end: connection and process id."""
+    """Connection and process id by the descriptor that signals the process's end."""
     signal.signal(signal.SIGTERM, lambda *_: _end(running))
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
@@ -135,7 +135,7 @@ def main(address: str) -> None:
                     connection.sendall(b"%d\n" % child)
                     selector.register(ending, selectors.EVENT_READ)
                     selector.register(connection, selectors.EVENT_READ, child)
-                elif isinstance(key.fileobj, socket.socket):  # who asked has been killed
+                elif isinstance(key.fileobj, socket.socket):  # the client was killed
                     selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
                 else:
@@ -157,7 +157,7 @@ def _end(running: dict[int, tuple[socket.socket, int]]) -> NoReturn:
 
 
 def _forked(connection: socket.socket, selector: selectors.BaseSelector) -> int:
-    """Read what is asked for and fork; the child does not come back."""
+    """Read a request and fork; the child does not return."""
     descriptors = array.array("i")
     length, ancillary, *_ = connection.recvmsg(16, socket.CMSG_LEN(3 * descriptors.itemsize))
     descriptors.frombytes(ancillary[0][2])
@@ -182,11 +182,11 @@ def _forked(connection: socket.socket, selector: selectors.BaseSelector) -> int:
 
 
 def _become(asked: dict[str, Any]) -> None:
-    """Turn this process into the one that was asked for, to its end."""
+    """Turn this process into the requested one, to its end."""
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
-    atexit._clear()  # what the server has registered is no business of this process
+    atexit._clear()  # drop the server's handlers
     module, *arguments = asked["arguments"]
     sys.argv, sys.executable = [module, *arguments], asked["program"]  # torch's launcher starts ranks with it
     code = 0
@@ -203,7 +203,7 @@ def _become(asked: dict[str, Any]) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # of an exception that is being handled
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # the exception that is being handled
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The training loop on GPUs, dry: each strategy takes its real path on fake CUDA tensors (docs/gpu.md).
 
-Golden files beside this one hold what a step costs: waits of the host, bytes sent, memory.
+Golden files beside this one record a step's costs: host waits, bytes sent, memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGER = [case.of_world(size) for size in LARGER_WORLDS for case in CASES if cas
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Figures]]:
-    """Name of a case -> its figures; the libraries are imported once."""
+    """Return a function from a case's name to its figures; the libraries are imported once."""
     if (reason := stub_cuda.why_not()) is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("stub-cuda")
@@ -57,7 +57,7 @@ def test_stages_of_a_pipeline_send_hidden_states_in_bf16(traced):
 def test_weights_stay_on_the_device_when_activations_are_moved(traced):
     moving, keeping = traced("activations in host memory"), traced("single")
     linear = 2 * (2 * BLOCK_WEIGHTS + HEAD_WEIGHTS)
-    # Both keep the 16-bit copies of the weights; the one that moves keeps little else.
+    # Both keep the 16-bit copies of the weights; the one that offloads keeps little else.
     assert linear <= moving.kept < 1.05 * linear < keeping.kept
 
 

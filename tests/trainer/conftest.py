@@ -1,4 +1,4 @@
-"""A tiny model, tiny data, and a way to run stages as the processes that they are in earnest."""
+"""A tiny model, tiny data, and stages run as real processes."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ WORDS = {
     ],
 }
 TIMEOUT_SECONDS = 540
-"""DeepSpeed's optimizer in host memory is compiled by the first stage that uses it; see `trainer_support.compiled`."""
+"""Limit of a stage, of which the first may compile DeepSpeed's host optimizer; see `trainer_support.compiled`."""
 
 
 def write_rows(path: Path, count: int, seed: int) -> None:
-    """Sentences of different lengths whose label the words give away."""
+    """Write sentences of different lengths whose words determine the label."""
     draw = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
@@ -69,8 +69,8 @@ def write_rows(path: Path, count: int, seed: int) -> None:
 
 
 def write_tiny_bert(folder: Path, *, words: Iterable[str] = (), labels: Sequence[str] = (), **config: Any) -> Path:
-    """A random BERT (2 layers, 32 wide) with a word-level tokenizer, in Hub layout; with a head when there are
-    `labels`. `words`: its vocabulary, that of `write_rows` when empty; `config`: further fields of BertConfig.
+    """Write a random BERT (2 layers, 32 wide) with a word-level tokenizer, in Hub layout; with a head if there are
+    `labels`. `words`: its vocabulary, that of `write_rows` if empty; `config`: further fields of BertConfig.
     """
     import torch
     from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
@@ -95,7 +95,7 @@ def write_tiny_bert(folder: Path, *, words: Iterable[str] = (), labels: Sequence
 
 
 def dropout(share: float) -> dict[str, float]:
-    """Both of BERT's dropouts."""
+    """Return both of BERT's dropout fields."""
     return {"hidden_dropout_prob": share, "attention_probs_dropout_prob": share}
 
 
@@ -109,7 +109,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write_tiny_family(folder: Path, family: str, **config: Any) -> Path:
-    """A random model (4 layers, 32 wide, 4 heads) of that model type without dropout, with the tokenizer of
+    """Write a random model (4 layers, 32 wide, 4 heads) of that model type without dropout, with the tokenizer of
     `write_tiny_bert`.
     """
     import torch
@@ -127,17 +127,17 @@ def write_tiny_family(folder: Path, family: str, **config: Any) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """A stage that has ended."""
+    """Result of a stage that has ended."""
 
     exit_code: int
     output: str
     reports: Mapping[int, TrainerReport]
-    """By rank; ranks that were killed have none."""
+    """Reports by rank; ranks that were killed have none."""
     progress: tuple[Progress, ...]
 
     @property
     def first_failure(self) -> TrainerReport:
-        """The report of the rank that failed first: the cause."""
+        """Report of the rank that failed first: the cause."""
         failed = [report for report in self.reports.values() if report.failure is not None]
         assert failed, self.output
         return min(failed, key=lambda report: report.failure.time if report.failure else 0.0)
@@ -145,7 +145,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Bench:
-    """A workspace with prepared data in which jobs are run."""
+    """A workspace with prepared data for running jobs."""
 
     workspace: Path
     job: TrainerJob
@@ -156,11 +156,11 @@ class Bench:
         return JobPaths.of(self.workspace, self.job.name)
 
     def losses(self) -> list[float]:
-        """Training loss of each step."""
+        """Return the training loss of each step."""
         return losses(self.paths)
 
     def weights(self) -> dict[str, Any]:
-        """The weights in `model/`."""
+        """Return the weights in `model/`."""
         from safetensors.torch import load_file
 
         return load_file(self.paths.model / "model.safetensors")
@@ -168,7 +168,7 @@ class Bench:
     def command(
         self, stage: Stage, deepspeed: Mapping[str, Any] | None, program: Sequence[str] = ("finetune_trainer",)
     ) -> list[str]:
-        """What one process is started with; `program`: the module, and what it takes before what the stage takes."""
+        """Return the arguments of one process; `program`: the module, and its arguments before those of the stage."""
         self.workspace.mkdir(parents=True, exist_ok=True)
         job = self.workspace / f"{self.job.name}.job.json"
         job.write_text(self.job.to_json(), encoding="utf-8")
@@ -191,7 +191,7 @@ class Bench:
         environment: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        """Starts a stage alone, by torchrun with several processes, or by `launcher`."""
+        """Start a stage alone, by torchrun with several processes, or by `launcher`."""
         told = self.told()
         if launcher is None:
             launcher = [sys.executable]
@@ -210,7 +210,7 @@ class Bench:
         )
 
     def told(self) -> dict[str, str]:
-        """The environment that says where reports go, where there are none yet."""
+        """Return the environment with the places of reports, after deleting earlier reports."""
         for old in self.workspace.glob("report-*.json"):
             old.unlink()
         (self.workspace / "progress.jsonl").unlink(missing_ok=True)
@@ -228,7 +228,7 @@ class Bench:
         deepspeed: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """A stage for a ForkServer."""
+        """Return a stage as a ForkServer's case."""
         return {
             "processes": processes,
             "arguments": self.command(stage, deepspeed)[2:],
@@ -238,7 +238,7 @@ class Bench:
 
     @spent("training")
     def end(self, process: subprocess.Popen[str]) -> Ended:
-        """Waits for a started stage."""
+        """Wait for a started stage."""
         try:
             output, _ = process.communicate(timeout=patient(TIMEOUT_SECONDS))
         except subprocess.TimeoutExpired:
@@ -248,7 +248,7 @@ class Bench:
         return self.ended(process.returncode, output)
 
     def ended(self, exit_code: int, output: str) -> Ended:
-        """With the reports that are there."""
+        """Return the result, with the reports that were written."""
         reports = [
             TrainerReport.model_validate_json(p.read_bytes())
             for p in self.workspace.glob("report-*.json")
@@ -260,7 +260,7 @@ class Bench:
         return Ended(exit_code, output, {report.rank: report for report in reports}, progress)
 
     def train_here(self) -> None:
-        """Trains in this process, with strategy single alone."""
+        """Train in this process, with strategy single only."""
         train_here(self.job, self.paths)
 
     def run(
@@ -272,7 +272,7 @@ class Bench:
         environment: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
     ) -> Ended:
-        """Runs a stage to its end, in processes that are spared their start-up unless a program wraps them."""
+        """Run a stage to its end, in forked processes unless a program wraps them."""
         how: dict[str, Any] = {"processes": processes, "deepspeed": deepspeed, "environment": environment}
         if wrapper:
             return self.end(self.start(stage, **how, wrapper=wrapper))
@@ -280,7 +280,7 @@ class Bench:
         return self.ended(max(codes, key=abs), output)
 
     def with_training(self, name: str | None = None, **changes: Any) -> Bench:
-        """Another job in the same workspace (so with the same prepared data when the name stays); `changes` are
+        """Return another job in the same workspace (with the same prepared data if the name stays); `changes` are
         training fields.
         """
         assert self.job.training is not None
@@ -291,11 +291,11 @@ class Bench:
     def spread(
         self, strategy: str, processes: int, *, micro: int | None = None, name: str | None = None, **settings: Any
     ) -> Bench:
-        """The same training on `processes` processes at the same global batch."""
+        """Return the same training on `processes` processes at the same global batch."""
         assert self.job.training is not None
         batch, world = self.job.training.batch, self.job.training.world
         micro = micro or batch.global_batch_size // processes
-        # Processes of this machine, planned as those of two nodes where the strategy tells nodes apart.
+        # Processes of this machine, planned as on two nodes where the strategy distinguishes nodes.
         nodes = 2 if settings.get("fsdp_sharding") == "hybrid" else 1
         return self.with_training(
             name,
@@ -311,8 +311,8 @@ class Bench:
         )
 
     def in_replicas(self, strategy: Strategy, replicas: int, micro: int, **changes: Any) -> Bench:
-        """The same training by `replicas` that read rows of their own, of as many processes each as `strategy` has, at
-        the same global batch; `changes` are training fields.
+        """Return the same training by `replicas` that read rows of their own, each of as many processes as `strategy`
+        has, at the same global batch; `changes` are training fields.
         """
         training = self.job.training
         assert training is not None
@@ -329,14 +329,14 @@ class Bench:
         )
 
     def at(self, workspace: Path) -> Bench:
-        """The same job in another workspace, which gets a copy of the prepared data."""
+        """Return the same job in another workspace, which gets a copy of the prepared data."""
         other = Bench(workspace, self.job, self.environment)
         other.paths.root.mkdir(parents=True)
         shutil.copytree(self.paths.prepared, other.paths.prepared)
         return other
 
     def deepspeed_config(self, stage: int | None = None, **zero: Any) -> dict[str, Any]:
-        """A decided DeepSpeed configuration for this training; `stage` only to contradict the job."""
+        """Return a resolved DeepSpeed configuration for this training; `stage` only to contradict the job."""
         training = self.job.training
         assert training is not None
         zero = {"stage": training.strategy.zero_stage if stage is None else stage, **zero}
@@ -347,7 +347,7 @@ class Bench:
             if device != "none":
                 zero[section] = {"device": device, "pin_memory": False}
             if device == "nvme":
-                # For DeepSpeed a file pays from a mebibyte on, which no weight of the tiny model has.
+                # DeepSpeed writes files only from a mebibyte on, which no weight of the tiny model has.
                 zero[section] |= {"buffer_size": 1 << 20, "max_in_cpu": 0} if section == "offload_param" else {}
         return {
             "train_batch_size": training.batch.global_batch_size,
@@ -360,7 +360,7 @@ class Bench:
 
 
 def make_job(model: Path, data: Path, **training: Any) -> TrainerJob:
-    """A text-classification job on one process; `training` as of `training_of`."""
+    """Return a text-classification job on one process; `training` as in `training_of`."""
     usual = {"steps": 20, "micro": 16, "threads": 1, "learning_rate": 2e-3, "warmup_steps": 4, "weight_decay": 0.01}
     return task_job(
         "text-classification",
@@ -378,7 +378,7 @@ def make_job(model: Path, data: Path, **training: Any) -> TrainerJob:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> JobPaths:
-    """Of a job that a test runs in its own process."""
+    """Return the paths of a job that a test runs in its own process."""
     return JobPaths(tmp_path / "job")
 
 
@@ -405,19 +405,19 @@ def tiny_model_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_bert() -> Callable[..., Path]:
-    """The function, for tests cannot import this file."""
+    """Return the function, as tests cannot import this file."""
     return write_tiny_bert
 
 
 @pytest.fixture(scope="session")
 def tiny_family() -> Callable[..., Path]:
-    """The function, for tests cannot import this file."""
+    """Return the function, as tests cannot import this file."""
     return write_tiny_family
 
 
 @pytest.fixture(scope="session")
 def bench_of() -> Callable[[Path, Path, Path], Bench]:
-    """Workspace, model and data -> the tiny job on them, prepared."""
+    """Return a function: workspace, model and data -> the tiny job on them, prepared."""
     return lambda workspace, model, data: prepared_bench(workspace, make_job(model, data))
 
 
@@ -428,7 +428,7 @@ def family_bench(
     bench_of: Callable[[Path, Path, Path], Bench],
     tiny_data: Path,
 ) -> Callable[..., Bench]:
-    """Family, config and data -> a bench with its tiny model, prepared once."""
+    """Return a function: family, config and data -> a bench with its tiny model, prepared once."""
     made: dict[Any, Bench] = {}
 
     def of(family: str, config: tuple[tuple[str, Any], ...] = (), data: Path = tiny_data) -> Bench:
@@ -443,12 +443,12 @@ def family_bench(
 
 @pytest.fixture(scope="session")
 def prepared() -> Callable[[Path, TrainerJob], Bench]:
-    """The function, for tests cannot import this file."""
+    """Return the function, as tests cannot import this file."""
     return prepared_bench
 
 
 def prepared_bench(workspace: Path, job: TrainerJob) -> Bench:
-    """A bench whose data are prepared (in this process: start-up is the dear part)."""
+    """Return a bench after preparing its data (in this process: start-up is the expensive part)."""
     from finetune_trainer.data.prepare import prepare
     from finetune_trainer.progress import NoProgress
 
@@ -493,8 +493,8 @@ class Spread:
 
 @pytest.fixture(scope="session")
 def whole_run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spread], tuple[Bench, Ended]]:
-    """Run the tiny job from the first step to the last, once for each way to spread it: several files look at the same
-    runs, and so the workers of pytest share them. Tests work on copies.
+    """Return a function that runs the tiny job from the first step to the last, once for each way to spread it;
+    pytest's workers share the runs, as several files read them. Tests work on copies.
     """
     own = tmp_path_factory.getbasetemp()
     shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "whole-runs"
@@ -521,14 +521,14 @@ def whole_run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 @pytest.fixture(scope="session")
 def spread_of() -> type[Spread]:
-    """The class, for tests cannot import this file."""
+    """Return the class, as tests cannot import this file."""
     return Spread
 
 
 @pytest.fixture
 def compared(record_property: Callable[[str, object], None]) -> Callable[[Bench, Bench], tuple[float, float]]:
-    """A run and the one in a single process -> the largest relative difference of their losses, and the largest of
-    their weights. Both go into a JUnit report, with the case's name, so that a run of the suite can be put in a table.
+    """Return a function: a run and the one in a single process -> the largest relative difference of their losses, and
+    the largest of their weights. Both go into the JUnit report, with the case's name, for tables of a suite's run.
     """
 
     def compare(run: Bench, alone: Bench) -> tuple[float, float]:
@@ -552,4 +552,4 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("mounting a small volume needs root")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a file may be open in a frame that failed
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a failed test's frame may hold a file open

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: recomputed in part, or moved without the weights."""
+"""Activations kept for the backward pass: recomputed in part, or offloaded without the weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def recomputing(model: Any, mode: Any) -> Any:
 
 
 def operations(model: Any) -> Counter[str]:
-    """Of a backward pass, with what it computes again."""
+    """Return the operations of a backward pass, with its recomputations."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
@@ -128,7 +128,7 @@ def test_activations_that_nobody_was_asked_to_keep_are_an_error(tiny_model: Path
     with moving.forward():
         loss_of(model).backward()
     moving.assert_in_effect("ddp")
-    # The device is the host.
+    # The device is the host, so nothing moves.
     assert moving.moved_bytes == 0
 
 

@@ -1,4 +1,4 @@
-"""LoRA, QLoRA and DoRA: what is trained and what is not, alike under every strategy, and what a run leaves behind."""
+"""LoRA, QLoRA and DoRA: trained and frozen weights, alike under every strategy, and the output of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_four_bits = pytest.mark.skipif(
 )
 METHODS = ["lora", pytest.param("qlora", marks=needs_four_bits), "dora"]
 STEPS = {"max_steps": 8, "learning_rate": 2e-2, "warmup_steps": 1}
-"""Few, and with a rate at which so few tell."""
+"""Few steps, at a rate at which their effect shows."""
 SCHEDULE = CheckpointSchedule(every_steps=4, keep=2)
 
 
@@ -34,7 +34,7 @@ def adapted_bench(bench: Any, workspace: Path, adapter: Adapter = LORA, **traini
 
 
 def base_of(bench: Any) -> Any:
-    """The model that the bench's job begins with, its head drawn from the job's seed."""
+    """Return the initial model of the bench's job, with its head drawn from the job's seed."""
     from finetune_trainer.data.prepared import PreparedData
     from finetune_trainer.tasks.task_registry import task_module
 
@@ -48,7 +48,7 @@ def tensors(folder: Path, name: str) -> dict[str, Any]:
 
 
 def answers(model: Any) -> Any:
-    """Logits for a few rows of different lengths."""
+    """Return the logits of a few rows of different lengths."""
     import torch
 
     ids = torch.tensor([[2, 7, 9, 12, 3], [2, 20, 3, 0, 0]])
@@ -58,14 +58,14 @@ def answers(model: Any) -> Any:
 
 
 def adapt_anew(bench: Any) -> Any:
-    """What the bench's run makes of its model before the first step."""
+    """Adapt the initial model as the bench's run does before the first step."""
     from finetune_trainer.adapters import adapt
 
     return adapt(base_of(bench), bench.job.training.adapter, bench.job)
 
 
 def kept_weights(state: Path) -> set[str]:
-    """Names of the weights in a checkpoint, of DeepSpeed's the ones beside its optimizer."""
+    """Return the names of the weights in a checkpoint; in DeepSpeed's, of those beside its optimizer."""
     import torch
 
     whole = state / "weights.pt"
@@ -76,7 +76,7 @@ def kept_weights(state: Path) -> set[str]:
 
 
 def go_back(bench: Any, step: int) -> None:
-    """To the checkpoint of `step`, as if nothing had come after it."""
+    """Go back to the checkpoint of `step`, as if nothing had come after it."""
     for later in bench.paths.checkpoints.glob("step-*"):
         if int(later.name.removeprefix("step-")) > step:
             shutil.rmtree(later)
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, dict[str, int], Adapter]] = {
 
 @pytest.fixture(scope="module")
 def alone(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """The run in one process, of a method."""
+    """Return a function: method -> its run in one process."""
 
     @cache
     def run(method: str) -> Any:
@@ -140,11 +140,11 @@ def test_losses_and_weights_agree_with_one_process(case: str, alone, bench, tmp_
     assert largest_difference(run.weights(), whole) <= 1e-6
 
 
-# ----------------------------------------------------------------------------------------------------- what is trained
+# ----------------------------------------------------------------------------------------------------- trained weights
 
 
 def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
-    """The real loop in this process, without checkpoints, for a look at its model afterwards."""
+    """Return the real loop in this process, without checkpoints, for a look at its model afterwards."""
     from finetune_trainer.data.prepared import PreparedData
     from finetune_trainer.progress import NoProgress
     from finetune_trainer.strategies.single import Single
@@ -181,7 +181,7 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """To the last bit; eight weights in 4 bits may be no number."""
+    """Return whether both are equal to the last bit: eight weights in 4 bits may read as NaN."""
     import torch
 
     return one.shape == other.shape and torch.equal(one.view(torch.int32), other.view(torch.int32))
@@ -317,7 +317,7 @@ def test_targets_that_the_model_lacks_are_named_with_those_that_it_has(bench, tm
     )
 
 
-# --------------------------------------------------------------------------------------------------------- what is left
+# ------------------------------------------------------------------------------------------------------ output of a run
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -338,7 +338,7 @@ def test_the_merged_model_answers_as_the_base_with_the_adapter_does(method: str,
         run.job.model.uri.removeprefix("file://"), num_labels=2, **how
     )
     for module in base.modules():
-        # On a CPU with units for bf16 bitsandbytes packs weights for these, which those of a tiny model do not fill.
+        # On a CPU with bf16 units bitsandbytes packs weights for them, which a tiny model's do not fill.
         module.support_avx512bf16_for_cpu = False
     plain = answers(base)
     together = PeftModel.from_pretrained(base, str(run.paths.adapter))
@@ -355,7 +355,7 @@ def test_the_merged_model_answers_as_the_base_with_the_adapter_does(method: str,
         "r": 4,
         "lora_alpha": 16.0,
         "use_dora": method == "dora",
-        # The last part alone: folders of the machine do not belong in what is passed on. No name of the Hub.
+        # The last part alone: an adapter that is passed on must not name the machine's folders. No name of the Hub.
         "base_model_name_or_path": "./tiny-bert",
         "inference_mode": True,
     }

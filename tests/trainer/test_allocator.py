@@ -1,4 +1,4 @@
-"""Memory that training on a CPU frees is kept for the next step, and given back between two kinds of work."""
+"""Memory freed by training on a CPU is kept for the next step, and returned between two kinds of work."""
 
 from __future__ import annotations
 

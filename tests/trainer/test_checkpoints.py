@@ -1,4 +1,4 @@
-"""The store: what counts as a checkpoint, what is skipped, and what is deleted."""
+"""The checkpoint store: valid checkpoints, skipped ones, and deleted ones."""
 
 from __future__ import annotations
 

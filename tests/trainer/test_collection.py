@@ -1,4 +1,4 @@
-"""No garbage is searched for while a stage imports its libraries, and it is before the stage does anything."""
+"""Garbage collection is off while a stage imports its libraries, and on before the stage does anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job.json whose choices do not go together is refused before anything is read, by the table that planned it."""
+"""A job.json with incompatible choices is refused before anything is read, by the table that planned it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ OF_A_TASK: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 NOT_HERE = ("deepspeed-config-needs-deepspeed", "single-has-whole-rows", "packing-is-of-text-generation")
-"""Constraints on what no job.json says, or that no job.json breaks alone."""
+"""Constraints on facts that are in no job.json, or that no job.json breaks alone."""
 
 
 def job_of(task: str, changes: dict[str, Any]) -> TrainerJob:

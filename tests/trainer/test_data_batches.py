@@ -85,7 +85,7 @@ def test_steps_of_any_rows_are_like_the_data_and_their_micro_batches_are_of_like
 
     grouped, mixed = order(True), order(False)
     means = [lengths[each].mean(axis=(1, 2, 3)) for each in (grouped, mixed)]
-    # Of 64 rows that are drawn from all, the mean is as far off as chance has it.
+    # The mean of 64 rows drawn from all deviates as chance has it.
     assert means[1].std() < 1.2 * lengths.std() / 8 < means[0].std() / 4
     padded = [padded_tokens(lengths, each) for each in (grouped, mixed)]
     whole_steps = int((lengths[mixed].max(axis=(1, 2, 3)) * 64).sum())

@@ -1,4 +1,4 @@
-"""Files that are not quite what their name says: read rightly with a note, or refused with the way out."""
+"""Files whose content does not quite match their name: read correctly with a note, or refused with a hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders to other processes: they arrive exactly as they were given, and nothing else is taken for one."""
+"""Orders to other processes: they arrive unchanged, and nothing else is accepted as one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def a_recipe(**changes: Any) -> Recipe:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether both are equal, of the same types all the way down."""
+    """Return whether both are equal, of the same types all the way down."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):

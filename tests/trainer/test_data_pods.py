@@ -1,5 +1,5 @@
-"""A preparation by several pods: real processes that meet in one folder, and what becomes of it when one of them is
-slow, fails, is killed or never comes.
+"""A preparation by several pods: real processes that meet in one folder, one of which may be slow, fail, be killed or
+never start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLLECTIVE = EXIT_CODES[FailureClass.COLLECTIVE]
 DATA = EXIT_CODES[FailureClass.DATA]
 TIMEOUT_SECONDS = patient(240)
 PATIENCE_SECONDS = patient(4.0)
-"""Of a pod that shall give up on pod 0, and not before pod 0 is gone: of 20 signs of life."""
+"""Patience of a pod that shall give up on pod 0, but not while pod 0 lives: 20 heartbeats."""
 
 
 class Gang:
@@ -76,7 +76,7 @@ class Gang:
         return started
 
     def built_in(self) -> dict[str, bytes]:
-        """What the built-in engine leaves of the same rows."""
+        """Return the files that the built-in engine writes for the same rows."""
         paths = JobPaths(self.folder / "alone")
         prepare(self.job(1, preparation={}), paths, NoProgress())
         return files_of(paths)
@@ -109,7 +109,7 @@ def files_of(paths: JobPaths) -> dict[str, bytes]:
 
 
 def ends(processes: Sequence[BaseProcess]) -> list[int | None]:
-    """Their exit codes."""
+    """Wait for the processes and return their exit codes."""
     until = time.monotonic() + TIMEOUT_SECONDS
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -136,7 +136,7 @@ def ordered(gang: Gang) -> bool:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_pods_leave_the_bytes_that_one_process_leaves(gang: Gang, count: int):
-    """Of 4 shards to train and 1 to validate."""
+    """The data make 4 shards to train and 1 to validate."""
     progress = gang.folder / "progress.jsonl"
     all_pods = gang.pods(count, environment={"FINETUNE_PROGRESS": str(progress)})
     assert ends(gang.start(all_pods)) == [0] * count, said(all_pods)
@@ -149,7 +149,7 @@ def test_pods_leave_the_bytes_that_one_process_leaves(gang: Gang, count: int):
     assert reports[0].fingerprint == PreparedData.open(gang.paths).facts.fingerprint
     lines = [Progress.model_validate_json(line) for line in progress.read_text().splitlines()]
     assert (lines[-1].step, lines[-1].total_steps) == (ROWS, ROWS)
-    if count == 2:  # the second and the last shard of train, whose 250 rows have given 12 away
+    if count == 2:  # the second and the last shard of train; 12 of its 250 rows went to validation
         assert reports[1].metrics == {"rows": 60 + 58}
 
 
@@ -159,7 +159,7 @@ def test_what_is_done_is_not_done_again_and_all_pods_end(gang: Gang):
     made = (gang.paths.prepared / COMPLETION_MARKER).stat().st_ino
     again = gang.pods(2, job=job, attempt="attempt-2")
     assert ends(gang.start(again)) == [0, 0], said(again)
-    # The folder is whole, and the one who should have said so was killed before it could.
+    # The folder is whole, but the pod that would have reported it was killed before that.
     (gang.paths.state / "prepare.json").unlink()
     third = gang.pods(2, job=job, attempt="attempt-3")
     assert ends(gang.start(third)) == [0, 0], said(third)
@@ -190,7 +190,7 @@ def test_the_failure_of_another_pod_ends_pod_0_and_is_the_cause(gang: Gang):
     all_pods[2] = all_pods[2].other(trouble="refuses a shard")
     codes = ends(gang.start(all_pods))
     assert (codes[0], codes[2]) == (COLLECTIVE, DATA), said(all_pods)
-    assert codes[1] in (0, COLLECTIVE)  # done with its share, or in the midst of it
+    assert codes[1] in (0, COLLECTIVE)  # done with its share, or in the middle of it
     assert (cause_of(all_pods).rank, cause_of(all_pods).failure.reason) == (2, "BadRow")
     leader = reports_of(all_pods)[0].failure
     assert leader is not None
@@ -213,7 +213,7 @@ def test_after_a_killed_pod_0_nothing_looks_done_the_others_end_and_the_next_att
     wait_until(lambda: when != "hangs in a shard" or ordered(gang), "the order is there")
     wait_until((gang.paths.state / "prepare.pods.json").exists, "pod 0 has said that it lives")
     if when == "hangs before it orders":
-        # Pod 0 lives, however long it reads: it is waited for.
+        # Pod 0 lives, however long it reads, so the other pod waits.
         processes[1].join(1.5 * PATIENCE_SECONDS)
         assert processes[1].exitcode is None, said(all_pods)
     processes[0].kill()
@@ -222,7 +222,7 @@ def test_after_a_killed_pod_0_nothing_looks_done_the_others_end_and_the_next_att
         assert codes[1] == COLLECTIVE, said(all_pods)
         assert reports_of(all_pods[1:])[0].failure.reason == "LeaderSilent"  # type: ignore[union-attr]
     else:
-        assert codes[1] == 0, said(all_pods)  # its share is done, for nothing
+        assert codes[1] == 0, said(all_pods)  # its share is done, in vain
     assert gang.nothing_looks_done
     assert any(name.startswith("prepared.tmp-") for name in gang.names())
 
@@ -269,7 +269,7 @@ def test_a_pod_that_is_told_to_stop_ends_the_preparation_as_preempted(gang: Gang
 
 
 def test_what_an_earlier_attempt_has_left_is_not_taken_for_news(gang: Gang):
-    """Its pod 0 has said that all is done, and the new one does not come."""
+    """The earlier pod 0 has reported the end, and the new one does not start."""
     assert ends(gang.start(gang.pods(2))) == [0, 0]
     late = gang.pods(2, attempt="attempt-2", start_seconds=1.0)[1:]
     assert ends(gang.start(late)) == [COLLECTIVE], said(late)
@@ -333,7 +333,7 @@ def test_a_word_that_leads_out_of_the_jobs_folder_is_not_heard(orders: str, gang
 
 
 def test_orders_do_not_grow_with_the_rows(gang: Gang):
-    """The others map the rows that pod 0 has left."""
+    """The other pods map the rows that pod 0 has written."""
     all_pods = gang.pods(2)
     all_pods[0] = all_pods[0].other(trouble="hangs in a shard")
     gang.start(all_pods[:1])

@@ -68,7 +68,7 @@ def a_job(uri: str | Path, **changes: Any) -> TrainerJob:
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """One JSON object a line, with its characters as they are and not escaped."""
+    """Write one JSON object a line, with its characters unescaped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8", newline="")
     return path
@@ -119,11 +119,11 @@ COMPRESSIONS = {
     ".xz": lzma.compress,
     ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
 }
-"""Ending -> what writes it."""
+"""Ending -> function that writes such a file."""
 
 
 def written(kind: str, rows: list[dict[str, Any]]) -> bytes:
-    """A whole file of the rows, by the libraries that users write such files with."""
+    """Return a whole file of the rows, written by the libraries that users write such files with."""
     frame, out = pd.DataFrame(rows), io.BytesIO()
     table = pa.Table.from_pandas(frame, preserve_index=False)
     match kind:
@@ -231,7 +231,7 @@ def test_categories_and_views_become_plain_text(words, tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "arrow file"])
 def test_every_kind_of_reader_leads_to_the_same_prepared_data(kind, data, paths, tmp_path):
-    """Text, and columns with types of their own."""
+    """The readers are of text, and of columns with their own types."""
     prepare(a_job(data), paths, NoProgress())
     other, others = tmp_path / "other", JobPaths(tmp_path / "other-job")
     other.mkdir()
@@ -386,7 +386,7 @@ def all_labels(*labels: object) -> Any:
 
 
 def nothing(data: Path) -> None:
-    """The data stay as they are."""
+    """Leave the data as they are."""
 
 
 ERRORS: dict[str, tuple[Any, dict[str, Any], FailureClass, str, list[str]]] = {
@@ -800,7 +800,7 @@ def test_without_its_marker_prepared_data_are_not_read(data, paths):
 
 
 def prepare_process(job: TrainerJob, paths: JobPaths, body: str = "NoProgress()") -> subprocess.Popen[str]:
-    """`prepare` in a process of its own; says `row` at each progress."""
+    """Start `prepare` in a process of its own; with a `Slow` progress it prints `row` at each update."""
     code = (
         "import sys, time; from pathlib import Path; from finetune_contract.trainer_job import TrainerJob;"
         "from finetune_contract.layout import JobPaths; from finetune_trainer.data.prepare import prepare;"
@@ -844,7 +844,7 @@ def test_two_processes_at_once_prepare_once(data, paths):
 
 
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks in each of several files."""
+    """Cut data sets into several chunks in each of several files."""
     from finetune_trainer.data import prepare as module
 
     cut = partial(module.cut, shard_rows=60, chunk_rows=25)
@@ -1009,7 +1009,7 @@ def test_a_line_of_the_largest_length_is_read(ending, tmp_path, monkeypatch):
 
 
 def compressing(path: Path) -> Any:
-    """The file to write to, compressed as its ending says."""
+    """Open the file for writing, compressed as its ending says."""
     if path.suffix == ".xz":
         return lzma.open(path, "wb", preset=0)
     codec = {".gz": "gzip", ".zst": "zstd"}[path.suffix]
@@ -1040,11 +1040,11 @@ def test_a_reader_touches_what_it_asks_for(tmp_path, paths):
     size = file.stat().st_size
     assert (asked, size > 3_000_000) == (100, True)
     assert before < 0.2 * size
-    assert touched(file) < 0.6 * size  # kernels map what lies around, up to 2 MiB
+    assert touched(file) < 0.6 * size  # kernels map the neighbourhood too, up to 2 MiB
 
 
 def touched(file: Path) -> int:
-    """Bytes of a mapped file that this process has looked at, in whole pages and their neighbours."""
+    """Return the bytes of a mapped file that this process has read, in whole pages and their neighbours."""
     blocks = Path("/proc/self/smaps").read_text().split(str(file))[1:]
     return sum(1024 * int(re.search(r"^Rss: +(\d+)", block, re.MULTILINE)[1]) for block in blocks)
 
@@ -1145,14 +1145,14 @@ for job, paths in jobs[1:]:
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_data(kind, tmp_path):
-    """The peak of what is neither file nor shared, for some rows and for four times as many."""
+    """Measured: the peak of memory that is neither file nor shared, for some rows and for four times as many."""
     jobs = []
     for name, count in {"warm": 400, "some": 4000, "more": 16000}.items():
         rows = [{"text": f"{i} " + "a b " * 250, "label": i % 2} for i in range(count)]
         path = tmp_path / f"{name}.{kind}"
         path.write_bytes(written(kind, rows))
         jobs.append((a_job(path).to_json(), str(tmp_path / name)))
-    # What was freed goes back at once, so that what is counted is what is used.
+    # Freed memory goes back at once, so that the count is of used memory.
     quiet = {"TOKENIZERS_PARALLELISM": "false", "ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_TRIM_THRESHOLD_": "0"}
     run = [sys.executable, "-c", PEAK, json.dumps(jobs)]
     done = subprocess.run(

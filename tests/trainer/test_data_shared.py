@@ -1,4 +1,4 @@
-"""What one job has prepared, other jobs of the workspace take."""
+"""Data prepared by one job are shared with other jobs of the workspace."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Workspace:
         return JobPaths.of(self.folder / "runs", name)
 
     def prepared(self, name: str, job: TrainerJob | None = None) -> tuple[DataFacts, list[tuple[int, int]]]:
-        """By a job of that name; and what it told of its progress."""
+        """Prepare with a job of that name; return its facts and its progress."""
         told = Told()
         return prepare(job or self.job(), self.paths(name), told, shared=self.shared), told.steps
 
     def files(self, name: str) -> dict[str, os.stat_result]:
-        """All but the marker."""
+        """Return all files but the marker."""
         found = sorted(self.paths(name).prepared.iterdir())
         return {path.name: path.stat() for path in found if path.name != COMPLETION_MARKER}
 
@@ -85,7 +85,7 @@ class Workspace:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Whatever else a test before this one has had the loggers tell."""
+    """Return the warnings, without lower records that an earlier test may have enabled."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -168,7 +168,7 @@ def test_what_was_changed_is_not_taken(damage: str, workspace: Workspace, caplog
     good = shard.read_bytes()
     (entry,) = workspace.entries()
     match damage:
-        case "content":  # in place: by way of the job, whose file is the cache's
+        case "content":  # in place: through the job, whose file is the cache's
             with shard.open("r+b") as file:
                 file.seek(len(good) // 2)
                 file.write(bytes([good[len(good) // 2] ^ 1]))
@@ -233,7 +233,7 @@ def test_without_locks_both_prepare_and_the_later_one_finds_the_entry_there(work
         raise OSError(errno.ENOLCK, "No locks available")
 
     with monkeypatch.context() as patched:
-        # Of the cache alone: the job's own folder may lie elsewhere.
+        # Locks of the cache fail, not those of the job's folder, which may lie elsewhere.
         patched.setattr(module, "locked", none)
         with workspace.shared.entry("key") as one, workspace.shared.entry("key") as other:
             assert one is not None
@@ -265,7 +265,7 @@ def test_what_nobody_took_for_long_is_removed_and_what_was_taken_stays(workspace
     assert "is removed" in caplog.text
     assert len(PreparedData.open(workspace.paths("short")).split("train")) > 0
     workspace.prepared("other", workspace.job(length=8))
-    assert len(workspace.entries()) == 2  # taking it has counted
+    assert len(workspace.entries()) == 2  # using it has counted
 
 
 STARTED = """
@@ -291,13 +291,13 @@ print("done", flush=True)
 
 
 def start(workspace: Workspace, name: str) -> subprocess.Popen[str]:
-    """A process that prepares once the file `go` is there; what it takes it takes at once."""
+    """Start a process that prepares once the file `go` exists; it uses cached data at once."""
     arguments = [workspace.job(name).to_json(), str(workspace.paths(name).root), str(workspace.folder / "go")]
     return subprocess.Popen([*start_server().code(STARTED), *arguments], stdout=subprocess.PIPE, text=True)
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    """Its next line."""
+    """Return the process's next line."""
     assert process.stdout is not None
     return process.stdout.readline()
 

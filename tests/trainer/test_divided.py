@@ -1,4 +1,4 @@
-"""ZeRO-3 divides a model that no device could hold: at no time has a process more than its share and one weight."""
+"""ZeRO-3 shards a model that no device could hold: no process ever has more than its shard and one whole weight."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_a_process_has_its_share_and_one_whole_weight_at_a_time(
     for rank in range(PROCESSES):
         told = json.loads((tmp_path / f"bytes-{rank}.json").read_text())
         assert told["starting"] < told["whole"]
-        # gloo may hold on to a weight for a moment while the next one is there.
+        # gloo may keep a weight for a moment while the next one is already there.
         assert told["share"] <= told["dividing"] <= told["share"] + 2 * told["largest"]
 
-    # All go on with the weights of rank 0, and what is one weight stays one.
+    # All ranks continue with rank 0's weights, and tied weights stay tied.
     mine = torch.load(tmp_path / "state.pt", weights_only=True)
     theirs = load_file(model / "model.safetensors")
     assert {name for name in mine if name != "lm_head.weight"} == set(theirs)

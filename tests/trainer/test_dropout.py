@@ -1,4 +1,4 @@
-"""Dropout from shared random numbers does what torch's own does, and a job trains with it on a CPU."""
+"""Dropout from shared random numbers equals torch's own in effect, and a job trains with it on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from finetune_trainer.training.dropout import SharedBitsDropout, share_random_bits
 
 COUNT = 1_000_003
-"""No multiple of four; shares are told to a thousandth."""
+"""Elements, no multiple of four; shares are accurate to a thousandth."""
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
@@ -21,7 +21,7 @@ def test_so_many_are_dropped_and_the_rest_keeps_the_expectation(share: float):
     kept = out[out != 0]
     assert 1 - len(kept) / COUNT == pytest.approx(share, abs=2e-3)
     assert kept.unique().tolist() == pytest.approx([1 / (1 - share)], rel=2e-4)
-    # Exactly, of the share that is really dropped.
+    # Exact for the share that is really dropped.
     dropped = round(share * 65536) / 65536
     assert kept[0].item() * (1 - dropped) == pytest.approx(1, rel=1e-6)
 
@@ -98,7 +98,7 @@ def test_a_job_on_a_cpu_trains_with_it_unless_compiled(
 
     monkeypatch.setattr(SharedBitsDropout, "forward", noticed)
     if arguments:
-        # The backend that compiles nothing, so that no compiler is waited for.
+        # This backend compiles nothing, so the test waits for no compiler.
         arguments = {**arguments, "torch_compile_backend": "eager"}
     dropout_bench.at(tmp_path / "w").with_training(max_steps=1, arguments=arguments).train_here()
     assert any(seen) == shared

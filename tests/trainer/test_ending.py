@@ -1,4 +1,4 @@
-"""A process ends after the threads of its collectives, also one of a user's program."""
+"""A process ends after the threads of its collectives, also if it runs a user's program."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_sitecustomize_of_the_environment_is_imported_too(theirs_first: bool
 
 @pytest.fixture
 def sleeping() -> Iterator[None]:
-    """A thread of this process that looks like one that waits for a collective."""
+    """Run a thread of this process that looks like one waiting for a collective."""
     named, over = Event(), Event()
 
     def sleep() -> None:
@@ -84,7 +84,7 @@ def test_a_thread_that_waits_holds_nobody_up(sleeping: None, monkeypatch: pytest
         slept.append(seconds)
         time.sleep(seconds)
 
-    # Patience never runs out.
+    # The clock stands still, so patience never runs out.
     monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
     ending.let_collectives_end()
     assert slept

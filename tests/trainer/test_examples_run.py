@@ -1,6 +1,5 @@
-"""Examples whose models write, answer questions or are spread over many GPUs run to their end on this machine:
-`finetune run` of the file as it is printed, but for the model, the rows, the GPUs, the degrees and the length of the
-run.
+"""Examples whose models write, answer questions or span many GPUs run to their end on this machine: `finetune run` of
+the printed file, with another model, rows, GPUs, degrees and length of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from trainer_support.tasks import WORDS, predictions, write_lines
 
 TEXT = " ".join(WORDS[:10])
 LAYERS = {"gpt2-30b": 2, "gpt2-175b": 2, "mnli-pipeline": 4}
-"""Of the small model, where the example asks for a pipeline of as many stages or more."""
+"""Layers of the small model, where the example's pipeline has as many stages or more."""
 CHAT = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees ."}]}
 ROWS: dict[str, dict[str, Any]] = {
     "chat-lora": CHAT,
@@ -56,7 +55,7 @@ ALSO_HERE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny model of each example's own family, with a tokenizer of its kind."""
+    """Tiny models, each of its example's family, with a tokenizer of its kind."""
     folder = tmp_path_factory.mktemp("models")
     roberta = write_family(folder / "roberta", "roberta", num_hidden_layers=LAYERS["mnli-pipeline"])
     return {
@@ -78,7 +77,7 @@ def finetune() -> list[str]:
 
 
 def fitted(name: str) -> dict[str, Any]:
-    """The example's parallelism, with degrees for a model of few layers and heads."""
+    """Return the example's parallelism, with degrees for a model of few layers and heads."""
     parallelism: dict[str, Any] = example_document(name)["spec"].get("parallelism", {})
     parallelism |= dict.fromkeys({"tensor", "sequence"} & parallelism.keys(), 2)
     if "pipeline" in parallelism:
@@ -88,7 +87,7 @@ def fitted(name: str) -> dict[str, Any]:
 
 
 def processes(parallelism: dict[str, Any]) -> int:
-    """That one machine runs it with."""
+    """Return the number of processes that one machine runs it with."""
     spread = parallelism.get("tensor", 1) * parallelism.get("pipeline", {}).get("degree", 1)
     spread *= parallelism.get("sequence", 1)
     return spread if spread > 1 else 2 if parallelism.get("strategy") in ("ddp", "deepspeed", "fsdp") else 1
@@ -114,7 +113,7 @@ def ran(finetune: Sequence[str], name: str, model: Path, folder: Path) -> JobPat
     spec["training"].pop("epochs", None)
     spec["parallelism"] = fitted(name)
     if "pipeline" in spec["parallelism"]:
-        spec["training"].pop("microBatchSize", None)  # of a large batch
+        spec["training"].pop("microBatchSize", None)  # planned for a large batch
     spec["resources"] = {}
     if "generation" in spec:
         spec["generation"]["maxNewTokens"] = 6

@@ -1,4 +1,4 @@
-"""Rungs of batch inference that export the model, against the model itself on batches of many shapes."""
+"""Rungs of batch inference that export the model, compared with the model itself on batches of many shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from finetune_trainer.inference.optimization.exported.openvino_rungs import OPEN
 from finetune_trainer.inference.optimization.rung_protocol import Machine, NotAvailable
 
 pytestmark = [
-    # Found, not imported: nncf reports its use when it is imported by anybody but the trainer.
+    # Found, not imported: nncf reports its use when anything but the trainer imports it.
     pytest.mark.skipif(
         importlib.util.find_spec(package) is None,
         reason=f"{package} of the trainer's extra fast-inference is not installed",
@@ -57,7 +57,7 @@ def bert(kind: type[PreTrainedModel] = BertForSequenceClassification) -> PreTrai
 
 
 def batch(rows: int, tokens: int, seed: int = 0, *, types: bool = True) -> dict[str, torch.Tensor]:
-    """A batch in which every second row is padded."""
+    """Return a batch in which every second row is padded."""
     drawn = torch.Generator().manual_seed(seed + 100 * rows + tokens)
     ids = torch.randint(1, WORDS, (rows, tokens), generator=drawn)
     mask = torch.ones_like(ids)
@@ -72,7 +72,7 @@ OTHER_SHAPES = [batch(1, 1), batch(1, 9), batch(5, 5), batch(17, 3), batch(3, 64
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Artefacts of the model that `bert` makes."""
+    """Folder for artefacts of the model from `bert`."""
     return tmp_path_factory.mktemp("artefacts")
 
 
@@ -83,7 +83,7 @@ def _answers_tokens(model: PreTrainedModel) -> bool:
 def difference(
     model: PreTrainedModel, forward: Any, given: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
 ) -> float:
-    """The largest one at tokens that are no padding."""
+    """Return the largest difference at tokens that are not padding."""
     with torch.inference_mode():
         wanted = model(**given)
     said, kept = forward(**given), given["attention_mask"].bool()
@@ -227,7 +227,7 @@ def test_model_that_writes_texts_is_not_exported() -> None:
 
 
 class Reading(BertForSequenceClassification):
-    """Takes another way for some values, which no graph can."""
+    """A model that branches on values, which no graph can."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **more: Any) -> Any:
         if int(input_ids[0, 0]) == 7:

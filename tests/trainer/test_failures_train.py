@@ -1,6 +1,4 @@
-"""Everything that can go wrong in training ends with its own class and exit code, and leaves earlier results as they
-were.
-"""
+"""Every failure of training ends with its own class and exit code, and leaves earlier results as they were."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from finetune_trainer.failures import StageError
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Hash of every file that a finished job leaves for people."""
+    """Return the hash of every file that a finished job leaves for people."""
     wanted = [*(folder / "model").rglob("*"), folder / "metrics.json", folder / "state" / "train.json"]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in wanted if path.is_file()}
 
@@ -38,7 +36,7 @@ def finished(whole_run, spread_of, tmp_path: Path):
 
 
 def refused(run, before: dict[str, str], failure_class: FailureClass, reason: str, **how: object) -> TrainerReport:
-    """Runs and checks code, class, reason and that nothing was lost; the first failure."""
+    """Run; check code, class, reason and that nothing was lost; return the first failure."""
     ended = run.run(**how)
     report = ended.first_failure
     assert report.failure is not None
@@ -52,7 +50,7 @@ def refused(run, before: dict[str, str], failure_class: FailureClass, reason: st
 
 
 def without_model(run):
-    """The same job with a model that is not there: whoever loads it first fails for that."""
+    """Return the same job with a missing model: whoever loads it first fails."""
     model = run.job.model.model_copy(update={"uri": "file:///nowhere"})
     return type(run)(run.workspace, run.job.model_copy(update={"model": model}), run.environment)
 
@@ -174,7 +172,7 @@ def test_out_of_memory_is_told_apart(finished, tmp_path: Path):
     before = contents(finished.paths.root)
     model = finished.job.model.model_copy(update={"uri": f"file://{big}"})
     run = type(finished)(finished.workspace, finished.job.model_copy(update={"model": model}))
-    # How much address space the libraries alone take.
+    # Address space of the libraries alone.
     peak = "next(line.split()[1] for line in open('/proc/self/status') if 'VmPeak' in line)"
     probe = f"import finetune_trainer.training.run; print({peak})"
     measured = subprocess.run(

@@ -1,5 +1,5 @@
-"""Model families that examples and docs name: with a tokenizer of its own kind in the files that it ships, a tiny
-model of each is prepared, trained, evaluated, asked, and then loaded by transformers alone.
+"""Model families of the examples and docs: with a tokenizer of its own kind in the shipped files, a tiny model of each
+is prepared, trained, evaluated, used, and then loaded by transformers alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def label_of(model: Any, tokenizer: Any, row: dict[str, Any]) -> str:
 
 
 def tags_of(model: Any, tokenizer: Any, row: dict[str, Any]) -> list[str]:
-    """The tag of each word's first token."""
+    """Return the tag of each word's first token."""
     given = tokenizer(row["tokens"], is_split_into_words=True, return_tensors="pt")
     said = model(**given).logits[0].argmax(-1).tolist()
     first = [given.word_ids().index(word) for word in range(len(row["tokens"]))]
@@ -62,12 +62,12 @@ OUTSIDE: dict[str, tuple[str, str, Callable[..., object]]] = {
     "summarization": ("AutoModelForSeq2SeqLM", "generated_text", summary_of),
     "text-generation": ("AutoModelForCausalLM", "generated_text", rest_of),
 }
-"""Task -> class of transformers, column of the predictions, and what a plain program answers."""
+"""Task -> class of transformers, column of the predictions, and a plain program's answer."""
 
 
 def ran(name: str, task: str, folder: Path, paths: JobPaths, **more: Any) -> tuple[TrainerJob, dict[str, Any]]:
-    """Run all stages on a tiny model, with one batch of rows for all steps; return the job and what evaluation has
-    measured.
+    """Run all stages on a tiny model, with one batch of rows for all steps; return the job and the results of
+    evaluation.
     """
     for split in ("train", "validation", "test"):
         write_lines(folder / "data" / f"{split}.jsonl", family_rows(task, split, 8))

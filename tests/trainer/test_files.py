@@ -1,4 +1,4 @@
-"""What comes and goes as a whole, also beside somebody who still writes."""
+"""Files and folders that appear and disappear as a whole, even while others still write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILES = 500
 
 
 def test_a_temporary_folder_is_gone_although_somebody_writes_into_it_while_it_is_removed(tmp_path: Path):
-    """As a pod does whose leader ends: it has the folder's path, and puts one file after another there."""
+    """A pod whose leader has ended writes so: it has the folder's path, and puts one file after another there."""
     refused = threading.Event()
 
     def write_on(folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""Linear layers in fp8: which ones, what is computed in it, what is asserted of them, and runs. torch multiplies in fp8
-on a CPU as well, with the roundings that GPUs make: what these tests use, and jobs are refused.
+"""Linear layers in fp8: their selection, computation, assertions, and runs. torch multiplies in fp8 on a CPU as well,
+with the roundings of GPUs: these tests use it, and jobs are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ needs_torchao = pytest.mark.skipif(
 
 
 def tiny(family: str, **config: Any) -> Any:
-    """A classifier whose weights are drawn: 7 linear layers in each of 2 blocks of llama, 6 of bert."""
+    """Return a classifier with random weights: 7 linear layers in each of 2 blocks of llama, 6 of bert."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -64,7 +64,7 @@ def run_stage(job: TrainerJob, paths: JobPaths, stage: Stage) -> None:
 
 
 def loss_of(model: Any) -> Any:
-    """Of rows whose tokens are no multiple of 16."""
+    """Return the loss of rows whose tokens are no multiple of 16."""
     import torch
 
     ids = torch.randint(4, 40, (5, 7), generator=torch.Generator().manual_seed(1)).to(model.device)
@@ -78,7 +78,7 @@ def gradients(model: Any) -> dict[str, Any]:
 
 
 def products(work: Callable[[], Any]) -> Counter[str]:
-    """Matrix products of `work`, by their names."""
+    """Count the matrix products of `work`, by their names."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watching(TorchDispatchMode):
@@ -87,7 +87,7 @@ def products(work: Callable[[], Any]) -> Counter[str]:
             self.seen: Counter[str] = Counter()
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            # What torchao's tensors are asked for comes back as the product of what they hold.
+            # An operation on torchao's tensors is dispatched again as the product of their inner ones.
             if any(kind.__name__ == "Float8TrainingTensor" for kind in types):
                 return NotImplemented
             self.seen[func.name()] += 1
@@ -111,7 +111,7 @@ def test_each_of_a_layer_s_three_products_is_in_fp8_whatever_the_number_of_token
     after = products(lambda: gradients(model))
     assert len(converted.layers) == 14
     assert after["aten::_scaled_mm"] == 3 * 14
-    # What is left is the head.
+    # The remaining product is the head's.
     assert before["aten::mm"] - after["aten::mm"] == 3 * 14
     assert "aten::_scaled_mm" not in before
     evaluated = products(lambda: loss_of(model.eval()))
@@ -383,7 +383,7 @@ def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, im
     from finetune_trainer.unused_libraries import leave_out_unused
 
     for name in ("torchao", "bitsandbytes"):
-        # Put back as they were when the test ends.
+        # The modules are restored when the test ends.
         monkeypatch.setitem(sys.modules, name, sys)
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -464,18 +464,18 @@ def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_p
             "12 of 14 linear layers multiply in fp8; not those outside of the blocks (2, e.g. bert.pooler.dense)"
             in output
         )
-        # Each process takes scales from the rows that it has: measured 0.0002 over these steps. With fsdp norms and the
-        # loss are in bf16 as well, which autocast leaves in fp32, so that losses are rounded to 0.004: 0.006.
+        # Each process takes scales from its own rows: measured 0.0002 over these steps. With fsdp, norms and the loss
+        # are in bf16 as well, which autocast leaves in fp32, so losses are rounded to 0.004: 0.006.
         assert run.losses()[:12] == pytest.approx(alone.losses()[:12], abs=bound), strategy
-        # Then the loss falls, at one rate, but a step sooner or later by the rounding of the processor at hand: by the
-        # end that is 0.006 or 0.015 with ddp, 0.045 with fsdp, of a fall by 0.18.
+        # Then the loss falls, at one rate, but a step sooner or later by the processor's rounding: at the end that is
+        # 0.006 or 0.015 with ddp, 0.045 with fsdp, of a fall by 0.18.
         assert run.losses()[-1] < 0.9 * run.losses()[0], strategy
         assert run.weights().keys() == alone.weights().keys()
 
 
 @needs_torchao
 def test_it_runs_compiled_validates_and_goes_on_from_a_checkpoint(bench, tmp_path: Path):
-    # The backend that compiles nothing, so that no compiler is waited for.
+    # This backend compiles nothing, so the test waits for no compiler.
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     saving = CheckpointSchedule(every_steps=2, keep=2)
     run = bench.at(tmp_path / "w").with_training(**{**STEPS, "max_steps": 4}, arguments=compiled, checkpoints=saving)

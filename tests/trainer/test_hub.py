@@ -1,4 +1,4 @@
-"""The trainer and the Hub, by the Hub's own client: tokens, and commits in place of branches."""
+"""The trainer with the Hub, through the Hub's own client: tokens, and commits in place of branches."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ for case, (token, revision) in json.loads(sys.argv[2]).items():
         said = [error.failure_class, error.reason, error.message + error.hint]
     print(json.dumps([case, said]))
 """
-"""A process of its own: the Hub's client reads its address when it is imported."""
+"""Program for a process of its own: the Hub's client reads its address when it is imported."""
 
 
 @pytest.fixture(scope="module")
 def commit(tiny_model: Path) -> str:
-    """At which the only model is."""
+    """Return the commit of the only model."""
     return Repository(NAME, tiny_model, private=True).commit
 
 
 @pytest.fixture(scope="module")
 def said(tiny_model: Path, commit: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What comes of loading the model, case by case in this order."""
+    """Load the model in each case, in this order, and return the results."""
     cases = {
         "without a token": (None, "main"),
         "with somebody else's token": (WRONG, "main"),

@@ -38,7 +38,7 @@ ROWS = [
 
 
 class Recorder(NoProgress):
-    """Keeps what a stage says."""
+    """Records a stage's progress."""
 
     def __init__(self) -> None:
         self.said: list[tuple[int, int]] = []
@@ -72,7 +72,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def ready(model: Path, data: Path, paths: JobPaths) -> tuple[TrainerJob, Any, PreparedSplit]:
-    """The job, its model and its prepared test split."""
+    """Return the job, its model and its prepared test split."""
     job = a_job(model, data)
     prepare(job, paths, NoProgress())
     network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
@@ -80,7 +80,7 @@ def ready(model: Path, data: Path, paths: JobPaths) -> tuple[TrainerJob, Any, Pr
 
 
 def one_by_one(model: Path, texts: list[str]) -> np.ndarray:
-    """Logits without padding, batches or anything of ours."""
+    """Return logits without padding, batches or any code of ours."""
     tokenizer = load_tokenizer(a_job(model, None))
     network = AutoModelForSequenceClassification.from_pretrained(model).eval()
     with torch.inference_mode():
@@ -101,8 +101,8 @@ def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(m
 
 
 def small_memory(network: torch.nn.Module, tokens: int) -> list[int]:
-    """Lets passes over more padded tokens end as on a GPU whose memory is too small for them; the list gets those of
-    each pass that is tried.
+    """Make passes over more padded tokens fail as on a GPU with too little memory; return a list that gets the tokens
+    of each attempted pass.
     """
     tried: list[int] = []
 
@@ -124,7 +124,7 @@ def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answe
     logits = np.stack([answer["logits"] for answer in answers])
     np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
     assert progress.said[-1] == (41, 41)
-    # Of what does not fit each size is tried once, and not with every batch anew.
+    # Each size that does not fit is tried once, not again with every batch.
     assert [each > 160 for each in tried] == [True, True, *[False] * (len(tried) - 2)]
     told = [record.getMessage() for record in caplog.records if "do not fit" in record.getMessage()]
     assert len(told) == 2
@@ -369,7 +369,7 @@ def test_too_many_bad_rows_fail_the_stage_and_answered_rows_are_kept(model, tmp_
 
 
 class Killed(NoProgress):
-    """Ends the process that predicts, as a signal does, when so many rows are done."""
+    """Ends the predicting process, as a signal does, after so many rows."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -1,4 +1,4 @@
-"""Evaluation and prediction in bf16, where the plan says so, of every task."""
+"""Evaluation and prediction in bf16, where the plan requests it, of every task."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def words(draw: random.Random, most: int) -> str:
 
 
 def row_of(draw: random.Random, number: int) -> dict[str, Any]:
-    """With columns for every task."""
+    """Return a row with columns for every task."""
     text = words(draw, 12)
     tokens = text.split()
     return {
@@ -86,7 +86,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_model(folder: Path, family: str, tiny_bert: Callable[..., Path]) -> Path:
-    """Random; its weights are so large that rows differ."""
+    """Write a random model; its weights are large enough for rows to differ."""
     match family:
         case "bert":
             return tiny_bert(folder, words=WORDS, initializer_range=0.2)
@@ -108,7 +108,7 @@ def at(job: TrainerJob, precision: InferencePrecision) -> TrainerJob:
 
 
 def figures(said: object) -> list[float]:
-    """All numbers in a prediction, in order."""
+    """Return all numbers in a prediction, in order."""
     match said:
         case dict():
             return [number for value in said.values() for number in figures(value)]
@@ -153,7 +153,7 @@ def test_each_task_is_evaluated_and_predicts_in_bf16_about_as_in_fp32(
         (None, None),
         ("bf16", "bf16"),
     ]
-    # What is rounded to bf16 is off by up to 2^-9, 0.2 percent. Measured: losses by up to 0.18 percent.
+    # Rounding to bf16 is off by up to 2^-9, 0.2 percent. Measured: losses by up to 0.18 percent.
     loss = {precision: found["loss"] for precision, found in measured.items()}
     assert loss["bf16"] == pytest.approx(loss["fp32"], rel=0.01)
     assert loss["bf16"] != pytest.approx(loss["fp32"], rel=1e-6), "computed in fp32 all the same"

@@ -1,4 +1,4 @@
-"""Logits of long rows are asked for and judged a part at a time, in memory that the plan counts."""
+"""Logits of long rows are computed and judged in parts, within the memory that the plan counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_LEARNT = -100
 
 
 def long_row(vocabulary: int, pieces: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a row that takes so many pieces, and labels, of which every seventh is not learnt."""
+    """Return logits of a row that takes so many pieces, and labels, every seventh of which is not learnt."""
     tokens = int(pieces * (JUDGED_LOGITS // vocabulary) * 7 / 6)
     drawn = torch.Generator().manual_seed(3)
     logits = torch.randn(tokens, vocabulary, generator=drawn).to(dtype)
@@ -34,7 +34,7 @@ def long_row(vocabulary: int, pieces: float, dtype: torch.dtype) -> tuple[torch.
 
 
 def allocated(profile: torch.profiler.profile, folder: Path) -> list[int]:
-    """Bytes in use after each allocation and release, as torch's own allocator tells it."""
+    """Return the bytes in use after each allocation and release, as reported by torch's own allocator."""
     profile.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     return [each["args"]["Total Allocated"] for each in events if each["name"] == "[memory]"]
@@ -67,7 +67,7 @@ def test_pieces_are_of_bounded_size_but_where_gradients_keep_all_of_them():
 
 
 def test_judging_takes_no_more_memory_than_the_plan_counts_however_long_the_row(tmp_path: Path):
-    """As torch's own allocator tells it. The plan counts a copy in the model's dtype, and twice float32."""
+    """Measured by torch's own allocator. The plan counts a copy in the model's dtype, and twice float32."""
     logits, labels = long_row(65_536, 3.2, torch.bfloat16)
     batch = logits[None], labels[None]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -80,21 +80,21 @@ def test_judging_takes_no_more_memory_than_the_plan_counts_however_long_the_row(
     assert counted < 0.4 * (2 + 8) * logits.numel(), "a row that is long enough to tell"
 
 
-# ------------------------------------------------------------------------------------------- parts that are asked for
+# -------------------------------------------------------------------------------------------------- computed in parts
 
 VOCABULARY = 96
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4},
     "qwen3": {"head_dim": 12},
-    # What these two do to logits comes after the head.
+    # These two change the logits after the head.
     "gemma2": {"head_dim": 12, "final_logit_softcapping": 2.0},
     "cohere": {"logit_scale": 0.25},
 }
 
 
 def decoder(family: str, **config: Any) -> PreTrainedModel:
-    """Random; its weights are so large that tokens differ."""
+    """Return a random decoder; its weights are large enough for tokens to differ."""
     sizes: dict[str, Any] = {
         "hidden_size": 48,
         "intermediate_size": 96,
@@ -116,7 +116,7 @@ def decoder(family: str, **config: Any) -> PreTrainedModel:
 
 
 class Heard:
-    """How often a decoder reads, and what is asked of its head."""
+    """Counts a decoder's passes, and the logits computed by its head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.read = 0
@@ -132,7 +132,7 @@ class Heard:
 
 
 def rows_to_read(sizes: Sequence[int], prompt: int) -> list[dict[str, Any]]:
-    """Features of text-generation; the first `prompt` tokens are not learnt."""
+    """Return features of text-generation; the first `prompt` tokens are not learnt."""
     drawn = np.random.default_rng(5)
     features = []
     for size in sizes:
@@ -153,7 +153,7 @@ def test_a_decoder_reads_long_rows_once_and_says_in_parts_what_it_says_at_once(
         assert (heard.read, heard.asked) == (1, [3 * 50 * VOCABULARY])
         monkeypatch.setattr(writing, "ASKED_LOGITS", 3 * 8 * VOCABULARY + 5)
         parts = task.answer(model, batch, [])
-    # Nothing of the prompts, where no row has a label; the last token has nothing to say.
+    # None of the prompts' logits, where no row has a label; the last token predicts nothing.
     assert (heard.read, heard.asked[1:]) == (2, [3 * 8 * VOCABULARY] * 3 + [3 * 6 * VOCABULARY])
     assert [len(answer["surprise"]) for answer in parts] == [30, 21, 0]
     for one, other in zip(parts, whole, strict=True):
@@ -212,6 +212,6 @@ def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path:
     totals = allocated(profile, tmp_path)
     peak, counted = max(totals) - min(totals), 2 * 2 * asked + (2 + 8) * JUDGED_LOGITS
     assert len(answer["surprise"]) == tokens - 1
-    # Beside them the activations of a tiny model.
+    # The activations of a tiny model come on top.
     assert 0.5 * counted < peak < 1.05 * counted
     assert counted < 0.7 * (2 * tokens * words + (2 + 8) * JUDGED_LOGITS), "a row that is long enough to tell"

@@ -1,4 +1,4 @@
-"""Masks of attention are left out where no row is padded, without a look at the device, and made where one is."""
+"""Attention masks are omitted for batches without padding, without reading the device, and built for others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def models(tiny_family: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A model that reads from left to right, and one that sees all tokens."""
+    """A decoder, and an encoder that sees all tokens."""
     from transformers import AutoModel
 
     folder = tmp_path_factory.mktemp("models")

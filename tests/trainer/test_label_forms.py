@@ -1,4 +1,4 @@
-"""Text classification with several classes a row, and with a number: learnt, judged, predicted, and kept."""
+"""Text classification with several classes a row, and with a number: trained, evaluated, predicted, and saved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SMALL = {**INFERENCE, "batch_tokens": 256}
 
 
 def several(draw: random.Random) -> dict[str, Any]:
-    """A text that has words of its topics; some have none."""
+    """Return a text that has words of its topics; some have none."""
     topics = [topic for topic in TOPICS if draw.random() < 0.4]
     words = [draw.choice(TOPICS[topic]) for topic in topics] + draw.choices(OTHERS, k=draw.randint(2, 8))
     draw.shuffle(words)
@@ -46,7 +46,7 @@ def several(draw: random.Random) -> dict[str, Any]:
 
 
 def number(draw: random.Random) -> dict[str, Any]:
-    """A text whose value is the share of its words that are of a topic."""
+    """Return a text whose value is the share of its words that are of a topic."""
     words = draw.choices(WORDS, k=draw.randint(3, 12))
     return {"text": " ".join(words), "label": sum(word not in OTHERS for word in words) / len(words)}
 
@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Pat
 
 
 def a_job(model: Path, data: Path, **training: Any) -> TrainerJob:
-    """`training` as of `training_of`."""
+    """Return a job; `training` as in `training_of`."""
     usual = {"steps": 40, "micro": 4, "learning_rate": 5e-3, "threads": 1, "steps_per_epoch": 12}
     return task_job(
         "text-classification",
@@ -91,7 +91,7 @@ def rows_of(data: Path, split: str = "test") -> list[dict[str, Any]]:
 
 
 def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]], labels: torch.Tensor) -> tuple[np.ndarray, float]:
-    """Logits and the mean loss of the model itself, row by row."""
+    """Return logits and the mean loss of the model itself, row by row."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     network = AutoModelForSequenceClassification.from_pretrained(paths.model).eval()

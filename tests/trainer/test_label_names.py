@@ -1,4 +1,4 @@
-"""Which names labels get: whole numbers that are no class ids, and names that the job gives them."""
+"""Names of labels: whole numbers that are not class ids, and names that the job gives."""
 
 from __future__ import annotations
 

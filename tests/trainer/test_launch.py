@@ -1,4 +1,4 @@
-"""The first process of a pod: it starts the ranks, passes signals on, leaves nobody behind, and makes one report."""
+"""The first process of a pod: it starts the ranks, forwards signals, leaves no process behind, and makes one report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pod:
 
     process: subprocess.Popen[str]
     message: Path
-    """Its termination message."""
+    """Path of its termination message."""
 
     def end(self) -> tuple[int, TrainerReport, str]:
         output, _ = self.process.communicate(timeout=TIMEOUT_SECONDS)
@@ -48,7 +48,7 @@ class Pod:
         return self.process.returncode, TrainerReport.model_validate_json(self.message.read_bytes()), output
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of the stage itself."""
+        """Return the processes of the stage itself."""
         below = psutil.Process(self.process.pid).children(recursive=True)
         return [process for process in below if command_of(process)[1:3] == ["-m", "finetune_trainer"]]
 
@@ -63,7 +63,7 @@ class Cluster:
     python: str = sys.executable
 
     def quick(self) -> Cluster:
-        """From now on fork processes of a server that has imported all of it: where their own start is not tested."""
+        """Fork processes from a server that has imported everything, for tests of other things than their start."""
         self.python = start_server().python
         return self
 
@@ -90,7 +90,7 @@ class Cluster:
         return JobPaths.of(self.folder / "w", self.job.name)
 
     def steps(self) -> list[int]:
-        """Of training, as far as they are logged."""
+        """Return the logged steps of training."""
         if not self.paths.history.exists():
             return []
         lines = self.paths.history.read_text(encoding="utf-8").splitlines()
@@ -107,7 +107,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster_of(tmp_path: Path):
-    """A cluster for a bench's job; its prepared data are copied."""
+    """Return a function: bench -> a cluster for its job, with a copy of its prepared data."""
     made: list[Cluster] = []
 
     def make(bench) -> Cluster:
@@ -127,7 +127,7 @@ def cluster_of(tmp_path: Path):
 
 
 def spread_over_nodes(bench, steps: int):
-    """DDP on 2 nodes with a process each."""
+    """Return the bench's training by DDP on 2 nodes with a process each."""
     run = bench.spread("ddp", 2)
     world = run.job.training.world.model_copy(update={"nodes": 2, "processes_per_node": 1})
     return run.with_training(world=world, max_steps=steps)
@@ -190,7 +190,7 @@ signal.signal(signal.SIGUSR2, hangs_in_a_library)
 
 
 def read_until(pod: Pod, holds: Callable[[str], bool]) -> list[str]:
-    """Lines of its log up to the first of which that is true."""
+    """Read lines of the pod's log up to the first for which `holds` is true."""
     assert pod.process.stdout is not None
     lines: list[str] = []
     for line in pod.process.stdout:
@@ -244,7 +244,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 @pytest.fixture
 def hostfile(tmp_path: Path) -> list[str]:
-    """Two ranks on this machine."""
+    """Return the options of two ranks on this machine."""
     file = tmp_path / "hostfile"
     file.write_text("localhost slots=2\n")
     return ["--hostfile", str(file)]
@@ -361,7 +361,7 @@ def test_a_stage_that_cannot_report_is_told_of_by_its_last_words(bench, cluster_
     package = tmp_path / "site" / "finetune_trainer"
     cluster = cluster_of(bench)
     (tmp_path / "site").mkdir()
-    # Found by the stage when it starts, and by the launcher too, which must not care.
+    # Both the stage and the launcher find it at their start; the launcher must not care.
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if 'launch' not in sys.orig_argv:\n    sys.stderr.write('the driver is gone\\n')\n    sys.stderr.flush()\n"
@@ -386,7 +386,7 @@ def test_pods_of_an_indexed_job_prepare_as_the_ranks_that_their_numbers_say(benc
     assert [(report.rank, report.world_size) for _, report, _ in ended] == [(0, 2), (1, 2)]
     assert ended[0][1].fingerprint == PreparedData.open(cluster.paths).facts.fingerprint
 
-    # One that waits for the other and is killed cannot say who it was; the launcher does.
+    # A killed rank that waits for the other cannot report which one it was; the launcher does.
     (cluster.paths.state / "prepare.json").unlink()
     cluster.python = sys.executable
     alone = cluster.start(Stage.PREPARE, "--with", "index", JOB_COMPLETION_INDEX="1", FINETUNE_ATTEMPT="uid-2")
@@ -435,7 +435,7 @@ def test_the_program_and_all_it_has_started_are_gone_at_the_end_of_the_grace_per
 
 
 def attached(below: str, folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A process that runs the Python program `below` attached, and the processes below it, which are two."""
+    """Start a process that runs the Python program `below` attached; return it and the two processes below it."""
     file = folder / "children"
     child = f"import os, time; open({str(file)!r}, 'w').close(); time.sleep(600)"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]{below}).wait()"

@@ -1,4 +1,4 @@
-"""The server that MPI workers wait with: keys only, a usable environment, and an end that reaches everything."""
+"""The SSH server of waiting MPI workers: keys only, a usable environment, and an end that reaches every process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def key(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def privilege_folder() -> Iterator[None]:
-    """Where sshd locks up its unprivileged half when root starts it; another user's sshd does without."""
+    """Create the folder of sshd's unprivileged half, which root's sshd needs and another user's does not."""
     folder = Path("/run/sshd")
     made = os.geteuid() == 0 and not folder.exists()
     if made:
@@ -50,7 +50,7 @@ def privilege_folder() -> Iterator[None]:
 
 @pytest.fixture
 def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
-    """The server, and a way to run a command by it."""
+    """Start the server; yield it and a function that runs a command through it."""
     port = free_port()
     command = [sys.executable, "-m", "finetune_trainer", "sshd", "--port", str(port)]
     environment = {
@@ -96,7 +96,7 @@ def test_a_session_finds_the_programs_of_the_image_and_no_secret(server, key: Pa
     output, errors = run("printenv PATH PYTHONPATH; printenv SECRET").communicate(timeout=TIMEOUT_SECONDS)
     path, python_path = output.splitlines()
     assert errors == ""
-    assert str(Path(sys.executable).parent) in path.split(":")  # bash may read a .bashrc that puts others before
+    assert str(Path(sys.executable).parent) in path.split(":")  # bash may read a .bashrc that puts others first
     assert python_path == '/some where/"x"'
 
     stranger = tmp_path / "stranger"

@@ -1,4 +1,4 @@
-"""What a pod's ranks add up to: one report, and the first cause in it."""
+"""The verdict on a pod's ranks: one report, with the first cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task masked-lm: which tokens are asked for, and what fits in their place."""
+"""The task masked-lm: which tokens are masked, and which fit in their place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TASK = MaskedLm()
 
 
 def texts(count: int, seed: int) -> list[dict[str, Any]]:
-    """Each animal has its verb."""
+    """Return texts in which each animal has its verb."""
     draw, verbs = random.Random(seed), {"cat": "sees", "dog": "hears", "bird": "finds"}
     rows = []
     for _ in range(count):
@@ -115,7 +115,7 @@ def test_training_draws_anew_in_each_epoch_and_alike_in_every_process(model, dat
     assert job.training is not None
 
     def drawn(ranks: int, epoch: int) -> dict[bytes, bytes]:
-        """Tokens as they were -> those asked for, over one epoch."""
+        """Return input tokens -> masked tokens, over one epoch."""
         assert job.training is not None
         batch = job.training.batch.model_copy(update={"data_parallel": ranks, "gradient_accumulation": 2 // ranks})
         found = {}

@@ -1,5 +1,5 @@
-"""A model that is spread over several processes by tensor and pipeline parallelism trains as in one process, is refused
-by name where it cannot, and leaves an ordinary Hub folder.
+"""A model spread over several processes by tensor and pipeline parallelism trains as in one process, is refused by name
+where it cannot, and leaves an ordinary Hub folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Case:
     replicas: int = 1
     training: Mapping[str, Any] = field(default_factory=dict)
     config: tuple[tuple[str, Any], ...] = ()
-    """Of the model, beside the family's."""
+    """Config fields of the model, beside the family's."""
 
     @property
     def strategy(self) -> Strategy:
@@ -52,13 +52,13 @@ class Case:
 
     @property
     def alone(self) -> tuple[Any, ...]:
-        """What the run in one process depends on."""
+        """Key of the run in one process: everything that it depends on."""
         return (self.family, self.config, json.dumps(dict(self.training), default=str))
 
 
 CASES = {
     "llama, tensor": Case("llama", {"tensor": 2}, "ddp+tensor2", micro=16),
-    # Of its norms of queries and keys each process sees its own heads: gradients are summed, once a step.
+    # Each process applies the norms of queries and keys to its own heads: gradients are summed, once a step.
     "qwen3, tensor with accumulation": Case("qwen3", {"tensor": 2}, "ddp+tensor2"),
     "llama, tensor with recomputed activations": Case(
         "llama",
@@ -66,7 +66,7 @@ CASES = {
         "ddp+tensor2+activation-checkpointing",
         micro=8,
     ),
-    # One process and both draw the same masks: attention, of which each process has its own heads, drops nothing out.
+    # One process and both draw the same masks: attention, of which each process has its own heads, has no dropout.
     "gpt2, tensor with dropout and recomputed activations": Case(
         "gpt2",
         {"tensor": 2, "activation_checkpointing": "full"},
@@ -111,7 +111,7 @@ CASES = {
 
 
 def axes(case: Case) -> dict[str, Any]:
-    """Neighbours: each family with the way in which it is divided, that with its schedule, this with replicas."""
+    """Neighbours: each family with its kind of division, that with its schedule, this with replicas."""
     return {
         "settings": (*case.training, *dict(case.config)),
         "family": case.family,
@@ -125,13 +125,13 @@ def axes(case: Case) -> dict[str, Any]:
 
 
 def spread(bench: Any, case: Case) -> Any:
-    """The bench's training as the case has it."""
+    """Return the bench's training, spread as in the case."""
     return bench.in_replicas(case.strategy, case.replicas, case.micro, **case.training)
 
 
 @pytest.fixture(scope="module")
 def short_bench(tmp_path_factory: pytest.TempPathFactory, family_bench, tiny_data: Path) -> Callable[..., Any]:
-    """Family and config -> a bench with its tiny model and half of the tiny data."""
+    """Return a function: family and config -> a bench with its tiny model and half of the tiny data."""
     half = tmp_path_factory.mktemp("half")
     for file in tiny_data.glob("*.jsonl"):
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -145,9 +145,7 @@ def short_bench(tmp_path_factory: pytest.TempPathFactory, family_bench, tiny_dat
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory, short_bench) -> Callable[[Case], Any]:
-    """A case -> the run in one process, made once for all that it is compared with, and the run of the case with its
-    end.
-    """
+    """Return a function: case -> the run in one process, shared by equal cases, the case's run, and its end."""
     folder = tmp_path_factory.mktemp("model-parallel")
     alone: dict[Any, Any] = {}
 
@@ -181,7 +179,7 @@ def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of
         )
     assert max(compared(run, alone)) <= WEIGHTS_TOLERANCE
 
-    # An ordinary Hub folder, and the report says what ran.
+    # The result is an ordinary Hub folder, and the report names the real strategy.
     from transformers import AutoModelForSequenceClassification
 
     loaded, info = AutoModelForSequenceClassification.from_pretrained(run.paths.model, output_loading_info=True)
@@ -260,7 +258,7 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(short_bench
         ended = spread_run.run(processes=way.processes)
         assert ended.exit_code == 0, ended.output
         left.append(spread_run.weights())
-        # The next way finds the run as it was after 3 steps of this one.
+        # The next way resumes the run as it was after 3 steps of this one.
         newest = 3 * (index + 1)
         for folder in run.paths.checkpoints.glob("step-*"):
             if int(folder.name.removeprefix("step-")) > newest:
@@ -288,7 +286,7 @@ def test_bf16_follows_fp32_and_leaves_fp32_weights(short_bench, tmp_path: Path):
         run = spread(bench.at(tmp_path / name), case)
         ended = run.run(processes=2)
         assert ended.exit_code == 0, ended.output
-        # bf16 has 8 bits of precision: close, and not the same, for then it would not be in effect.
+        # bf16 has 8 bits of precision: losses are close, but not equal, which would mean that it is not in effect.
         assert run.losses() == pytest.approx(alone.losses(), rel=5e-2)
         assert run.losses() != pytest.approx(alone.losses(), rel=1e-5)
         assert {tensor.dtype for tensor in run.weights().values()} == {torch.float32}

@@ -1,5 +1,5 @@
-"""The parts of tensor and pipeline parallelism that need no second process: where a model is cut, who stands where,
-what is refused, and what counts as being in effect.
+"""The parts of tensor and pipeline parallelism that need no second process: where a model is cut, the order of ranks,
+refusals, and the checks for being in effect.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ ROWS = {
 
 
 def chained(model: Any, stages: int) -> Any:
-    """What the stages of a model answer one after the other."""
+    """Return the output of a model's stages, run one after the other."""
     layout = layout_of(model)
     cuts = cuts_of(model, layout, stages)
     shells = [shell_of(model, layout, start, end) for start, end in pairwise(cuts)]
@@ -294,7 +294,7 @@ def test_micro_batches_that_do_not_fill_whole_passes_are_refused(bench):
 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
-    """Process 0 of a group of two whose messages go nowhere."""
+    """Make this process rank 0 of a group of two whose messages go nowhere."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -329,12 +329,12 @@ def test_tensor_parallelism_that_is_not_there_is_an_error(two_ranks, bench, monk
     assert refusal(strategy, placed(model, wrapped=torch.nn.Sequential(model))) == "ModelIsWrapped"
     assert refusal(strategy, placed(model, world=4)) == "WrongMesh"
     assert refusal(strategy, placed(model, optimized=model.score)) == "NotOptimized"
-    # Whole weights, as a library would leave them that takes the plan and does nothing.
+    # Whole weights, as left by a library that accepts the plan and does nothing.
     assert refusal(strategy, placed(tiny("llama"))) == "ParameterNotSharded"
 
 
 def test_an_answer_that_changes_when_the_model_is_spread_is_an_error(two_ranks, bench):
-    # Nobody sums the parts here.
+    # No process sums the parts here.
     with pytest.raises(StageError) as error:
         asked(bench, tensor=2).prepare_model(tiny("llama"))
     assert (error.value.failure_class, error.value.reason) == (FailureClass.STRATEGY_NOT_IN_EFFECT, "OtherAnswers")

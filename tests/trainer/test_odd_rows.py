@@ -1,4 +1,4 @@
-"""Rows with little or nothing in them: what prepare lets pass, no later stage may die of."""
+"""Rows with little or nothing in them: no later stage may die of a row that prepare accepts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Case:
 
 
 def answered(text: str) -> Row:
-    """A paragraph that holds the whole text as an answer, where there is a text."""
+    """Return a paragraph whose answer is the whole text, if there is a text."""
     context = f"the cat sees {text}"
     found = {"text": [text], "answer_start": [13]} if text else {"text": [], "answer_start": []}
     return {"question": text or "?", "context": context, "answers": found}
@@ -75,7 +75,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> dict[str, Path]:
-    """One that drops odd characters and adds special tokens, and others that take each word and add none, or an end."""
+    """One model drops odd characters and adds special tokens; others take each word and add none, or an end."""
     folder = tmp_path_factory.mktemp("models")
     plain = folder / "bart"
     write_encoder_decoder(plain, "bart")
@@ -115,7 +115,7 @@ def normal(case: Case) -> list[Row]:
 def test_rows_that_prepare_lets_pass_are_learnt_judged_and_predicted(
     case: Case, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """All of them together, and each in a test split of its own."""
+    """Rows are tried all together, and each in a test split of its own."""
     passed = []
     for number, text in enumerate(ODD):
         data = tmp_path / f"data-{number}"
@@ -143,7 +143,7 @@ def test_rows_that_prepare_lets_pass_are_learnt_judged_and_predicted(
         alone = job_of(case, paths.model, tmp_path / f"data-{number}", steps=0)
         own = JobPaths(tmp_path / f"alone-{number}")
         prepare(alone, own, NoProgress())
-        if case.task != "preference-tuning":  # which is judged by what training has changed
+        if case.task != "preference-tuning":  # evaluated by the effect of training
             assert torch.isfinite(torch.tensor(evaluate(alone, own, NoProgress())["evaluate"]["loss"])), number
         predict(alone, own, NoProgress())
         assert len(predictions(own)) == 1

@@ -26,7 +26,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
 WAIT = patient(60) * 1000
-"""Milliseconds."""
+"""Timeout of the browser's waits, in milliseconds."""
 WIDTHS = (360, 768, 1440)
 DOCS_PICTURES: Mapping[str, str] = {"entities-light-768": "page.png", "chat-dark-768": "page-chat.png"}
 """Picture -> its name in docs/."""
@@ -75,17 +75,16 @@ STREAM = events("The castle, ", "the old bridge, ", "and the clock.")
 
 @dataclass
 class Answering:
-    """A server whose next answers a test has laid down: what only a server in trouble, or one with a model that
-    writes markup, would send."""
+    """A server with prepared answers, as only one in trouble, or with a model that writes markup, would send them."""
 
     metadata: dict[str, Any]
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     body: Any = None
     stream: list[bytes] | None = None
-    """Sent piece by piece, in place of a body."""
+    """Pieces of a stream, in place of a body."""
     hold: threading.Event | None = None
-    """What a stream waits for after its first piece."""
+    """Event that a stream waits for after its first piece."""
     asked: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
     url: str = ""
 
@@ -150,7 +149,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def view(browser: Browser) -> Iterator[Page]:
-    """A page; a test fails when the policy refuses something or a script breaks."""
+    """Yield a page; the test fails if the policy refuses something or a script breaks."""
     complaints: list[str] = []
     context = browser.new_context()
     context.set_default_timeout(WAIT)

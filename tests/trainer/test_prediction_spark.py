@@ -31,7 +31,7 @@ from trainer_support.tasks import write_lines
 ROWS = 240
 WORDS = [f"w{number}" for number in range(60)]
 TEXTS = [" ".join(WORDS[(7 * row + at) % 60] for at in range(400 + row % 5)) for row in range(ROWS)]
-"""1.6 KB each, of which the model reads the first words: six shards, which are 64 KiB at least."""
+"""Texts of 1.6 KB, of which the model reads the first words: six shards of 64 KiB at least."""
 
 
 def job_of(model: Path, data: Path, **changes: Any) -> TrainerJob:
@@ -64,14 +64,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) -> bytes:
-    """What one process writes."""
+    """Return the output of one process."""
     paths = JobPaths(tmp_path_factory.mktemp("plain") / "job")
     predict(job_of(model, data), paths, NoProgress())
     return paths.predictions_jsonl.read_bytes()
 
 
 class Told(NoProgress):
-    """Keeps what is told."""
+    """Records progress."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Which shards a worker takes, played with many workers, a clock of its own and a folder in memory."""
+"""The choice of shards by workers, simulated with many workers, a clock of its own and a folder in memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CountedFiles:
 
 @dataclass
 class Incarnation:
-    """A worker that runs."""
+    """A running worker."""
 
     worker: Worker
     name: str
@@ -61,12 +61,12 @@ class Incarnation:
     number: int = 0
     """Shard that it passes next."""
     answers: int | None = None
-    """Shard under way, to be there at its next turn."""
+    """Shard under way, written at its next turn."""
     beat: int = 0
 
 
 class Play:
-    """Workers that share shards; `slow` of them never end a shard."""
+    """Workers that share shards; those in `stuck` never end theirs."""
 
     def __init__(self, workers: int, shards: int, seed: int = 7) -> None:
         self.count = workers
@@ -94,11 +94,11 @@ class Play:
         return name
 
     def kill(self, name: str) -> bool:
-        """End it without a word; False when it has ended before."""
+        """End it without a report; return False if it had ended before."""
         return self._running[name].worker.index not in self.ended and self._running.pop(name, None) is not None
 
     def run(self, until: float = float("inf")) -> None:
-        """Let them run until all have ended."""
+        """Let the workers run until all have ended."""
         while self._turns and self._turns[0][0] <= until:
             self.now, _, name = heapq.heappop(self._turns)
             if name in self._running:
@@ -248,7 +248,7 @@ def test_requests_of_a_thousand_workers_are_bounded_for_each_shard_and_worker():
 
 
 class Choosers:
-    """Three workers that want to do what one does for all."""
+    """Three workers, one of which does a piece of work for all."""
 
     def __init__(self) -> None:
         self.files = CountedFiles()
@@ -264,7 +264,7 @@ class Choosers:
         self.files.write(beat_name(self.folder, index), text)
 
     def asked(self, now: float, *indices: int) -> list[int]:
-        """Workers of these that do it."""
+        """Return which of these workers do the work."""
         return [index for index in indices if self.takers[index].first("choice", now)]
 
 

@@ -1,5 +1,5 @@
-"""A prediction by several workers: real processes that meet in one folder, and what becomes of it when one of them is
-slow, fails, is killed or never comes.
+"""A prediction by several workers: real processes that meet in one folder, one of which may be slow, fail, be killed or
+never start.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Crew:
     def __init__(self, folder: Path, model: Path, texts: Sequence[str]) -> None:
         self.folder = folder
         self.undisturbed = b""
-        """What one process leaves of the same rows."""
+        """Output of one process for the same rows."""
         self._model = model
         rows = [{"text": text, "key": f"k{number // 2}"} for number, text in enumerate(texts)]
         self._data = write_lines(folder / "rows.jsonl", rows)
@@ -58,7 +58,7 @@ class Crew:
 
     @property
     def claimed(self) -> Counter[str]:
-        """How often each shard was begun."""
+        """Number of claims of each shard."""
         return Counter(line.split()[1] for line in (self.folder / "claims.txt").read_text().splitlines())
 
     def job(self, workers: int, **changes: Any) -> TrainerJob:
@@ -122,7 +122,7 @@ def crew(tmp_path: Path, model: Path, undisturbed: bytes) -> Iterator[Crew]:
 
 
 def ends(processes: Sequence[BaseProcess]) -> list[int | None]:
-    """Their exit codes."""
+    """Wait for the processes and return their exit codes."""
     until = time.monotonic() + TIMEOUT_SECONDS
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -157,7 +157,7 @@ def test_workers_write_the_bytes_that_one_process_writes(crew: Crew):
 
 
 def test_killed_and_replaced_workers_answer_no_shard_twice_but_those_under_way(crew: Crew):
-    """Each worker is killed twice, in the midst of its first or second shard, and nobody else goes on meanwhile."""
+    """Each worker is killed twice, in the middle of its first or second shard, while no other continues."""
     draw = random.Random(20)
     troubles: tuple[Trouble, ...] = ("hangs in a shard", "hangs before the facts")
     workers = crew.workers(3)
@@ -192,7 +192,7 @@ def test_the_shard_of_a_stopped_worker_is_taken_over_and_it_ends_well_later(crew
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     assert ends(crew.start([workers[0], workers[2]])) == [0, 0], said(workers)
-    # A shard that takes a slow machine long is taken over, too: both write the same.
+    # A shard that takes a slow machine long is taken over, too: both write the same bytes.
     assert sum(crew.claimed.values()) - len(crew.claimed) >= 1
     assert crew.output == crew.undisturbed
     written = crew.paths.predictions_jsonl.stat().st_ino
@@ -257,7 +257,7 @@ def test_a_preempted_worker_ends_alone_and_its_shards_are_answered_by_others(cre
 
 
 def test_a_worker_that_comes_after_the_end_of_its_attempt_answers_nothing(crew: Crew):
-    """Worker 0 may be killed after the parts are joined and before its report is out."""
+    """Worker 0 may be killed after the parts are joined and before its report is written."""
     word = Word(attempt="a", state="done", worker=0, result={"rows": 300, "path": "predictions.jsonl"})
     crew.paths.state.mkdir(parents=True)
     (crew.paths.root / WORD).write_text(word.to_json())

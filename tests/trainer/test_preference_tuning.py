@@ -1,4 +1,4 @@
-"""The task preference-tuning: pairs, the objective as trl has it, and a reference that is what the run began with."""
+"""The task preference-tuning: pairs, the objective as in trl, and the initial model as reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOT_LEARNT = -100
 
 
 def pairs(count: int, seed: int, *, talk: bool = False) -> list[dict[str, Any]]:
-    """Verbs that see are preferred to verbs that hear; answers of unlike lengths."""
+    """Return pairs that prefer "sees" to "hears"; answers differ in length."""
     draw, rows = random.Random(seed), []
     for _ in range(count):
         prompt = " ".join(draw.choices(["the", "a", "cat", "dog", "bird"], k=draw.randint(1, 6)))
@@ -78,8 +78,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def job_on(model: Path, data: Path, *, steps: int = 10, **changes: Any) -> TrainerJob:
-    """Two micro-batches a step. Adam divides by the size of a gradient: one that is nothing but rounding would count as
-    any other.
+    """Return a job with two micro-batches a step. Adam divides by the size of a gradient: without a larger epsilon, one
+    of mere rounding would count as any other.
     """
     training = {
         **training_of(steps=steps, batch=8, micro=4, steps_per_epoch=5, learning_rate=1e-3),
@@ -184,7 +184,7 @@ def test_rows_that_are_no_preferences_are_refused(llama, tmp_path, paths, row, c
 
 
 class Losses(TrainerCallback):
-    """Of each step."""
+    """Records the loss of each step."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -195,7 +195,7 @@ class Losses(TrainerCallback):
 
 
 def by_trl(job: TrainerJob, paths: JobPaths, folder: Path, model: Any) -> tuple[list[float], Any]:
-    """The losses of trl's DPOTrainer over the same rows in the same order, and the trainer."""
+    """Train with trl's DPOTrainer over the same rows in the same order; return the losses and the trainer."""
     trl = pytest.importorskip("trl", reason="trl is not installed: make install")
     from datasets import Dataset
 
@@ -276,7 +276,7 @@ def test_losses_weights_and_rewards_are_those_of_trl(family, talk, beta, tmp_pat
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=WITHOUT_DATA)
 def test_real_answers_are_preferred_to_their_own_words_in_another_order(tmp_path, paths):
-    """Which a model cannot tell from how often words are; and as trl learns it."""
+    """Word frequencies cannot tell the two apart; losses equal trl's."""
     draw, rows = random.Random(3), []
     for row in real_rows("instruct/train.jsonl", 900):
         said = row["output"].split()
@@ -335,7 +335,7 @@ def schedule(**changes: Any) -> dict[str, Any]:
 
 
 def stopped_after(job: TrainerJob, paths: JobPaths, step: int) -> None:
-    """Leaves of a whole run what one that was killed after the checkpoint of `step` would have left."""
+    """Train whole, then delete all that a run killed after the checkpoint of `step` would not have written."""
     trained(job, paths)
     for folder in paths.checkpoints.glob("step-*"):
         if int(folder.name.removeprefix("step-")) > step:
@@ -390,7 +390,7 @@ def test_only_rows_that_a_step_reads_are_asked_about(llama, data, paths):
 
 
 def test_dropout_is_off_on_both_sides(tmp_path, data, paths):
-    """Or the untrained model would differ from itself."""
+    """With dropout the untrained model would differ from itself."""
     folder = write_decoder(tmp_path / "gpt2", "gpt2")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(

@@ -1,4 +1,4 @@
-"""The task question-answering: spans of paragraphs over windows, judged as SQuAD's own scripts do."""
+"""The task question-answering: spans of paragraphs over windows, evaluated as by SQuAD's own scripts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORDS = ["where", "is", "the", "in", "and", "a", "we", "saw", ".", "?", "dark", 
 
 
 def question(draw: random.Random, facts: int, *, answered: bool = True) -> dict[str, Any]:
-    """Where one of the things is that the paragraph tells of, or one that it does not tell of."""
+    """Return a question for the place of a thing that the paragraph mentions, or of one that it does not."""
     things = draw.sample(THINGS, min(facts, len(THINGS) - 1))
     sentences = [f"the {thing} is in the {draw.choice(['dark', 'old'])} {draw.choice(PLACES)} ." for thing in things]
     fillers = ["we saw a " + draw.choice(["dark", "old"]) + " door ." for _ in range(facts)]
@@ -64,14 +64,14 @@ def question(draw: random.Random, facts: int, *, answered: bool = True) -> dict[
 
 
 def questions(count: int, seed: int, *, without: bool = False) -> list[dict[str, Any]]:
-    """With paragraphs of one to six facts; every fourth without an answer when asked for."""
+    """Return questions on paragraphs of one to six facts; with `without`, every fourth has no answer."""
     draw = random.Random(seed)
     return [{"id": f"q{i}", **question(draw, 1 + i % 6, answered=not (without and i % 4 == 3))} for i in range(count)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT of 2 layers that knows the words."""
+    """Write a random BERT of 2 layers that knows the words."""
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     folder = tmp_path_factory.mktemp("model")
@@ -112,13 +112,13 @@ def a_job(model: Path, data: Path, *, steps: int = 2, max_length: int = 200, **c
 
 
 def plain_words(text: str) -> list[str]:
-    """As the rules of SQuAD say: lower case, without punctuation and articles."""
+    """Return the words by SQuAD's rules: lower case, without punctuation and articles."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", kept).split()
 
 
 def by_the_rules(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
-    """The best over all gold answers; one that is empty counts as given or not."""
+    """Return the mean of each row's best score over its gold answers; an empty answer is right or wrong as a whole."""
     exact, f1 = 0.0, 0.0
     for answer, texts in zip(said, gold, strict=True):
         scores = []
@@ -134,7 +134,7 @@ def by_the_rules(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str
 
 @pytest.mark.skipif(not SQUAD.is_dir(), reason=WITHOUT_DATA)
 def test_metrics_are_those_of_squad_on_a_thousand_rows() -> None:
-    """Answers that are right, cut, too long, of another row, and none."""
+    """The answers are right, cut, too long, of another row, and none."""
     rows = [row for split in ("validation", "train") for row in read_lines(SQUAD / f"{split}.jsonl")][:1000]
     draw, gold = random.Random(3), [row["answers"]["text"] for row in rows]
     said = []
@@ -239,8 +239,8 @@ def test_an_answer_that_no_window_holds_counts_as_truncated(model: Path, data: P
 
 
 def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[float], float]:
-    """The best span of each row, by trying all, its share among none and the best 20 spans of the 20 likeliest starts
-    and ends, and the mean loss as the model itself computes it; without windows.
+    """Return, without windows, the best span of each row, by trying all; its share among none and the best 20 spans of
+    the 20 likeliest starts and ends; and the mean loss as the model itself computes it.
     """
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 

@@ -123,7 +123,7 @@ def paths(tmp_path: Path) -> JobPaths:
 
 
 class Page(HTMLParser):
-    """Tags balanced or an error, attributes and text kept."""
+    """Parser that requires balanced tags, and keeps attributes and text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows to predict in shards: together they are all rows, once and in order, whatever the format."""
+"""Rows to predict in shards: together they are all rows, once and in order, in every format."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_any_cut_through_a_file_of_lines_gives_each_line_once(tmp_path_factory, 
 
     try:
         whole = cut(len(content) + 1)
-    except Exception as error:  # a file that begins as another format does is refused however it is cut
+    except Exception as error:  # a file that looks like another format is refused however it is cut
         with pytest.raises(type(error)):
             cut(step)
         return

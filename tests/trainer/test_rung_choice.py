@@ -1,4 +1,4 @@
-"""The choice among rungs: what is measured, what is taken, and what is refused with which reason."""
+"""The choice among rungs: measurements, the chosen rung, and the reasons of refusals."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class FakeRung:
     lossy: bool = False
     wrong: int = 0
     f1: float = 0.9
-    """Of the plain model 0.9."""
+    """F1 score of the rung; the plain model has 0.9."""
     setup: float = 0.0
     why_not: str | None = None
     fails: str | None = None
     disturbed: float = 0.0
-    """By other load, when it answers first."""
+    """Seconds that other load adds to its first answer."""
     prepared: int = field(default=0, init=False)
     clock: list[float] = field(default_factory=list, init=False)
 
@@ -60,14 +60,14 @@ class FakePass:
 
 
 class Bench:
-    """Rungs, rows and a clock that moves as they say."""
+    """Rungs, rows and a clock that the rungs move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *rungs: FakeRung) -> None:
         self.clock = [0.0]
         self.answered = 0
         """Times that the sample was answered."""
         self.cold = 0
-        """Answers at the beginning that take twice as long."""
+        """Initial answers that take twice as long."""
         for rung in rungs:
             rung.clock = self.clock
         known: dict[str, Rung] = {rung.name: rung for rung in rungs} | {"none": PLAIN}
@@ -128,7 +128,7 @@ def test_other_load_while_a_rung_is_timed_does_not_decide(monkeypatch: pytest.Mo
 
 
 def test_plain_model_is_timed_after_the_rungs_of_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no further round fits: what it took on a cold machine decides only what is measured."""
+    """This holds if no further round fits, too: a cold machine's time only decides which rungs are measured."""
     bench = Bench(monkeypatch, FakeRung("slow", PLAIN_SECONDS + 2))
     bench.cold = 2
     chosen = bench.choose(remaining=12 * ROWS)

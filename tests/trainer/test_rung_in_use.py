@@ -1,4 +1,4 @@
-"""The stage predict with a rung: what is asked for is what computes, once chosen for all, and the result says so."""
+"""The stage predict with a rung: the requested rung computes, once chosen for all, and the result names it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Upside:
 def test_metric_on_labelled_rows_judges_a_rung(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The labels are what the model itself says."""
+    """The labels are the model's own answers."""
     monkeypatch.setattr(choosing, "rungs_of", lambda _asked: [Upside()])
     monkeypatch.setattr(choosing, "rung_by_name", lambda name: PLAIN if name == "none" else Upside())
     paths = JobPaths(tmp_path / "plain")
@@ -215,7 +215,7 @@ def test_an_attempt_on_a_machine_without_the_rung_of_the_parts_is_refused(
 def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
     fails: bool, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or takes over, when the first one is preempted meanwhile."""
+    """The other takes over if the first is preempted meanwhile."""
     monkeypatch.setattr(prediction_workers, "POLL_SECONDS", 0.02)
     began: list[RungInUse] = []
     waits = threading.Event()

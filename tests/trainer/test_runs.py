@@ -1,5 +1,5 @@
-"""A folder that outlives its job: another run's results move aside, what is done is not done twice, and prepare says
-what it measured.
+"""A folder that outlives its job: another run's results move aside, finished stages are not repeated, and prepare
+reports its measurements.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def state_of(folder: Path) -> dict[str, int]:
 
 @pytest.fixture
 def cluster_job(tiny_data: Path, tiny_bert, tmp_path: Path) -> TrainerJob:
-    """Inference on a model and data on claims, as the operator writes it; the predictions go to another claim."""
+    """Return an inference job with model and data on claims, as the operator writes it, and output on another claim."""
     claims = tmp_path / "claims"
     model = tiny_bert(claims / "models" / "bert", labels=("0", "1"))
     data = claims / "data"

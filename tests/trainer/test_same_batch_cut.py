@@ -1,4 +1,4 @@
-"""What is learnt does not depend on how a global batch is cut into micro-batches, nor on their padding."""
+"""The result of training does not depend on the cut of a global batch into micro-batches, nor on their padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def paragraph(row: int, words: str) -> Row:
-    """The answer is the last word."""
+    """Return a question whose answer is the last word."""
     start = words.rindex(" ") + 1 if " " in words else 0
     return {"question": "a cat", "context": words, "answers": {"text": [words[start:]], "answer_start": [start]}}
 
@@ -54,7 +54,7 @@ TASKS: dict[str, tuple[str, Callable[[int, str], Row]]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> dict[str, Path]:
-    """All without dropout."""
+    """Models without dropout."""
     folder = tmp_path_factory.mktemp("models")
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return {
@@ -66,7 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Pa
 
 @pytest.fixture
 def data(tmp_path: Path, task: str) -> Path:
-    """Twelve rows of 1 to 60 words."""
+    """Write twelve rows of 1 to 60 words."""
     draw = random.Random(4)
     sizes = [1, 2, 60, 3, 1, 40, 5, 2, 25, 1, 8, 4]
     rows = [TASKS[task][1](at, " ".join(draw.choices(WORDS, k=size))) for at, size in enumerate(sizes)]
@@ -76,7 +76,7 @@ def data(tmp_path: Path, task: str) -> Path:
 
 
 def trained(task: str, model: Path, data: Path, paths: JobPaths, cut: int, **changes: Any) -> TrainerJob:
-    """One step of plain gradient descent over all rows, cut into so many micro-batches."""
+    """Train one step of plain gradient descent over all rows, cut into so many micro-batches."""
     how = {"optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "scheduler": "constant", **changes}
     training = training_of(steps=1, batch=ROWS, micro=ROWS // cut, **how)
     columns = list(TASKS[task][1](0, "a"))
@@ -109,7 +109,7 @@ def test_a_global_batch_cut_into_any_number_of_micro_batches_teaches_the_same(
 def test_the_loss_of_training_is_that_of_evaluation(
     task: str, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    """On the same rows and weights; masked-lm hides other tokens in each."""
+    """Both are of the same rows and weights; masked-lm hides other tokens in each."""
     paths = JobPaths(tmp_path / "w")
     job = trained(task, models[TASKS[task][0]], data, paths, 2, learning_rate=1e-12)
     paths.state.mkdir(exist_ok=True)

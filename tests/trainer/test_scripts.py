@@ -40,9 +40,7 @@ HOSTILE = {
 
 @dataclass
 class Pods:
-    """Runs stages of one job as pods do with `--with ...`, else as the one rank that a pod would start: that is
-    quicker.
-    """
+    """Runs stages of one job as pods do with `--with ...`, else, faster, as the single rank that a pod would start."""
 
     folder: Path
     job: TrainerJob
@@ -95,7 +93,7 @@ class Pods:
         return self.folder / f"termination-{number}.json"
 
     def seen(self, rank: int = 0) -> dict[str, Any]:
-        """What the telltale has left."""
+        """Return the file that the telltale has written."""
         found: dict[str, Any] = json.loads((self.paths.checkpoints / f"seen-{rank}.json").read_text())
         return found
 
@@ -108,7 +106,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GitHost]:
 
 @pytest.fixture
 def pods_of(host: GitHost, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Callable[..., Pods]:
-    """Pods of a job whose program is `files`, committed as `repository`."""
+    """Return a function that makes pods of a job whose program is `files`, committed as `repository`."""
 
     def make(files: Mapping[str, str], *, processes: int = 1, inference: bool = False, **script: Any) -> Pods:
         repository = f"{tmp_path.name}.git"
@@ -139,7 +137,7 @@ def torchrun() -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_the_documented_program_trains_stops_resumes_and_its_model_is_measured(pods_of):
-    """On 2 processes, told to stop after its first checkpoint."""
+    """The program runs on 2 processes and is asked to stop after its first checkpoint."""
     pods = pods_of(
         {"classify/train.py": documented("python")},
         processes=2,
@@ -321,7 +319,7 @@ def test_an_end_is_told_by_class_reason_and_the_programs_own_words(case: str, po
 
 
 def put_code(pods: Pods) -> None:
-    """What prepare leaves, without its seconds."""
+    """Write the output of prepare without running it, which saves seconds."""
     from finetune_trainer.scripts.code import fetch_code
 
     assert pods.job.script is not None
@@ -465,7 +463,7 @@ def script_of(host: GitHost, repository: str, **fields: Any) -> Script:
 
 @pytest.fixture
 def found(host: GitHost, monkeypatch: pytest.MonkeyPatch) -> GitHost:
-    """The host, which git of this process finds."""
+    """Return the host, and let this process's git find it."""
     for name, value in host.environment.items():
         monkeypatch.setenv(name, value)
     return host
@@ -589,7 +587,7 @@ def test_a_reference_of_any_kind_is_fetched_once_and_stays_its_commit(kind: str,
 
 
 def test_git_obeys_nobodys_configuration(found: GitHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Neither a file of whoever runs it nor its variables: both could send it elsewhere or run programs."""
+    """Neither a file nor the variables of the user who runs it count: both could redirect it or run programs."""
     found.commit("plain", TELLTALE_FILES)
     home = tmp_path / "home"
     home.mkdir()
@@ -633,7 +631,7 @@ def test_prepare_refuses_data_that_are_not_there(pods_of):
 
 
 class Told:
-    """A sink that remembers."""
+    """A sink that records updates."""
 
     def __init__(self) -> None:
         self.updates: list[tuple[int, int, dict[str, float]]] = []
@@ -642,7 +640,7 @@ class Told:
         self.updates.append((step, total, values))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def test_without_a_server_transformers_own_callback_reaches_the_progress_of_the_stage(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Rows whose tokens are divided among processes are learnt as in one process, are refused by name where they cannot be
+"""Rows whose tokens are divided among processes train as in one process, are refused by name where they cannot be
 divided, and leave an ordinary Hub folder.
 """
 
@@ -48,7 +48,7 @@ class Case:
     micro: int = 8
     settings: Mapping[str, Any] = field(default_factory=dict)
     config: tuple[tuple[str, Any], ...] = ()
-    """Of the model, beside the family's."""
+    """Config fields of the model, beside the family's."""
     training: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,8 +105,8 @@ def axes(case: Case) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of 3 to 32 words, many of another number of tokens than slices divide; and the same as prompts, of which
-    nothing is learnt, with short answers.
+    """Write texts of 3 to 32 words, many with a number of tokens that slices do not divide; and the same as prompts,
+    which are not learnt, with short answers.
     """
     folder = tmp_path_factory.mktemp("texts")
     for seed, (split, count) in enumerate({"train": 160, "validation": 21}.items()):
@@ -117,7 +117,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bench_of(tmp_path_factory: pytest.TempPathFactory, prepared: Callable[..., Any], data: Path) -> Callable[..., Any]:
-    """A case -> a bench with its tiny model, prepared once for all that have the same."""
+    """Return a function: case -> a bench with its tiny model, prepared once for all cases with the same one."""
     made: dict[Any, Any] = {}
 
     def of(case: Case) -> Any:
@@ -135,12 +135,12 @@ def bench_of(tmp_path_factory: pytest.TempPathFactory, prepared: Callable[..., A
 
 
 def divided(bench: Any, case: Case) -> Any:
-    """The bench's training as the case has it."""
+    """Return the bench's training, divided as in the case."""
     return bench.in_replicas(case.spread, case.replicas, case.micro, **case.training)
 
 
 def deepspeed_of(run: Any) -> dict[str, Any] | None:
-    """As the operator renders it: DeepSpeed takes all processes for replicas."""
+    """Return the configuration as the operator renders it: DeepSpeed takes all processes for replicas."""
     strategy = run.job.training.strategy
     if strategy.name != "deepspeed":
         return None
@@ -150,9 +150,7 @@ def deepspeed_of(run: Any) -> dict[str, Any] | None:
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory, bench_of) -> Callable[[Case], Any]:
-    """A case -> the run in one process, made once for all that it is compared with, and the run of the case with its
-    end.
-    """
+    """Return a function: case -> the run in one process, shared by equal cases, the case's run, and its end."""
     alone: dict[Any, Any] = {}
 
     def run(case: Case) -> tuple[Any, Any, Any]:
@@ -188,7 +186,7 @@ def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of
         assert [line[figure] for line in measured] == wanted, figure
     assert max(compared(run, alone)) <= WEIGHTS_TOLERANCE
 
-    # An ordinary Hub folder, and the report says what ran.
+    # The result is an ordinary Hub folder, and the report names the real strategy.
     assert (run.paths.model / "config.json").read_text() == (alone.paths.model / "config.json").read_text()
     train = json.loads(run.paths.metrics.read_text())["train"]
     ran = (train["strategy"], train["world_size"], train["steps"])
@@ -203,7 +201,7 @@ WAYS = {
         Case("llama", "fsdp", training=SCHEDULE, sequence=4),
         Case("llama", "single", training=SCHEDULE, sequence=1),
     ],
-    # Shards belong to so many processes, whatever rows they read.
+    # Shards belong to a fixed number of processes, whatever rows those read.
     "a stage's shards": [
         Case("llama", "deepspeed", sequence=1, replicas=4, micro=2, **ZERO),
         Case("llama", "deepspeed", sequence=2, replicas=2, micro=4, **ZERO),
@@ -223,7 +221,7 @@ def test_a_run_goes_on_at_the_same_row_however_rows_are_divided(ways: list[Case]
         ended = part.run(processes=way.processes, deepspeed=deepspeed_of(part))
         assert ended.exit_code == 0, ended.output
         assert index == 0 or f"Resuming from {run.paths.checkpoints}/step-{4 * index}" in ended.output
-        # The next way finds the run as it was after 4 steps of this one.
+        # The next way resumes the run as it was after 4 steps of this one.
         for folder in run.paths.checkpoints.glob("step-*"):
             if int(folder.name.removeprefix("step-")) > 4 * (index + 1):
                 shutil.rmtree(folder)
@@ -236,13 +234,13 @@ def test_bf16_follows_fp32_and_leaves_fp32_weights(bench_of, run_of, tmp_path: P
     run = divided(bench_of(Case("llama")).at(tmp_path / "w"), Case("llama", training={"precision": "bf16"}))
     ended = run.run(processes=2)
     assert ended.exit_code == 0, ended.output
-    # bf16 has 8 bits of precision: close, and not the same, for then it would not be in effect.
+    # bf16 has 8 bits of precision: losses are close, but not equal, which would mean that it is not in effect.
     assert run.losses() == pytest.approx(alone.losses(), rel=5e-2)
     assert run.losses() != pytest.approx(alone.losses(), rel=1e-5)
     assert {tensor.dtype for tensor in run.weights().values()} == {torch.float32}
 
 
-# --------------------------------------------------------------------------------------------------- what each one has
+# ---------------------------------------------------------------------------------------------------- slices of a rank
 
 
 @given(width=st.integers(1, 40), count=st.integers(1, 8), packed=st.booleans())
@@ -258,12 +256,12 @@ def test_slices_together_are_the_batch(width: int, count: int, packed: bool) -> 
     assert widths == {-(-width // count)}
     joined = {name: torch.cat([part[name] for part in parts], 1) for name in ("input_ids", "position_ids", "labels")}
     assert joined["input_ids"][:, :width].equal(ids)
-    # Each token has the label of the one behind it; the last one, and what is filled up, none.
+    # Each token has the label of the next one; the last one, and padding, have none.
     assert joined["labels"][:, : width - 1].equal(ids[:, 1:] + 100)
     assert set(joined["labels"][:, width - 1 :].flatten().tolist()) == {NOT_LEARNT}
     positions = ids % 3 if packed else torch.arange(width).expand(2, width)
     assert joined["position_ids"][:, :width].equal(positions)
-    # The model may have no position behind those of its longest row.
+    # The model may have no position beyond its longest row.
     assert int(joined["position_ids"].max()) <= int(positions.max())
     assert all(part["shift_labels"].equal(part["labels"]) for part in parts)
     assert all((ROW_POSITIONS in part) == packed for part in parts)

@@ -1,4 +1,4 @@
-"""The model server: each protocol and each task, against the answers of the stage predict."""
+"""The model server: each protocol and each task, compared with the answers of the stage predict."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEADS = {
 
 
 def write_model(folder: Path, task: str, tiny_bert: Callable[..., Path]) -> Path:
-    """A random model with the task's head; its weights are so large that rows differ."""
+    """Write a random model with the task's head; its weights are large enough for rows to differ."""
     if task == "text-generation":
         return write_decoder(folder, words=WORDS)
     if task in ("summarization", "translation"):
@@ -85,7 +85,7 @@ def bench(request: Any, tmp_path_factory: pytest.TempPathFactory, tiny_bert: Cal
 
 
 def columns(task: str) -> set[str]:
-    """Columns of the predictions that the model answers."""
+    """Return the columns of the predictions that the model answers."""
     known = {
         "text-classification": {"label", "score", "scores"},
         "token-classification": {"tags", "scores", "entities"},
@@ -96,7 +96,7 @@ def columns(task: str) -> set[str]:
 
 
 def close(found: Any, wanted: Any) -> bool:
-    """Equal, numbers within 1e-5."""
+    """Return whether both are equal, numbers to within 1e-5."""
     if isinstance(wanted, dict):
         return set(found) == set(wanted) and all(close(found[name], wanted[name]) for name in wanted)
     if isinstance(wanted, list):
@@ -161,7 +161,7 @@ def test_metadata_names_task_and_labels(bench: Bench) -> None:
 
 
 def events(content: bytes) -> list[Any]:
-    """Data of server-sent events; the last is [DONE]."""
+    """Return the data of server-sent events; the last is [DONE]."""
     parts = content.decode().strip().split("\n\n")
     assert parts[-1] == "data: [DONE]"
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]

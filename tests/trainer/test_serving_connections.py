@@ -1,4 +1,4 @@
-"""The model server and its connections: slow ones are closed, and many requests leave nothing behind."""
+"""The model server's connections: slow ones are closed, and many requests leave nothing behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n"
 BODY = b'{"inputs": "a"}'
 MANY = 2000
 GROWTH = 40 << 20
-"""Bytes that the process may grow by over so many requests: allocators keep what large batches needed."""
+"""Bytes that the process may grow by over so many requests: allocators keep memory that large batches needed."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def connected(server: Served) -> socket.socket:
 
 
 def answer_of(client: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
+    """Return all that the server sends until it closes the connection."""
     found = b""
     while part := client.recv(65536):
         found += part
@@ -108,7 +108,7 @@ def test_connection_whose_client_does_not_read_is_closed(model: Path, tmp_path: 
 
 
 def _served_connections(server: Served) -> int:
-    """Connections that the server in this process has accepted."""
+    """Return the number of established connections that the server in this process has accepted."""
     return sum(
         each.laddr.port == server.port and each.status == psutil.CONN_ESTABLISHED
         for each in psutil.Process().net_connections("tcp")
@@ -116,7 +116,7 @@ def _served_connections(server: Served) -> int:
 
 
 def mixed(draw: random.Random) -> tuple[str, bytes, int]:
-    """A path, a body, and the code that it gets."""
+    """Return a path, a body, and the expected status code."""
     match draw.randrange(8):
         case 0:
             return "/", b'{"inputs": ', 400
@@ -147,7 +147,7 @@ def test_many_mixed_requests_leave_no_memory_descriptor_or_thread(model: Path, t
             connection.close()
 
         def round_of(count: int) -> tuple[int, int, int]:
-            """Descriptors, threads and memory after so many requests of 4 clients."""
+            """Return descriptors, threads and memory after so many requests of 4 clients."""
             askers = [threading.Thread(target=ask, args=(seed, count // 4)) for seed in range(4)]
             for each in askers:
                 each.start()
@@ -189,14 +189,14 @@ def test_rung_by_name_answers_within_its_tolerance(model: Path, tmp_path: Path, 
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """No file can be made in `folder`, as in the workspace of an endpoint's pods."""
+    """Make `folder` refuse new files, as the workspace of an endpoint's pods."""
     folder.mkdir()
     if os.geteuid() != 0:
         folder.chmod(0o555)
         yield
         folder.chmod(0o755)
         return
-    # Modes do not hold back root.
+    # Root ignores modes.
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"root may not mount here: {mounted.stderr.strip()}")
@@ -227,7 +227,7 @@ def test_converted_model_of_older_weights_is_not_served(tiny_bert: Callable[...,
     with made_or_skipped(job_of(model, optimization="onnx"), tmp_path / "job") as server:
         before = server.ask("/", asked).json[0]
     weights = load_file(model / "model.safetensors")
-    # Both signs would cancel out.
+    # With both signs changed, the change would cancel out.
     changed = {name: -tensor if "classifier" in name else tensor for name, tensor in weights.items()}
     save_file(changed, model / "model.safetensors", {"format": "pt"})
     with served(job_of(model), JobPaths(tmp_path / "plain")) as server:

@@ -1,4 +1,4 @@
-"""The model server with requests that are wrong, too many or too late."""
+"""The model server under requests that are wrong, too many or too late."""
 
 from __future__ import annotations
 
@@ -173,10 +173,10 @@ def test_requests_that_wait_are_tokenised_and_computed_together(server: Served) 
 
     def seen(form: Any, rows: Any) -> Any:
         batches.append(("encode", len(rows)))
-        server.state.batcher._token_seconds = 0.0  # the time that the first was held bounds no batch
+        server.state.batcher._token_seconds = 0.0  # the time that the first was held limits no batch
         return encode(form, rows)
 
-    engine.answer, engine.encode = held, seen  # type: ignore[method-assign]  # to see what is done at once
+    engine.answer, engine.encode = held, seen  # type: ignore[method-assign]  # to see the work done at once
     replies: dict[str, Any] = {}
     texts = ["a film", "good", "bad film", "a good film"]
     askers = [

@@ -1,4 +1,4 @@
-"""Text on its way from a model to a client: up to a stop, and in pieces that a slow client takes together."""
+"""Text from a model to a client: up to a stop, and in pieces that a slow client gets together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that write, behind OpenAI's API: chat, preferences, how texts end, and requests that share the model."""
+"""Generating models behind OpenAI's API: chat, preferences, ends of texts, and requests that share the model."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def chatting(request: Any, decoder: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def events(reply: Reply) -> list[Any]:
-    """Data of server-sent events, but the [DONE] at their end."""
+    """Return the data of server-sent events, without the [DONE] at their end."""
     parts = reply.content.decode().strip().split("\n\n")
     assert parts[-1] == "data: [DONE]"
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
 
 
 def plainly(server: Served, tokens: int) -> Any:
-    """The tokens that `generate` of transformers writes behind the conversation, by itself."""
+    """Return the tokens that transformers' own `generate` writes after the conversation."""
     engine = server.state.engine
     given = engine.tokenizer.apply_chat_template(
         CONVERSATION, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -205,7 +205,7 @@ def test_fields_that_ask_for_nothing_are_taken(chatting: Served) -> None:
 
 
 class biased:  # noqa: N801 (reads as a function)
-    """Let the model of a server see a token as so much likelier than it is."""
+    """Raises the logit of a token in a server's model by `by`."""
 
     def __init__(self, server: Served, token: int, by: float) -> None:
         self._head = server.state.engine.answerer.model.get_output_embeddings()
@@ -223,7 +223,7 @@ class biased:  # noqa: N801 (reads as a function)
 
 
 def never_ending(server: Served) -> biased:
-    """The model does not end its texts by itself."""
+    """Keep the model from ending its texts by itself."""
     return biased(server, 3, -100.0)
 
 
@@ -252,7 +252,7 @@ def test_short_requests_are_written_while_a_long_stream_is(chatting: Served) -> 
 
     def step(module: Any, given: Any) -> None:
         steps.append(threading.current_thread().name)
-        if len(steps) == 5:  # the long one goes on when the short ones have come
+        if len(steps) == 5:  # the long one continues when the short ones have come
             wait_until(lambda: batcher.queued == 3, "two more requests are there")
 
     replies: list[Reply] = []

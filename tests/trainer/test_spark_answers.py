@@ -30,7 +30,7 @@ WRITTEN = {"max_new_tokens": 4}
 
 @dataclass(frozen=True)
 class Case:
-    """A task, its model, its rows, and one that cannot be answered with the reason."""
+    """A task, its model, its rows, and a row that cannot be answered, with the reason."""
 
     task: str
     model: str
@@ -120,7 +120,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Pa
 
 
 def of_stage(case: Case, model: Path, folder: Path) -> list[dict[str, Any]]:
-    """What the stage writes for the rows, without their numbers."""
+    """Return the stage's output for the rows, without their numbers."""
     file = write_lines(folder / "rows.jsonl", case.rows)
     source = {"uri": f"file://{file}", "columns": {role: role for role in case.rows[0]}}
     means = {"device": "cpu", "batch_tokens": 512, "dataset": source}
@@ -133,7 +133,7 @@ def of_stage(case: Case, model: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def close(row: dict[str, Any]) -> Any:
-    """For a comparison of numbers to within 1e-5, of all else as it is."""
+    """Return the row with numbers that compare equal to within 1e-5."""
     if isinstance(row, dict):
         return {name: close(value) for name, value in row.items()}
     if isinstance(row, list):

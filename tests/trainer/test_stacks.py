@@ -1,4 +1,4 @@
-"""A process that makes no progress says where it stands, whatever it hangs in."""
+"""A process that makes no progress prints its stacks, whatever it hangs in."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ sys.exit(as_rank(3, 4, work))
 
 
 def ran(tmp_path: Path, seconds: int, then: str) -> str:
-    """Run PROGRAM with that limit of silence; return what it writes to its standard error."""
+    """Run PROGRAM with that limit of silence; return its standard error."""
     script, errors = tmp_path / "rank.py", tmp_path / "errors"
     script.write_text(PROGRAM.format(then=then, patience=patient(120)))
     with errors.open("w+b") as file:

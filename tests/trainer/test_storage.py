@@ -1,4 +1,4 @@
-"""A full volume is told by its path, by what was to be written, and by the space that was left."""
+"""A full volume is reported with its path, the intended write, and the space that was left."""
 
 from __future__ import annotations
 

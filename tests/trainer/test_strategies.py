@@ -87,11 +87,11 @@ LABELS = {
     "fsdp of gradients and optimizer state": "fsdp-grad-op",
     "fsdp in two nodes with a copy on each": "fsdp-hybrid",
 }
-"""Case -> how metrics.json calls the strategy, where that is not its bare name."""
+"""Case -> the strategy's name in metrics.json, where that is not its bare name."""
 
 
 def axes(case: tuple[Any, int, int | None, dict[str, Any]]) -> dict[str, Any]:
-    """Neighbours: each engine with the state that it offloads, and with its sharding; both kinds of activations."""
+    """Neighbours: each engine with its offloaded state, and with its sharding; both kinds of activations."""
     name, processes, micro, settings = case
     strategy = Strategy(name=name, **settings)
     sharding = "secondary" if strategy.zero_stage == 3 and processes > 2 else strategy.fsdp_sharding
@@ -111,7 +111,7 @@ def cost(case: tuple[Any, int, int | None, dict[str, Any]]) -> float:
 
 @pytest.fixture
 def access_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DeepSpeed reads and writes its files with, compiled ahead: that takes longer than a stage has here."""
+    """Compile DeepSpeed's file access ahead: that takes longer than the limit of a stage."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if "FINETUNE_TEST_COMPILE" not in os.environ:
@@ -124,7 +124,7 @@ def access_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def difference(one, other, without: str = " ") -> float:
-    """The largest between the weights that two runs have left, those apart whose names end with `without`."""
+    """Return the largest difference between two runs' weights, except those whose names end with `without`."""
     mine, theirs = one.weights(), other.weights()
     assert mine.keys() == theirs.keys()
     kept = [name for name in theirs if not name.endswith(without)]
@@ -149,7 +149,7 @@ def test_losses_gradients_and_weights_agree_with_one_process(case: str, whole_ru
         assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-3), name
     assert max(compared(run, alone)) <= 1e-5
 
-    # What was left behind is an ordinary Hub folder, and the report says what ran.
+    # The result is an ordinary Hub folder, and the report names the real strategy.
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     assert AutoModelForSequenceClassification.from_pretrained(run.paths.model).config.num_labels == 2
@@ -195,7 +195,7 @@ def test_state_in_files_gives_the_same_weights_and_survives_an_interruption(wide
     assert "step 2" in resumed.output
     assert difference(run, alone) <= 1e-5
 
-    # Parameters as well: on a CPU in bf16 alone.
+    # Parameters as well, which on a CPU works in bf16 only.
     halves = run.at(tmp_path / "bf16").spread("deepspeed", 2, **{**settings, "offload_parameters": "nvme"})
     halves = halves.with_training(precision="bf16")
     ended = halves.run(processes=2, deepspeed=halves.deepspeed_config())
@@ -224,8 +224,8 @@ def test_other_optimizers_agree_with_one_process(optimizer, rate, strategy, sett
     ended = run.run(processes=2, deepspeed=config)
     assert ended.exit_code == 0, ended.output
     assert run.losses() == pytest.approx(alone.losses(), rel=1e-4)
-    # Softmax takes no notice of the bias of the keys: its gradient is rounding alone, which Adafactor, unlike Adam,
-    # makes as large as any.
+    # Softmax ignores the keys' bias: its gradient is mere rounding, which Adafactor, unlike Adam, makes as large as
+    # any.
     assert difference(run, alone, without="key.bias" if optimizer == "adafactor" else " ") <= 1e-5
 
 
@@ -247,7 +247,7 @@ def test_fsdp_in_bf16_on_two_processes_follows_fp32_and_leaves_fp32_weights(whol
     run = bench.at(tmp_path / "w").spread("fsdp", 2).with_training(precision="bf16")
     ended = run.run(processes=2)
     assert ended.exit_code == 0, ended.output
-    # bf16 has 8 bits of precision: close, and not the same, for then it would not be in effect.
+    # bf16 has 8 bits of precision: losses are close, but not equal, which would mean that it is not in effect.
     assert run.losses() == pytest.approx(alone.losses(), rel=5e-2)
     assert run.losses() != pytest.approx(alone.losses(), rel=1e-5)
     assert {tensor.dtype for tensor in run.weights().values()} == {torch.float32}

@@ -1,4 +1,4 @@
-"""A strategy that is not what was asked for is an error: each check is handed what it must refuse."""
+"""A strategy other than the requested one is an error: each check gets a case that it must refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune_trainer.failures import StageError
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of one."""
+    """Make this process a group of one."""
     import os
 
     import torch
@@ -95,7 +95,7 @@ def test_fsdp_refuses_ddp_whole_parameters_the_wrong_mesh_and_unsharded_blocks(g
     assert refusal(fsdp(device="cuda"), placed(sharded, sharded)) == "WrongMesh"
 
     plain = tiny(tiny_model)
-    # What accelerate makes of FSDP on CPU.
+    # accelerate's result of FSDP on CPU.
     assert refusal(asked, placed(plain, torch.nn.parallel.DistributedDataParallel(plain))) == "NotFullySharded"
 
     partly = tiny(tiny_model)
@@ -183,7 +183,7 @@ def test_deepspeed_refuses_another_stage_offload_precision_world_and_no_engine(g
     }
     assert refusal(DeepSpeed(asked, "fp32", 1, config, scratch), placed(model, model)) == "NotDeepSpeed"
 
-    # An engine that says one stage and has the optimizer of another; and one that says 3 with whole parameters.
+    # An engine that reports one stage and has the optimizer of another; and one that reports 3 with whole parameters.
     engine.optimizer, kept = engine.optimizer.optimizer, engine.optimizer
     assert refusal(DeepSpeed(asked, "fp32", 1, config, scratch), found) == "WrongOptimizer"
     engine.optimizer = kept

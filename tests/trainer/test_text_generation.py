@@ -1,4 +1,4 @@
-"""The task text-generation: what is learnt, packs whose rows do not see each other, and what is written."""
+"""The task text-generation: learnt tokens, packs whose rows do not see each other, and written texts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def encoded(rows: dict[str, list[Any]], targets: list[Any] | None, **settings: A
     return TextGeneration().encode(rows, wanted, coding(**settings))
 
 
-# ------------------------------------------------------------------------------------------------------ what is learnt
+# ------------------------------------------------------------------------------------------------------- learnt tokens
 
 
 def test_a_text_is_learnt_whole_but_its_first_token_and_ends() -> None:
@@ -203,7 +203,7 @@ def test_packs_are_filled_as_well_as_they_can_be() -> None:
 
 
 def alone(model: Any, text: str) -> list[float]:
-    """Of each token but the first its cross-entropy, in a pass over nothing else."""
+    """Return the cross-entropy of each token but the first, in a pass over nothing else."""
     ids = torch.tensor([[*ids_of(text), 3]])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, :-1].float()
@@ -260,7 +260,7 @@ def test_packs_of_a_model_that_is_to_keep_its_cache_are_refused(llama, data, pat
 
 
 def test_a_model_that_mixes_rows_all_the_same_is_refused(llama, data, paths, monkeypatch):
-    """As one whose masks no longer look at positions would be."""
+    """A model whose masks ignore positions would mix them."""
     import transformers.masking_utils
 
     job = task_job(
@@ -309,8 +309,8 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(llama, data, paths, packi
     expected = [lost for row in texts(14, 2) for lost in alone(model, row["text"])]
     assert measured["loss"] == pytest.approx(np.mean(expected), rel=1e-5)
     assert measured["perplexity"] == pytest.approx(math.exp(np.mean(expected)), rel=1e-5)
-    # A noun of three follows an article, a verb of three follows a noun: 2.56 is what can be learnt of that, 2.58 and
-    # 2.60 were, and who knows no more than how often each word comes has 7.2.
+    # One noun of three follows an article, one verb of three a noun: 2.56 is the least possible, 2.58 and 2.60 were
+    # measured, and knowing only the words' frequencies gives 7.2.
     assert measured["perplexity"] < 3.5
     assert (measured["rows"], measured["split"]) == (14, "test")
 
@@ -429,7 +429,7 @@ def test_conversations_are_learnt_judged_and_answered(llama, tmp_path, paths):
 @pytest.mark.skipif(not DATA.is_dir(), reason=WITHOUT_DATA)
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
 def test_real_instructions_are_learnt(tmp_path, paths, packing):
-    """A random model of two layers gets from guessing among all words to well below in a few steps."""
+    """A random model of two layers gets far below guessing among all words in a few steps."""
     asked = [
         {"source": f"{row['instruction']} {row['input']} =>", "target": row["output"]}
         for row in real_rows("instruct/train.jsonl", 420)

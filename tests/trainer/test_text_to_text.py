@@ -1,4 +1,4 @@
-"""The tasks summarization and translation: a decoder learns what becomes of a text, and is judged by what it writes."""
+"""The tasks summarization and translation: a decoder learns to transform a text, and is evaluated by its output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ANIMALS, VERBS = ["cat", "dog", "bird"], ["sees", "hears", "finds"]
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """A noun and a verb become the next ones of their lists."""
+    """Return rows in which a noun and a verb become the next ones of their lists."""
     draw = random.Random(seed)
     found = []
     for number in range(count):
@@ -57,7 +57,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("task", "family", "steps"), [("summarization", "t5", 12), ("translation", "bart", 24)])
 def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, task, family, steps):
-    """Not quite to the end, and some rows ask for what nobody taught: some are right, and some wrong."""
+    """Training is not quite complete, and some rows have untaught targets: some answers are right, and some wrong."""
     asked = rows(20, 2)
     for row in asked[:4]:
         row["target"] = " ".join(reversed(row["target"].split()))

@@ -1,4 +1,4 @@
-"""Where the time of a training goes: parts that add up to the whole, under every strategy, and tokens with padding."""
+"""Time of a training: parts that add up to the whole, under every strategy, and tokens with padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSES = {"forward", "backward"}
 
 @dataclass
 class Played:
-    """Moments that a test gives, as a device would that lags behind the host."""
+    """A clock with given moments, as of a device that lags behind the host."""
 
     moments: list[float]
     name: Any = "cuda-events"
@@ -48,7 +48,7 @@ def test_time_goes_to_the_part_in_which_the_device_spent_it(monkeypatch):
     clock = PartClock(Played([0.0, 0.5, 1.0, 1.25, 3.0, 3.25]))
     for part in ("data", "forward", "data", "forward"):
         clock.enter(part)
-    # The host's clock went on for 0.25 s more than the device's.
+    # The host's clock ran for 0.25 s more than the device's.
     assert clock.lap() == {"start": 0.5, "data": 0.5 + 1.75, "forward": 0.25 + 0.25, "rest": 0.25}
 
 
@@ -125,7 +125,7 @@ def assert_divided(run, ended, parts: set[str], mixed: set[str]) -> None:
     assert split.parts["optimizer"] > 0
     assert len(found["peak_memory_bytes_by_rank"]) == found["world_size"] == 2
     assert max(found["peak_memory_bytes_by_rank"]) == found["peak_memory_bytes"]
-    # What the operator reads stays small and flat.
+    # The operator's part of the report stays small and flat.
     told = ended.reports[0].metrics["train"]
     assert found.keys() - told.keys() == {"time", "peak_memory_bytes_by_rank"}
 

@@ -1,4 +1,4 @@
-"""The task token-classification: a tag for every word, whatever the tokenizer and the windows make of it."""
+"""The task token-classification: a tag for every word, for any tokenizer and windows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SMALL = {**INFERENCE, "batch_tokens": 256}
 
 
 def sentence(draw: random.Random, least: int) -> dict[str, Any]:
-    """At least so many words; places and people among others."""
+    """Return at least so many words; places and people among others."""
     tokens: list[str] = []
     tags: list[str] = []
     while len(tokens) < least:
@@ -63,13 +63,13 @@ def sentence(draw: random.Random, least: int) -> dict[str, Any]:
 
 
 def sentences(count: int, seed: int, long: int = 60) -> list[dict[str, Any]]:
-    """Of 3 to 20 words, and every fifth with `long`."""
+    """Return sentences of 3 to 20 words, every fifth with `long`."""
     draw = random.Random(seed)
     return [{"id": f"r{i}", **sentence(draw, long if i % 5 == 4 else draw.randint(3, 20))} for i in range(count)]
 
 
 def write_model(folder: Path, kind: str) -> Path:
-    """A random model of 2 layers in Hub layout whose tokenizer cuts words into pieces: BERT's (WordPiece), or
+    """Write a random model of 2 layers in Hub layout whose tokenizer cuts words into pieces: BERT's (WordPiece), or
     Longformer's (bytes, with an attention window of 8).
     """
     from tokenizers import ByteLevelBPETokenizer
@@ -239,7 +239,7 @@ def test_only_models_that_ask_for_it_are_told_which_tokens_attend_to_all(
 
 
 def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
-    """Logits of each row's words without windows, padding, batches or anything of ours."""
+    """Return the logits of each row's words without windows, padding, batches or any code of ours."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     network = AutoModelForTokenClassification.from_pretrained(paths.model).eval()
@@ -287,7 +287,7 @@ def test_evaluation_and_predictions_are_what_a_plain_loop_and_seqeval_say(
 def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_order(
     models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
-    """Also words of which the tokenizer leaves nothing."""
+    """Rows include words that the tokenizer reduces to nothing."""
     rows = sentences(15, 2)
     rows[3]["tokens"][1] = "\u200b"
     write_lines(data / "test.jsonl", rows)
@@ -312,7 +312,7 @@ def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_orde
 def test_words_of_which_the_tokenizer_leaves_nothing_are_missed(
     names: tuple[str, str], models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
-    """All words of the last row, and of the metrics their share; whichever tag is the first."""
+    """The last row misses all words, and the metrics miss their share, whichever tag is the first."""
     first, second = names
     rows = [{"id": "even", "tokens": ["we", "saw"], "tags": [first, second]}] * 7
     odd = {"id": "odd", "tokens": ["\u200b", "\u200b"], "tags": [first, first]}
@@ -339,7 +339,7 @@ def test_words_of_which_the_tokenizer_leaves_nothing_are_missed(
 def test_the_loss_of_a_step_is_the_mean_over_its_words_also_with_windows_that_have_none(
     models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
-    """One word fills several windows, of which the first alone answers it."""
+    """One word fills several windows, of which only the first answers it."""
     rows = [{"tokens": ["we", "x" * 200], "tags": ["O", "B-person"]}, *sentences(7, 5, long=8)]
     write_lines(data / "train.jsonl", rows)
     job = a_job(models["bert"], data, max_length=16)
@@ -369,7 +369,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_words_also_with_windows_that_ha
 
 
 def test_tags_that_are_no_entities_are_judged_one_by_one(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
-    """As parts of speech are."""
+    """Such tags are parts of speech."""
     from sklearn.metrics import f1_score
 
     for split in ("train", "validation", "test"):
@@ -401,7 +401,7 @@ def test_the_card_and_the_report_are_of_a_tagger(models: dict[str, Path], data: 
 
 
 def test_class_ids_and_a_trained_model_keep_their_names(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
-    """A model that is not trained decides the ids; data that know only ids fit."""
+    """An untrained model decides the ids; data with ids only fit."""
     trained(a_job(models["bert"], data), paths)
     names = PreparedData.open(paths).facts.labels
     numbers = [{**row, "tags": [names.index(tag) for tag in row["tags"]]} for row in sentences(15, 2)]

@@ -1,4 +1,4 @@
-"""TensorBoard, MLflow and W&B, asked what they were told: the curves of the history, also of a run that was resumed."""
+"""Records of TensorBoard, MLflow and W&B: the curves of the history, also of a run that was resumed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def curve(run: Any, name: str) -> dict[int, float]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag -> step and value, as TensorBoard shows them."""
+    """Return tag -> step and value, as TensorBoard shows them."""
     pytest.importorskip("tensorboard", reason="the extra tracking is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -46,12 +46,12 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def short(run: Any, report_to: object, steps: int = STEPS, **changes: Any) -> Any:
-    """The tiny job over a few steps."""
+    """Return the tiny job over a few steps."""
     return run.with_training(arguments={"report_to": report_to}, max_steps=steps, steps_per_epoch=12, **changes)
 
 
 def failing_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends the training in the middle, as anything may."""
+    """Make the training fail after that step."""
     from finetune_trainer.training.telling import RunObserver
 
     told = RunObserver.on_step
@@ -104,7 +104,7 @@ def test_mlflow_has_one_run_with_the_figures_of_the_history_also_when_it_was_res
     assert found.data.metrics.keys() >= FIGURES | {"eval_loss", "eval_accuracy"}
     for name in ("loss", "learning_rate", "eval_loss"):
         told = client.get_metric_history(found.info.run_id, name)
-        # A point cannot be taken back: of a step that was done twice both are there, the later one last.
+        # Points cannot be deleted: a step that was done twice has both, the later one last.
         latest = {each.step: each.value for each in sorted(told, key=lambda each: each.timestamp)}
         assert latest == pytest.approx(curve(run, name)), name
     assert not mlflow.is_tracking_uri_set()
@@ -112,8 +112,8 @@ def test_mlflow_has_one_run_with_the_figures_of_the_history_also_when_it_was_res
 
 
 def offline_records(folder: Path) -> Iterator[Any]:
-    """What the offline runs below hold for `wandb sync`, oldest first: a file is a log as LevelDB writes it, blocks of
-    32 KiB with pieces of (checksum, length, kind) and data, behind a header of 7 bytes.
+    """Yield the records of the offline runs below for `wandb sync`, oldest first: a file is a log in LevelDB's format,
+    blocks of 32 KiB with pieces of (checksum, length, kind) and data, after a header of 7 bytes.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 

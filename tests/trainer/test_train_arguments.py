@@ -1,4 +1,4 @@
-"""Every field of TrainingArguments that a job may set is in effect in the loop."""
+"""Every field of TrainingArguments that a job may set takes effect in the loop."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_argument_is_in_effect_owned_by_a_field_or_refused():
 
 @pytest.fixture
 def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
-    """A loop with these training fields on the tiny model, in this process."""
+    """Return a function that sets up a loop with these training fields on the tiny model, in this process."""
 
     def made(**training: Any) -> TrainingLoop:
         from finetune_trainer.data.prepared import PreparedData

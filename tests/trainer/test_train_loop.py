@@ -1,4 +1,4 @@
-"""What the settings of a job do to the loop, seen in one process: each is obeyed, or refused before the first step."""
+"""Effects of a job's settings on the loop, in one process: each is obeyed, or refused before the first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_support.tasks import read_lines
 
 @pytest.fixture
 def here(bench, tmp_path: Path):
-    """The tiny job in a workspace of its own, to be trained in this process."""
+    """Return the tiny job in a workspace of its own, for training in this process."""
     return bench.at(tmp_path / "w")
 
 
@@ -58,7 +58,7 @@ def test_unsaved_work_is_bounded_by_the_clock_beside_the_steps(here):
     run.paths.root.mkdir()
     run.paths.prepared.symlink_to(here.paths.prepared)
     run.train_here()
-    # The clock begins with the first step. What the first checkpoint took puts off the next.
+    # The clock begins with the first step. The time of the first checkpoint delays the next.
     assert checkpoints(run)[0] == "step-2"
 
 
@@ -100,7 +100,7 @@ def test_a_run_whose_last_step_was_saved_publishes_the_same_model_again_without_
     assert run.losses() == losses
     assert all((weights[name] - tensor).abs().max().item() == 0 for name, tensor in run.weights().items())
     again = json.loads(run.paths.metrics.read_text())["train"]
-    # Time goes on: the second attempt has started and written the model, too.
+    # Time adds up: the second attempt has started and written the model, too.
     assert again["time"]["parts"]["start"] > metrics["time"]["parts"]["start"]
     anew = dict.fromkeys(("seconds", "time", "peak_memory_bytes", "peak_memory_bytes_by_rank"))
     assert {**again, **anew} == {**metrics, **anew}
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_of
 
 
 def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_stays_stopped(here, caplog):
-    # So low a rate that accuracy cannot improve after the first evaluation, at step 12: one more, and it stops.
+    # The rate is too low for accuracy to improve after the first evaluation, at step 12: one more, and it stops.
     stopping = EarlyStopping(metric="accuracy", patience=1)
     schedule = CheckpointSchedule(every_steps=12, keep=2)
     run = here.with_training(early_stopping=stopping, max_steps=120, learning_rate=1e-9, checkpoints=schedule)
@@ -150,7 +150,7 @@ def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_st
     run.train_here()
     assert len(run.losses()) == 24
 
-    # As after a kill between a better evaluation and its checkpoint: the weights that it counts on are gone.
+    # As after a kill between a better evaluation and its checkpoint: the best weights are missing.
     (best / "step-12.pt").rename(best / "step-36.pt")
     run.train_here()
     assert "The best weights, of step 12, are gone" in caplog.text
@@ -219,7 +219,7 @@ def test_a_setting_reaches_the_arguments_of_the_trainer(
 
 
 def test_torch_compile_is_around_the_strategy_and_does_not_hide_it(here):
-    # The backend that compiles nothing, so that no compiler is waited for.
+    # This backend compiles nothing, so the test waits for no compiler.
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     schedule = CheckpointSchedule(every_steps=1, keep=1)
     run = here.with_training(max_steps=2, arguments=compiled, checkpoints=schedule)
@@ -250,7 +250,7 @@ def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, m
             here.with_training(max_steps=1, arguments={"torch_compile": True}).train_here()
         assert caught.value.reason == "WrongCompilation"
     with monkeypatch.context() as patched:
-        # A scaler that fp32 has no use for stands for the one that fp16 would lack.
+        # A scaler, which fp32 does not use, stands for the one that fp16 would lack.
         scaler = torch.amp.GradScaler("cpu")
         patched.setattr(Accelerator, "scaler", property(lambda self: scaler, lambda self, value: None), raising=False)
         with pytest.raises(StageError) as caught:
@@ -314,7 +314,7 @@ def test_activation_checkpointing_that_the_model_cannot_or_does_not_do_is_an_err
         error = refusal(run)
         assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "ActivationCheckpointing")
     with monkeypatch.context() as patched:
-        # A library that takes the argument and does nothing.
+        # Stands for a library that accepts the argument and does nothing.
         patched.setattr(BertForSequenceClassification, "activation_checkpointing_enable", lambda self, **how: None)
         with pytest.raises(StageError) as caught:
             run.train_here()

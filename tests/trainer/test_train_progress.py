@@ -1,4 +1,4 @@
-"""Progress: a file, the Kubeflow protocol over real HTTPS, and nothing that disturbs the run."""
+"""Progress: a file, the Kubeflow protocol over real HTTPS, and no effect on the run."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 
 PATH = "/v1alpha1/namespaces/team/finetunejobs/on/stages/train/attempts/2"
-"""As the operator writes it into the pods' environment."""
+"""Path as the operator writes it into the pods' environment."""
 
 
 @dataclass
 class Server:
-    """Takes posts over HTTPS."""
+    """Accepts posts over HTTPS."""
 
     url: str
     ca_file: Path
     posts: list[tuple[str | None, dict[str, object]]] = field(default_factory=list)
     status: int = 200
     answers: threading.Event = field(default_factory=threading.Event)
-    """Posts are taken and answered once it is set."""
+    """Posts are accepted and answered once it is set."""
     paths: list[str] = field(default_factory=list)
 
 
@@ -61,7 +61,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
             self.end_headers()
 
         def log_message(self, *args: object) -> None:
-            """Quiet."""
+            """Print nothing."""
 
     listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -134,7 +134,7 @@ def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(
     if trouble == "is away":
         url = "https://localhost:1/status"
     if trouble == "has another certificate":
-        ca_file = None  # Then the public authorities count, and ours is none.
+        ca_file = None  # then the public authorities count, and ours is none
     outlet = KubeflowProgress(url, ca_file, token)
     for step in range(3):
         outlet.tell(Progress(stage=Stage.TRAIN, step=step, total_steps=3, time=time.time()))
@@ -154,7 +154,7 @@ def test_an_address_without_tls_or_without_a_token_is_not_used(tmp_path: Path, c
 
 
 class Recorder:
-    """An outlet that keeps what it is told."""
+    """An outlet that records updates."""
 
     interval_seconds = 5.0
 
@@ -201,7 +201,7 @@ def test_the_file_gets_json_lines_from_rank_0_alone(tmp_path: Path):
         sink.update(row, 1000)
     sink.close()
     lines = [Progress.model_validate_json(line) for line in path.read_text().splitlines()]
-    # What is between them depends on how long it all took.
+    # The updates in between depend on the total time.
     told = [(line.stage, line.step, line.percent) for line in (lines[0], lines[-1])]
     assert told == [("prepare", 0, 0), ("prepare", 1000, 100)]
     assert lines[-1].samples_per_second

@@ -1,4 +1,4 @@
-"""Interrupted runs: what is saved, how the process ends, and that the resumed run ends like an undisturbed one."""
+"""Interrupted runs: the saved state, the process's end, and a resumed run that ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULE = CheckpointSchedule(every_steps=5, keep=2)
 
 
 def interrupted(bench, step: int, how: signal.Signals, ranks: Sequence[int], **settings: Any):
-    """Send those ranks of a run of two processes the signal behind that step, and return its end."""
+    """Send those ranks of a run of two processes the signal after that step, and return its end."""
     on, numbers = bench.workspace / "go on", bench.workspace / "ranks.json"
     numbers.unlink(missing_ok=True)
     case = bench.case(processes=2, **settings)
@@ -75,18 +75,18 @@ def interrupted_below_torchrun(bench, step: int, how: signal.Signals, ranks: Seq
 
 
 def history(bench) -> list[str]:
-    """The lines that are there."""
+    """Return the lines written so far."""
     return bench.paths.history.read_text(encoding="utf-8").splitlines() if bench.paths.history.exists() else []
 
 
 def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes that train, in the order of their ranks."""
+    """Return the training processes in the order of their ranks."""
     found = [child for child in psutil.Process(process.pid).children() if "process_support.held" in command_of(child)]
     return sorted(found, key=lambda child: int(child.environ()["RANK"]))
 
 
 def over_two(bench, settings: dict[str, Any]):
-    """The bench's training over two processes: two replicas, or one of which each process has a part."""
+    """Return the bench's training over two processes: two replicas, or two parts of one."""
     strategy = Strategy(name="ddp", **settings)
     replicas = 2 // strategy.model_ranks
     return bench.in_replicas(strategy, replicas, 4 if strategy.pipeline else 16 // replicas)
@@ -151,7 +151,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
         run = bench.at(tmp_path / "w").spread(strategy, 2, **settings)
     run = run.with_training(checkpoints=SCHEDULE)
     config = run.deepspeed_config() if strategy == "deepspeed" else None
-    # A launcher's part in it depends on the signal and not on the strategy; its start-up is as long as the training.
+    # A launcher's effect depends on the signal, not on the strategy; its start-up takes as long as the training.
     interrupt = interrupted if settings and how != signal.SIGINT else interrupted_below_torchrun
     ended = interrupt(run, random.randint(6, 11), how, [0, 1] if how == signal.SIGINT else [1], deepspeed=config)
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy
     run = bench.at(tmp_path / "w").with_training(checkpoints=SCHEDULE)
     spread = run.spread("fsdp", 2)
     assert interrupted(spread, 11, signal.SIGKILL, [0, 1]).exit_code != 0
-    # A damaged file makes the newest checkpoint useless; the one before it is taken, and the file is named.
+    # A damaged file makes the newest checkpoint useless; the one before it is used, and the file is named.
     newest = run.paths.checkpoints / (run.paths.checkpoints / "latest").read_text().strip()
     victim = newest / "state" / "weights.pt"
     content = bytearray(victim.read_bytes())
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy
     assert f"Resuming from {before}" in resumed.output
     whole, _ = whole_run(spread_of("single", processes=1))
     assert largest_difference(run.weights(), whole.weights()) <= 1e-6
-    # What is left: as many as asked for, the last one of this run.
+    # As many checkpoints are left as requested, the last one of this run.
     assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-15", "step-20"]
 
 
@@ -217,7 +217,7 @@ def test_a_deepspeed_checkpoint_of_another_stage_is_refused_with_the_way_out(ben
 
 @pytest.mark.slow
 def test_a_deepspeed_checkpoint_goes_on_with_the_optimizer_in_host_memory(bench, tmp_path: Path):
-    """As after memory ran out; see the ladder of the plan."""
+    """The resumed run is that after memory ran out; see the ladder of the plan."""
     run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=2))
     first = run.spread("deepspeed", 1, zero_stage=2)
     assert first.run(deepspeed=first.deepspeed_config()).exit_code == 0

@@ -1,4 +1,4 @@
-"""What is settled before torch is imported: the world, the environment, the arguments, the report."""
+"""Start-up before torch is imported: the world, the environment, the arguments, the report."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_history_goes_on_from_the_resumed_step_without_a_cut_off_line(tmp_path
 def test_figures_of_a_run_that_an_older_image_began_cover_the_later_steps_and_say_so(caplog):
     from finetune_trainer.training.history import RunFigures
 
-    # As the first release wrote it, as the one after it did, and as it is now.
+    # As the first release wrote it, as the next one did, and as today's.
     first = {"step": 1, "loss": 4.0}
     second = {"step": 2, "loss": 3.0, "samples_per_second": 2.0}
     now = {

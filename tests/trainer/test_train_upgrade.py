@@ -1,4 +1,4 @@
-"""A run that an earlier release began goes on with today's trainer and ends with the same weights, to the last bit."""
+"""A run begun by an earlier release continues with today's trainer and ends with the same weights, to the last bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, SAVED = 14, 8
 
 @pytest.fixture(scope="module")
 def earlier_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Starts ranks of the earlier release's trainer."""
+    """Yield a server that starts ranks of the earlier release's trainer."""
     place = tmp_path_factory.mktemp("earlier")
     folder = unpack(place, "trainer_image") / "trainer_image"
     server = ForkServer(folder, folder / "contract")

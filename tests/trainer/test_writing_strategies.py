@@ -1,5 +1,5 @@
-"""A model that learns to write is spread like any other: rows that share sequences, a loss over tokens, and embeddings
-that are its head, too; and a loss that compares it with what it was. Losses and weights are those of one process.
+"""A generating model is spread like any other: rows that share sequences, a loss over tokens, and tied embeddings; and
+a loss against its initial state. Losses and weights are those of one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITING, PREFERRING = "text-generation", "preference-tuning"
 SPREAD: dict[str, tuple[Task, str, dict[str, Any]]] = {
     "ddp": (WRITING, "llama", {"name": "ddp"}),
     "fsdp, tied": (WRITING, "qwen3", {"name": "fsdp"}),
-    # Few steps, so that what ZeRO-3 has asked for in advance is on its way when the weights are gathered.
+    # Few steps, so that ZeRO-3's prefetches are still under way when the weights are gathered.
     "deepspeed-zero3": (WRITING, "llama", {"name": "deepspeed", "zero_stage": 3}),
     "tensor, tied": (WRITING, "qwen3", {"name": "ddp", "tensor": 2}),
     "tensor x pipeline, tied": (
@@ -73,7 +73,7 @@ def words(at: int, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Task and family -> their run in one process."""
+    """Return a function: task and family -> their run in one process."""
     made: dict[tuple[Task, str], Any] = {}
     data = tmp_path_factory.mktemp("rows")
     for split, count in {"train": 96, "validation": 8}.items():
@@ -95,7 +95,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 write_decoder(tmp_path_factory.mktemp("model") / family, family),
                 data,
                 ["text"] if task == WRITING else ["prompt", "chosen", "rejected"],
-                # Adam divides by the size of a gradient: one that is nothing but rounding would count as any other.
+                # Adam divides by the size of a gradient: one of mere rounding would count as any other.
                 training={**training_of(steps=5, batch=8, micro=8), "arguments": {"adam_epsilon": 1e-5}},
                 preparation={"max_length": 64, "packing": task == WRITING},
                 evaluation=None,
@@ -161,8 +161,8 @@ def test_a_run_goes_on_under_another_strategy_with_the_reference_that_it_began_w
 
 @pytest.mark.slow
 def test_what_the_reference_says_is_not_rounded_to_the_precision_of_the_model(alone: Any, bench: Any, tmp_path: Path):
-    """Log-likelihoods of whole answers have a step of a quarter and more in bf16; the untrained model is the reference
-    to the rounding of its own forward pass.
+    """Log-likelihoods of whole answers have steps of a quarter and more in bf16; the untrained model equals the
+    reference up to the rounding of its own forward pass.
     """
     one = alone(PREFERRING, "llama", bench).at(tmp_path / "spread")
     here = one.spread("deepspeed", 2, micro=2, zero_stage=1).with_training(precision="bf16", max_steps=2)

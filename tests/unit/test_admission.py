@@ -1,4 +1,4 @@
-"""What the webhook answers, by the question."""
+"""Answers of the webhook to reviews."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation of what a job may use: rules for all jobs, lists of the settings, and the strict profile."""
+"""Validation of allowed settings: rules for all jobs, lists of the operator's settings, and the strict profile."""
 
 from __future__ import annotations
 

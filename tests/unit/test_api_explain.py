@@ -1,4 +1,4 @@
-"""`finetune explain`: fields as the CRD has them, and what is said of one that is not there."""
+"""`finetune explain`: fields as the CRD has them, and the answer for an unknown field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def every_field(field: Field) -> list[Field]:
 
 
 def in_schema(path: str) -> tuple[dict[str, Any], bool]:
-    """The node of the CRD, and whether its object requires it."""
+    """Return the node of the CRD, and whether its object requires it."""
     node, required = ROOT, False
     for part in path.split("."):
         while "properties" not in node:

@@ -1,4 +1,4 @@
-"""What is generated from the models is what is committed, and has the form that its readers need."""
+"""Committed files equal those generated from the models, and have the form that their readers need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_crd_is_structural_and_described() -> None:
     mixed = ("x-kubernetes-preserve-unknown-fields", "x-kubernetes-int-or-string")
     assert [path for path, node in found.items() if "type" not in node and not any(key in node for key in mixed)] == []
     assert {key for node in found.values() for key in node} & {"$ref", "$defs", "title", "const"} == set()
-    # What others define holds null where they say so, and is described by them.
+    # Levels that others define hold null where those allow it, and are described there.
     free, typed = (tuple(f".spec.{path}" for path in paths) for paths in (FREE_LEVELS, TYPED))
     assert [path for path, node in found.items() if "nullable" in node and not path.startswith(free)] == []
     theirs = [path for path in found if path.startswith((*free, *typed)) and path not in (*free, *typed)]

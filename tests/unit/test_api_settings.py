@@ -1,4 +1,4 @@
-"""An administrator's settings: everything wrong is told at once, and the documentation is true."""
+"""An administrator's settings: all problems are reported at once, and the documentation is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job's template may not touch is what rendering uses: the two lists are held against each other."""
+"""Names that a job's template may not use are those that rendering uses: the two lists are compared."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from finetune_operator.rendering.render_types import Owner, ProgressEndpoint, Re
 
 JOBS = Path(__file__).parent / "jobs" / "good"
 NAMES = ("claims", "pytorchjob-eight-gpus", "mpijob-efa", "indexed-job", "secrets-and-image", "minimal")
-# Set for the trainer, and of no harm when a job sets them as well: the job's own value is taken.
+# Set for the trainer, and harmless if a job sets them as well: the job's own value wins.
 FREE_ENV = {"TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "HF_TOKEN"}
 
 
 def pods(value: Any) -> list[dict[str, Any]]:
-    """The pod templates anywhere in a manifest."""
+    """Return the pod templates anywhere in a manifest."""
     if isinstance(value, list):
         return [found for item in value for found in pods(item)]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What `finetune validate` says about whole job files: nothing about good ones, every problem of bad ones."""
+"""`finetune validate` on whole job files: silent about good ones, with every problem of bad ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune_operator.documents import read_documents
 JOBS = Path(__file__).parent / "jobs"
 GOOD = sorted(path.stem for path in (JOBS / "good").glob("*.yaml"))
 
-# File -> (path, reason, part of the rule or the way out) of every problem, in order.
+# File -> (path, reason, part of the rule or of the hint) of every problem, in order.
 BAD: dict[str, list[tuple[str, str, str]]] = {
     "affinity-forms": [
         (

@@ -1,6 +1,4 @@
-"""No command answers a file that cannot be used with a traceback: it names the file and what is wrong with it, by exit
-code 1 or 2.
-"""
+"""Every command answers an unusable file without a traceback: with the file, the fault, and exit code 1 or 2."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ HOSTILE = some.sampled_from([
     b"a" * 5000,
     b"[" * 300,
 ])  # fmt: skip
-"""Bytes that are inserted into an example."""
+"""Bytes to insert into an example."""
 
 
 def asked(command: str, file: Path | str) -> Result:
@@ -112,7 +110,7 @@ def test_what_is_no_file_is_told_of(command: str, tmp_path: Path) -> None:
     (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
     for name in ("absent.yaml", "empty", "loop.yaml", "x" * 300 + ".yaml", "y" * 5000, "empty/absent.yaml/a"):
         assert_answered(asked(command, tmp_path / name), codes=(1, 2))
-    for name in ("/dev/zero", "", "a\0b"):  # without an end, without a name, with what no name can hold
+    for name in ("/dev/zero", "", "a\0b"):  # endless, nameless, with an impossible name
         assert_answered(asked(command, name), codes=(1, 2))
 
 
@@ -130,7 +128,7 @@ def test_a_pipe_is_read_as_a_file(command: str, tmp_path: Path) -> None:
 
 @some.composite
 def broken(draw: some.DrawFn) -> bytes:
-    """An example with some of it taken out, doubled, replaced or written otherwise."""
+    """Return an example with parts removed, doubled, replaced or spelled otherwise."""
     text = draw(some.sampled_from(SOURCES))
     for _ in range(draw(some.integers(1, 4))):
         start = draw(some.integers(0, len(text)))

@@ -1,4 +1,4 @@
-"""The progress server's certificates: what they say, how replicas agree on them, and what a damaged Secret does."""
+"""The progress server's certificates: contents, agreement between replicas, and the effect of a damaged Secret."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Secrets:
     version: int = 0
     writes: int = 0
     before_write: list[Callable[[], None]] = field(default_factory=list)
-    """Each is called once, before a write: somebody else who is faster."""
+    """Functions called once each, one before a write, as a faster writer."""
 
     def put(self, secret: Manifest) -> None:
         self.version += 1
@@ -108,7 +108,7 @@ def keeper(secrets: Secrets | None, clock: Clock | None = None, names: tuple[str
 
 
 def load(*keepers: CertificateKeeper) -> Sequence[Certificates]:
-    """What each gets, all starting at once."""
+    """Load with all keepers at once and return their certificates."""
 
     async def go() -> Sequence[Certificates]:
         return await asyncio.gather(*(one.load() for one in keepers))
@@ -233,7 +233,7 @@ def test_the_authority_is_replaced_at_two_thirds_of_its_life_and_no_leaf_outlive
 
 
 def damaged(entries: dict[str, str | None]) -> Callable[[dict[str, Any]], None]:
-    """Puts text in the place of entries; None: nothing."""
+    """Return a change that sets entries to text, and deletes those set to None."""
 
     def change(data: dict[str, Any]) -> None:
         for name, value in entries.items():
@@ -354,7 +354,7 @@ def test_the_contexts_accept_each_other_and_nothing_of_the_keys_stays_on_disk(
 
 
 def put(folder: Path, pair: Certificate, *parts: str) -> None:
-    """Into the folder, as files that are new."""
+    """Write the pair into the folder as new files."""
     for part in parts or ("tls.key", "tls.crt"):
         source = pair.key if part == "tls.key" else pair.certificate
         (folder / part).unlink(missing_ok=True)
@@ -362,7 +362,7 @@ def put(folder: Path, pair: Certificate, *parts: str) -> None:
 
 
 def shown(server: ssl.SSLContext) -> bytes | None:
-    """The certificate that a client sees, DER."""
+    """Return the certificate that a client sees, as DER."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -385,7 +385,7 @@ def test_a_certificate_in_a_folder_is_taken_over_when_it_is_renewed_and_its_end_
     seen, until = shown(theirs.context), theirs.valid_until
     assert seen == ssl.PEM_cert_to_DER_cert(first.certificate.read_text())
 
-    # Half of it: the next look will see the rest, and the old one is shown until then.
+    # Half a pair: the old certificate is shown until a later look sees the rest.
     put(folder, second, "tls.crt")
     theirs.look()
     assert (shown(theirs.context), theirs.valid_until) == (seen, until)
@@ -409,7 +409,7 @@ def test_the_end_of_our_own_certificate_is_that_of_the_one_in_use() -> None:
 
 
 class NoJobs:
-    """A `webhook.World` in which there is nothing."""
+    """A `webhook.World` without jobs."""
 
     def jobs(self) -> list[Any]:
         return []
@@ -462,10 +462,10 @@ def test_a_webhook_with_authorities_for_its_clients_answers_those_that_they_sign
     open_ = found.pop("ours")
     assert open_ not in ("no connection", 403)
     assert set(found.values()) == {"no connection"}
-    # By name, when only one of several that an authority signs for may ask.
+    # By name, if only one of several clients of an authority may ask.
     assert asyncio.run(asked(context, client_with(ours), ["kube-apiserver"])) == open_
     assert asyncio.run(asked(context, client_with(ours), ["somebody else"])) == 403
-    # An authority that is added to the file counts after the next look.
+    # An authority added to the file counts after the next look.
     file.write_text(ours.certificate.read_text() + later.certificate.read_text())
     os.utime(file, ns=(1, 1))
     authorities.look()
@@ -473,7 +473,7 @@ def test_a_webhook_with_authorities_for_its_clients_answers_those_that_they_sign
 
 
 def test_clients_that_may_not_ask_cannot_hold_the_webhook_s_connections(tmp_path: Path) -> None:
-    """The authority may sign for many, as a cluster's own does for each kubelet."""
+    """The authority may sign for many clients, as a cluster's own does for each kubelet."""
     server, ours, other = (for_loopback(tmp_path, name) for name in ("server", "kube-apiserver", "kubelet"))
     file = tmp_path / "authorities.pem"
     file.write_text(ours.certificate.read_text() + other.certificate.read_text())

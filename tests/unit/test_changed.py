@@ -1,4 +1,4 @@
-"""`make test-changed` chooses the tests that a change can break, and says why."""
+"""`make test-changed` selects the tests that a change can break, with reasons."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ SMALL_TABLE = Table(
 
 
 def small_product() -> list[str]:
-    """Files of PRODUCT."""
+    """Return the files of PRODUCT."""
     packages = {name.rpartition(".")[0] for name in PRODUCT} - {""} | {"finetune_operator.shell"}
     return [
         f"{PACKAGES[name.split('.')[0]]}/{name.replace('.', '/')}{'/__init__.py' if name in packages else '.py'}"
@@ -159,7 +159,7 @@ def small_choice(*changed: str) -> Choice:
 
 
 def reasons(*changed: str) -> dict[str, str]:
-    """By test file, without the one that always runs."""
+    """Return the reason of each test file, without the one that always runs."""
     choice = small_choice(*changed)
     assert choice.everything == ()
     found = {each.test.removeprefix("tests/"): each.reason for each in choice.tests}
@@ -267,7 +267,7 @@ def repository() -> tuple[frozenset[str], Graph]:
 
 @cache
 def reached() -> dict[str, set[str]]:
-    """Tests that each file of the repository reaches."""
+    """Return the tests that each file of the repository reaches."""
     files, graph = repository()
     found: dict[str, set[str]] = {path: set() for path in files}
     for test in filter(is_test, files):
@@ -298,7 +298,7 @@ def test_every_file_reaches_a_test_or_has_a_row() -> None:
 
 
 def test_every_test_file_needs_something_but_what_runs_with_it() -> None:
-    """A module of the product, a document, or the support module that it tests."""
+    """Each needs a module of the product, a document, or the support module that it tests."""
     files, graph = repository()
     tests = [path for path in files if is_test(path) and not reason_in(TABLE.always, path)]
     assert len(tests) > 100

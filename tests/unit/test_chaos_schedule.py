@@ -1,4 +1,4 @@
-"""The plan of a storm, and the judge of what came of it."""
+"""The schedule of a chaos run, and the verdict on its outcome."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ TWO_STAGES = Case("job", ("prepare", "train"))
 
 @dataclass(frozen=True)
 class Judged:
-    """A job, how many attempts it took, and what was dealt to it."""
+    """A job, its attempts by stage, and the faults that it was dealt."""
 
     attempts: Mapping[str, int]
     strikes: tuple[Strike, ...] = ()

@@ -1,4 +1,4 @@
-"""Charts of one run and of several: inside their frames, told apart, readable, safe against hostile names."""
+"""Charts of one run and of several: inside their frames, distinguishable, readable, safe against hostile names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def history(steps: int = 50, loss: float = 1.0) -> list[dict[str, Any]]:
 
 
 def tree(drawn: object) -> ElementTree.Element:
-    """Of a figure: it is well-formed XML, too."""
+    """Parse a figure, which has to be well-formed XML."""
     return ElementTree.fromstring(str(drawn))
 
 
@@ -170,7 +170,7 @@ def test_every_colour_can_be_read_on_its_page(page, dark):
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 defines it."""
+    """Return the contrast ratio as WCAG 2 defines it."""
     low, high = sorted(luminance(colour) for colour in (one, other))
     return (high + 0.05) / (low + 0.05)
 

@@ -1,4 +1,4 @@
-"""The last line of a run: what it counts, and what it says of a run that is not good."""
+"""The last line of a run: its counts, and its text for a run that is not good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failed tests run once more: which may, and how a run is judged; with a real run of a small project."""
+"""Reruns of failed tests: the rules, the verdict on a run, and a real run of a small project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of tests goes: the plugin that records it in a small run, and the tables that show it."""
+"""Times of tests: the plugin that records them, in a small run, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_torch():
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, End | None]:
-    """The report of PROJECT, with a torch that takes 0.1 s to import."""
+    """Return the report of PROJECT, with a torch that takes 0.1 s to import."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_a.py").write_text(PROJECT)
     (folder / "torch.py").write_text("import time; time.sleep(0.1)")
@@ -88,7 +88,7 @@ def test_a_test_records_phases_fixtures_kinds_and_cpu_time(recorded: tuple[Repor
     phases, fixtures, kinds = result.parts("seconds."), result.parts("fixture."), result.parts("kind.")
     assert phases.keys() == {"setup", "call", "teardown"}
     assert min(phases.values()) >= 0.1
-    # Time in an inner fixture or kind is not counted for the outer one, and another thread's is not counted.
+    # Time in an inner fixture or kind does not count for the outer one, nor does another thread's.
     assert fixtures["asked"] >= 0.1
     assert sum(fixtures.values()) < phases["setup"] + 0.01
     assert kinds["waiting"] >= 0.2

@@ -1,5 +1,4 @@
-"""The `finetune` command from outside: exit codes, forms of output, messages, files, and how fast it
-starts."""
+"""The `finetune` command from outside: exit codes, output formats, messages, files, and start-up time."""
 
 from __future__ import annotations
 
@@ -170,7 +169,7 @@ def test_several_jobs_give_a_list_in_json_and_documents_in_yaml(tmp_path: Path) 
     ("launcher", "kind"), [(None, "Job"), ("job", "Job"), ("pytorchjob", "PyTorchJob"), ("mpijob", "MPIJob")]
 )
 def test_render_writes_what_the_operator_would_create(launcher: str | None, kind: str, tmp_path: Path) -> None:
-    """The same plan, rendered by the function that the operator calls, and nothing on standard error."""
+    """Rendering equals that of the operator's function for the same plan, with nothing on standard error."""
     (tmp_path / "job.yaml").write_text(CLUSTER_JOB)
     job = read_inputs([str(tmp_path / "job.yaml")], CLUSTER_SETTINGS).entries[0].job
     served: tuple[LauncherName, ...] = ("job", "pytorchjob", "mpijob")
@@ -242,7 +241,7 @@ def test_a_namespace_beside_another_one_in_the_file_is_refused_as_kubectl_does(t
     assert {item["metadata"]["namespace"] for item in json.loads(alone.stdout)["items"]} == {"team-b"}
 
 
-# Without a cluster: what `status`, `logs` and `watch` say then. With one: tests/cluster/test_cli_cluster.py.
+# `status`, `logs` and `watch` without a cluster; tests/cluster/test_cli_cluster.py has one.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`finetune compare`: what differs, what is better, and runs of which not everything is there."""
+"""`finetune compare`: differences, better values, and incomplete runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METRICS = {"accuracy": 0.9, "loss": 0.3, "mood": 1.0, "rows": 100, "split": "tes
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Path]:
-    """Makes the folder of a run in `runs`."""
+    """Return a function that creates the folder of a run in `runs`."""
 
     def made(
         name: str,
@@ -254,7 +254,7 @@ def test_secrets_in_settings_are_not_shown(tmp_path, run):
 
 
 class Tags(HTMLParser):
-    """Names of all tags, all text, and the labels of charts."""
+    """Names of all tags, all text, and the labels of charts in a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

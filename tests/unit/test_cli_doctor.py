@@ -1,4 +1,4 @@
-"""What `finetune doctor` concludes from what it read; tests/cluster/test_operator_nodes.py asks a real cluster."""
+"""Conclusions of `finetune doctor` from its facts; tests/cluster/test_operator_nodes.py asks a real cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WHOLE = Surroundings(
     namespace_labels=Known({}),
     quotas=Known(()),
 )
-"""Where nothing is lacking."""
+"""A cluster that lacks nothing."""
 
 
 def found(spec: dict[str, Any] | None = None, **changes: Any) -> dict[str, Finding]:

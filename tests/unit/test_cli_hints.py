@@ -1,4 +1,4 @@
-"""Messages of the commands themselves: what they say to do is done here, and the message is gone."""
+"""Hints of the commands themselves: following one clears its message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hub that cannot be reached from this machine: one look, one line, and no trainer that waits for it."""
+"""A Hub that is out of reach of this machine: one look, one line, and no trainer that waits for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @contextmanager
 def listening(accepts: bool = True) -> Iterator[str]:
-    """A port that nobody answers at; `accepts` False: nobody listens there either."""
+    """Yield the URL of a port that never answers; without `accepts` it refuses connections."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         if accepts:

@@ -1,4 +1,4 @@
-"""`finetune images`: everything that can be pulled, and where it belongs in a registry of one's own."""
+"""`finetune images`: every image to pull, and its place in a private registry."""
 
 from __future__ import annotations
 

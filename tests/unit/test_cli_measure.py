@@ -1,4 +1,4 @@
-"""The facts of this machine that plans without a cluster rest on."""
+"""Facts of this machine, the basis of plans without a cluster."""
 
 from __future__ import annotations
 

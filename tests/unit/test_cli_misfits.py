@@ -1,4 +1,4 @@
-"""`finetune plan` of a job that does not fit: its first line has the number that decides, and it ends with 1."""
+"""`finetune plan` of a job that does not fit: the deciding number is in its first line, and it exits with 1."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def free_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command on a job of a model that nobody has read."""
+    """Return a function that runs the command on a job whose model has not been read."""
     monkeypatch.chdir(tmp_path)
 
     def run(model: str, spec: dict[str, Any], *options: str, command: str = "plan") -> Result:
@@ -161,7 +161,7 @@ def test_no_example_for_a_cluster_is_said_not_to_fit() -> None:
     facts, told, planned = Facts(served=("pytorchjob", "mpijob", "job")), {}, 0
     for file in sorted(EXAMPLES.glob("*.yaml")):
         for entry in read_inputs([str(file)], LOCAL_SETTINGS).entries:
-            if entry.job.spec.resources.gpus_per_node != "auto":  # which only a machine can answer
+            if entry.job.spec.resources.gpus_per_node != "auto":  # "auto" needs a machine
                 told[entry.job.name] = misfits(entry.job, facts, CLUSTER_SETTINGS)
                 planned += 1
     assert planned > 15

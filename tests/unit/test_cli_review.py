@@ -1,4 +1,4 @@
-"""`finetune review`: the page for a code review, its exit codes, and what it refuses."""
+"""`finetune review`: the page for a code review, exit codes, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`finetune rollback`: which revision it asks for, and what it refuses. `finetune wait --for ready` beside it."""
+"""`finetune rollback`: the requested revision, and refusals. `finetune wait --for ready` beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = "finetune.dev/rollback"
 
 
 def revision(number: int, queue: int, ended: int | None = None, **fields: Any) -> dict[str, Any]:
-    """A revision of the history that served, and ended in that minute."""
+    """Return a revision of the history that serves, or that ended in the minute `ended`."""
     state: dict[str, Any] = (
         {"state": "Serving"} if ended is None else {"state": "Ended", "endTime": f"2026-01-05T10:{ended:02}:00Z"}
     )

@@ -1,4 +1,4 @@
-"""Checkpoints after a run on this machine: deleted when nothing is left to do, unless the job keeps them."""
+"""Checkpoints after a run on this machine: deleted when no stage is left, unless the job keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's folder: one writer, the same job only, and nothing lost; and what a stage's process is given."""
+"""A job's folder: one writer, the same job only, nothing lost; and the environment of a stage's process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from finetune_operator.cli.workspace import (
 
 
 def job(folder: Path, **changes: Any) -> FineTuneJob:
-    """A checked job whose data lie in `folder`; `changes` replace parts of its spec."""
+    """Return a valid job whose data lie in `folder`; `changes` replace parts of its spec."""
     spec: dict[str, Any] = {
         "task": "text-classification",
         "model": {"uri": "hf://some-org/some-model"},

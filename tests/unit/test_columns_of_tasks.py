@@ -1,4 +1,4 @@
-"""Columns that a task reads: validation refuses exactly what the trainer would refuse in its first stage."""
+"""Columns of a task: validation refuses exactly those that the trainer's first stage would refuse."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from planning_support.cases import job
 
 
 def subsets(task: Task) -> list[dict[str, str]]:
-    """Each choice of the task's own columns."""
+    """Return every subset of the task's own columns."""
     own = [name for name, tasks in COLUMN_TASKS.items() if task in tasks]
     return [{name: f"my_{name}" for name in names} for most in range(len(own) + 1) for names in combinations(own, most)]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The URI of a folder with a file for each split; nobody reads them here."""
+    """Return the URI of a folder with an empty file for each split; nothing reads them here."""
     folder = tmp_path_factory.mktemp("rows")
     for name in ("train", "validation", "test"):
         (folder / f"{name}.jsonl").touch()
@@ -33,7 +33,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def refused(**spec: Any) -> tuple[bool, bool]:
-    """Whether validation refuses the job, and whether the trainer does."""
+    """Return whether validation refuses the job, and whether the trainer does."""
     made = job(spec)
     question, broken = data_question(made), any(not rule.holds(made.spec) for rule in RULES)
     try:
@@ -59,7 +59,7 @@ def test_rows_to_predict_have_the_form_of_those_that_are_trained(columns: dict[s
         for other in subsets("text-generation"):
             predict = {"dataset": {"uri": rows, "columns": other}}
             validated, trainer = refused(task="text-generation", dataset=dataset, predict=predict)
-            # A target beside messages, which prediction would pass over, is refused by validation alone.
+            # A target beside messages, which prediction would ignore, is refused by validation alone.
             assert validated == trainer or set(other) == {"messages", "target"}, (columns, other)
         alone = {"dataset": {"uri": rows}}
         assert refused(task="text-generation", dataset=dataset, predict=alone) == (False, False)

@@ -1,4 +1,4 @@
-"""What the end of a process says that could not report, and which of several failures is the first cause."""
+"""Causes of processes that ended without a report, and the first cause of several failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that people copy from other tools: taken as fields or passed over with a line that says so, or refused."""
+"""Settings copied from other tools: taken as fields, ignored with a line of output, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/install.md stays true: what it names is there, its values are taken, and its commands are commands."""
+"""docs/install.md stays true: the things that it names exist, its values are valid, and its commands are commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune_command import finetune
 
 TEXT = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL) if "apiVersion:" not in block]
-"""Values of the chart; the API server's own files are tried in tests/cluster/test_operator_webhook.py."""
+"""Values of the chart; tests/cluster/test_operator_webhook.py tries the API server's own files."""
 COMMANDS = [
     line.removeprefix("$ ")
     for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL)

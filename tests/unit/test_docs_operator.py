@@ -1,4 +1,4 @@
-"""docs/operator.md stays true: its tables are those of the code, and its example does what it says."""
+"""docs/operator.md stays true: its tables match the code, and its example works as described."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = {
 
 
 def rows(heading: str) -> list[list[str]]:
-    """Cells of the table whose first heading is this."""
+    """Return the cells of the table with this first heading."""
     lines = TEXT.splitlines()
     found = []
     for line in lines[next(n for n, line in enumerate(lines) if line.startswith(f"| {heading} |")) + 2 :]:

@@ -1,4 +1,4 @@
-"""docs/scripts.md against what it speaks of. Its program is run by tests/trainer/test_scripts.py."""
+"""docs/scripts.md matches the code. tests/trainer/test_scripts.py runs its program."""
 
 from __future__ import annotations
 

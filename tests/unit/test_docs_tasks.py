@@ -1,4 +1,4 @@
-"""docs/tasks.md tells of each task what its module says."""
+"""docs/tasks.md has the facts of each task's module."""
 
 from __future__ import annotations
 

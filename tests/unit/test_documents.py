@@ -1,7 +1,7 @@
-"""The reader of job files against kubectl's, and what it refuses.
+"""The reader of job files compared with kubectl's, and its refusals.
 
-The values of SCALARS, KEYS and DOCUMENTS were read, not thought up: a Go program put each text through kubectl's
-way (NewYAMLOrJSONDecoder of k8s.io/apimachinery v0.37.2, sigs.k8s.io/yaml v1.6.0, go.yaml.in/yaml/v2 v2.4.4, then
+The values of SCALARS, KEYS and DOCUMENTS were measured: a Go program put each text through kubectl's parsers
+(NewYAMLOrJSONDecoder of k8s.io/apimachinery v0.37.2, sigs.k8s.io/yaml v1.6.0, go.yaml.in/yaml/v2 v2.4.4, then
 sigs.k8s.io/json with integers preserved) and wrote the JSON that the API server would store.
 """
 
@@ -289,7 +289,7 @@ DOCUMENTS: dict[str, tuple[str, list[JsonValue]]] = {
 
 
 def strictly(value: JsonValue) -> object:
-    """A form in which 1, 1.0 and True differ."""
+    """Return a form in which 1, 1.0 and True differ."""
     if isinstance(value, dict):
         return {key: strictly(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -328,8 +328,8 @@ def test_documents_have_the_values_that_kubectl_gives_them(sentence: str) -> Non
     assert strictly(values_of(text)) == strictly(expected)
 
 
-# What is refused: the text, then line, column, path, reason and a part of the rule. kubectl takes some of these
-# and drops or changes something without a word; the rows say so.
+# Refusals: the text, then line, column, path, reason and a part of the rule. kubectl accepts some of these and silently
+# drops or changes something; the rows say so.
 REFUSED: dict[str, tuple[str, int, int, str, str, str]] = {
     "a field that is set twice (kubectl takes the last)": (
         "a: 1\nb: 2\na: 3\n",
@@ -439,9 +439,9 @@ def billion_laughs(levels: int) -> str:
 
 
 def test_aliases_that_explode_are_refused_at_the_line_where_they_pass_the_limit() -> None:
-    # Written out, level 9 would hold 10**10 words: only a bounded count can end this test.
-    # Level i holds 10 ** (i + 1) words, so go-yaml's share of aliases, 99 % of the steps, is passed early. A list
-    # beside them keeps the share down, and then the count ends the work, at the 100,000 words of level 4 on line 6.
+    # Expanded, level 9 would hold 10**10 strings: only a bounded count can end this test. Level i holds 10 ** (i + 1)
+    # strings, so go-yaml's share of aliases, 99 % of the steps, is passed early. A list beside them keeps the share
+    # down; then the count ends the work, at level 4's 100,000 strings on line 6.
     (by_share,) = refusals_of(billion_laughs(10))
     (by_count,) = refusals_of("pad: [" + "1, " * 2000 + "]\n" + billion_laughs(10))
     assert (by_share.line, by_share.rule) == (4, "aliases must not make up nearly all of a document")
@@ -621,7 +621,7 @@ def test_a_value_is_shown_short_and_never_as_a_credential(
 
 
 def stored(value: JsonValue) -> JsonValue:
-    """What the API server keeps of a value: whole floats of 64 signed bits as integers."""
+    """Return the value as the API server stores it: whole floats, here up to 2**53, as integers."""
     if isinstance(value, dict):
         return {key: stored(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -632,7 +632,7 @@ def stored(value: JsonValue) -> JsonValue:
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-# Beyond 2**53 the shortest decimal and the exact integer differ; the table of scalars has those cases.
+# Beyond 2**53 the shortest decimal and the exact integer differ; SCALARS has those cases.
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.floats(-(2.0**53), 2.0**53)
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXT,
@@ -652,8 +652,8 @@ def test_what_json_writes_reads_back(value: dict[str, JsonValue], ascii_only: bo
 @examples(100)
 @given(st.lists(OBJECTS.filter(bool), min_size=1, max_size=3), st.booleans())
 def test_what_yaml_writes_reads_back(values: list[dict[str, JsonValue]], flow: bool) -> None:
-    # Quoted text throughout: PyYAML leaves plain what it takes for text, and kubectl takes 2e-5 and y for something
-    # else. Documents are dumped apart, as PyYAML may write `--- x` on one line, which kubectl refuses.
+    # Quoted text throughout: PyYAML leaves plain some text, such as 2e-5 and y, that kubectl reads as another type.
+    # Documents are dumped apart, as PyYAML may write `--- x` on one line, which kubectl refuses.
     text = "---\n".join(
         yaml.dump(value, Dumper=QuotingDumper, default_flow_style=flow, allow_unicode=True) for value in values
     )

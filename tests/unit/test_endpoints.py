@@ -24,7 +24,7 @@ class Operator:
 
 
 def pages(operator: Operator, *paths: str, heartbeat: Heartbeat | None = None) -> list[tuple[int, str]]:
-    """Status and text of each path."""
+    """Return the status and the text of each path."""
 
     async def go() -> list[tuple[int, str]]:
         endpoints = Endpoints(operator, Metrics(), heartbeat)

@@ -1,4 +1,4 @@
-"""The examples stay true: valid where they say that they run, each in the table, and each telling how it is applied."""
+"""The examples stay true: valid where they claim to run, each in the table, and each with its command."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_example_opens_with_what_it_shows_and_the_command_that_runs_it(name: 
 
 @pytest.mark.parametrize("name", IN_CLUSTER)
 def test_an_example_names_no_namespace_and_no_image(name: str):
-    """So that it runs in the reader's own, with the administrator's."""
+    """The job runs in the reader's namespace, with the administrator's image."""
     document = example_document(name)
     assert set(document["metadata"]) == {"name"}
     assert "image" not in document["spec"]
@@ -81,7 +81,7 @@ def test_the_head_of_an_example_has_the_figures_of_the_command_that_it_names(nam
 
 @pytest.mark.parametrize("name", IN_CLUSTER)
 def test_an_example_with_gpus_names_one_that_computes_in_bf16(name: str):
-    """Without a name the plan would take the smallest GPU of the table, in fp32."""
+    """Without a name the plan would choose the smallest GPU of the table, in fp32."""
     resources = example_job(name).spec.resources
     if not resources.gpus_per_node:
         return
@@ -92,8 +92,8 @@ def test_an_example_with_gpus_names_one_that_computes_in_bf16(name: str):
     assert gpu.bf16
 
 
-# Example -> tensor, pipeline and data ranks, the parameters in billions, and the GPU memory in GiB that a process takes
-# at least and at most: a plan far below has lost a term.
+# Example -> tensor, pipeline and data ranks, the parameters in billions, and the least and the most GPU memory of a
+# process in GiB: a plan far below has lost a term.
 SPREAD: dict[str, tuple[tuple[int, int, int], float, tuple[int, int]]] = {
     "mnli-pipeline": ((1, 4, 1), 0.4, (3, 24)),
     "gpt2-30b": ((8, 2, 2), 30.0, (40, 80)),
@@ -119,5 +119,5 @@ def test_the_plan_of_a_spread_example_fits_and_has_the_degrees_that_it_is_an_exa
     assert (strategy.offload_optimizer, strategy.offload_activations, strategy.zero_stage) == (
         ("cpu", "cpu", 3) if name.endswith("sharded") else ("none", "none", None)
     )
-    # No GPU holds the largest one whole, in bf16 either, so that nothing evaluates it at the end.
+    # No GPU holds the largest model whole, even in bf16, so no stage evaluates it at the end.
     assert (Stage.EVALUATE in made.stages) == (name != "gpt2-175b")

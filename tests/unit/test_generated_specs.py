@@ -35,7 +35,7 @@ FRAME = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata
 
 
 def rendered(job: FineTuneJob, launcher: str) -> tuple[Manifest, ...]:
-    """Everything that the operator would create for `job` where `launcher` is what the cluster serves."""
+    """Return everything that the operator would create for `job` if the cluster serves `launcher`."""
     limits = CLUSTER_SETTINGS.model_copy(update={"served_launchers": (launcher, "job")})
     planned = plan(job, Facts(), limits)
     context = RenderContext(
@@ -45,7 +45,7 @@ def rendered(job: FineTuneJob, launcher: str) -> tuple[Manifest, ...]:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of every leaf; JSON inside of a ConfigMap is looked into."""
+    """Yield path and value of every leaf; JSON inside a ConfigMap is parsed."""
     match value:
         case dict():
             for name, inner in value.items():
@@ -59,7 +59,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def plain(value: Any, texts: dict[str, str]) -> Any:
-    """The same spec with every hostile text replaced by a harmless word of its own."""
+    """Return the spec with every hostile text replaced by a harmless word of its own."""
     match value:
         case dict():
             return {name: plain(inner, texts) for name, inner in value.items()}
@@ -95,11 +95,11 @@ def check(counts: Counter[str], spec: dict[str, Any]) -> None:
 def check_manifests(spec: dict[str, Any], job: FineTuneJob, launcher: str, manifests: tuple[Manifest, ...]) -> None:
     found = dict(leaves(list(manifests)))
     assert [path for path, value in found.items() if value == "auto" and ".template.spec.affinity" not in path] == []
-    # What a YAML or a JSON reader makes of it is what was meant.
+    # YAML and JSON readers restore the same values.
     text = yaml.dump_all(manifests, Dumper=yaml.CSafeDumper)
     assert list(yaml.load_all(text, Loader=yaml.CSafeLoader)) == list(manifests)
     assert json.loads(json.dumps(manifests)) == list(manifests)
-    # With harmless words in place of hostile ones, the objects have the same form and differ in those words alone.
+    # With harmless words in place of hostile ones, the objects have the same form and differ only in those words.
     texts: dict[str, str] = {}
     harmless, problems = validate_job({**FRAME, "spec": plain(spec, texts)}, CLUSTER_SETTINGS)
     if not texts or harmless is None or problems:
@@ -115,12 +115,12 @@ def check_manifests(spec: dict[str, Any], job: FineTuneJob, launcher: str, manif
 
 
 def hashed(path: str) -> bool:
-    """Annotations that are digests of other objects, texts included."""
+    """Return whether the path is of a digest annotation, which depends on other objects' texts."""
     return HASH_ANNOTATION in path or ENDPOINT_ANNOTATION in path
 
 
 def escaped(found: dict[str, Any], expected: dict[str, Any], path: str) -> bool:
-    """The kubelet expands $(NAME) in the value of a variable, and reads two dollars as one: each is written twice."""
+    """Return whether only dollars are doubled: the kubelet expands $(NAME) in a variable's value and reads $$ as $."""
     there, meant = found.get(path), expected.get(path)
     return isinstance(there, str) and isinstance(meant, str) and ".env[" in path and there == meant.replace("$", "$$")
 

@@ -1,4 +1,4 @@
-"""Health of a FineTuneJob as Argo CD's Lua and Flux's CEL see it, over the statuses that the operator really writes."""
+"""Health of a FineTuneJob by Argo CD's Lua and Flux's CEL, over the statuses that the operator really writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVING = {
 
 
 def lived(life: str) -> dict[str, Any]:
-    """The job after that life."""
+    """Return the job after that life."""
     world = World()
     LIVES[life](world)
     metadata = {"name": "reviews", "generation": world.generation}
@@ -68,7 +68,7 @@ def test_every_life_of_a_job_is_judged() -> None:
 
 
 def argo_health(job: dict[str, Any], script: str) -> dict[str, str]:
-    """What Argo CD makes of the job: it runs the script with `obj` and takes the table that it returns."""
+    """Return Argo CD's health of the job: it runs the script with `obj` and takes the returned table."""
     lua = LuaRuntime(unpack_returned_tuples=True)
     lua.globals()["obj"] = lua.table_from(job, recursive=True)
     return dict(lua.execute(script).items())
@@ -103,7 +103,7 @@ def test_argo_cd_leaves_suspending_to_people() -> None:
 
 
 def flux_statuses(job: dict[str, Any], expressions: dict[str, str]) -> list[str]:
-    """Those that hold. Flux gives an expression the object's own fields, and waits where one is missing."""
+    """Return the statuses that hold. Flux gives expressions the object's own fields, and waits where one is missing."""
     environment, held = celpy.Environment(), []
     for name, status in (("inProgress", "InProgress"), ("failed", "Failed"), ("current", "Current")):
         program = environment.program(environment.compile(expressions[name]))

@@ -1,4 +1,4 @@
-"""GPUs as nodes' labels and allocatable resources tell them, and pods that go to nodes with the product asked for."""
+"""GPUs by nodes' labels and allocatable resources, and pods that go to nodes with the requested product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRODUCT, GKE = "nvidia.com/gpu.product", "cloud.google.com/gke-accelerator"
 
 
 def node(name: str, gpus: int = 8, resource: str = "nvidia.com/gpu", **labels: str) -> Node:
-    """A node as the API server has it; `labels` with `__` for what Python takes in no name."""
+    """Return a node as the API server has it; `labels` by their keys or by short names."""
     keys = {"product": PRODUCT, "gke": GKE, "memory": "nvidia.com/gpu.memory", "replicas": "nvidia.com/gpu.replicas"}
     keys |= {"major": "nvidia.com/gpu.compute.major", "minor": "nvidia.com/gpu.compute.minor"}
     keys |= {"type": "node.kubernetes.io/instance-type", "amd": "amd.com/gpu.product-name", "vram": "amd.com/gpu.vram"}

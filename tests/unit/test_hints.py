@@ -1,4 +1,4 @@
-"""Every hint in the product is tried: what a message says is done to the document, and the error is gone."""
+"""Every hint in the product is tried: its edit is applied to the document, and the error disappears."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BAD = sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
 BY_HAND: dict[str, dict[str, Any]] = yaml.safe_load((JOBS / "mended.yaml").read_text(encoding="utf-8"))
 ROWS: dict[str, dict[str, list[dict[str, Any]]]] = yaml.safe_load((JOBS / "rules.yaml").read_text(encoding="utf-8"))
 ROUNDS = 3
-"""A mended fault may uncover another, which the first message could not tell of."""
+"""Rounds of mending: a fix may uncover another problem, which the first message could not name."""
 
 
 def job(**spec: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def text_of(problem: Problem) -> str:
 
 
 def document_of(name: str) -> dict[str, Any]:
-    """A bad file as it is read; of a file that is no YAML, with the words replaced that its message names."""
+    """Return the document of a bad file; text that is no YAML is first edited by hand as its message asks."""
     text = (JOBS / "bad" / f"{name}.yaml").read_text(encoding="utf-8")
     documents, unreadable = read_documents(text)
     replaced = BY_HAND.get(name, {}).get("text", {})
@@ -74,7 +74,7 @@ def document_of(name: str) -> dict[str, Any]:
 
 
 def mended(name: str) -> tuple[list[str], set[str]]:
-    """What is still wrong with a bad file after its messages were followed, and the edits by hand that this took."""
+    """Return the problems left in a bad file after its messages were followed, and the manual edits that this took."""
     document, used = document_of(name), {"text"}
     for _ in range(ROUNDS):
         problems = problems_of(document)
@@ -120,12 +120,12 @@ _COLUMNS = [
 
 @pytest.mark.parametrize(("name", "patch"), [*_BROKEN, *_COLUMNS])
 def test_the_hint_of_a_rule_keeps_the_rule(name: str, patch: dict[str, Any]) -> None:
-    """Every alternative of the message that can be read clears the problem; one of all, or the one that is written in
-    `mended` beside the rule's broken specs, leaves no problem at all.
+    """Each readable alternative of the message clears the problem; one of all, or one of the specs in `mended` beside
+    the rule's broken specs, leaves no problem at all.
     """
     rule = next(rule for rule in RULES if rule.name == name)
     document = job(**patch)
-    # A block without behaviour is told of alone: its rules wait until it is there.
+    # A block without behaviour is reported alone: its rules wait until it is supported.
     blamed = [problem for problem in problems_of(document) if problem.path == f"spec.{rule.path}"]
     problems = blamed or [problem for problem in problems_of(document) if problem.reason == "NotYetSupported"]
     assert problems, "nobody is told"
@@ -203,7 +203,7 @@ PLACES = ("", "spec", "spec.training", "spec.model", "spec.resources", "spec.par
 
 @pytest.mark.parametrize("place", PLACES)
 def test_any_foreign_name_anywhere_is_told_with_what_to_write(place: str) -> None:
-    """At every depth, what can be read of the message is done: the name is gone, and what came of it is no circle."""
+    """At every depth, each readable edit of the message removes the name and leads to no other unknown name."""
     body = spec_shape() if place in ("", "spec") else find(spec_shape(), place.split(".")[1:])
     assert body is not None
     assert isinstance(body.body, Fields)
@@ -243,7 +243,7 @@ def test_any_foreign_value_is_told_with_what_to_write(row: ForeignValue) -> None
         if not row.instead:
             assert row.hint in problem.way_out
             continue
-        # What the value then breaks is told behind it.
+        # Problems that the value then causes follow in the same message.
         alone = replace(problem, way_out=problem.way_out.partition("; it then ")[0])
         after = without_gone(apply(document, alternatives(alone)[0]))
         assert row.field not in [found.path for found in problems_of(after) if found.reason == "NotSupported"]
@@ -446,7 +446,7 @@ MODULES = (validation, fields, support, template, deepspeed_overrides, foreign_f
 
 
 def problem_lines(module: ModuleType) -> dict[int, str]:
-    """Lines where a problem is made."""
+    """Return the lines that create a problem."""
     assert module.__file__
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     makers = {"Problem", "_forbidden", "quote", "_beyond"}
@@ -515,7 +515,7 @@ NO_FIELDS = {
 
 
 def sentences(module: Path) -> Iterator[str]:
-    """Text of several words that is no docstring."""
+    """Yield string literals of several words, without docstrings."""
     tree = ast.parse(module.read_text(encoding="utf-8"))
     documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -525,7 +525,7 @@ def sentences(module: Path) -> Iterator[str]:
 
 
 def test_every_field_that_any_message_of_trainer_and_operator_names_exists_and_works() -> None:
-    """What is told of a stage that failed cannot be tried without one; that its fields are there can."""
+    """Messages of a failed stage cannot be tried without one; the fields that they name can be looked up."""
     named = {
         name for root in _ROOTS for module in root.rglob("*.py") for text in sentences(module)
         for name in _NAMED.findall(text)

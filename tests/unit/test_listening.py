@@ -1,4 +1,4 @@
-"""Connections within bounds, from accept on: who opens many loses them, who has something to say is heard."""
+"""Connections within bounds, from accept on: a client with many loses some, a client with a request is served."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIFE = patient(60.0)
 
 
 class Echo(asyncio.Protocol):
-    """Says what it hears."""
+    """Echoes the bytes that it receives."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -48,7 +48,7 @@ class Running:
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     async def open(self, local: str = "127.0.0.1", *, silent: bool = False) -> asyncio.StreamReader:
-        """A connection from that address; a silent one does not even begin with TLS."""
+        """Open a connection from that address; a silent one does not even start TLS."""
         tls = None if silent else self.tls
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", self.port, local_addr=(local, 0), ssl=tls, server_hostname="localhost" if tls else None
@@ -57,7 +57,7 @@ class Running:
         return reader
 
     async def hears(self, reader: asyncio.StreamReader) -> bool:
-        """Whether the connection that was opened last is answered."""
+        """Return whether the newest connection is answered."""
         try:
             self.writers[-1].write(b"word")
             return await asyncio.wait_for(reader.readexactly(4), LIFE) == b"word"
@@ -252,7 +252,7 @@ async def reading(bodies: Bodies) -> AsyncIterator[str]:
 
 
 async def slowly(size: int, began: asyncio.Event) -> AsyncIterator[bytes]:
-    """All but the end."""
+    """Yield all of a body but its end."""
     yield b"x" * size
     began.set()
     await asyncio.Event().wait()

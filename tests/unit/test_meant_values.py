@@ -1,4 +1,4 @@
-"""What beginners mean by a value of the wrong form, each with the hint that they get."""
+"""Values of the wrong form as beginners write them, each with its hint."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ BEHIND: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BEHIND)
 def test_problem_behind_a_value_with_a_plain_meaning_is_told_at_once(case: str) -> None:
-    """Following the first message of the value brings nothing to light that was not told."""
+    """Following the first message of the value uncovers no unreported problem."""
     spec, path = BEHIND[case]
     found = problems_of(spec)
     assert len(found) > 1 or "; it then " in found[path]

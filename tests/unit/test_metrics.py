@@ -1,4 +1,4 @@
-"""Figures for Prometheus: their names, what is counted when, and that labels come from closed sets."""
+"""Metrics for Prometheus: their names, when each counts, and labels from closed sets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PRICED = Settings.model_validate(
 
 
 def samples(metrics: Metrics, *, zeros: bool = False) -> dict[str, float]:
-    """Own samples as `name{label="value"}`, without buckets."""
+    """Return own samples as `name{label="value"}`, without buckets."""
     found = {}
     for family in text_string_to_metric_families(metrics.exposition().decode()):
         for sample in family.samples:
@@ -55,14 +55,14 @@ def samples(metrics: Metrics, *, zeros: bool = False) -> dict[str, float]:
 
 
 def series(metrics: Metrics) -> int:
-    """Own series, buckets and all."""
+    """Return the number of own series, buckets included."""
     lines = metrics.exposition().decode().splitlines()
     return sum(line.startswith("finetune_") for line in lines)
 
 
 @dataclass
 class Measured(World):
-    """A world whose operator counts what it writes."""
+    """A world whose operator counts its writes."""
 
     metrics: Metrics = field(default_factory=lambda: Metrics("EUR"))
     settings: Settings = PRICED
@@ -77,11 +77,11 @@ class Measured(World):
         return decision
 
     def pass_(self, seconds: float) -> None:
-        """Time in which nothing is looked at."""
+        """Let time pass without a reconcile."""
         self.now += timedelta(seconds=seconds)
 
     def run(self, wait: float, seconds: float, end: Callable[[World], object] = World.succeed) -> None:
-        """The newest child gets its pods after `wait`, and ends after `seconds` more."""
+        """Give the newest child its pods after `wait`, and end it `seconds` later."""
         self.wait(wait)
         self.start()
         self.settle()
@@ -270,12 +270,12 @@ def test_a_new_leader_counts_nothing_of_what_was_written_before() -> None:
 
 
 def seen(**status: Any) -> JobView:
-    """A job that was created at noon."""
+    """Return a job that was created at noon."""
     return replace(World().job(), status=FineTuneJobStatus.model_validate(status))
 
 
 def training(seconds: float, **progress: Any) -> JobView:
-    """One that trains, and told its progress at that second."""
+    """Return a job that trains and reported its progress at that second."""
     stage = {"name": "train", "state": "Running", "attempt": 1, "runningSince": stamp(NOON)}
     told = ProgressStatus(last_update_time=stamp(NOON + timedelta(seconds=seconds)), **progress)
     return seen(phase="Training", stage="train", stages=(stage,), progress=told)
@@ -328,7 +328,7 @@ def test_the_fleet_is_the_sum_of_its_jobs_and_the_age_of_its_worst() -> None:
         waiting=2,
         oldest_waiting_seconds=1000,
         progress_age_seconds=900,
-        # The rate of one that was silent for longer than ten minutes is none of now.
+        # The rate of a job that was silent for longer than ten minutes does not count.
         samples_per_second={"train": 50},
         tokens_per_second={"train": 2000},
         estimated_cost={"EUR": 3},
@@ -347,7 +347,7 @@ def test_reports_without_anything_new_are_no_progress() -> None:
 
 
 def random_status(rng: random.Random, number: int) -> FineTuneJobStatus:
-    """Anything that a status may hold, and words that no set knows."""
+    """Return any possible status, with values outside of every known set."""
     classes = [*FailureClass, *OperatorCause, f"Class{number}"]
     name = rng.choice(["prepare", "train", "evaluate", "predict", "serve"])
     state = rng.choice(["Pending", "Running", "Succeeded", "Failed", "Suspended"])

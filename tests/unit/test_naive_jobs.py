@@ -1,6 +1,6 @@
-"""Jobs that beginners wrote without knowing our messages, and what became of them by reading the first message alone.
+"""Jobs that beginners wrote without knowing our messages, and their state after reading the first message alone.
 
-`jobs/naive` has the files as they were written; `jobs/naive-mended` as somebody mended them who saw nothing but
+`jobs/naive` has the original files; `jobs/naive-mended` the fixes of somebody who saw nothing but
 the file and its message. `messages.txt` records every message: a change of a hint is reviewed as a change of that file.
 """
 
@@ -30,7 +30,7 @@ VALID = (
     "147.yaml",
     "148.yaml",
 )
-"""What is wrong with these needs a model, a node or the data: `finetune plan` and prepare tell it."""
+"""Jobs whose faults only a model, a node or the data show: `finetune plan` and prepare report them."""
 
 
 def inputs_of(folder: str, name: str) -> Inputs:

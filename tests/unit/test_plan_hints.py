@@ -1,4 +1,4 @@
-"""Every refusal of the planner is reached, and what its message says is done to the job: the refusal is gone."""
+"""Every refusal of the planner is reached, and following its message clears it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRITES: dict[str, Any] = {"task": "text-generation"}
 DEEPSPEED: dict[str, Any] = {"strategy": "deepspeed"}
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 Case = tuple[dict[str, Any], dict[str, Any]]
-"""Fields of the job, and what is known: fields of Facts, `settings`, `adaptation`, `as_known`."""
+"""Fields of the job, and the known facts: fields of Facts, `settings`, `adaptation`, `as_known`."""
 
 CASES: dict[str, Case] = {
     "pods prepare for a program": (
@@ -141,7 +141,7 @@ def document(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems_of(written: dict[str, Any], known: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """What the planner says to a job; nothing: it plans."""
+    """Return the planner's problems with a job; none if it plans."""
     facts = {"model": BERT, "hardware": CORES, **known}
     settings = facts.pop("settings", CLUSTER_SETTINGS)
     adaptation, as_known = facts.pop("adaptation", Adaptation()), facts.pop("as_known", False)
@@ -164,9 +164,9 @@ BY_HAND: dict[str, tuple[dict[str, Any], str]] = {
     "servers without a cluster": ({"spec.evaluation": {}}, "which of the two is wanted"),
     "no launcher is served": ({}, "a right of the operator's, granted outside of the job"),
 }
-"""Hints that no reader can follow by itself: the edits of somebody who can, and what it takes to know them."""
+"""Hints that no program can follow: edits by hand, and the knowledge that they take."""
 OUTSIDE = ("no launcher is served",)
-"""Refusals that nothing in the job can change."""
+"""Refusals that no change of the job clears."""
 
 
 def ways_out(case: str, problem: Problem) -> list[list[Edit]]:
@@ -207,13 +207,13 @@ def test_hints_by_hand_belong_to_cases_whose_messages_cannot_be_read() -> None:
 # ------------------------------------------------------------------------------------------------------------- coverage
 
 NOT_TOLD = ("degrees.py",)
-"""Modules whose refusals are of degrees that the planner tries: they say why a model was not split, and nobody is asked
-to do anything.
+"""Modules whose refusals are of degrees that the planner tries: they explain why a model was not split, and ask for no
+edit.
 """
 
 
 def refusals() -> Iterator[tuple[str, range]]:
-    """The module and the lines of each call that refuses something."""
+    """Yield the module and the lines of each call that refuses something."""
     for module in sorted(PLANNING.glob("*.py")):
         for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "refusing":

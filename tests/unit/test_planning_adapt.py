@@ -1,4 +1,4 @@
-"""What is tried after memory has run out, and how the plan says so."""
+"""Adaptations after memory has run out, and their reasons in the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says of adapters against what peft and torch make of them."""
+"""The planner's figures for adapters compared with peft and torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from trainer_support.tasks import training_of
 
 GIB = 1 << 30
-# Shapes with another number in every place, so that a formula that mixes two of them up is found.
 GROUPED: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 172,
@@ -34,6 +33,7 @@ GROUPED: dict[str, Any] = {
 }
 """A small decoder with grouped queries."""
 
+# Shapes with a different number in every place, so that a formula that mixes two of them up is found.
 CONFIGS: dict[str, dict[str, Any]] = {
     "bert": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
     "electra": {"embedding_size": 48, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
@@ -65,7 +65,7 @@ def adapter_of(method: AdapterMethod = "lora", **changes: Any) -> Adapter:
 
 
 def built(model_type: str, meta: bool = True, **changes: Any) -> tuple[Any, ModelFacts]:
-    """The model as transformers builds it, and its facts by formula."""
+    """Return the model as transformers builds it, and its facts by formula."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.AutoConfig.for_model(model_type, **(CONFIGS[model_type] | {"vocab_size": 1000} | changes))
@@ -76,7 +76,7 @@ def built(model_type: str, meta: bool = True, **changes: Any) -> tuple[Any, Mode
 
 
 def job_of(adapter: Adapter, precision: str = "fp32") -> TrainerJob:
-    """As much of a job as the trainer reads of it to adapt a model."""
+    """Return the parts of a job that the trainer reads to adapt a model."""
     body = {"name": "a", "task": "text-classification", "model": {"uri": "hf://org/model"}}
     return TrainerJob.model_validate({**body, "training": training_of(steps=1, precision=precision)})
 
@@ -219,10 +219,10 @@ PACKED = int((4 + 8 / 64 + 32 / (64 * 256)) / 8 * 600_000)
 @pytest.mark.parametrize(
     ("world", "precision", "terms"),
     [
-        # of the linear layers of the blocks 600,000 weights, of the largest 400 x 100
+        # 600,000 weights in the linear layers of the blocks, 400 x 100 in the largest
         pytest.param(GPU, "fp32", (4 * 446_000 + PACKED, 4 * 46_000, 8 * 46_000, None, 4 * 40_000), id="on a GPU"),
         pytest.param(
-            # neither the embeddings nor what is unfolded has a copy that autocast keeps
+            # autocast keeps no copy of the embeddings or of unfolded weights
             GPU,
             "bf16",
             (4 * 446_000 + PACKED, 4 * 46_000, 8 * 46_000, 0, 2 * 40_000),
@@ -276,14 +276,14 @@ def test_a_layer_with_an_adapter_keeps_about_what_torch_saves_for_it(model_type,
 
 
 def saved_bytes(model: Any, torch: Any, rows: int, length: int) -> int:
-    """Bytes of distinct storages that are alive after one forward pass because autograd keeps them, without parameters
-    and buffers.
+    """Return the bytes of distinct storages that autograd keeps alive after one forward pass, without parameters and
+    buffers.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, Any] = {}
 
     class Kept:
-        """Held by the graph alone: DoRA computes norms whose graph it throws away at once."""
+        """Tensor that the graph alone holds: DoRA computes norms whose graph is freed at once."""
 
         def __init__(self, tensor: Any) -> None:
             self.tensor = tensor
@@ -371,7 +371,7 @@ def test_the_plan_carries_the_adapter_says_what_is_trained_and_chooses_by_the_me
         Row("adapter", "lora", "rank 16, alpha 8, dropout 0.05, on q_proj, v_proj"),
         Row("trainable", "2.26 million", "0.22% of 1.03 billion parameters"),
     ]
-    # 16 bytes of 1.0B parameters do not fit 24 GB beside the rest, 4 of them and 12 of what is trained do.
+    # 16 bytes for each of 1.0B parameters do not fit in 24 GB beside the rest; 4, and 12 for each trained one, do.
     assert (planned({"method": "none"}).strategy, made.strategy) == ("deepspeed-zero1", "ddp")
 
 
@@ -422,7 +422,7 @@ def test_weights_that_nobody_has_counted_are_planned_as_with_lora():
 def test_a_job_that_does_not_fit_is_told_of_the_adapter_with_which_it_would(
     method: str, size: str, memory: str, named: str | None
 ):
-    """On one GPU of 24 GB."""
+    """Each job has one GPU of 24 GB."""
     model, _ = assumed_model(f"hf://org/llama-{size}")
     with pytest.raises(PlanRefused) as refused:
         planned({"method": method}, model=model, hardware=f"gpu=A10G,gpus=1,hostMemory={memory}")

@@ -1,4 +1,4 @@
-"""What a plan says of spot nodes, in a cluster and on this machine, and how `finetune status` shows it."""
+"""Spot nodes in a plan, in a cluster and on this machine, and in `finetune status`."""
 
 from __future__ import annotations
 

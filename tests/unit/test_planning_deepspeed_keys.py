@@ -14,7 +14,7 @@ deepspeed_config = pytest.importorskip("deepspeed.runtime.config", reason="deeps
 
 
 class Recorder(dict[str, Any]):
-    """A configuration that writes down which keys DeepSpeed looks for, in itself and in its sections."""
+    """A configuration that records the keys that DeepSpeed looks up, in itself and in its sections."""
 
     def __init__(self, path: tuple[str, ...], seen: dict[tuple[str, ...], set[str]], values: dict[str, Any]) -> None:
         self.path, self.seen = path, seen
@@ -45,7 +45,7 @@ class Recorder(dict[str, Any]):
 
 
 def keys_of_installed_deepspeed() -> dict[tuple[str, ...], frozenset[str]]:
-    """Section -> keys: those that DeepSpeed asks a configuration for, and the fields of its pydantic sections."""
+    """Return section -> keys: those that DeepSpeed reads in a configuration, and fields of its pydantic sections."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig

@@ -1,4 +1,4 @@
-"""Degrees of parallelism that `auto` chooses, and those that a refusal names as a way out."""
+"""Degrees of parallelism that `auto` chooses, and those that a refusal names in its hint."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from suite_plugins.fuzz import examples
 
 
 def rows(length: int) -> DataFacts:
-    """The longest has `length` tokens, a usual one half of them."""
+    """Return facts of rows of at most `length` tokens, half of that on average."""
     split = SplitFacts(rows=100_000, tokens=50_000 * length, longest=length)
     return DataFacts(fingerprint="f", splits={"train": split}, max_length=length)
 
 
 EIGHT_V100 = "gpu=V100,memory=32Gi,gpus=8,cpu=64,hostMemory=192Gi"
-"""GPUs without bf16, and too little host memory for the optimizer's state of what they can train."""
+"""GPUs without bf16, and too little host memory for the optimizer's state of models that they can train."""
 
 
 def gpt(h: int, layers: int, heads: int) -> ModelFacts:
@@ -114,7 +114,7 @@ def test_the_smallest_degrees_are_tried_first_and_layers_stay_inside_of_a_node()
 
 def test_the_degree_divides_the_heads_that_keys_and_values_have():
     shared = llama(5120, 40, 40, 4)
-    fp32 = {"globalBatchSize": 64, "precision": "fp32"}  # fp16, which auto takes, would fit as it is
+    fp32 = {"globalBatchSize": 64, "precision": "fp32"}  # fp16, which auto selects, would fit as it is
     made = planned(shared, EIGHT_V100.replace("32Gi", "48Gi"), training=fp32)
     assert made.strategy == "ddp+tensor4+pipeline2-1f1b"
     problem = refusal(shared, parallelism={"tensor": 8})
@@ -331,7 +331,7 @@ def test_when_nothing_is_left_that_goes_on_from_the_checkpoints_a_new_job_is_the
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, int, dict[str, Any]]:
-    """Models, nodes, lengths of rows and settings among which what fits and what does not are both common."""
+    """Draw models, nodes, row lengths and settings, of which many fit and many do not."""
     # Some ways to split a model are rare: half of the jobs are of a kind that is split often.
     split = draw(st.booleans())
     heads = draw(st.sampled_from([32, 40, 64] if split else [12, 16, 25, 32, 40, 64]))
@@ -359,7 +359,7 @@ def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, int, dict[str, Any]]:
 
 
 def written_out(made: JobPlan, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that ask for the degrees of a plan."""
+    """Return the fields that request the degrees of a plan."""
     chosen = strategy(made)
     degree = 1 if chosen.pipeline is None else chosen.pipeline.degree
     return {**asked, "tensor": chosen.tensor, "pipeline": {"degree": degree}, "sequence": chosen.sequence}
@@ -393,7 +393,7 @@ def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]
     assert world.processes_per_node % chosen.tensor == 0
     explicit = {**spec, "parallelism": written_out(made, spec["parallelism"])}
     if chosen.sequence > 1:
-        # Who asks for slices has packs only by asking for them, too.
+        # A job that requests slices gets packs only on request, too.
         explicit["preparation"] = {"packing": "always" if made.trainer.preparation.packing else "never"}
     document = job(explicit).model_dump(mode="json", by_alias=True, exclude_unset=True)
     assert validate_job(document)[1] == []

@@ -1,4 +1,4 @@
-"""Facts without measurement: parameter counts by formula, machines in words, quantities."""
+"""Facts without measurement: parameter counts by formula, descriptions of machines, quantities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune_operator.planning.known_models import KNOWN, known_config, known_n
 GIB = 1 << 30
 MIB = 1 << 20
 
-# Shapes with another number in every place, so that a formula that mixes two of them up is found.
+# Shapes with a different number in every place, so that a formula that mixes two of them up is found.
 CONFIGS: dict[str, dict[str, Any]] = {
     "bert": {},
     "electra": {"embedding_size": 48, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},

@@ -1,5 +1,5 @@
-"""Evaluation and prediction are one process with the whole model: what does not fit there in fp32 computes in bf16, and
-what does not fit so is left out or refused.
+"""Evaluation and prediction are one process with the whole model: one that does not fit in fp32 computes in bf16, and
+one that does not fit so is left out or refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NODE = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=2Ti")
 
 
 def planned(model: str, **spec: Any) -> JobPlan:
-    """On nodes of eight GPUs, of a model that nobody has read."""
+    """Plan a model that has not been read, on nodes of eight GPUs."""
     whole = {
         "task": "text-generation",
         "model": {"uri": f"hf://org/{model}"},
@@ -77,13 +77,13 @@ BEGUN = DataFacts(fingerprint="f", splits={"train": SplitFacts(rows=1000, tokens
 
 
 def precisions(made: JobPlan) -> tuple[str | None, str | None]:
-    """Of evaluation and prediction; None where there is none."""
+    """Return the precisions of evaluation and prediction; None for a stage that is not planned."""
     evaluation, prediction = made.trainer.evaluation, made.trainer.predict
     return evaluation and evaluation.precision, prediction and prediction.precision
 
 
 def on(gpu: str, shape: ModelFacts | None = LLAMA_8B, data: DataFacts | None = None, **spec: Any) -> JobPlan:
-    """One GPU of a node; `shape`: of the model that was read."""
+    """Plan for one GPU of a node; `shape`: facts of the model, once read."""
     hardware = parse_hardware(f"gpu={gpu},gpus=1,cpu=16,hostMemory=512Gi")
     return plan(job({**WRITES, **spec}), Facts(hardware=hardware, model=shape, data=data), CLUSTER_SETTINGS)
 
@@ -125,7 +125,7 @@ def test_it_is_fp32_where_that_fits_and_bf16_where_that_does_and_the_gpu_has_uni
     made = on(**given)
     assert precisions(made) == expected
     assert any("in bf16: in fp32 one process" in reason for reason in made.reasons) == ("bf16" in expected)
-    # fp32 is what images compute in that do not know the field, and refuse it.
+    # Images that do not know the field compute in fp32, and refuse the field.
     assert ('"precision"' in made.trainer.model_copy(update={"training": None}).to_json()) == ("bf16" in expected)
 
 
@@ -185,10 +185,10 @@ def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
     def takes(task: Task, precision: InferencePrecision = "bf16", cached: int = 0, tokens: int = 4096) -> int:
         return inference_bytes(LLAMA_8B, task, precision, tokens=tokens, length=512, cached=cached)
 
-    beside = 1.1  # what the allocator loses
+    beside = 1.1  # the allocator's overhead
     weights = 2 * LLAMA_8B.parameters
     layer = takes("text-classification") - weights - (1 << 30)
-    # Queries, keys, values and results of attention, and the feed-forward layer's three: less than this is impossible.
+    # Queries, keys, values and results of attention, and the feed-forward layer's three: the least possible.
     assert layer > beside * 4096 * 2 * (2 * 4096 + 2 * 1024 + 3 * 14_336)
     assert layer < 2 * beside * 4096 * 2 * (8 * 4096 + 3 * 14_336)
     logits = 4096 * 128_256
@@ -198,7 +198,7 @@ def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
     more = takes("summarization") - takes("text-generation")
     assert more == pytest.approx(beside * 2 * logits, rel=1e-6)
     for task in ("text-generation", "preference-tuning"):
-        # A decoder is asked for a part of a long row's at a time, and the next part comes while the last is there.
+        # A decoder computes the logits of a long row in parts, one of which is still there when the next one comes.
         more = takes(task, tokens=131_072) - takes("text-classification", tokens=131_072)
         assert more == pytest.approx(beside * (2 * 2 * ASKED_LOGITS + pieces), rel=1e-6)
     more = takes("masked-lm", tokens=131_072) - takes("text-classification", tokens=131_072)
@@ -213,7 +213,7 @@ def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
 
 
 def shared(workers: object, *, rows: int | None = None, local: bool = False, **spec: Any) -> JobPlan:
-    """The plan of a prediction over 2 nodes of 8 GPUs, of a test split of `rows` rows with 128 tokens each."""
+    """Plan a prediction over 2 nodes of 8 GPUs, of a test split of `rows` rows with 128 tokens each."""
     whole = {
         "task": "text-classification",
         "model": {"uri": "hf://google-bert/bert-base-uncased"},

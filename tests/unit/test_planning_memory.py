@@ -1,4 +1,4 @@
-"""The memory model against DeepSpeed's own estimators and against what torch keeps for a real backward pass."""
+"""The memory model compared with DeepSpeed's own estimators and with torch's memory in a real backward pass."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def on_device(states: ModelStates) -> int:
 
 
 def close(ours: int, theirs: int) -> bool:
-    """Equal but for rounding: each of our terms is cut to a whole byte by itself."""
+    """Return whether both are equal up to rounding: each of our terms is cut to a whole byte by itself."""
     return abs(ours - theirs) <= 8
 
 
@@ -86,7 +86,7 @@ def test_zero_2_needs_what_deepspeed_estimates(parameters, gpus, nodes):
         host, device = zero2.estimate_zero2_model_states_mem_needs(parameters, gpus, nodes, offload, 1.0)
         ours = deepspeed_states(parameters, 2, offload, gpus, nodes)
         assert close(on_device(ours), device)
-        # Their host formula counts the loading of all nodes on each node, and offloaded state not divided by nodes.
+        # Their host formula counts the loading of all nodes on each node, and does not divide offloaded state by nodes.
         assert ours.host <= host
         if nodes == 1:
             assert close(ours.host, host)
@@ -100,13 +100,13 @@ def test_zero_3_needs_what_deepspeed_estimates_and_the_part_that_it_leaves_out(p
     ranks, largest = gpus * nodes, parameters // 50
     _, device, layer = zero3.estimate_zero3_model_states_mem_needs(parameters, largest, gpus, nodes, False, False)
     assert gathered_bytes(largest, 2) == layer
-    # Theirs: 18 bytes = gradients 2 + fp32 gradients 4 + master copy 4 + moments 8, without the 16-bit weights. Ours
-    # counts the weights (2), and fp32 gradients of one sub-group only, as that is how stage 3 steps.
+    # DeepSpeed: 18 bytes = gradients 2 + fp32 gradients 4 + master copy 4 + moments 8, without the 16-bit weights. Ours
+    # counts the weights (2), and fp32 gradients of one sub-group only, as stage 3 steps by sub-group.
     shard = parameters / ranks
     difference = 2 * shard - 4 * max(0.0, shard - SUB_GROUP_ELEMENTS)
     assert close(on_device(deepspeed_states(parameters, 3, False, gpus, nodes)), int(device - layer + difference))
 
-    # What DeepSpeed calls zero_init is for us that the weights stay in their files, which those in fp32 do.
+    # DeepSpeed's zero_init corresponds to weights that stay in their files, as fp32 weights do here.
     for in_files in (True, False):
         host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
             parameters, largest, gpus, nodes, True, False, in_files, 1.0
@@ -193,7 +193,7 @@ def test_grad_op_sharding_keeps_all_blocks_gathered():
         estimate(work(model_of(1_000_000), Strategy(name="fsdp", fsdp_sharding=kind), world=world), 40 * GIB)
         for kind in ("full", "grad-op")
     )
-    # 48 blocks in place of the 2 that are there at a time.
+    # 48 blocks in place of the 2 that are gathered at a time.
     by_name = [{term.name: term.bytes for term in each.terms} for each in (full, grad_op)]
     assert by_name[1]["gathered blocks"] - by_name[0]["gathered blocks"] == 46 * 4 * 20_000
 
@@ -248,12 +248,12 @@ def test_rounding_a_layer_s_tensors_takes_no_more_than_is_counted_and_keeps_noth
     more = taken["fp8"] - taken["bf16"]
     largest = max(tokens * inputs, tokens * outputs, inputs * outputs)
     assert 5 * largest < more <= FP8_ROUNDING_BYTES * largest
-    # The input, and in bf16 the weight that autocast has cast.
+    # The input, and in bf16 autocast's copy of the weight.
     assert kept == {"bf16": 2 * (tokens * inputs + inputs * outputs), "fp8": 2 * tokens * inputs}
 
 
 def peak_bytes(compute: Callable[[], Any]) -> tuple[int, Any]:
-    """The most bytes that tensors made by `compute` hold at once, and what it returns."""
+    """Return the peak bytes of tensors created by `compute`, and its result."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -265,7 +265,7 @@ def peak_bytes(compute: Callable[[], Any]) -> tuple[int, Any]:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(kind.__name__ == "Float8TrainingTensor" for kind in types):
-                return NotImplemented  # what it holds comes back
+                return NotImplemented  # its inner tensors are dispatched again
             made = func(*args, **(kwargs or {}))
             for tensor in made if isinstance(made, list | tuple) else [made]:
                 if isinstance(tensor, torch.Tensor):
@@ -287,7 +287,7 @@ def peak_bytes(compute: Callable[[], Any]) -> tuple[int, Any]:
 @pytest.mark.parametrize(
     ("strategy", "width", "adapter", "per_parameter"),
     [
-        # On 4 processes of a node: what each has while it reads 16-bit weights, or AdamW's state and weights on rank 0.
+        # 4 processes on a node: memory of each while it reads 16-bit weights, or AdamW's state and weights on rank 0.
         pytest.param({"name": "ddp"}, 4, None, 4 * 4, id="ddp reads"),
         pytest.param({"name": "fsdp"}, 2, None, 4 * 4, id="fsdp reads"),
         pytest.param(ZERO3, 2, None, 4 * 4, id="ZeRO-3 reads 16-bit weights"),
@@ -422,7 +422,7 @@ def test_offloaded_activations_leave_one_layer_on_the_device(mode):
     made = [estimate(each, 40 * GIB) for each in (here, moved)]
     device = [{term.name: term.bytes for term in each.terms}["activations"] for each in made]
     assert device[1] == tokens * (layer + 3 * 1024 * 4)
-    # Nothing is lost on the way; with checkpointing, the layer that is computed again is there in both.
+    # Offloading loses no bytes; with checkpointing, the recomputed layer is part of both.
     host = made[1].host_bytes - 2 * CPU_PROCESS_BYTES
     kept = device[0] - tokens * ((layer if mode != "none" else 0) + 3 * 1024 * 4)
     assert host == 2 * max(kept, 4 * model.parameters)
@@ -451,7 +451,7 @@ _GPTJ = {"n_embd": 64, "n_head": 4, "n_inner": 256, "rotary_dim": 8}
 SMALL |= dict.fromkeys(
     ("albert", "bert", "electra", "falcon", "gpt_neox", "mpnet", "phi", "roberta", "roformer"), _WIDE
 )
-# Four heads of queries on one of keys, as most of them have it.
+# Four query heads on one key-value head, as most of these families have it.
 SMALL |= {
     name: SMALL["llama"] | {"num_key_value_heads": 1, "head_dim": 16}
     for name in (
@@ -488,7 +488,7 @@ UNFUSED = {"bloom", "codegen", "deberta-v2", "gemma2", "gpt_neo", "gptj", "mpnet
 
 
 def facts_of(model: Any, block: int) -> ModelFacts:
-    """As the trainer finds them, for this test's sizes."""
+    """Return the facts as the trainer finds them, for this test's sizes."""
     config = model.config
     if config.model_type in ARCHITECTURES:
         facts = model_facts(config.to_dict())
@@ -507,8 +507,8 @@ def facts_of(model: Any, block: int) -> ModelFacts:
 
 
 def saved_bytes(model: Any, torch: Any, rows: int, length: int, **changes: Any) -> int:
-    """Bytes of distinct storages that autograd keeps in one forward pass, without parameters and buffers. `changes` are
-    of its inputs.
+    """Return the bytes of distinct storages that autograd keeps in one forward pass, without parameters and buffers.
+    `changes` replace its inputs.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, Any] = {}
@@ -557,7 +557,7 @@ def test_a_layer_keeps_about_what_torch_saves_for_it(model_type, precision):
     modelled = activation_bytes_per_token(
         work(facts, Strategy(name="single"), precision=precision, world=world, length=length)
     )
-    # On a CPU all scores are counted as fp32, of which autocast has some in 16 bits. Gemma 2's are counted for bf16.
+    # On a CPU all scores count as fp32, of which autocast has some in 16 bits. Gemma 2's count for bf16.
     highest = 2.0 if model_type == "gemma2" or (precision == "bf16" and not facts.fused_attention) else 1.35
     assert 0.85 * measured <= modelled <= highest * measured, f"modelled {modelled}, measured {measured:.0f}"
 
@@ -565,7 +565,7 @@ def test_a_layer_keeps_about_what_torch_saves_for_it(model_type, precision):
 @pytest.mark.parametrize(("precision", "of_score"), [("bf16", 4 + 2), ("fp32", 4 + 4)])
 @pytest.mark.parametrize(("model_type", "dropped"), [("bert", 1), ("gpt_neox", 0)])
 def test_scores_are_counted_on_gpus_where_the_model_that_was_read_keeps_them(model_type, dropped, precision, of_score):
-    """The softmax in fp32, what the values are weighed with, and of dropout the mask."""
+    """A score's bytes: the softmax in fp32, the weights of the values in `precision`, and the mask of dropout."""
     fused = model_of(1_000_000).model_copy(update={"model_type": model_type})
     taken = [
         activation_bytes_per_token(

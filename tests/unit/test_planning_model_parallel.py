@@ -1,4 +1,4 @@
-"""Plans with tensor and pipeline parallelism: the arithmetic, what is decided, and what is refused."""
+"""Plans with tensor and pipeline parallelism: the arithmetic, decisions and refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pipeline(schedule: str, degree: int, micro_batches: int) -> Pipeline:
         ("gpipe", 4, 8, 3 / 11, 8),
         ("1f1b", 4, 8, 3 / 11, 4),
         ("1f1b", 4, 2, 3 / 5, 2),
-        # Two stages a process: half the bubble, and torch's warm-up lets in 2 (p - 1) + p + 1 half-micro-batches.
+        # Two stages a process: half the bubble, and torch's warm-up admits 2 (p - 1) + p + 1 half-micro-batches.
         ("interleaved", 4, 8, 3 / 19, 5.5),
         ("interleaved", 2, 4, 1 / 9, 2.5),
     ],
@@ -88,7 +88,7 @@ def test_a_process_holds_its_part_of_the_model():
     assert layers_of_a_process(LLAMA, halves.pipeline) == 8
     embeddings = LLAMA.embedding_parameters
     assert parameters_of_a_process(LLAMA, halves) == 8 * LLAMA.block_parameters + embeddings
-    # 16 layers in 3 x 2 stages: of 3 layers at most, two of which a process has.
+    # 16 layers in 3 x 2 stages: at most 3 layers a stage, and two stages a process.
     assert layers_of_a_process(LLAMA, pipeline("interleaved", 3, 6)) == 6
 
 

@@ -1,4 +1,4 @@
-"""How much of a step is padding, and the micro-batch that `auto` chooses for it."""
+"""The share of padding in a step, and the micro-batch that `auto` chooses for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from planning_support.cases import encoder, job, llama_1b
 from suite_plugins.fuzz import examples
 
 WNUT_2017 = {8: 66, 16: 356, 24: 638, 32: 753, 40: 767, 48: 544, 56: 203, 64: 56, 72: 9, 80: 2}
-"""Lengths of its sentences by MiniLM's tokenizer."""
+"""Lengths of the data set's sentences by MiniLM's tokenizer."""
 TAGS = SplitFacts(rows=3394, tokens=106_296, length_histogram=WNUT_2017, longest=75)
 HALVES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
@@ -28,7 +28,7 @@ histograms = st.dictionaries(st.integers(1, 64).map(lambda edge: 8 * edge), st.i
 
 
 def split_of(histogram: dict[int, int], below: float) -> SplitFacts:
-    """With rows that are on average `below` of the way from the upper edge of their bucket to the lower one."""
+    """Return a split with rows on average `below` of the way from the upper edge of their bucket to the lower one."""
     edges = sorted(histogram)
     tokens = sum(
         histogram[high] * max(1, round(high - below * (high - low)))
@@ -42,7 +42,7 @@ def split_of(histogram: dict[int, int], below: float) -> SplitFacts:
 
 @pytest.mark.parametrize("micro", [8, 4, 2, 1])
 def test_the_tokens_of_a_step_are_those_of_all_its_draws_each_as_likely_as_it_is(micro: int) -> None:
-    """Eight rows, each 100 tokens long with a probability of a quarter, else 10."""
+    """Draws have eight rows, each 100 tokens long with a probability of a quarter, else 10."""
     step = StepRows((Slab(10, 1.0), Slab(90, 0.25)), rows=8)
     expected = 0.0
     for drawn in itertools.product((100, 10), repeat=8):
@@ -55,7 +55,7 @@ def test_the_tokens_of_a_step_are_those_of_all_its_draws_each_as_likely_as_it_is
 
 @pytest.mark.parametrize("micro", [512, 128, 32, 8, 1])
 def test_the_tokens_of_a_large_step_are_those_of_the_binomial_distribution(micro: int) -> None:
-    """1,024 rows, of which a quarter is long."""
+    """Steps have 1,024 rows, a quarter of which is long on average."""
     weights = [math.comb(1024, longer) * 3 ** (1024 - longer) for longer in range(1025)]
     batches = sum(weight * math.ceil(longer / micro) for longer, weight in enumerate(weights))
     expected = 1024 * 10 + micro * 90 * (batches / 4**1024)
@@ -207,7 +207,7 @@ def test_a_micro_batch_that_ran_out_of_memory_is_halved_from_there() -> None:
 
 
 def test_a_micro_batch_that_fits_no_more_rows_is_the_largest_that_fits() -> None:
-    """Of long rows a small GPU holds fewer than would be quickest."""
+    """A small GPU holds fewer long rows than would be fastest."""
     split = SplitFacts(rows=50_000, tokens=50_000 * 256, length_histogram={32: 25_000, 512: 25_000}, longest=512)
     spec = training(globalBatchSize=4096) | ON_GPU
     large, small = (planned(spec, gpu, split) for gpu in ("gpu=H100", "gpu=T4"))

@@ -1,4 +1,4 @@
-"""The planner's decisions: one row a decision, whole values compared; and what holds for every job."""
+"""The planner's decisions: one row a decision, whole values compared; and properties of every job."""
 
 from __future__ import annotations
 
@@ -1036,7 +1036,7 @@ def test_in_a_cluster_spark_needs_its_operator_and_what_an_administrator_grants_
     assert refused(spark) == [not_served, not_granted]
     assert refused(spark, served=SPARK_SERVED) == [not_granted]
     assert refused(spark, SPARK_SETTINGS) == [not_served]
-    # What has prepared goes on without: no other stage needs it.
+    # A prepared job goes on without Spark: no other stage needs it.
     assert planned(spark, prepared=True).trainer.preparation.engine == "spark"
     result = planned(spark, SPARK_SETTINGS, served=SPARK_SERVED)
     assert (result.trainer.preparation.engine, result.trainer.preparation.pods) == ("spark", 4)
@@ -1088,7 +1088,7 @@ def test_a_length_beyond_the_models_positions_is_refused():
             "set it to 512 or less, or leave it out",
         )
     ]
-    # Of a model that nobody has read yet no more than a size is known, if that.
+    # Of an unread model at most the size is known.
     assert planned({"preparation": {"maxLength": 32768}}, model=None, data=None).trainer.preparation.max_length == 32768
 
 
@@ -1215,7 +1215,7 @@ known_facts = st.builds(
 
 
 def autos(value: Any) -> list[Any]:
-    """Every value in a JSON document that is `auto`."""
+    """Return every value in a JSON document that is `auto`."""
     match value:
         case dict():
             return [found for each in value.values() for found in autos(each)]
@@ -1265,9 +1265,9 @@ def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):
         assert spec["parallelism"].get(key, "auto") in ("auto", name)
     asked = job(spec).spec.parallelism
     found = strategy.tensor, 1 if strategy.pipeline is None else strategy.pipeline.degree
-    # Where all is left open, and nothing fits with whole layers on each process, the plan takes degrees of its own.
+    # Where all is left open, and nothing fits with whole layers on each process, the plan chooses degrees.
     assert found == (asked.tensor, asked.pipeline.degree) or (asked.model_ranks == 1 and asked.strategy == "auto")
-    # These rows are classified, not written on, and stay whole.
+    # These rows are for classification, not for generation, and stay whole.
     assert strategy.sequence == 1
     if strategy.pipeline is not None:
         assert batch.gradient_accumulation % strategy.pipeline.micro_batches == 0

@@ -1,4 +1,4 @@
-"""Plans whose rows are divided among processes: the arithmetic, what is decided, and what is refused."""
+"""Plans whose rows are divided among processes: the arithmetic, decisions and refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_processes_are_groups_that_read_the_same_rows_with_a_part_of_the_act
     assert divided.strategy.startswith("fsdp+sequence4")
     batch = training.batch
     assert (batch.data_parallel, batch.micro_batch_size, batch.gradient_accumulation) == (2, 1, 8)
-    # Of an odd row the last process has one token less.
+    # The last process has one token less of an odd row.
     assert activations(divided).formula.startswith("1 rows x 4096 of 16383 tokens x (")
     assert activations(whole).bytes > 3.9 * activations(divided).bytes
     assert (
@@ -154,7 +154,7 @@ HALF_A_BILLION = model_facts(
     },
     "text-generation",
 )
-"""That of Qwen2.5 0.5B."""
+"""The shape of Qwen2.5 0.5B."""
 PROMPTS = {"uri": "hf://org/answers", "columns": {"source": "question", "target": "answer"}}
 QLORA = {"uri": "hf://org/model", "adapter": {"method": "qlora"}}
 EIGHT_H100, EIGHT_L4 = "gpu=H100,gpus=8,cpu=128,hostMemory=1Ti", "gpu=L4,gpus=8,cpu=96,hostMemory=384Gi"
@@ -163,7 +163,7 @@ TWO_SMALL = "gpu=A10G,memory=12Gi,gpus=2,cpu=16,hostMemory=64Gi"
 
 @dataclass(frozen=True)
 class Long:
-    """A job of rows of `length` tokens, all with that many."""
+    """A job whose rows all have `length` tokens."""
 
     model: ModelFacts
     hardware: str
@@ -240,7 +240,7 @@ def test_auto_divides_rows_where_nothing_else_fits(case: str):
     assert training is not None
     assert training.batch.global_batch_size == 16
     assert training.batch.data_parallel * training.strategy.sequence == training.world.size
-    # What is chosen could have been written, but for packs, which then have to be asked for.
+    # The chosen degree can be requested as well; only packs then need a request of their own.
     if made.trainer.preparation.packing:
         long = Long(long.model, long.hardware, long.length, {**long.spec, "preparation": {"packing": "always"}})
     again = long.plan({"sequence": training.strategy.sequence})
@@ -347,9 +347,9 @@ def test_the_exchange_is_4_n_h_elements_over_the_slices_less_what_a_process_keep
     own_heads = EIGHT_BILLION.model_copy(update={"key_value_heads": None})
     sliced, recomputed = (Strategy(name="ddp", sequence=4, activation_checkpointing=mode) for mode in ("none", "full"))
     tokens, layers = 1000, 32
-    # DeepSpeed-Ulysses: 4 N h / P for a layer and pass, of which 3 of 4 parts leave; forward and backward.
+    # DeepSpeed-Ulysses: 4 N h / P for a layer and pass, of which 3 of 4 parts are sent; forward and backward.
     assert exchanged_bytes(own_heads, sliced, tokens, 2) == 2 * layers * 2 * (4 * tokens * 4096 / 4) * 3 / 4
-    # 8 of 32 heads have keys and values, so that 2 and a half are left of 4.
+    # 8 of 32 heads have keys and values, which leaves 2.5 of the 4.
     assert exchanged_bytes(EIGHT_BILLION, sliced, tokens, 2) == 2 * layers * 2 * (2.5 * tokens * 4096 / 4) * 3 / 4
     assert exchanged_bytes(EIGHT_BILLION, recomputed, tokens, 2) == 1.5 * exchanged_bytes(
         EIGHT_BILLION, sliced, tokens, 2

@@ -1,4 +1,4 @@
-"""The progress server over real TLS: what it takes, what it refuses and how, and that it repeats nothing."""
+"""The progress server over real TLS: accepted requests, refusals and their form, and no echo of the request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CANARY = "canary-7f3a9c"
 
 
 def token(name: str, end: float | None = None) -> str:
-    """A token with an end, as an API server's have one; its signature holds a word to look for."""
+    """Return a token with an expiry, as an API server's; its signature holds a marker to search for."""
     payload = base64.urlsafe_b64encode(json.dumps({"exp": end or time.time() + 86_400, "n": name}).encode()).decode()
     return f"{name}.{payload.rstrip('=')}.{CANARY}"
 
@@ -59,7 +59,7 @@ TAKEN = ProgressStatus(
 
 
 def status_of(pod: PodIdentity) -> dict[str, Any]:
-    """The status of a TokenReview as an API server answers for a pod's projected token."""
+    """Return the status of a TokenReview as an API server answers for a pod's projected token."""
     return {
         "authenticated": True,
         "audiences": ["finetune.dev/progress"],
@@ -75,7 +75,7 @@ def status_of(pod: PodIdentity) -> dict[str, Any]:
 
 @dataclass
 class Operator:
-    """What the server sees of an operator, and the API server's answers about tokens."""
+    """The server's view of an operator, and the API server's answers about tokens."""
 
     leads: bool = True
     filled: bool = True
@@ -130,7 +130,7 @@ class Running:
     async def post(
         self, path: str = PATH, body: Any = BODY, bearer: str | None = GOOD, **headers: str
     ) -> tuple[int, Any, Mapping[str, str]]:
-        """Status, JSON body and headers."""
+        """Post a report; return status, JSON body and headers."""
         given = {"Authorization": f"Bearer {bearer}"} if bearer is not None else {}
         async with self.session.post(self.base + path, data=body, headers=given | headers) as answer:
             return answer.status, await answer.json(), answer.headers
@@ -378,7 +378,7 @@ def test_a_replica_that_has_not_read_all_pods_yet_takes_nothing() -> None:
 
 
 def relayed(leader: Operator, stand_by: Operator, what: Callable[[Running], Awaitable[Any]], **limits: Any) -> Any:
-    """Runs `what` against the stand-by of two replicas that share certificates."""
+    """Run `what` against the stand-by of two replicas that share certificates."""
 
     async def go() -> Any:
         async with serving(leader, ServerLimits(**limits)) as first, serving(stand_by) as second:
@@ -440,7 +440,7 @@ def test_a_stand_by_gives_no_token_to_a_server_of_another_authority(caplog: pyte
 
 
 def test_guesses_through_a_stand_by_count_for_the_pod_and_not_for_the_stand_by() -> None:
-    """The leader believes the address that a replica names, which shows the servers' certificate."""
+    """The leader trusts the address named by a replica, which shows the servers' certificate."""
 
     async def guess(running: Running) -> list[int]:
         codes: list[int] = []
@@ -487,7 +487,7 @@ def test_a_client_that_trusts_another_authority_or_expects_another_name_gets_no_
 
 
 async def spoken(running: Running, text: bytes) -> bytes:
-    """The answer to raw bytes, until the server closes."""
+    """Send raw bytes and return the answer, until the server closes."""
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", running.port, ssl=trusting(CERTIFICATES), server_hostname="localhost"
     )

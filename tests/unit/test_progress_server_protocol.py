@@ -1,4 +1,4 @@
-"""What the path and the body of a progress report say."""
+"""Contents of the path and the body of a progress report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is remembered about tokens and about how often somebody came."""
+"""Cached verdicts on tokens, and rate limits by client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def token(end: float, name: str = "t") -> str:
 
 @dataclass
 class Reviews:
-    """Answers by token, a clock, and what was asked."""
+    """Answers by token, a clock, and the recorded requests."""
 
     good: set[str] = field(default_factory=set)
     now: float = 1000.0

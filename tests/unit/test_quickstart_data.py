@@ -2,7 +2,7 @@
 
 A held-out accuracy means something only if no test row is also, nearly, a training row, if guessing the larger
 class gains nothing, and if the rows are real prose: sentences made from a template let a model score by learning
-the template. The floors and ceilings below lie between what this set has and what a templated one has.
+the template. The floors and ceilings below lie between the figures of this set and those of a templated one.
 It does not judge whether a label is right; that takes a reader.
 """
 

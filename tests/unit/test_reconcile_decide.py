@@ -1,4 +1,4 @@
-"""What is done about a job, situation by situation, in a world that carries the decisions out."""
+"""Decisions about a job, situation by situation, in a world that carries them out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AT = "2026-01-01T12:00:00Z"
 
 
 def training(**changes: object) -> World:
-    """A job whose train stage runs its first attempt."""
+    """Return a job whose train stage runs its first attempt."""
     world = World(**changes)  # type: ignore[arg-type]
     world.settle()
     world.succeed()
@@ -197,7 +197,7 @@ GRANTED = Settings.model_validate({"spark": {"image": "spark:1", "serviceAccount
 
 
 def prepared_by_spark() -> World:
-    """Spark prepares, and then neither settings nor cluster grant it any more."""
+    """Return a job that Spark prepares, after settings and cluster have stopped granting Spark."""
     world = World(settings=GRANTED, served=("job", "sparkapplication"))
     world.spec["preparation"] = {"engine": "spark", "workers": 2}
     world.settle()
@@ -264,7 +264,7 @@ def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
     world.progress = None
     world.step()
     world.start()
-    assert world.job().status.progress is None  # the next stage has told nothing yet
+    assert world.job().status.progress is None  # the next stage has reported nothing yet
     world.progress = ProgressStatus(step=1, total_steps=9, percent=11)
     world.settle()
     world.succeed("reviews-evaluate-1")
@@ -362,7 +362,7 @@ def test_a_preparation_goes_on_and_tells_of_it_while_pods_after_the_first_find_n
 
 
 def predicting_by_three() -> tuple[World, str, list[str]]:
-    """A job whose three pods predict: the world, the Job and the pods."""
+    """Return a job whose three pods predict: the world, the Job and the pods."""
     world = World()
     world.spec["predict"] = {"workers": 3}
     world.settle()
@@ -375,7 +375,7 @@ def predicting_by_three() -> tuple[World, str, list[str]]:
 
 
 def replaced(world: World, pod: str, lost_before: int = 1) -> str:
-    """The Job creates another pod in the place of `pod`, which is as it ended."""
+    """Let the Job create another pod in the place of `pod`, which stays as it ended; return its name."""
     raw = json.loads(json.dumps(world.pods[pod]))
     name = f"{pod}-again-{lost_before}"
     raw["metadata"] |= {"name": name, "uid": f"uid-{name}", "creationTimestamp": stamp(world.now)}
@@ -431,7 +431,7 @@ def test_pod_that_was_gone_before_anybody_looked_is_told_of_by_its_index() -> No
 
 
 def predicting_by_spark() -> World:
-    """Spark's driver predicts with two executors."""
+    """Return a job whose prediction runs in Spark's driver and two executors."""
     world = World(settings=GRANTED, served=("job", "sparkapplication"))
     world.spec["predict"] = {"workers": 3, "engine": "spark"}
     world.settle()
@@ -715,7 +715,7 @@ def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes()
     due = world.decide().wake_at
     assert due is not None
     assert abs(due - (world.now + timedelta(seconds=10_000))) < timedelta(seconds=1)
-    # What earlier attempts have cost counts.
+    # The cost of earlier attempts counts.
     world.wait(6000)
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
@@ -875,7 +875,7 @@ def test_counted_restarts_end_with_the_job_and_free_ones_do_not():
 
 
 def restarts(world: World) -> tuple[int, int]:
-    """Restarts of the job, and those of them that are counted."""
+    """Return the restarts of the job, and the counted ones among them."""
     world.settle()
     status = world.job().status
     world.wait(300)
@@ -885,7 +885,7 @@ def restarts(world: World) -> tuple[int, int]:
 
 
 def at_step(world: World, step: int) -> None:
-    """The attempt that runs has told this, and it is in the status."""
+    """Report this step from the running attempt, and wait until it is in the status."""
     world.progress = ProgressStatus(step=step, total_steps=100)
     world.settle()
     assert world.job().status.progress == world.progress
@@ -1173,7 +1173,7 @@ def test_memory_that_runs_out_changes_to_what_goes_on_from_the_checkpoints(check
     assert status.adaptation is not None
     assert status.plan is not None
     assert (status.plan.strategy, status.adaptation.checkpoint_form) == (following, form)
-    # What is known of checkpoints stays so, though the next attempt has told nothing.
+    # The known form of checkpoints stays, though the next attempt has reported nothing.
     world.wait(300)
     world.start()
     world.fail(FailureClass.OUT_OF_MEMORY)
@@ -1429,7 +1429,7 @@ def test_an_older_attempt_that_runs_beside_the_current_one_is_deleted():
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
     world.wait(10)
-    world.children["reviews-train-1"] = old  # as after a backup of the cluster was played back
+    world.children["reviews-train-1"] = old  # as after restoring a backup of the cluster
     decision = world.decide()
     assert decision.delete == (ObjectRef("batch/v1", "Job", "reviews-train-1", "uid-reviews-train-1"),)
     assert world.stage("train") == ("Running", 2)

@@ -1,4 +1,4 @@
-"""What is done about a job where the moment, the cluster or the last stored word is an unlucky one."""
+"""Decisions about a job at an unlucky moment, in an unlucky cluster, or after an unlucky last status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO_NODES = {**SPEC, "resources": {"nodes": 2}}
 
 
 def training(**changes: object) -> World:
-    """A job whose train stage runs its first attempt."""
+    """Return a job whose train stage runs its first attempt."""
     world = World(**changes)  # type: ignore[arg-type]
     world.settle()
     world.succeed()
@@ -40,7 +40,7 @@ def failure_of(world: World) -> FailureStatus:
 
 
 def ran_with(world: World, attempt: str) -> tuple[int, int]:
-    """Micro-batch and accumulation in the job.json of an attempt."""
+    """Return micro-batch and accumulation in the job.json of an attempt."""
     batch = json.loads(world.configuration(attempt))["training"]["batch"]
     return batch["microBatchSize"], batch["gradientAccumulation"]
 
@@ -116,7 +116,7 @@ def test_a_failure_that_a_report_of_another_job_tells_is_none_of_this_one():
 
 
 def silent(code: int) -> str:
-    """The report of a launcher whose process said nothing before it ended with that code."""
+    """Return the report of a launcher whose process ended with that code and reported nothing."""
     failure = of_exit(code, 5.0)
     return TrainerReport(job="reviews", stage=Stage.TRAIN, outcome="failed", failure=failure).to_termination_message()
 
@@ -130,7 +130,7 @@ def test_what_a_launcher_infers_from_an_exit_code_is_no_match_for_what_was_done_
     world.pods["reviews-train-1-worker-1"]["status"]["conditions"] = [preempted]
     world.end_child("reviews-train-1", succeeded=False)
     world.settle()
-    world.wait(10)  # the other worker may have more to say
+    world.wait(10)  # the other worker may still report
     assert (failure_of(world).failure_class, failure_of(world).pod) == ("Preempted", "reviews-train-1-worker-1")
 
 
@@ -270,7 +270,7 @@ def test_the_plan_in_the_status_is_the_one_that_the_next_attempt_gets():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
-    world.status["plan"]["microBatchSize"] = 7  # as an operator that plans otherwise has left it
+    world.status["plan"]["microBatchSize"] = 7  # as left by an operator that plans differently
     world.wait(10)
     plan = world.job().status.plan
     assert plan is not None
@@ -286,7 +286,7 @@ def test_progress_of_an_earlier_attempt_is_not_told_of_one_that_is_taken_up():
     world.progress = None
     world.settle()
     world.now += timedelta(seconds=10)
-    world.step(crash_after=2)  # made, and the status is not written
+    world.step(crash_after=2)  # created, and the status is not written
     world.settle()
     assert (world.stage("train"), world.job().status.progress) == (("Running", 2), None)
 
@@ -480,7 +480,7 @@ def test_a_stage_that_runs_its_attempt_0_is_begun():
 
 def test_a_child_made_from_a_spec_that_was_edited_since_is_replaced():
     world = World()
-    world.step(crash_after=4)  # made, and the status is not written: the API server lets the spec be edited
+    world.step(crash_after=4)  # created, and the status is not written: the API server lets the spec be edited
     assert list(world.children) == ["reviews-prepare-1"]
     world.spec["dataset"] = {"uri": "hf://org/other"}
     world.generation += 1

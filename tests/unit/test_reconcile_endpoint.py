@@ -1,4 +1,4 @@
-"""The endpoint of a job: when it comes and goes, and what is said of it."""
+"""The endpoint of a job: its creation and deletion, and its status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ URL = "http://reviews-endpoint.team.svc"
 
 
 def serving(available: int = 0, **changes: Any) -> World:
-    """A job that only serves, with its Deployment."""
+    """Return a job that only serves, with its Deployment."""
     world = World(spec={**ALONE, **changes})
     world.settle()
     assert world.server is not None
@@ -25,7 +25,7 @@ def serving(available: int = 0, **changes: Any) -> World:
 
 
 def stands(world: World, available: int, stuck: str | None = None) -> None:
-    """The controllers of the Deployment say so of its newest generation."""
+    """Set the status of the Deployment, for its newest generation."""
     conditions = [] if stuck is None else [{"type": "Progressing", "status": "False", "message": stuck}]
     world.server["status"] = {
         "availableReplicas": available,
@@ -37,7 +37,7 @@ def stands(world: World, available: int, stuck: str | None = None) -> None:
 
 
 def pod(world: World, status: dict[str, Any], name: str = "reviews-endpoint-a") -> None:
-    """A server's pod, with a container in that state."""
+    """Add a server's pod, with a container in that state."""
     labels = world.server["spec"]["template"]["metadata"]["labels"]
     metadata = {"name": name, "uid": f"uid-{name}", "labels": labels, "creationTimestamp": world.after(0)}
     status = {"phase": "Pending", "containerStatuses": [{"name": "pytorch", **status}]}

@@ -1,4 +1,4 @@
-"""The first cause among all pods of an attempt, what it leads to, and how it is told."""
+"""The first cause among all pods of an attempt, its remedy, and its message."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ended(
     case: str = "Told",
     at: float = 0,
 ) -> Ended:
-    """A container that ended; `told`, what its report says, `at` the time that the report gives."""
+    """Return an ended container; `told` is the failure class in its report, `at` the report's time."""
     report = None
     if told is not None:
         failure = FailureReport(failure_class=told, reason=case, message="m.", hint="h.", time=at)
@@ -441,7 +441,7 @@ def test_a_pod_that_does_not_end_is_its_nodes_fault():
 
 
 def test_a_gate_that_is_not_met_says_how_the_trained_model_is_judged_again():
-    """What the hint says is done: another job with the model, a lower gate and no training runs to its evaluation."""
+    """Following the hint works: another job with the model, a lower gate and no training runs to its evaluation."""
     world = World()
     world.spec["evaluation"] = {"gate": {"metric": "accuracy", "minimum": 0.99}}
     through(world, 2)

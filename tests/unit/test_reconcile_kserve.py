@@ -1,4 +1,4 @@
-"""An endpoint that KServe runs: what is applied, what is said of it, and how it takes the place of a Deployment."""
+"""An endpoint that KServe runs: the applied objects, its status, and how it replaces a Deployment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ URL = "http://reviews-endpoint.team.svc"
 
 
 def serving(available: int | None = 0, kserve: bool = True, **endpoint: Any) -> World:
-    """A job that only serves; None: KServe has not made its Deployment yet."""
+    """Return a job that only serves; with None, KServe has not created its Deployment yet."""
     world = World(spec={**ALONE, "endpoint": endpoint}, kserve=kserve)
     world.settle()
     if available is not None:
@@ -24,7 +24,7 @@ def serving(available: int | None = 0, kserve: bool = True, **endpoint: Any) -> 
 
 
 def follows(world: World, available: int, name: str = NAME, **status: Any) -> None:
-    """KServe's Deployment is as the InferenceService asks for, with so many servers."""
+    """Set KServe's Deployment as the InferenceService asks for, with so many servers."""
     service = world.servers[name]
     assert service["kind"] == "InferenceService"
     predictor, made = service["spec"]["predictor"], f"{name}-predictor"
@@ -41,7 +41,7 @@ def follows(world: World, available: int, name: str = NAME, **status: Any) -> No
 
 
 def stands(world: World, available: int, name: str = NAME) -> None:
-    """A Deployment of ours has so many servers of its newest state."""
+    """Set the status of a Deployment of ours, with so many servers of its newest generation."""
     found = world.servers[name]
     assert found["kind"] == "Deployment"
     generation = found["metadata"]["generation"]

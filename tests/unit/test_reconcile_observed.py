@@ -1,4 +1,4 @@
-"""Raw objects of the API server as the values that decisions rest on, trap by trap."""
+"""Raw objects of the API server, parsed into the values that decisions rest on, trap by trap."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mpi(*conditions: dict[str, str], **status: Any) -> dict[str, Any]:
 
 
 def spark(state: str = "", **status: Any) -> dict[str, Any]:
-    """As the Spark Operator tells of an application; it has no conditions."""
+    """Return an application with a status as the Spark Operator's; it has no conditions."""
     told = {"applicationState": {"state": state, "errorMessage": "m."}} if state else {}
     return child("sparkoperator.k8s.io/v1beta2", "SparkApplication", {**told, **status})
 
@@ -375,7 +375,7 @@ def test_of_a_log_the_end_is_kept_without_secrets():
     assert kept.endswith("the cause\n")
     for secret in ("pa55word", token, "correct horse"):
         assert secret not in kept
-    # One that the cut goes through.
+    # A secret that the cut splits.
     assert "AAAA" not in kept_log(job, f"{token} {'y' * 4080}")
 
 
@@ -448,20 +448,20 @@ def test_logs_are_not_wanted_without_a_child_or_a_failure():
 
 
 def told_to_end(index: int, second: int, **more: Any) -> PodView:
-    """A pod that runs and has to go."""
+    """Return a pod that runs and is being deleted."""
     since = NOON + timedelta(seconds=second)
     found = replace(PLAIN, attempt=1, name=f"p{index}", index=index, phase="Running", began=NOON, deleting_since=since)
     return replace(found, deleting_until=since + timedelta(seconds=30), **more)
 
 
 def test_the_logs_of_pods_that_are_deleted_while_they_run_are_wanted_at_once():
-    """With a pod its log goes, and when all pods of an attempt are deleted there is no other."""
+    """A pod's log is deleted with it, and when all pods of an attempt are deleted there is no other."""
     view, child = job_view(document(), CLUSTER_SETTINGS), replace(attempt(1), state="Running")
     pods = tuple(told_to_end(index, second) for index, second in enumerate((9, 3, 3, 8, 7)))
     seen = Observed(children=(child,), pods=(*pods, replace(PLAIN, name="stays", phase="Running")))
     assert leaving(view, seen) == ("p1", "p2", "p4")
     assert leaving(view, replace(seen, last_logs=(("p1", "a"), ("p2", "")))) == ("p4",)
-    # Three are enough for one failure, whichever they were.
+    # Three are enough for one failure, whichever they are.
     assert leaving(view, replace(seen, last_logs=(("p0", ""), ("p3", ""), ("p4", "")))) == ()
 
 

@@ -1,4 +1,4 @@
-"""Revisions of an endpoint: when a new one takes over, what stays while it does not, and how to go back."""
+"""Revisions of an endpoint: when a new one takes over, which one serves until then, and rollbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROLLBACK = "finetune.dev/rollback"
 
 
 def serving(**endpoint: Any) -> World:
-    """A job whose first revision serves with all of its servers."""
+    """Return a job whose first revision serves with all of its servers."""
     world = World(spec={"task": SPEC["task"], "model": SPEC["model"], "endpoint": endpoint})
     world.settle()
     stands(world, 1, endpoint.get("replicas", 1))
@@ -22,7 +22,7 @@ def serving(**endpoint: Any) -> World:
 
 
 def stands(world: World, revision: int, available: int, stuck: str | None = None) -> None:
-    """The controllers say so of that revision's Deployment."""
+    """Set the status of that revision's Deployment."""
     raw = world.servers[f"{NAME}-{revision}"]
     raw["status"] = {
         "availableReplicas": available,
@@ -45,12 +45,12 @@ def roll_back(world: World, request: str | None) -> None:
 
 
 def led_to(world: World) -> int:
-    """The revision that the Service leads to."""
+    """Return the revision that the Service selects."""
     return int(world.others["Service", NAME]["spec"]["selector"]["finetune.dev/attempt"])
 
 
 def there(world: World) -> list[int]:
-    """Revisions that have a Deployment, each with its ConfigMap."""
+    """Return the revisions that have a Deployment, each with its ConfigMap."""
     deployed = sorted(int(name.removeprefix(f"{NAME}-")) for name in world.servers)
     told = sorted(int(name.removeprefix(f"{NAME}-")) for kind, name in world.others if kind == "ConfigMap")
     assert told == deployed
@@ -72,7 +72,7 @@ def history(world: World) -> list[tuple[int, str, str | None]]:
 
 
 def rolled_out(world: World, **endpoint: Any) -> None:
-    """The endpoint is edited, and its new revision takes over."""
+    """Edit the endpoint and let its new revision take over."""
     edit(world, **endpoint)
     target = status(world).target
     assert target is not None
@@ -224,7 +224,7 @@ def test_history_is_bounded_and_keeps_what_a_rollback_names() -> None:
     assert [one.number for one in status(world).revisions] == [3, 4, 5, 6, 7]
     roll_back(world, "7:3")
     stands(world, 8, 1)
-    # A new image of the operator's makes a new revision of the same content.
+    # A new default image creates a new revision of the same content.
     for image in ("a", "b", "c", "d", "e"):
         defaults = world.settings.defaults.model_copy(update={"image": f"registry.example/trainer:{image}"})
         world.settings = world.settings.model_copy(update={"defaults": defaults})

@@ -1,4 +1,4 @@
-"""A job whose training is a program of the user's own, from its plan to its end."""
+"""A job with a training program of the user's own, from its plan to its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIT = {"url": "https://github.com/example/programs", "ref": "v1", "path": "class
 
 
 def own(**blocks: Any) -> World:
-    """The program on two nodes, running its first attempt."""
+    """Return a job with the program on two nodes, running its first attempt."""
     script = {"git": GIT, "hyperparameters": {"epochs": 2}}
     spec = {name: value for name, value in SPEC.items() if name not in ("training", "predict")}
     world = World(spec={**spec, "training": {"script": script}, "resources": {"nodes": 2}, **blocks})

@@ -1,4 +1,4 @@
-"""Attempts that have told how far they are and then tell nothing new: when they are stopped, and when they are not."""
+"""Attempts that have reported progress and then report nothing new: when they are stopped, and when they are not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def at(step: int) -> ProgressStatus:
 
 
 def training(nodes: int = 2, launcher: str = "job", **changes: Any) -> World:
-    """A job whose train stage runs and has told that it is at step 7 of 20; the operator hears everything."""
+    """Return a training job that has reported step 7 of 20; the operator receives every report."""
     world = World(served=("job", launcher), **changes)  # type: ignore[arg-type]
     world.spec = {**SPEC, "resources": {"nodes": nodes}, "runPolicy": {"progressDeadlineSeconds": LIMIT}}
     world.heard_since = NOON
@@ -219,7 +219,7 @@ def deaf(world: World) -> None:
 
 
 def begun_anew(world: World) -> None:
-    """Another replica leads since a moment ago: it has heard nothing, and the status has what was told."""
+    """Another replica leads since a moment ago: it has no reports, and the status has the earlier ones."""
     world.progress = world.moved = None
     world.heard_since = NOON + timedelta(seconds=LIMIT - 1)
 
@@ -341,7 +341,7 @@ def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(wa
 
 
 def test_an_attempt_that_is_ending_is_judged_by_its_end_and_not_by_its_silence():
-    """One pod is on a node without power: it was told to go and does not, and the other has lost its connection."""
+    """One pod is on a node without power: its deletion never ends, and the other has lost its connection."""
     world = training()
     pod = world.pods["reviews-train-1-1"]
     pod["stuck"] = True

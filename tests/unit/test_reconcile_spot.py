@@ -1,4 +1,4 @@
-"""A training on spot nodes: waiting for one, falling back, being taken off it, its bounds, and what it costs."""
+"""Training on spot nodes: waiting for one, fallback, preemption, bounds, and cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings_with(**changes: Any) -> Settings:
 
 
 def prepared(served: tuple[LauncherName, ...] = ("job",), changes: Settings | None = None, **spot: Any) -> World:
-    """A job with spec.spot whose training has been created at noon, and has no pods yet."""
+    """Return a job with spec.spot whose training was created at noon and has no pods yet."""
     world = World(served=served, settings=changes or Settings())
     world.spec = {**SPEC, "resources": {"nodes": 2}, "spot": {"enabled": True, **spot}}
     world.settle()
@@ -39,7 +39,7 @@ def prepared(served: tuple[LauncherName, ...] = ("job",), changes: Settings | No
 
 
 def starve(world: World) -> None:
-    """The newest child gets pods, and none of them a node."""
+    """Give the newest child pods, and none of them a node."""
     for name in world.make_pods(world.newest()):
         pod = world.pods[name]
         del pod["spec"]["nodeName"]
@@ -50,7 +50,7 @@ def starve(world: World) -> None:
 
 
 def take_away(world: World) -> None:
-    """The node of the last pod is needed elsewhere: all save a checkpoint and end, and so does the attempt."""
+    """Preempt the node of the last pod: all pods save a checkpoint and end, and so does the attempt."""
     name = world.newest()
     pod = world.pods_of(name)[-1]
     for each in world.pods_of(name):
@@ -70,7 +70,7 @@ def capacity(world: World) -> tuple[str, int, str | None]:
 
 
 def asked_of(world: World) -> tuple[str | None, bool]:
-    """The newest child's own word of its capacity, and whether its pods are kept on certain nodes."""
+    """Return the newest child's capacity label, and whether its pods are restricted to certain nodes."""
     child = world.children[world.newest()]
     return child["metadata"]["labels"].get("finetune.dev/capacity"), "nodeSelectorTerms" in json.dumps(child["spec"])
 
@@ -330,7 +330,7 @@ def test_a_training_that_runs_when_the_longest_time_is_over_is_stopped() -> None
     world.wait(300)
     world.start()
     world.settle()
-    # The pods of the world are made anew when they start.
+    # The world recreates pods when they start.
     world.now += timedelta(seconds=600)
     world.step()
     told = failure(world)
@@ -496,7 +496,7 @@ def newest_running(world: World, act: Callable[[World], object]) -> None:
 
 
 def feed(world: World) -> None:
-    """Pods find nodes and run."""
+    """Let the pods find nodes and run."""
     if not world.pods_of(world.newest()) or any(
         "nodeName" not in world.pods[n]["spec"] for n in world.pods_of(world.newest())
     ):

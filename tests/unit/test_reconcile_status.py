@@ -1,4 +1,4 @@
-"""Phase and conditions: what `kubectl get`, `kubectl wait` and kstatus make of a job."""
+"""Phase and conditions, as `kubectl get`, `kubectl wait` and kstatus read them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_phase_and_conditions(life: str):
     case, world = CASES[life], World()
     LIVES[life](world)
     conditions = {one.type: one for one in world.job().status.conditions}
-    # without a queue nobody admits
+    # a job without a queue has no Admitted
     types = ("Accepted", "Planned", "Running", "Ready", "Stalled", "Succeeded", "Failed")
     expected = {
         kind: "True" if kind in case.holds else "Unknown" if kind in case.unknown else "False" for kind in types
@@ -85,7 +85,7 @@ def test_the_observed_generation_is_the_one_that_was_looked_at():
 
 
 def queued(suspend: bool) -> Course:
-    """A job in a queue whose first child is there."""
+    """Return a job in a queue whose first child exists."""
     world = World()
     world.settle()
     child = world.children["reviews-prepare-1"]

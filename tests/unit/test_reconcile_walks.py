@@ -1,7 +1,7 @@
-"""Whatever happens, in whatever order, and wherever the operator dies: what must hold of every job does hold.
+"""Invariants of every job, whatever happens, in whatever order, and wherever the operator dies.
 
-The world itself checks in every pass that no attempt is made twice or beside another one that still runs, that a job
-which has ended creates nothing, that a status survives its way through the API server, and that passes come to rest.
+The world itself checks in every reconcile that no attempt is created twice or beside another one that still runs, that
+an ended job creates nothing, that a status survives its way through the API server, and that reconciles settle.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from reconcile_world import World
 from suite_plugins.fuzz import examples
 
 PASSES_TO_THE_END = 60
-"""Failures in a row are bounded by counted restarts and by the ladder; what is left then succeeds."""
+"""Reconciles until the end: counted restarts and the ladder bound the failures in a row; then all succeeds."""
 
 
 def with_newest(world: World, act: Callable[[str], object]) -> None:
-    """Do it to the newest child that still runs, if there is one."""
+    """Call `act` with the newest child that still runs, if there is one."""
     running = [name for name in world.created if name in world.children and world.unfinished(name)]
     if running:
         act(running[-1])
@@ -47,7 +47,7 @@ def lose_node(world: World, name: str) -> None:
 
 
 def evict_half(world: World, name: str) -> None:
-    """A pod is evicted, and the child's controller does nothing about it."""
+    """Evict a pod, to which the child's controller does not react."""
     if not world.pods_of(name):
         world.start(name)
     disrupted = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": world.after(0)}
@@ -56,21 +56,21 @@ def evict_half(world: World, name: str) -> None:
 
 
 def suspend_for_a_moment(world: World) -> None:
-    """Resumed while what suspension has begun is under way."""
+    """Suspend, and resume while the suspension is under way."""
     world.edit(suspend=True)
     world.step()
     world.edit(suspend=False)
 
 
 def vanish(world: World, name: str) -> None:
-    """The pods are gone before anyone has read their last word."""
+    """Delete the pods before anyone has read their last report."""
     for pod in world.pods_of(name):
         del world.pods[pod]
     world.end_child(name, succeeded=False)
 
 
 def report_progress(world: World, name: str) -> None:
-    """It tells how far it is, and from then on silence counts."""
+    """Report progress; from then on silence counts."""
     if not world.pods_of(name):
         world.start(name)
     world.settle()
@@ -78,7 +78,7 @@ def report_progress(world: World, name: str) -> None:
 
 
 def forget_progress(world: World) -> None:
-    """Another replica leads from now on."""
+    """Let another replica lead from now on."""
     world.progress = world.moved = None
     world.heard_since = world.now
 
@@ -138,7 +138,7 @@ def test_every_walk_ends_well_or_tells_why(launcher: LauncherName, steps: list[t
 
 
 def finish(world: World) -> None:
-    """Everything that is in the way goes, and every child succeeds from now on."""
+    """Remove every obstacle, and let every child succeed from now on."""
     world.refuse.clear()
     world.edit(suspend=False)
     for _ in range(PASSES_TO_THE_END):

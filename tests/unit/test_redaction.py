@@ -1,4 +1,4 @@
-"""What `finetune debug` takes out, and what it leaves."""
+"""Values that `finetune debug` removes, and those that it leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration: whole values, the user's keys, and the libraries' own opinion of it."""
+"""The DeepSpeed configuration: whole values, the user's keys, and the libraries' own checks."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def of(manifests: tuple[Manifest, ...], kind: str, name: str) -> Any:
 
 
 def pod_templates(value: Any) -> Iterator[dict[str, Any]]:
-    """Every pod template in a manifest, wherever its kind keeps it."""
+    """Yield every pod template in a manifest, wherever its kind keeps it."""
     if isinstance(value, dict):
         if "containers" in value.get("spec", {}):
             yield value
@@ -97,7 +97,7 @@ def environment(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def mounted(pod: dict[str, Any]) -> dict[str, str]:
-    """Folder -> claim that is seen there, with `ro:` before those that cannot be written to."""
+    """Return folder -> claim mounted there, with `ro:` before those that are read-only."""
     claims = {
         volume["name"]: volume["persistentVolumeClaim"]["claimName"]
         for volume in pod["spec"]["volumes"]
@@ -223,7 +223,7 @@ def test_without_a_cluster_there_is_no_owner_no_identity_and_no_progress():
 
 # ---------------------------------------------------------------------------------------------------------------- names
 
-# What the controllers of each kind append to the name of the object, at its longest.
+# The longest suffixes that the controllers of each kind append to the object's name.
 POD_NAMES: dict[LauncherName, tuple[str, ...]] = {
     "pytorchjob": ("-worker-9999",),
     "mpijob": ("-worker-9999", "-launcher-abcde"),
@@ -267,8 +267,7 @@ def test_text_reaches_the_program_as_it_was_written(text: str):
 
 
 def expanded(text: str) -> str:
-    """What the kubelet makes of a word, with every variable set to something else; after Kubernetes'
-    third_party/forked/golang/expansion/expand.go."""
+    """Expand variables as the kubelet does (Kubernetes' third_party/forked/golang/expansion/expand.go)."""
     return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "EXPANDED", text)
 
 
@@ -693,7 +692,7 @@ def test_sparks_driver_and_executors_predict_as_large_as_a_pod_of_a_job() -> Non
         assert (spec[role]["coreRequest"], spec[role]["coreLimit"]) == ("6", "6")
         (container,) = spec[role]["template"]["spec"]["containers"]
         assert (container["image"], container["command"], container["resources"]) == ("spark:1", [], {"requests": {}})
-    # The stage's own process starts tasks; nothing tells them apart but Spark.
+    # The stage's own process starts tasks; only Spark tells them apart.
     assert "FINETUNE_ATTEMPT" not in environment(spec["driver"]["template"])
 
 
@@ -806,7 +805,7 @@ def test_a_pytorchjob_has_workers_only_and_a_gang_that_nobody_restarts_in_part()
     manifests = rendered(spec_with(launcher="pytorchjob", resources={"nodes": 3, "gpusPerNode": 2}))
     spec = of(manifests, "PyTorchJob", "reviews-train-1")["spec"]
     replicas = spec.pop("pytorchReplicaSpecs")
-    # With an elasticPolicy the first worker that is done would end the job, and the others with it.
+    # With an elasticPolicy the first worker to finish would end the job, and the others with it.
     assert spec == {"nprocPerNode": "2", "runPolicy": {"cleanPodPolicy": "Running"}}
     assert list(replicas) == ["Worker"]
     assert (replicas["Worker"]["replicas"], replicas["Worker"]["restartPolicy"]) == (3, "Never")

@@ -1,4 +1,4 @@
-"""The NetworkPolicy of a job: whom its pods reach, and who reaches them."""
+"""The NetworkPolicy of a job: egress and ingress of its pods."""
 
 from __future__ import annotations
 

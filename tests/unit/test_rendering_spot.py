@@ -1,4 +1,4 @@
-"""Where the pods of a training on spot nodes may run, beside whatever the user's template asks for."""
+"""Allowed nodes for the pods of a training on spot nodes, beside the user's template."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def label(key: str, *values: str) -> dict[str, Any]:
 
 
 def terms(*expressions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Required node affinity with these alternatives."""
+    """Return a required node affinity with these alternatives."""
     return {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": list(one)} for one in expressions]}}}
 
 
@@ -133,7 +133,7 @@ def rendered(made: RenderContext, attempt: Attempt | None = None) -> tuple[Any, 
 
 
 def pods(value: Any) -> Iterator[Any]:
-    """Every pod template in manifests, wherever their kind keeps it."""
+    """Yield every pod template in manifests, wherever their kind keeps it."""
     match value:
         case {"metadata": _, "spec": {"containers": _}}:
             yield value

@@ -1,4 +1,4 @@
-"""`finetune restart` against a cluster that tells of changes by its watch alone."""
+"""`finetune restart` against a cluster that reports changes by its watch alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAILED = version(1, phase="Failed", conditions=[{"type": "Failed", "status": "Tr
 
 
 class Told(Cluster):
-    """Answers every read with what was there at first, and a watch with what comes."""
+    """Answers every read with the first state, and a watch with the changes."""
 
     def __init__(self, first: dict[str, Any], *changes: tuple[str, dict[str, Any]]) -> None:
         self.first, self.changes = first, changes

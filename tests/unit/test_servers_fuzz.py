@@ -1,7 +1,7 @@
-"""Whatever is sent to the operator's servers is answered in their own words, and they go on: requests by hypothesis.
+"""Any request to the operator's servers gets a well-formed answer, and they go on: requests by hypothesis.
 
-The servers are the real ones. Each example is one connection: a request, or what is left of one, without TLS; or a
-conversation of several requests with bodies in odd chunks, in odd pieces, over TLS or what is left of TLS, that ends
+The servers are the real ones. Each example is one connection: a request, or a part of one, without TLS; or a
+conversation of several requests with bodies in odd chunks, in odd pieces, over TLS or a damaged form of it, that ends
 early. `make fuzz` tries many more of them.
 """
 
@@ -44,15 +44,15 @@ from suite_plugins.patience import patient
 
 Port: TypeAlias = int
 CANARY = "canary7731"
-"""Stands for a secret in what is sent: no answer and no log may hold it."""
+"""Marker for a secret in a request: no answer and no log may contain it."""
 GOOD = "good-token"
 PROGRESS_PATH = "/v1alpha1/namespaces/team/finetunejobs/tune/stages/train/attempts/1"
 ALLOWED = {200, 204, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 426, 429, 431, 501, 503, 505}
-"""Every answer but those that tell of a fault of ours."""
+"""Every status but those that report a fault of ours."""
 
 
 class World:
-    """One honest pod and its job; what all three servers ask for."""
+    """One honest pod and its job, as all three servers need them."""
 
     def leading(self) -> bool:
         return True
@@ -112,7 +112,7 @@ async def webhook_server(contexts: TlsContexts | None = None) -> AsyncIterator[P
 
 @asynccontextmanager
 async def endpoints_server(contexts: TlsContexts | None = None) -> AsyncIterator[Port]:
-    """Start the one that has no TLS."""
+    """Start the server that has no TLS."""
     server = Endpoints(World(), Metrics())
     try:
         yield await server.start("127.0.0.1", 0)
@@ -122,7 +122,7 @@ async def endpoints_server(contexts: TlsContexts | None = None) -> AsyncIterator
 
 @contextmanager
 def running(server: Callable[[], Any]) -> Iterator[Port]:
-    """The server on an event loop of its own."""
+    """Run the server on an event loop of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -142,14 +142,14 @@ def running(server: Callable[[], Any]) -> Iterator[Port]:
 
 
 async def _ended() -> None:
-    """Wait for connections whose clients are gone already."""
+    """Wait for connections whose clients have closed already."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     assert not others or not (await asyncio.wait(others, timeout=patient(60)))[1]
 
 
 def answer(port: Port, sent: bytes, whole: bool = False) -> bytes:
-    """Send it and return what comes until the server closes. Unless the request is `whole`, the server is told that
-    this is all once it answers, or seems to wait for more.
+    """Send it and return the answer, until the server closes. Unless the request is `whole`, the sending side is closed
+    once the server answers, or seems to wait for more.
     """
     with socket.create_connection(("127.0.0.1", port), timeout=patient(60)) as connection:
         received = b""
@@ -161,7 +161,7 @@ def answer(port: Port, sent: bytes, whole: bool = False) -> bytes:
             while part := connection.recv(65536):
                 received += part
         except ConnectionError:
-            pass  # it did not read all of it
+            pass  # the server did not read all of it
     return received
 
 
@@ -183,7 +183,7 @@ DEEP = st.integers(1, 5000).map(lambda levels: b'{"a":' * levels + b"1" + b"}" *
 
 
 def shaped(model: Any) -> st.SearchStrategy[Any]:
-    """Values in the form of `model`, some of them replaced by others."""
+    """Return values in the form of `model`, some of them replaced by others."""
     if isinstance(model, dict):
         whole = st.fixed_dictionaries({}, optional={name: shaped(value) for name, value in model.items()})
         return whole | st.builds(lambda known, more: {**known, **more}, whole, st.dictionaries(WORDS, VALUES)) | VALUES
@@ -198,7 +198,7 @@ def bodies(model: Any) -> st.SearchStrategy[bytes]:
 
 
 def damaged(whole: bytes, at: int, what: str, piece: bytes) -> bytes:
-    """The bytes with one thing done to them."""
+    """Return the bytes with one change."""
     place = at % (len(whole) + 1)
     match what:
         case "cut":
@@ -274,10 +274,10 @@ def test_whatever_is_sent_gets_an_answer_of_ours_and_the_next_one_is_heard(
         def one(sent: bytes) -> None:
             told = answer(port, sent)
             statuses = [int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", told)]
-            # A request line without a version is one of HTTP/0.9 to aiohttp, whose answer repeats it.
+            # aiohttp takes a request line without a version for HTTP/0.9, and its answer repeats that.
             assert told == b"" or told.startswith((b"HTTP/1.", b"HTTP/0.9 ")), told[:200]
             assert set(statuses) <= ALLOWED, (sent[:500], told[:500])
-            if name != "webhook":  # which tells a user what is wrong with the user's own job
+            if name != "webhook":  # which reports faults of the user's own job
                 assert CANARY.encode() not in told, (sent[:500], told[:500])
 
         one()
@@ -298,13 +298,13 @@ End: TypeAlias = Literal["wait", "half", "close", "reset"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """One connection of a client that has several things to say."""
+    """One connection of a client that sends several requests."""
 
     through: Literal["tls", "plain", "hello"]
-    """`plain`: without TLS, whatever the server speaks; `hello`: behind a damaged greeting of TLS."""
+    """`plain`: without TLS, whatever the server expects; `hello`: behind a damaged ClientHello."""
     said: bytes
     cuts: tuple[int, ...]
-    """Where a piece ends."""
+    """Offsets at which a piece ends."""
     end: End
 
     def pieces(self) -> list[bytes]:
@@ -315,7 +315,7 @@ class Conversation:
 def spoken(
     method: str, path: str, version: str, headers: list[tuple[str, str]], framing: Framing, body: bytes
 ) -> bytes:
-    """One request of several on a connection, which stays open after it."""
+    """Return one request of several on a connection, which stays open after it."""
     lines = [f"{method} {path} HTTP/{version}", "Host: x", *[f"{name}: {value}" for name, value in headers]]
     if framing in ("length", "both", "too long"):
         lines.append(f"Content-Length: {len(body) + 1000 * (framing == 'too long')}")
@@ -358,7 +358,7 @@ def trusting() -> ssl.SSLContext:
 
 
 def greeting(damage: bytes) -> bytes:
-    """Return a ClientHello some of whose bytes are others."""
+    """Return a ClientHello with damaged bytes."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     hello = trusting().wrap_bio(incoming, outgoing)
     with pytest.raises(ssl.SSLWantReadError):
@@ -370,7 +370,7 @@ def greeting(damage: bytes) -> bytes:
 
 
 def held(port: Port, talk: Conversation, tls: bool) -> bytes:
-    """Hold the conversation and return what was answered."""
+    """Hold the conversation and return the server's answer."""
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=patient(60)) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -384,7 +384,7 @@ def held(port: Port, talk: Conversation, tls: bool) -> bytes:
                 connection.sendall(piece)
             if talk.end == "half":
                 select.select([connection], [], [], 0.02)
-                # Of TCP: TLS says its own goodbye in both directions.
+                # Half-close TCP: TLS would close both directions.
                 socket.socket.shutdown(connection, socket.SHUT_WR)
             if talk.end in ("half", "wait"):
                 while part := connection.recv(65536):
@@ -392,7 +392,7 @@ def held(port: Port, talk: Conversation, tls: bool) -> bytes:
             elif talk.end == "reset":
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except OSError:
-            pass  # it did not want to hear all of it
+            pass  # the server did not read all of it
         finally:
             connection.close()
     return received
@@ -413,7 +413,7 @@ def test_a_conversation_that_goes_wrong_at_any_place_harms_no_other(
         @given(talk=conversations(paths, model))
         def one(talk: Conversation) -> None:
             told = held(port, talk, tls)
-            # What is not TLS gets an alert of TLS at most.
+            # A connection without TLS gets an alert of TLS at most.
             if not tls or talk.through == "tls":
                 # aiohttp repeats the version of the request.
                 assert told == b"" or re.match(rb"HTTP/\d\.\d \d{3} ", told), told[:200]

@@ -1,4 +1,4 @@
-"""The clock of the API server, read off its answers."""
+"""The clock of the API server, derived from its answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 class Local:
-    """The clock of the process; each look at it takes a while."""
+    """The clock of the process; each reading takes a while."""
 
     def __init__(self, takes: float = 0.0) -> None:
         self.now = NOON

@@ -1,4 +1,4 @@
-"""Jobs are judged away from the event loop, and one that takes too long holds up no other."""
+"""Jobs are validated away from the event loop, and a slow one delays no other."""
 
 import asyncio
 import threading
@@ -27,14 +27,14 @@ def job(name: str, generation: int = 1, **labels: str) -> dict[str, Any]:
 
 @pytest.fixture
 def released() -> Iterator[threading.Event]:
-    """Set at the end, so that no thread outlives the test."""
+    """Yield an event that is set at the end, so that no thread outlives the test."""
     event = threading.Event()
     yield event
     event.set()
 
 
 class Watched:
-    """`validate_job`, with a word of where each job was judged; the one called `slow` never ends by itself."""
+    """`validate_job`, recording whether each job ran in the main thread; one called `slow` waits for the event."""
 
     def __init__(self, released: threading.Event) -> None:
         self.judged: list[tuple[str, bool]] = []

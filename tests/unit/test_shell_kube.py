@@ -1,4 +1,4 @@
-"""The client: what answers mean, and what is tried again. Against a small server that answers as it is told."""
+"""The client: meanings of answers, and retries, against a small server with given answers."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def status(code: int, reason: str, message: str = "because") -> dict[str, Any]:
 
 @dataclass
 class Server:
-    """Gives its answers one after the other, the last one for ever; keeps what it was asked."""
+    """Gives its answers one after the other, the last one for ever, and records the requests."""
 
     answers: list[Answer]
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Server:
 
 @dataclass
 class Ran:
-    """What came of a call."""
+    """Result of a call."""
 
     value: Any
     error: ApiError | None
@@ -76,7 +76,7 @@ class Ran:
 
 
 def call(work: Callable[[Kube], Awaitable[Any]], *answers: Answer | int) -> Ran:
-    """Do `work` against a server that answers so."""
+    """Run `work` against a server with these answers."""
     server = Server([(each, status(each, "Odd"), {}) if isinstance(each, int) else each for each in answers])
     slept: list[float] = []
     ends: list[None] = []
@@ -384,7 +384,7 @@ def test_a_status_with_any_text_is_json_and_the_same_yaml(text: str):
     ran = call(lambda kube: kube.apply_status("team", "demo", "uid-1", "42", {"failure": {"logTail": text}}), OK)
     assert ran.server.asked[0][2]["status"] == {"failure": {"logTail": text}}
     assert yaml.safe_load(as_yaml({"failure": {"logTail": text}})) == {"failure": {"logTail": text}}
-    # The reader of the API server, unlike this one, refuses halves of a pair.
+    # The API server's parser, unlike this one, refuses halves of a pair.
     assert not re.search(r"(?<!\\)(\\\\)*\\ud[89a-f]", as_yaml({"logTail": text}))
 
 
@@ -446,7 +446,7 @@ def test_a_kind_without_rights_is_refused_before_it_is_asked_for():
 
 
 def told(kind: str, version: int, **more: Any) -> str:
-    """One line of a watch."""
+    """Return one line of a watch."""
     return json.dumps({"type": kind, "object": {"metadata": {"resourceVersion": str(version)}, **more}}) + "\n"
 
 

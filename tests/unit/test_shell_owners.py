@@ -1,4 +1,4 @@
-"""Labels are a claim: an object is a job's own if the chain of its controllers leads to the job."""
+"""Labels are a claim: an object belongs to a job if the chain of its controllers leads to the job."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def test_a_pod_with_the_jobs_labels_alone_is_not_its_own(store: Store, case: str
     assert pods(store) == ["worker"]
     assert not store.belongs(entry)
     assert foreign(store) == ["copy"]
-    # Nor is it after its end.
+    # Nor does it belong after its end.
     store.remove(pod("copy", owner, **claims))
     assert pods(store) == ["worker"]
 
@@ -120,7 +120,7 @@ def test_the_batch_job_between_an_mpijob_and_its_launcher_is_asked_for_once(stor
     store.put(child())
     store.put(pod("launcher", LAUNCHER))
     assert store.unresolved(ID) == {LAUNCHER}
-    # Nothing is said about it before it is known.
+    # It is not reported before it is known.
     assert (pods(store), foreign(store)) == ([], [])
     there = {
         "found": metadata("demo-train-1-launcher", LAUNCHER.uid, CHILD),
@@ -130,17 +130,17 @@ def test_the_batch_job_between_an_mpijob_and_its_launcher_is_asked_for_once(stor
     }[answer]
     store.resolve(ID, LAUNCHER, None if there is None else {"metadata": there})
     assert store.unresolved(ID) == set()
-    # A pod may outlive what ran it for a moment, and its name says then whose it is.
+    # A pod may outlive its controller for a moment; its name then shows whose it is.
     own = answer in ("found", "gone")
     assert (pods(store), foreign(store)) == ((["launcher"], []) if own else ([], ["launcher"]))
 
 
 def test_a_link_outlives_the_objects_that_showed_it(store: Store):
-    """Reports are read after a child is gone, and executors after their driver."""
+    """Reports are read after a child is deleted, and executors after their driver."""
     spark = child(kind="SparkApplication")
     driver = pod(DRIVER.name, Owner("SparkApplication", "demo-prepare-1", "child-1"), stage="prepare")
     executor = pod("executor", Owner("Pod", DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare")
-    # In an order in which they may be told of after a start.
+    # An order in which a start may list them.
     for raw in (executor, driver, spark):
         store.put(raw)
     assert pods(store) == ["executor", DRIVER.name] or pods(store) == [DRIVER.name, "executor"]

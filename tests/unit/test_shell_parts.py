@@ -1,4 +1,4 @@
-"""The small decisions of the operator's shell: when a status is written, who leads where, which settings are taken."""
+"""Small decisions of the operator's shell: when a status is written, who leads where, and which settings are valid."""
 
 import asyncio
 import json
@@ -88,13 +88,13 @@ def test_a_report_moves_when_its_mark_is_another_or_the_attempt_is():
         at = book.moved("uid", Stage.TRAIN, attempt)
         moved.append(None if at is None else (at - NOON).seconds)
 
-    # The last one is a late word of the attempt before.
+    # The last one is a late report of the attempt before.
     assert moved == [0, 0, 7, 7, 11, None]
     assert book.moved("uid", Stage.TRAIN, 2) == NOON + timedelta(seconds=11)
 
 
 HEARING: dict[str, tuple[list[tuple[float, bool]], float | None]] = {
-    # (Second, whether reports can be heard) -> since which second none can have been missed.
+    # (Second, whether reports can arrive) -> the second since which none can have been missed.
     "nothing is heard before it can be": ([(0, False), (1, False)], None),
     "from the first moment on": ([(0, False), (1, True), (2, True), (9, True)], 1),
     "leadership was lost for a moment": ([(0, True), (1, True), (2, False), (3, True), (4, True)], 3),

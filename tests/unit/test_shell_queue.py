@@ -20,7 +20,7 @@ def queued(work: Callable[[WorkQueue], Awaitable[None]]) -> None:
 
 
 async def drained(queue: WorkQueue) -> list[JobKey]:
-    """What the queue hands out until nothing waits."""
+    """Return the keys that the queue hands out until none waits."""
     taken = []
     while len(queue):
         key = await queue.take()

@@ -1,4 +1,4 @@
-"""The store: the newer word wins, and what is gone stays gone."""
+"""The store: the newer version wins, and a deleted object stays deleted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ CREATED = "2026-01-01T00:00:00Z"
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -57,7 +57,7 @@ def job(version: int, uid: str = "job-1", phase: str = "Pending") -> dict[str, A
 
 
 def controlled(metadata: dict[str, Any], kind: str, name: str, uid: str) -> dict[str, Any]:
-    """`metadata` with that controller."""
+    """Return `metadata` with that controller."""
     return metadata | {"ownerReferences": [{"kind": kind, "name": name, "uid": uid, "controller": True}]}
 
 
@@ -87,7 +87,7 @@ def pod(version: int, name: str = "demo-train-1-0", uid: str = "pod-1", owner: s
 def replace_all(
     store: Store, kind: str, raws: list[dict[str, Any]], version: int, namespaces: set[str] | None = None
 ) -> set[JobKey]:
-    """Take over a list of the kind, as `sync.read_all` does, and return the jobs for which something is new."""
+    """Take over a list of the kind, as `sync.read_all` does, and return the jobs with changes."""
     touched = {entry.job for raw in raws if (entry := store.put(raw)) is not None}
     return touched | store.keep(kind, {key_of(raw) for raw in raws}, version, namespaces)
 
@@ -155,7 +155,7 @@ def test_a_deletion_that_is_told_before_the_create_was_answered_counts(store: St
 
 
 def test_an_object_that_comes_back_under_our_label_is_seen_again(store: Store):
-    """A watch by label tells of a label that was removed as of a deletion."""
+    """A watch by label reports a removed label as a deletion."""
     store.put(child(5))
     store.remove(child(8))
 
@@ -263,7 +263,7 @@ def test_an_object_of_another_namespace_is_none_of_the_jobs_whatever_its_labels_
     assert entry.job == JobKey("evil", "demo")
     assert children(store) == [("demo-train-1", "child-1")]
     assert store.pods(("team", "job-1")) == ()
-    # Nor when it goes, or a list of its namespace leaves it out.
+    # Nor when it is deleted, or missing from a list of its namespace.
     store.remove({**foreign, "metadata": {**foreign["metadata"], "resourceVersion": "4"}})
     replace_all(store, foreign["kind"], [], 5, {"evil"})
     assert children(store) == [("demo-train-1", "child-1")]
@@ -300,7 +300,7 @@ def test_pods_of_an_earlier_job_of_the_name_are_told_until_they_are_gone(store: 
 
 
 def last_state(version: int, phase: str) -> dict[str, Any]:
-    """What a watch tells of a pod with its deletion."""
+    """Return a pod as a watch reports it with its deletion."""
     raw = pod(version)
     raw["status"]["phase"] = phase
     return raw

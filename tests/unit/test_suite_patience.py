@@ -21,7 +21,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """No factor yet; the ratios that a measurement finds."""
+    """Unset the factor, and return the ratios that a measurement finds."""
     ratios = dict.fromkeys(REFERENCE_SECONDS, 0.5)
     monkeypatch.setenv(VARIABLE, "")  # so that it is restored
     monkeypatch.delenv(VARIABLE)

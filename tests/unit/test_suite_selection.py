@@ -134,7 +134,7 @@ def test_left_cases_run(arguments: list[str], end: str, tmp_path: Path) -> None:
 
 
 def run_pytest(folder: Path, files: dict[str, str], arguments: list[str], end: str) -> str:
-    """What it printed about the tests in these files; its last line has to be `end`."""
+    """Run the tests in these files and return pytest's output, whose last line has to be `end`."""
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     settings = "[pytest]\naddopts = --strict-markers\nmarkers =\n    slow\n    bare\n"

@@ -1,4 +1,4 @@
-"""docs/support.md tells of every task, strategy and launcher; its cells are answers of `finetune plan`."""
+"""docs/support.md covers every task, strategy and launcher; its cells are answers of `finetune plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that are verified by public keys: what opens, what does not and why, and how keys are kept new."""
+"""Tokens verified by public keys: which are accepted, which are refused and why, and how keys are renewed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Key:
     algorithm: str
 
     def public(self) -> dict[str, Any]:
-        """As an API server publishes it."""
+        """Return the key as an API server publishes it."""
         kind = RSAAlgorithm if self.algorithm.startswith("RS") else ECAlgorithm
         written: dict[str, Any] = kind.to_jwk(self.private.public_key(), as_dict=True)
         return {**written, "kid": self.name, "use": "sig", "alg": self.algorithm}
@@ -78,7 +78,7 @@ CURVES = {
 
 
 def claims(**changes: Any) -> dict[str, Any]:
-    """What an API server says in the token of a pod; None takes a claim away."""
+    """Return an API server's claims in the token of a pod; None removes a claim."""
     now = int(time.time())
     said = {
         "aud": [PROGRESS_AUDIENCE],
@@ -100,7 +100,7 @@ def claims(**changes: Any) -> dict[str, Any]:
 
 
 def place(**changes: Any) -> dict[str, Any]:
-    """The same with another pod, namespace or account."""
+    """Return the claims with another pod, namespace or account."""
     there = {**claims()["kubernetes.io"], **changes}
     return claims(**{"kubernetes.io": {name: value for name, value in there.items() if value is not None}})
 
@@ -116,7 +116,7 @@ def tampered(token: str, **changes: Any) -> str:
 
 
 def by_public_key(key: Key) -> str:
-    """Signed by what everybody has: the public key, taken for a shared secret."""
+    """Return a token signed with the public key, which everybody has, as a shared secret."""
     text = f"{encoded({'alg': 'HS256', 'typ': 'JWT', 'kid': key.name})}.{encoded(claims())}"
     return f"{text}.{encoded(hmac.new(key.pem(), text.encode(), hashlib.sha256).digest())}"
 
@@ -145,7 +145,7 @@ class Issuer:
 
 
 async def review(reviewer: KeyReviewer, token: str) -> Verdict | str:
-    """The verdict, or why there is none."""
+    """Return the verdict, or the reason for having none."""
     try:
         return await reviewer.review_token(token, PROGRESS_AUDIENCE)
     except ReviewUnavailableError as error:
@@ -161,7 +161,7 @@ def judged(token: str, issuer: Issuer | None = None) -> Verdict | str:
     return asyncio.run(go())
 
 
-# ------------------------------------------------------------------------------------------------------ what it says
+# ------------------------------------------------------------------------------------------------------------ claims
 
 GOOD: dict[str, Callable[[], str]] = {
     "a pod's token": lambda: RSA.sign(claims()),
@@ -188,7 +188,7 @@ def test_keys_on_curves_are_known(algorithm: str) -> None:
 
 
 NOW = int(time.time())
-"""When this file was read: a busy machine may come to its tests an hour later."""
+"""Time of this module's import: a busy machine may start its tests an hour later."""
 A_DAY = 86_400
 BAD: dict[str, tuple[Callable[[], str], Verdict]] = {
     "for another audience": (lambda: RSA.sign(claims(aud=[ISSUER])), NOT_VALID),
@@ -313,7 +313,7 @@ def test_tokens_with_unknown_keys_do_not_have_the_keys_read_more_often_than_ever
                 assert await review(reviewer, OTHER.sign(claims())) == STRANGER
             found.append(issuer.reads)
             issuer.now += SOONEST_SECONDS
-        # Known keys are not held up by that.
+        # Known keys are not delayed by that.
         return [*found, await review(reviewer, RSA.sign(claims()))]
 
     assert asyncio.run(go()) == [1, 2, 3, POD]

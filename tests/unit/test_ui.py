@@ -1,5 +1,4 @@
-"""`finetune ui` over real HTTP: which requests are answered, what pages show of runs in any state, and that nothing is
-written or followed out of the workspace."""
+"""`finetune ui` over real HTTP: answered requests, pages of runs in any state, and nothing outside of the workspace."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ from ui_support import Client, history_lines, serving, write_run
 
 
 def words(html: str) -> str:
-    """The text of a page, in one line."""
+    """Return the text of a page, in one line."""
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs in every state, and what else may lie beside them."""
+    """Runs in every state, and other files that may lie beside them."""
     folder = tmp_path_factory.mktemp("ui") / "runs"
     write_run(folder, "finished")
     write_run(folder, "stopped", done=(Stage.PREPARE,))
@@ -430,7 +429,7 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int, str]]:
-    """Mode, time of change and content of everything below a folder."""
+    """Return mode, time of change and content hash of everything below a folder."""
     return {
         str(path): (
             path.lstat().st_mode,

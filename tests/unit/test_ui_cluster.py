@@ -1,4 +1,4 @@
-"""The cluster's jobs in `finetune ui`: what pages show of them, and that the API server is only read."""
+"""The cluster's jobs in `finetune ui`: their pages, and that the API server is only read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def api() -> Iterator[Api]:
 
 @pytest.fixture
 def client(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setattr(asked, "ASK_SECONDS", 0.0)  # every page asks anew
+    monkeypatch.setattr(asked, "ASK_SECONDS", 0.0)  # every page asks again
     with serving(tmp_path / "runs", ClusterJobs(Connection(api.write_kubeconfig(tmp_path / "config")))) as client:
         yield client
 
 
 def shown(client: Client, *parts: str, word: str) -> str:
-    """The page, once it holds the word."""
+    """Return the page, once it holds the word."""
     return wait_until(lambda: page if word in (page := client.page(*parts)) else None, f"{word} is not shown")
 
 

@@ -1,4 +1,4 @@
-"""`validate` and `plan` agree: what the spec alone decides is refused by both, and what one accepts the other plans."""
+"""`validate` and `plan` agree: both refuse a spec that fails by itself, and `plan` takes all that `validate` takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, PlanRefused
 
 HARDWARE = parse_hardware("gpu=H100,memory=80Gi,gpus=64,cpu=2048,hostMemory=100000Gi")
-"""So large that memory decides nothing."""
+"""Hardware so large that memory decides nothing."""
 FACTS = Facts(hardware=HARDWARE, served=(*TRAINING, *ENGINES), prepared=True)
 DRAWN = 5000
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -80,7 +80,7 @@ def drawn(source: random.Random) -> dict[str, Any]:
 
 
 def node_decides(job: FineTuneJob, path: str) -> bool:
-    """Whether the number of processes, or the precision, follows from what the node has."""
+    """Return whether the number of processes, or the precision, depends on the node."""
     resources, parallelism = job.spec.resources, job.spec.parallelism
     if path == "spec.parallelism.offload.parameters":
         return parallelism.offload.parameters == "nvme" and resources.gpus_per_node in (0, "auto")

@@ -1,5 +1,5 @@
-"""Validation ends in time with what its length says, whatever somebody writes: each of these took minutes, or ended in
-a RecursionError.
+"""Validation takes no longer than its length suggests, whatever the spec: each of these took minutes, or ended in a
+RecursionError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finetune_operator.api.problems import (
 from finetune_operator.api.validation import validate_job
 
 MANY = 40_000
-"""More than a job may have. What is quadratic in it takes more than the time limit on any machine."""
+"""More than a job may have. A quadratic step over it exceeds the time limit on any machine."""
 
 pytestmark = pytest.mark.timeout(60)
 

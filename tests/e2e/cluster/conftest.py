@@ -1,9 +1,9 @@
 """Whole jobs on a cluster with nodes: the operator as its Deployment, the trainer's image in pods, inputs on a claim.
 
-Files share nothing but the cluster, so they may run side by side in xdist's workers, each with a namespace of its own,
-but for tests marked `bare`, which need a cluster into which no training operator was installed yet, and `alone`, which
-take a node, the API server or the operator away. `box_support.phases` runs the three kinds one after the other on one
-cluster; without it they run in that order, one test at a time.
+Files share nothing but the cluster, so they may run side by side in xdist's workers, each with a namespace of its own.
+Exceptions are tests marked `bare`, which need a cluster without training operators, and `alone`, which take a node, the
+API server or the operator away. `box_support.phases` runs the three kinds one after the other on one cluster; without
+it they run in that order, one test at a time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 TEST_SECONDS = 2400
-"""For a test with the jobs of its fixtures; each of them has a limit of its own, which tells more."""
+"""Limit of a test with the jobs of its fixtures; each of those has a limit of its own, with a better message."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests marked `bare` first, those marked `alone` behind the others, and `last` at the end."""
+    """Put tests marked `bare` first, those marked `alone` after the others, and `last` at the end."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
@@ -58,8 +58,8 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def input_files(request: pytest.FixtureRequest, box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What lies on the claim `inputs`: tiny/ (with a classifier that was never trained), minilm/, reviews/ and, where
-    the sample data are, rotten_tomatoes/. Made once for a box that is held: it takes torch and transformers.
+    """Files of the claim `inputs`: tiny/ (with an untrained classifier), minilm/, reviews/ and, where the sample data
+    are, rotten_tomatoes/. Written once for a box that is held, as it takes torch and transformers.
     """
     if held_box() is None or box.folder is None:
         return _write_inputs(tmp_path_factory.mktemp("claim"), request)
@@ -104,14 +104,14 @@ def team(box: Box, input_files: Path) -> Iterator[Team]:
 
 @pytest.fixture(scope="session")
 def training_operators(box: Box) -> None:
-    """Training Operator and MPI Operator, as their own manifests install them."""
+    """Install Training Operator and MPI Operator by their own manifests."""
     for name in CONTROLLERS:
         box.install_controller(name)
 
 
 @pytest.fixture(scope="session")
 def hub(team: Team) -> Iterator[Hub]:
-    """The Hub's stand-in: the model of the quickstart for everybody, a tiny one behind a token."""
+    """Run a stand-in for the Hub: the quickstart's model for everybody, a tiny one behind a token."""
     public = {"sentence-transformers/all-MiniLM-L6-v2": "minilm"}
     with hub_stand_in(team, public=public, private={"your-organisation/your-private-model": "tiny/model"}) as made:
         yield made

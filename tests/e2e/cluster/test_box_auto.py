@@ -1,4 +1,4 @@
-"""Which launcher runs the training, as training operators come to a cluster and go again."""
+"""The launcher of the training, as training operators are installed in a cluster and removed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from box_support.team import Team, tiny_spec
 from cluster_support.api_access import Object
 
 HELD = {"suspend": True}
-"""Planned, and nothing more: no pods are needed to see the launcher."""
+"""Run policy of jobs that are only planned: the launcher shows without pods."""
 
 
 def planned(launcher: str):  # type: ignore[no-untyped-def]
@@ -29,7 +29,7 @@ def refusal(status: Object) -> str | None:
 def test_auto_follows_what_the_cluster_serves_and_an_absent_launcher_is_told_with_what_to_install(
     box: Box, team: Team
 ) -> None:
-    """Suspended jobs: their plan is made anew whenever other launchers are served."""
+    """The jobs are suspended: their plan is made again whenever other launchers are served."""
     box.own("a cluster without training operators")
     assert not box.controllers, "another test has installed training operators before"
     auto, wants_mpi = team.new_name("auto"), team.new_name("wants-mpi")

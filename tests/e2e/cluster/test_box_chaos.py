@@ -1,6 +1,6 @@
-"""Random faults over short jobs: none is lost, none is done twice, and each ends as what was done to it explains.
+"""Random faults over short jobs: none is lost, none is done twice, and each ends as its faults explain.
 
-`FINETUNE_FAULTS=30 FINETUNE_SEED=7` chooses another storm; a failed one tells its seed and what happened.
+`FINETUNE_FAULTS=30 FINETUNE_SEED=7` chooses another storm; a failed one prints its seed and its events.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cluster_support.api_access import wait_until
 FAULTS = int(os.environ.get("FINETUNE_FAULTS", "10"))
 SEED = int(os.environ.get("FINETUNE_SEED", "7"))
 SETTLED_SECONDS = 180.0
-"""What may still run when the last job has ended: pods have 30 s to end, operators up to 10 s to be started again."""
+"""Time for things to end after the last job: pods have 30 s, operators start again within 10 s."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600 + 120 * FAULTS)]
 
 
 @pytest.fixture(scope="module")
 def over(team: Team, training_operators: None, input_files: Path) -> Storm:
-    """A storm that is over."""
+    """Run a storm to its end."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = team.box.claim_folder(team.namespace, INPUTS) / CLASSIFIER

@@ -1,5 +1,5 @@
 """The operator by its Helm chart on a cluster with nodes: installed from nothing, upgraded and rolled back while jobs
-train, taken over by its other replica, and uninstalled. `FINETUNE_UPGRADE_JOBS=10` trains more of them meanwhile.
+train, taken over by its other replica, and uninstalled. `FINETUNE_UPGRADE_JOBS=10` trains more jobs meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from suite_plugins.patience import patient
 
 pytestmark = pytest.mark.last
-"""It takes the place of the operator that the other tests use."""
+"""The module replaces the operator that the other tests use."""
 
 RELEASE = "finetune-operator"
 JOBS = int(os.environ.get("FINETUNE_UPGRADE_JOBS", "3"))
@@ -37,12 +37,12 @@ STEPS, HOLDS_AT = 10, 3
 
 @dataclass
 class Story:
-    """What was done, and what was seen of it."""
+    """Records of the scenario."""
 
     killed: str = ""
     """Name of the acting replica that was killed."""
     successor: str = ""
-    """Name of the one that acted next."""
+    """Name of the next acting replica."""
     mark: int = 0
     """Place in the audit log before the jobs."""
     names: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Story:
     """Job -> uids of its training's pods, before."""
     revisions: list[str] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)
-    """Of the Deployment, after each of install, upgrade, rollback."""
+    """Replicas of the Deployment, after each of install, upgrade, rollback."""
     statuses: dict[str, Object] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ class Release:
 
 
 def earlier(folder: Path) -> Path:
-    """The chart as the version before this one."""
+    """Copy the chart with a lower version."""
     chart = folder / CHART.name
     shutil.copytree(CHART, chart)
     about = yaml.safe_load((chart / "Chart.yaml").read_text())
@@ -85,7 +85,7 @@ def earlier(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def release(box: Box, team: Team) -> Iterator[Release]:
-    """A cluster on which nothing of ours is."""
+    """Helm on a cluster without any of our objects."""
     box.own("installing by Helm")
     box.uninstall_operator()
     yield Release(box)
@@ -133,7 +133,7 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
 
 
 def _take_over(box: Box) -> tuple[str, str]:
-    """Kill the acting replica, which can neither give its Lease back nor start again, and wait until another one acts;
+    """Kill the acting replica, which can neither release its Lease nor start again, and wait until another one acts;
     return the names of both.
     """
     before = wait_until(lambda: faults.acting_operator(box), "one of the replicas acts")
@@ -166,7 +166,7 @@ def test_no_running_job_is_disturbed_by_either(story: Story, team: Team) -> None
 
 
 def test_another_replica_takes_over_and_nothing_is_made_twice(story: Story, box: Box) -> None:
-    """How long it takes is measured by tests/benchmarks/takeover.py."""
+    """tests/benchmarks/takeover.py measures the time that it takes."""
     assert story.successor not in ("", story.killed)
     plurals = {plural for _, plural in CHILD_KINDS}
     made = [
@@ -220,7 +220,7 @@ def test_the_api_server_asks_the_webhook_through_its_service(story: Story, relea
     def refused() -> str | None:
         ran = team.box.cluster.kubectl("apply", "-n", team.namespace, "-f", "-", stdin=yaml.safe_dump(document))
         assert ran.returncode != 0, ran.stdout
-        # Until the Service knows the new replicas and the configuration their authority, nobody answers.
+        # Nobody answers until the Service has the new replicas and the configuration their authority.
         return None if "failed calling webhook" in ran.stderr else ran.stderr
 
     told = wait_until(refused, "the webhook answers", tell=lambda: release.box.operator_log())
@@ -237,7 +237,7 @@ def test_uninstalling_leaves_jobs_results_and_their_kind(story: Story, release: 
     for name in story.names:
         assert stage_of(team.status(name), "train")["state"] == "Succeeded"
         assert (team.results(name) / "model" / "model.safetensors").is_file()
-    # Installed again, it takes the jobs up as they are: they have ended, and nothing is made for them.
+    # Installed again, it adopts the jobs as they are: they have ended, and nothing is created for them.
     mark = release.box.cluster.audit_mark()
     values = ("--set-json", "settings={}")
     release.helm("install", RELEASE, str(CHART), *values, "--wait")

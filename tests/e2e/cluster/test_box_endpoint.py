@@ -1,4 +1,4 @@
-"""One job from its training to an endpoint that clients ask while it is scaled, changed, hurt, guarded and removed."""
+"""One job from training to an endpoint that clients query while it is scaled, changed, hurt, guarded and removed."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ REVIEWS = [
 ][:40]
 TEXTS = [row["text"] for row in REVIEWS]
 LEAST_ASKED = 30
-"""Requests that go on before and after each change, so that both are seen."""
+"""Requests before and after each change, so that both are seen."""
 TOKEN = "only-for-friends"
 
 
 @dataclass(frozen=True)
 class Served:
-    """The job whose endpoint is asked."""
+    """The job whose endpoint is queried."""
 
     team: Team
     name: str
     status: Object
-    """When it was ready for the first time."""
+    """Status when it was ready for the first time."""
     objects: set[str]
     """Kinds of its objects then."""
     expected: list[tuple[str, float]]
@@ -67,11 +67,11 @@ class Served:
         return dict(found or {})
 
     def revisions(self) -> Object:
-        """What the status tells of revisions."""
+        """Return the status's part about revisions."""
         return dict(self.team.status(self.name)["endpoint"])
 
     def pods(self) -> set[str]:
-        """Names of servers that are ready and stay."""
+        """Return the names of servers that are ready and not being deleted."""
         return {
             str(pod["metadata"]["name"])
             for pod in self.team.pods(self.name, "serve")
@@ -104,14 +104,14 @@ class Served:
 
 
 def url_of(team: Team, job: str) -> str:
-    """The Service by its address: this machine has no names of the cluster's."""
+    """Return the Service's URL by its address: this machine cannot resolve the cluster's names."""
     service = team.box.api.get(path_of("v1", "services", team.namespace, f"{job}-endpoint"))
     assert service is not None
     return f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
 
 
 def of_endpoint(team: Team, job: str, revision: int = 1) -> set[str]:
-    """Kinds of the objects that the job's endpoint has, with that revision of its servers."""
+    """Return the kinds of the endpoint's objects, with that revision of its servers."""
     shared = f"{job}-endpoint"
     names = {kind: f"{shared}-{revision}" if (version, kind) in REVISION_KINDS else shared for version, kind in KINDS}
     return {
@@ -122,7 +122,7 @@ def of_endpoint(team: Team, job: str, revision: int = 1) -> set[str]:
 
 
 def by_transformers(model: Path) -> list[tuple[str, float]]:
-    """The label of each text and its probability, one text at a time."""
+    """Return the label of each text and its probability, one text at a time."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -182,11 +182,11 @@ class Changed:
     scaled: set[str]
     rolled: set[str]
     rolled_at: float
-    """When the second revision served alone, on the monotonic clock."""
+    """Time at which the second revision served alone, on the monotonic clock."""
     back_asked_at: float
-    """When the rollback was asked for."""
+    """Time of the rollback's request."""
     back_at: float
-    """When the revision of the rollback served alone."""
+    """Time at which the revision of the rollback served alone."""
     history: list[tuple[int, str, str]]
     """Number, state and reason of each revision then."""
 
@@ -213,7 +213,7 @@ def changed(served: Served) -> Changed:
 
 @pytest.fixture(scope="module")
 def killed(served: Served, changed: Changed) -> Answers:
-    """Of clients that try again while one of two servers is killed and starts again."""
+    """Answers to clients that retry while one of two servers is killed and starts again."""
     pod = min(served.pods())
     with Client(served.url).asking(TEXTS[0], BACK_OFF) as answers:
         asked(answers, LEAST_ASKED)
@@ -229,14 +229,14 @@ def killed(served: Served, changed: Changed) -> Answers:
 
 
 def asked(answers: Answers, more: int) -> None:
-    """Wait until that many more requests have come to their end."""
+    """Wait until that many more requests have ended."""
     until = answers.over + more
     wait_until(lambda: answers.over >= until, f"{more} more requests are answered or given up")
 
 
 @pytest.fixture(scope="module")
 def guarded(served: Served, killed: Answers) -> dict[str, int | str]:
-    """Codes without a token and with a wrong one, and what those get who have it."""
+    """Guard the endpoint; return the codes without a token and with a wrong one, and the answers with the right one."""
     team, secret = served.team, f"{served.name}-token"
     team.apply_manifest(
         {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret}, "stringData": {"token": TOKEN}}
@@ -254,7 +254,7 @@ def guarded(served: Served, killed: Answers) -> dict[str, int | str]:
 
 @pytest.fixture(scope="module")
 def removed(served: Served, guarded: dict[str, int | str]) -> Object:
-    """The status of the job once its endpoint is taken out of its spec."""
+    """Remove the endpoint from the job's spec and return the job's status."""
     team = served.team
     team.patch(served.name, {"endpoint": None})
     status = team.succeeds(served.name)
@@ -304,7 +304,7 @@ def test_no_request_fails_while_revisions_are_rolled_out_and_back(
 
 
 def by_revision(answers: Answers) -> dict[int, list[float]]:
-    """When the requests that each revision answered began."""
+    """Return the start times of the requests that each revision answered."""
     return {
         number: [began for began, by in answers.revisions if by == number]
         for number in sorted({by for _, by in answers.revisions})

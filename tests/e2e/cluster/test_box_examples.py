@@ -1,7 +1,7 @@
-"""Every example of `manifests/examples` runs to its end, and shows there what it is an example of.
+"""Every example of `manifests/examples` runs to its end, and shows there its subject.
 
-A cluster in a box has no GPU, no internet and two cores. `fitted` says what is changed for that, the same for all;
-launcher, strategy, adapter, spot, secrets, stages and run policy stay as they are printed.
+A cluster in a box has no GPU, no internet and two cores. `fitted` has the changes for that, the same for all; launcher,
+strategy, adapter, spot, secrets, stages and run policy stay as printed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from examples import FITTED_LOCALLY, IN_CLUSTER, example_document
 from script_support.programs import documented
 
 AT_ONCE = 4
-"""Examples that run at the same time: a pod that starts keeps a core busy for seconds, and then mostly waits."""
+"""Examples that run at the same time: a starting pod keeps a core busy for seconds, and then mostly waits."""
 SPOT_LABEL = ("karpenter.sh/capacity-type", "spot")
-"""One of those by which the settings, as shipped, know a spot node."""
+"""One of the labels of spot nodes in the settings as shipped."""
 PRIVATE = "your-organisation/your-private-model"
 TOUR = ("quickstart-cluster",)
-"""Run by the tour, with nothing changed."""
+"""Examples that the tour runs, unchanged."""
 
 
 # ------------------------------------------------------------------------------------------------- made to fit the box
 
 
 def fitted(document: Object, name: str) -> Object:
-    """The example under another name, with a tiny model and data, no GPU, a few steps, and little of everything."""
+    """Return the example, renamed, with a tiny model and data, no GPU, a few steps, and little of everything."""
     document = deepcopy(document)
     document["metadata"]["name"] = name
     spec: Object = document["spec"]
@@ -68,7 +68,7 @@ def fitted(document: Object, name: str) -> Object:
 
 
 TINY_LENGTH = 64
-"""Most tokens that the tiny model takes."""
+"""Most tokens of the tiny model."""
 
 
 def _without_gpus(resources: Object) -> Object:
@@ -82,7 +82,7 @@ def _without_gpus(resources: Object) -> Object:
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that is over, and what was seen on the way."""
+    """An ended job, and records of its run."""
 
     name: str
     status: Object
@@ -90,7 +90,7 @@ class Ended:
 
 
 Run = Callable[[Team, Hub, str, Object], Object]
-"""Applies the fitted document and sees it to its end; what it returns is `Ended.seen`."""
+"""Applies the fitted document and waits for its end; returns `Ended.seen`."""
 
 
 def to_the_end(team: Team, hub: Hub, name: str, document: Object) -> Object:
@@ -100,7 +100,7 @@ def to_the_end(team: Team, hub: Hub, name: str, document: Object) -> Object:
 
 
 def held_then_started(team: Team, hub: Hub, name: str, document: Object) -> Object:
-    """`suspended`: planned, and without a pod until the patch that its comment has."""
+    """`suspended`: planned, and without a pod until the patch in its comment is applied."""
     team.apply_manifest(document)
 
     def planned(status: Object) -> Object | None:
@@ -115,7 +115,7 @@ def held_then_started(team: Team, hub: Hub, name: str, document: Object) -> Obje
 
 
 def refused_then_taken(team: Team, hub: Hub, name: str, document: Object) -> Object:
-    """`private-model`: with a token that nobody gave out, and with the right one."""
+    """`private-model`: with an invalid token, and with the right one."""
     own = document["spec"]["secrets"]["hubToken"]
     team.apply_manifest(_secret(own["name"], "hf_of_somebody_else"))
     refused = deepcopy(document)
@@ -128,7 +128,7 @@ def refused_then_taken(team: Team, hub: Hub, name: str, document: Object) -> Obj
 
 
 def asked_then_deleted(team: Team, hub: Hub, name: str, document: Object) -> Object:
-    """`endpoint`: asked for a label once it is ready; what serves has no end, so that it is deleted."""
+    """`endpoint`: asked for a label once it is ready; servers run until they are deleted."""
     team.apply_manifest(document)
 
     def ready(status: Object) -> Object | None:
@@ -156,7 +156,7 @@ RUNS: dict[str, Run] = {name: to_the_end for name in IN_CLUSTER if name not in T
 
 @pytest.fixture(scope="module")
 def spot_node(box: Box) -> Iterator[str]:
-    """A node that its label makes a spot node."""
+    """Label a node as a spot node."""
     node = box.nodes[-1]
     box.kubectl("label", "node", node, "=".join(SPOT_LABEL))
     yield node
@@ -165,7 +165,7 @@ def spot_node(box: Box) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def programs(team: Team, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The program of docs/scripts.md on a git host."""
+    """Run a git host with the program of docs/scripts.md."""
     repositories = {"programs": {"train.py": documented("python")}}
     with git_pod(team, EXAMPLES_GIT_HOST, repositories, tmp_path_factory.mktemp("git")):
         yield
@@ -175,7 +175,7 @@ def programs(team: Team, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def runs(
     team: Team, hub: Hub, programs: None, training_operators: None, spot_node: str
 ) -> Iterator[dict[str, Future[Ended]]]:
-    """All examples, under way: some at a time, in the order of the table."""
+    """Run all examples, some at a time, in the order of the table."""
 
     def run(example: str) -> Ended:
         name = team.new_name(example)
@@ -187,7 +187,7 @@ def runs(
         pool.shutdown(cancel_futures=True)
 
 
-# ------------------------------------------------------------------------------------------------- what they have shown
+# -------------------------------------------------------------------------------------------------------- their results
 
 
 def test_every_example_for_a_cluster_is_run() -> None:
@@ -351,7 +351,7 @@ def test_the_spot_example_trains_on_the_spot_node_and_nothing_else_does(
 
 def test_the_suspended_example_has_a_plan_and_no_pod_until_it_is_patched(runs: dict[str, Future[Ended]]) -> None:
     seen = runs["suspended"].result().seen
-    # How it saves memory depends on what the small model and its small pods are here.
+    # Its measures against memory depend on the small model and its small pods.
     assert seen["held"]["plan"]["strategy"].split("+")[0] == "single"
     assert (seen["pods"], seen["children"]) == ([], [])
 

@@ -1,5 +1,5 @@
-"""A job that runs through all its stages while the operator's processes are killed in each of them, and while there is
-no API server for a minute: nothing is lost, nothing is made twice.
+"""A job that runs through all its stages while the operator's processes are killed in each of them, and while the API
+server is away for a minute: nothing is lost, nothing is created twice.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from finetune_contract.layout import JobPaths
 pytestmark = pytest.mark.alone
 
 AWAY_SECONDS = 60
-"""The Lease and the nodes' leases end within it, whatever the machine."""
+"""Outage within which the Lease and the nodes' leases expire on any machine."""
 STEPS_MEANWHILE = 30
 STEP_SECONDS = 0.2
 STEPS = 360
-"""Last longer than the API server is away."""
+"""Enough steps to outlast the API server's absence."""
 STAGES = ("prepare", "train", "evaluate", "predict")
 
 
 @dataclass(frozen=True)
 class Survived:
-    """What was seen of the job."""
+    """Records of the job."""
 
     name: str
     mark: int
-    """Of the audit log, from before the job."""
+    """Place in the audit log before the job."""
     killed: dict[str, list[str]]
     """Stage -> the operator's pods whose processes were killed in it."""
     before: int
-    """The step at which the API server went away."""
+    """Step at which the API server went away."""
     after: int
-    """The step at which it came back."""
+    """Step at which it came back."""
     told_again: Object
-    """The status that told of this step, of a later one, or of the training's end."""
+    """The status that had this step, a later one, or the training's end."""
     pods: tuple[list[str], list[str]]
     """Uids of the training's pods before and after."""
     status: Object
 
 
 def _kill_in(box: Box, team: Team, name: str, stage: str) -> list[str]:
-    """Kill all of the operator while a pod of that stage runs."""
+    """Kill all of the operator's processes while a pod of that stage runs."""
 
     def runs() -> bool:
         return any(pod["status"].get("phase") == "Running" for pod in team.pods(name, stage))
@@ -79,7 +79,7 @@ def survived(box: Box, team: Team) -> Survived:
     )
     killed = {stage: _kill_in(box, team, name, stage) for stage in STAGES[:2]}
     wait_until(lambda: team.step(name), f"{name}: the first step", JOB_SECONDS, lambda: team.tell(name))
-    # The claim's folder is asked of the API server, which is away in a moment.
+    # Finding the claim's folder needs the API server, which is about to go away.
     history, uids = JobPaths(team.results(name)).history, _uids(team, name)
     before, end = last_step(history), time.monotonic() + AWAY_SECONDS
     with api_server_away(box):
@@ -92,7 +92,7 @@ def survived(box: Box, team: Team) -> Survived:
 
     def told() -> Object | None:
         status = team.status(name)
-        # Once the training is over the next stage's progress takes the place of its own.
+        # After the training, the next stage's progress replaces its own.
         there = status.get("progress", {}).get("step", 0) >= after
         return status if there or stage_of(status, "train").get("state") == "Succeeded" else None
 
@@ -120,7 +120,7 @@ def test_the_operator_was_killed_in_each_stage_and_came_back(survived: Survived,
         told = {pod["metadata"]["name"]: pod["status"]["containerStatuses"] for pod in operator_pods(box)}
         return {name: containers[0]["restartCount"] for name, containers in told.items()}
 
-    # The kubelet waits ever longer before it starts what was killed again.
+    # The kubelet's back-off grows with each restart.
     wait_until(lambda: hits <= Counter(again()), f"started again as often as killed: {hits}", tell=again)
 
 

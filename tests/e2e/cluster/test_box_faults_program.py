@@ -1,4 +1,4 @@
-"""Trainings that break by what their own processes do: they want memory or space that there is not, or raise."""
+"""Trainings whose own processes break them: they want memory or space that there is not, or raise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from box_support.team import Team, tiny_spec
 MEGABYTES = 64
 
 
-# ------------------------------------------------------------------------------------ what the program itself runs into
+# ------------------------------------------------------------------------------------------------ faults of the program
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_a_rank_that_has_no_memory_left_goes_on_with_half_the_micro_batch(failin
     assert broken.failure["logTail"]
     assert (broken.status["restarts"], broken.status.get("countedRestarts", 0)) == (1, 0)
     assert broken.status["adaptation"]["microBatchLimit"] == 4
-    # As planned from what prepare had measured, and with the same global batch.
+    # As planned from prepare's measurements, and with the same global batch.
     assert (sizes(after.status), 2 * 4 * 2) == ((2, 4, 2), 16)
 
 

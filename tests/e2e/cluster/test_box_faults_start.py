@@ -1,5 +1,5 @@
-"""Jobs that cannot start as they are: what they wait for is told at once, and after the time limit they have failed,
-with the first cause, the pod and the way out. Nothing of it is tried again.
+"""Jobs that cannot start as they are: the status has their reason to wait at once, and after the time limit they have
+failed, with the first cause, the pod and the hint. None of them is tried again.
 
 All of them run at the same time: most of them only wait.
 """
@@ -44,7 +44,7 @@ SPECS: dict[str, Object] = {
 
 @contextmanager
 def pretended_gpu(box: Box, node: str) -> Iterator[None]:
-    """The node says that it has one GPU; there is none behind it."""
+    """Give the node a GPU in its status, with none behind it."""
     box.own("a pretended GPU")
     status = path_of("v1", "nodes", name=node, sub="status")
     resources = {"capacity": {GPU: "1"}, "allocatable": {GPU: "1"}}
@@ -61,7 +61,7 @@ class Ended:
 
     name: str
     waiting: str
-    """What its condition Running said before that."""
+    """Message of its condition Running before that."""
     status: Object
 
     @property
@@ -71,14 +71,14 @@ class Ended:
 
 
 def message_of(status: Object, kind: str) -> str:
-    """Of a condition that is there and False."""
+    """Return the message of a condition that is False."""
     found = (one["message"] for one in status.get("conditions", []) if (one["type"], one["status"]) == (kind, "False"))
     return next(found, "")
 
 
 @pytest.fixture(scope="module")
 def ended(box: Box, team: Team) -> dict[str, Ended]:
-    """By row of SPECS: the job at its end."""
+    """Run the jobs to their end; return them by row of SPECS."""
     names = {row: team.new_name("starts") for row in SPECS}
     waiting: dict[str, list[str]] = {row: [] for row in SPECS}
 

@@ -1,7 +1,7 @@
-"""Trainings from which pods, objects and nodes are taken away in their middle: the status tells the first cause and
-not its echo in the other ranks, and what can go on goes on, from its last checkpoint.
+"""Trainings from which pods, objects and nodes are taken away in their middle: the status has the first cause and not
+its echo in the other ranks, and a training that can continue does so, from its last checkpoint.
 
-Each job is broken several times in a row: what follows from a fault is the next one's beginning.
+Each job is broken several times in a row: the effect of one fault is the start of the next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HANG_SECONDS = math.ceil(patient(20))
 
 
 def every_step_once(team: Team, name: str) -> bool:
-    """The history has each step that was done, those that were done again only once."""
+    """Return whether the history has each step exactly once, repeated ones included."""
     lines = [json.loads(line) for line in (team.results(name) / "history.jsonl").read_text().splitlines()]
     return [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
 
@@ -39,7 +39,7 @@ class Ended:
     status: Object
 
 
-# ------------------------------------------------------------------------------ what takes pods away, and costs nothing
+# ------------------------------------------------------------------------------------------ pods taken away, at no cost
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_pod_deleted_by_hand_is_the_cause_and_the_attempt_goes_on_from_where_i
         "Preempted", "train", 1, broken.name(1), broken.node(1), 143,
     ]  # fmt: skip
     assert broken.failure["hint"]
-    # The Job deletes the other pod a second after the first has ended, and a log goes with its pod.
+    # The Job deletes the other pod a second after the first has ended, and a log is deleted with its pod.
     assert broken.failure.get("logTail") or not broken.left
     assert broken.lost <= 1
 
@@ -89,12 +89,12 @@ def test_what_the_infrastructure_does_is_not_counted_and_changes_no_plan(disturb
     assert every_step_once(team, disturbed.name)
 
 
-# ---------------------------------------------------------------------------------------- what stands still or vanishes
+# -------------------------------------------------------------------------------------------------- hangs and deletions
 
 
 @pytest.fixture(scope="module")
 def held_up(box: Box, team: Team) -> Ended:
-    """The last fault is a node without power, and it stays so to the end of the job."""
+    """The last fault is a node without power, which stays so to the end of the job."""
     job = Training.start(team, "held-up", fragile=True, runPolicy={"progressDeadlineSeconds": HANG_SECONDS})
     broken = [
         job.breaks(lambda: hang_rank(team, job.pod(1))),
@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_found_by_the_progress_that_stops(held_up: Ended) -
     assert broken.told("class", "reason", "stage", "attempt", "rank") == ["NoProgress", "Hung", "train", 1, None]
     assert f"no progress for {human_seconds(HANG_SECONDS)}" in broken.failure["message"]
     assert "progressDeadlineSeconds" in broken.failure["hint"]
-    # Rank 1 is stopped and says nothing; rank 0 tells where it waits for it.
+    # Rank 1 is stopped and prints nothing; rank 0 prints where it waits for it.
     assert "rank_0_of_2" in broken.failure["logTail"]
     assert broken.status["countedRestarts"] == 1
     assert 0 <= broken.lost <= EVERY

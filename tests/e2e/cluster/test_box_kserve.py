@@ -14,7 +14,7 @@ from box_support.team import INPUTS, Team, stage_of, tiny_spec
 from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.control_plane import assets_folder
 
-# Once KServe is there, `auto` takes it: no other test may run meanwhile.
+# `auto` chooses KServe as soon as it is installed, so no other test may run meanwhile.
 pytestmark = pytest.mark.alone
 SERVICES = ("serving.kserve.io/v1beta1", "inferenceservices")
 TEXT = "A text to try the model with."
@@ -28,7 +28,7 @@ class Served:
     name: str
     status: Object
     answer: Any
-    """By our Service, and by KServe's."""
+    """Answer by our Service; below, by KServe's."""
     answer_by_kserve: Any
     service: Object
     """The InferenceService."""
@@ -40,7 +40,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def kserve(box: Box) -> None:
-    """The controller, as its own manifests install it."""
+    """Install the controller by its own manifests."""
     box.own("installing KServe")
     if not (assets_folder() / "images" / "kserve").is_dir():
         pytest.skip("KServe is not built: run kube-assets/build kserve")
@@ -77,7 +77,7 @@ def _service_ready(team: Team, job: str) -> Object | None:
 
 
 def _address(team: Team, service: str) -> str:
-    """A Service by its address: this machine has no names of the cluster's."""
+    """Return a Service's URL by its address: this machine cannot resolve the cluster's names."""
     found = team.box.api.get(path_of("v1", "services", team.namespace, service))
     assert found is not None
     return f"http://{found['spec']['clusterIP']}:{found['spec']['ports'][0]['port']}"

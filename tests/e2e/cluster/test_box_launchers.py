@@ -1,4 +1,4 @@
-"""One training through each launcher and its real controller: the same result, told live, and a model that loads."""
+"""One training by each launcher and its real controller: the same result, live progress, and a model that loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 267
 
 
 def sentiment(launcher: str) -> Object:
-    """MiniLM on a part of Rotten Tomatoes, two nodes with a process each."""
+    """Return a job of MiniLM on a part of Rotten Tomatoes, two nodes with a process each."""
     return {
         "task": "text-classification",
         "model": {"uri": "pvc://inputs/minilm"},
@@ -41,7 +41,7 @@ def sentiment(launcher: str) -> Object:
 def ended(
     box: Box, team: Team, training_operators: None, input_files: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[str, Object, list[list[str]]]]:
-    """By launcher: the job's name, its status at the end, and the lines of the watch that were about it."""
+    """Run a job by each launcher; return its name, its status at the end, and its lines of the watch."""
     if not (input_files / "rotten_tomatoes").is_dir():
         pytest.skip(missing(DATA / "rotten_tomatoes"))
     found: dict[str, tuple[str, Object, list[list[str]]]] = {}
@@ -79,7 +79,7 @@ def test_progress_loss_and_eta_are_told_while_it_trains(ended, launcher) -> None
 
 
 def test_the_launchers_agree_on_the_quality(ended) -> None:  # type: ignore[no-untyped-def]
-    """The same seed, batches and arithmetic: who starts the processes must not matter."""
+    """Seed, batches and arithmetic are the same: the process starter must not matter."""
     accuracy = {name: status["artifacts"]["metrics"]["accuracy"] for name, (_, status, _) in ended.items()}
     assert min(accuracy.values()) >= 0.6
     assert max(accuracy.values()) - min(accuracy.values()) <= 0.01, accuracy
@@ -104,7 +104,7 @@ def test_the_claim_holds_a_model_that_loads_and_a_prediction_for_each_row(  # ty
 
 @pytest.mark.parametrize("launcher", KINDS)
 def test_pods_have_no_rights_on_the_api(ended, launcher, team: Team) -> None:  # type: ignore[no-untyped-def]
-    """No service account's token is mounted; the only one there is has the progress server's audience."""
+    """No service account's token is mounted; the only projected one has the progress server's audience."""
     name, _, _ = ended[launcher]
     pods = team.pods(name)
     assert {pod["metadata"]["labels"]["finetune.dev/stage"] for pod in pods} >= {"prepare", "evaluate", "predict"}

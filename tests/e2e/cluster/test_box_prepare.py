@@ -1,5 +1,5 @@
 """Pods that prepare together: an Indexed Job over two nodes, whose pods meet in files of one claim and nowhere else.
-And jobs that share what they prepare by way of another claim.
+And jobs that share prepared data through another claim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def by_pods(**spec: Any) -> Object:
 
 @pytest.fixture(scope="module")
 def fingerprint(team: Team) -> str:
-    """Of what one process makes of the same rows."""
+    """Return the fingerprint of the data that one process prepares from the same rows."""
     name = team.new_name("alone")
     team.apply(name, tiny_spec())
     status = team.wait(name, lambda found: found if "measured" in found else None, "prepare is done")
@@ -38,7 +38,7 @@ def test_pods_on_two_nodes_prepare_and_the_training_reads_what_they_have_made(
     box: Box, team: Team, fingerprint: str
 ) -> None:
     name = team.new_name("by-pods")
-    # A wish that is heard whatever else runs on the nodes.
+    # A preference that the scheduler respects whatever else runs on the nodes.
     apart = {"labelSelector": {"matchLabels": {JOB_LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
     wish = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]}
     team.apply(name, by_pods(template={"affinity": {"podAntiAffinity": wish}}))
@@ -48,14 +48,14 @@ def test_pods_on_two_nodes_prepare_and_the_training_reads_what_they_have_made(
     pods = {pod["metadata"]["labels"][INDEX_LABEL]: pod for pod in team.pods(name, "prepare")}
     assert pods["0"]["status"]["phase"] == "Succeeded"
     assert len({pod["metadata"]["labels"][JOB_UID_LABEL] for pod in pods.values()}) == 1
-    # Pods that had not ended with the first one are removed; the scheduler has told where they were.
+    # Pods that had not ended with the first one are removed; the scheduler's events have their nodes.
     placed = _places(team, f"{name}-prepare-1-")
     assert len(placed) == PODS
     assert set(placed.values()) == set(box.nodes)
 
 
 def _places(team: Team, stem: str) -> dict[str, str]:
-    """Pod -> node, of all pods ever whose names begin so."""
+    """Return pod -> node, of all pods ever whose names begin with `stem`."""
     told = team.box.api.items(path_of("v1", "events", team.namespace), fieldSelector="reason=Scheduled")
     messages = {event["involvedObject"]["name"]: event["message"] for event in told}
     return {pod: message.rpartition(" ")[2] for pod, message in messages.items() if pod.startswith(stem)}
@@ -83,7 +83,7 @@ def test_jobs_at_once_that_name_one_cache_prepare_once(box: Box, team: Team, fin
         assert status["artifacts"]["datasetFingerprint"] == fingerprint
         (pod,) = team.pods(name, "prepare")
         log = box.kubectl("logs", "-n", team.namespace, pod["metadata"]["name"])
-        # That the operator did not answer in time says nothing of what is shared.
+        # A warning of a late answer of the operator is unrelated to shared data.
         warnings = [line for line in log.splitlines() if "WARNING" in line and "Progress cannot be sent" not in line]
         assert warnings == []
         taken += "where another job had prepared the same data" in log

@@ -16,9 +16,9 @@ from cluster_support.api_access import Object, wait_until
 from script_support.programs import documented
 
 EPOCHS = 12
-"""Each has 32 steps."""
+"""Epochs, of 32 steps each."""
 STEP_SECONDS = 0.08
-"""At least, so that there are several reports: transformers makes one every five seconds."""
+"""Least time of a step, for several reports: transformers makes one every five seconds."""
 BROKEN = """
 import os
 if os.environ["RANK"] == "1":
@@ -45,7 +45,7 @@ if torch.distributed.get_rank() == 0:
 
 
 def own_program(**script: object) -> Object:
-    """The program of docs/scripts.md as a plain Indexed Job on two nodes."""
+    """Return a job of the program of docs/scripts.md as a plain Indexed Job on two nodes."""
     return {
         "task": "text-classification",
         "model": {"uri": "pvc://inputs/tiny/model"},
@@ -66,7 +66,7 @@ def own_program(**script: object) -> Object:
 
 @pytest.fixture(scope="module")
 def programs(team: Team, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The repository `programs` on a git host of the cluster."""
+    """Run a git host of the cluster with the repository `programs`."""
     files = {"train.py": documented("python"), "broken.py": BROKEN, "meeting.py": MEETING}
     with git_pod(team, SCRIPTS_GIT_HOST, {"programs": files}, tmp_path_factory.mktemp("git")):
         yield
@@ -91,7 +91,7 @@ def test_an_unchanged_trainer_program_is_told_of_live_goes_on_after_a_lost_pod_a
         gate = {"gate": {"metric": "accuracy", "minimum": 0.9}}
         team.apply(name, {**own_program(), "template": template, "evaluation": gate})
         team.wait_step(name, 50)
-        # transformers' own callback tells the percentage, more than once.
+        # transformers' own callback reports the percentage, more than once.
         wait_until(lambda: len(percentages()) >= 2, f"{name}: two percentages", tell=lambda: team.tell(name))
         kill_pod(team, team.pods(name, "train", 1)[1]["metadata"]["name"])
         status = team.succeeds(name)

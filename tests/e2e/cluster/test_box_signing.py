@@ -1,5 +1,5 @@
 """A signed training by mpirun in a shared workspace, whose newest checkpoint somebody forges, and whose model then
-misses its gate: ranks have the key and nobody else sees it, and what the failure's hint says works as printed.
+misses its gate: ranks have the key and nobody else sees it, and the failure's hint works as printed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from finetune_trainer.checkpoints import MANIFEST, SIGNATURE, Manifest
 from finetune_trainer.files import entries_of
 
 EVERY, HOLDS_AT, STEPS = 5, 14, 16
-"""The first attempt waits with two checkpoints, until it is killed; the second one does not get so far."""
+"""The first attempt waits with two checkpoints until it is killed; the second one does not get so far."""
 
 
 KUBELET_STARTS = b"setpriv\0"
-"""With it the box's kubelet starts a container, whose environment is on that command line for a moment."""
+"""Prefix of the box's kubelet's command line when it starts a container, with the environment for a moment."""
 
 
 @contextmanager
 def command_lines_with(text: str) -> Iterator[list[str]]:
-    """Command lines of this machine, and of pods on it, that hold `text`: looked for all the time."""
+    """Collect the command lines of this machine, and of pods on it, that hold `text`, all the time."""
     found: list[str] = []
     over = Event()
 
@@ -55,7 +55,7 @@ def command_lines_with(text: str) -> Iterator[list[str]]:
 
 
 def forge(checkpoint: Path) -> None:
-    """Change the weights, and make the manifest fit them, as whoever can write to the volume can."""
+    """Change the weights, and make the manifest match, as anyone who can write to the volume may."""
     manifest = Manifest.model_validate_json((checkpoint / MANIFEST).read_bytes())
     weights = max((checkpoint / "state").iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(weights.read_bytes())
@@ -67,19 +67,19 @@ def forge(checkpoint: Path) -> None:
 
 @dataclass(frozen=True)
 class Signed:
-    """The job that was signed, and what was seen of it."""
+    """The signed job, and records of it."""
 
     name: str
     key: str
     failure: Object
     status: Object
     environments: dict[int, str | None]
-    """Rank -> the key as the rank has it."""
+    """Rank -> the key in the rank's environment."""
     command_lines: list[str]
     objects: str
     """All objects of the namespace but Secrets, while the job ran and after it."""
     logs: dict[int, str]
-    """Attempt -> what its pods printed."""
+    """Attempt -> output of its pods."""
 
 
 def logs_of(team: Team, name: str, attempt: int) -> str:

@@ -1,6 +1,6 @@
-"""Trainings that ask for spot nodes where there are none: told in the scheduler's words, and ended or led elsewhere.
+"""Trainings that request spot nodes where there are none: shown in the scheduler's words, and ended or moved elsewhere.
 
-That a training lands on a spot node is shown by the spot example, and what a preemption costs by the faults.
+The spot example shows a training on a spot node, and the faults the cost of a preemption.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from cluster_support.api_access import Object
 from finetune_operator.rendering.render_types import CAPACITY_LABEL
 
 pytestmark = pytest.mark.alone
-"""Another file makes a node a spot node."""
+"""Another file labels a node as a spot node."""
 
 ALONE = {"strategy": "single"}
 ONE_NODE = {"nodes": 1, "cpu": "500m", "memory": "2Gi"}
 
 
 def waits(status: Object) -> str | None:
-    """What the job says while it waits for a spot node."""
+    """Return the job's message while it waits for a spot node."""
     running: Object = next((one for one in status.get("conditions", []) if one["type"] == "Running"), {})
     return running["message"] if running.get("reason") == "WaitingForSpot" else None
 
 
 @pytest.fixture
 def jobs(team: Team) -> tuple[str, str]:
-    """One job that may only wait, and one that may go elsewhere; both under way."""
+    """Start one job that may only wait, and one that may fall back."""
     patient, flexible = team.new_name("patient"), team.new_name("flexible")
     base = tiny_spec(parallelism=ALONE, resources=ONE_NODE)
     team.apply(patient, {**base, "spot": {"enabled": True, "maxWaitSeconds": 20}})
-    # What is not needed for the training is left for waiting: 3 s.
+    # The time that the training does not need is left for waiting: 3 s.
     bounds = {"maxRunSeconds": 600, "maxWaitSeconds": 603, "fallbackToOnDemand": True}
     team.apply(flexible, {**base, "spot": {"enabled": True, **bounds}})
     return patient, flexible

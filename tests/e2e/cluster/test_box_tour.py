@@ -1,10 +1,10 @@
 """The tour of docs/tour.md, run block by block as printed, from the installation to the last delete.
 
-Nothing in it is changed. What is not run brings the reader to where the test is already: images on the nodes of a
-cluster. The cluster in the box has no internet: an admission policy tells the pods of the tour's namespace of a
-stand-in for the Hub, which serves the model by the Hub's own protocol.
+No line is changed. The lines left out lead the reader to the test's starting point: images on the nodes of a cluster.
+The cluster in the box has no internet: an admission policy points the pods of the tour's namespace to a stand-in for
+the Hub, which serves the model by the Hub's own protocol.
 
-`pytest tests/e2e/cluster/test_box_tour.py --record-tour` writes docs/tour.svg from what the commands said.
+`pytest tests/e2e/cluster/test_box_tour.py --record-tour` writes docs/tour.svg from the commands' output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 LINES = [line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()]
 BEFORE = ("make images", "kind ")
-"""Starts of lines that make the cluster and its images."""
+"""Starts of lines that create the cluster and its images."""
 WATCH = "kubectl get ftj -w"
 JOB = "quickstart-cluster"
 PICTURE = ROOT / "docs" / "tour.svg"
@@ -54,14 +54,14 @@ SHOWN = {
     "kubectl apply -f manifests/examples/tour/use": Excerpt(head=2),
     "kubectl logs job/use-model": Excerpt(head=4),
 }
-"""Starts of the lines that the picture shows, and how much of what they say."""
+"""Starts of the lines that the picture shows, and the excerpts of their output."""
 
 
 @pytest.fixture(scope="module")
 def namespace(box: Box, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The reader's own, in which PodSecurity enforces `restricted`, on a cluster on which nothing of ours is.
+    """The reader's namespace, in which PodSecurity enforces `restricted`, on a cluster without any of our objects.
 
-    Afterwards the suite's own operator is back.
+    Afterwards the suite's own operator is installed again.
     """
     box.own("the tour, which installs images that only the box has,")
     box.uninstall_operator()
@@ -79,7 +79,7 @@ def namespace(box: Box, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module")
 def shell(box: Box, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Runs a line in the checkout, as the reader does, with a context whose namespace is the tour's."""
+    """Return a function that runs a line in the checkout, as the reader does, with the tour's namespace as context."""
     config = yaml.safe_load(box.cluster.kubeconfig.read_text())
     for context in config["contexts"]:
         context["context"]["namespace"] = namespace
@@ -101,7 +101,7 @@ def shell(box: Box, namespace: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def watched(words: list[str], team: Team, environment: dict[str, str]) -> str:
-    """The watch, ended as the reader would: when it shows that the job has ended."""
+    """Return the watch's output, ended as the reader would: when it shows that the job has ended."""
     said: list[str] = []
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -118,7 +118,7 @@ def watched(words: list[str], team: Team, environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def tour(shell: Callable[[str], str], request: pytest.FixtureRequest) -> dict[str, str]:
-    """What each line said. How long each took is printed, for a look at a run by `-rP`."""
+    """Run the tour; return each line's output. The time of each is printed, for a look at a run by `-rP`."""
     session, began = [], time.monotonic()
     for line in LINES:
         if not line.startswith(BEFORE):

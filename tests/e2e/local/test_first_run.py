@@ -18,7 +18,7 @@ COMMAND_SECONDS = 900
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
-    """The folder of the walk, and its steps."""
+    """Run the walk; return its folder and its steps."""
     folder = tmp_path_factory.mktemp("first-run")
     return folder / "mine", list(walk(folder, patient(COMMAND_SECONDS)))
 

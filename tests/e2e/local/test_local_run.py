@@ -44,7 +44,7 @@ LONG = {"epochs": 20, "learningRate": 0.0005}
 
 @pytest.fixture(scope="module")
 def undisturbed(quick: Any) -> tuple[Path, dict[str, Any], str]:
-    """The job's folder after a run from start to end, its result as data, and what was said."""
+    """Return the job's folder after a run from start to end, its result as data, and the messages."""
     job = quick.job("whole", **LONG)
     job["spec"]["checkpoints"] = {"every": {"steps": 80}, "keep": 2}
     quick.write("whole.yaml", job)
@@ -204,7 +204,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     finetune.write("disturbed.yaml", job)
     folder = finetune.folder / "runs/disturbed"
     run = finetune.start("run", "disturbed.yaml", "--no-measure")
-    # By its history, which has each step at once: of the progress the first step may be told when most are done.
+    # By its history, which has each step at once: the first progress may be reported when most steps are done.
     run.wait_until(lambda: (folder / "history.jsonl").exists() and (folder / "history.jsonl").read_text())
     below = run.below()
     for process in below:
@@ -214,7 +214,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     assert f"process {run.process.pid} is running this job" in err
 
     run.process.send_signal(signal.SIGINT)
-    # First the launcher, which passes it on, then the stage: it is told to stop before it makes another step.
+    # First the launcher, which forwards it, then the stage: it gets the signal before it makes another step.
     for process in below[:2]:
         run.wait_until(lambda process=process: waits_for(process.pid, signal.SIGTERM))
         process.resume()
@@ -265,9 +265,8 @@ def test_a_failed_stage_says_class_message_way_out_and_log(quick: Any) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(finetune: Any) -> Callable[[], tuple[Any, Path, list[psutil.Process]]]:
-    """Starts a run with two training processes and returns it in mid-training, with its folder and the
-    workers by rank."""
-    job = finetune.job("pair", epochs=20_000)  # much longer than anybody waits for its end
+    """Return a function: start a run with two training processes; return it mid-training, its folder, its workers."""
+    job = finetune.job("pair", epochs=20_000)  # outlasts the test
     job["spec"]["parallelism"] = {"strategy": "ddp"}
     job["spec"]["resources"] = {"processesPerNode": 2}
     job["spec"]["checkpoints"] = {"every": {"steps": 1_000_000}}
@@ -277,7 +276,7 @@ def two_processes(finetune: Any) -> Callable[[], tuple[Any, Path, list[psutil.Pr
 
     def start() -> tuple[Any, Path, list[psutil.Process]]:
         shutil.rmtree(folder / "logs", ignore_errors=True)
-        # Measured: what is assumed of a model that nobody has read may not fit beside what else the machine does.
+        # Measured: the assumptions for an unread model may not fit beside the machine's other work.
         run = finetune.start("run", "pair.yaml")
         run.wait_until(lambda: last_step(folder) >= 3)
         workers = sorted((p for p in run.below() if "RANK" in p.environ()), key=lambda p: int(p.environ()["RANK"]))

@@ -24,7 +24,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GitHost]:
 
 @pytest.fixture
 def own(quick: Any, host: GitHost) -> Any:
-    """Writes a job whose program is `repository`; the arguments of `finetune run` for it."""
+    """Return a function: write a job whose program is `repository`; return the arguments of `finetune run` for it."""
     (quick.folder / "settings.yaml").write_text(yaml.safe_dump({"gitHosts": [HOST], "schemes": ["file"]}))
 
     def write(repository: str, **script: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""README.md stays true: its commands run as printed, its job file is valid, and what it promises comes out."""
+"""README.md stays true: its commands run as printed, its job file is valid, and its promises hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[3]
 COMMAND_SECONDS = 1500
-"""For one command: the quickstart compiles, trains and evaluates, and took 5 minutes on a machine busy with others."""
+"""Limit of one command: the quickstart compiles, trains and evaluates, and took 5 minutes on a busy machine."""
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -35,7 +35,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 def environment(workspace: Path) -> dict[str, str]:
-    """The suite's own environment, its virtual environment first in PATH, results outside of the checkout."""
+    """Return the suite's own environment, its virtual environment first in PATH, results outside of the checkout."""
     scripts = str(Path(sys.executable).parent)
     return {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "WORKSPACE": str(workspace), "HF_HUB_OFFLINE": "1"}
 
@@ -57,7 +57,7 @@ def shell_lines() -> list[str]:
     return [line[2:] for block in blocks("console", HERE) for line in block.splitlines() if line.startswith("$ ")]
 
 
-# These bring the reader to where the suite is already, with the command in the PATH; `make test` is this suite. The
+# These lead the reader to the suite's starting point, with the command in the PATH; `make test` is this suite. The
 # commands for a cluster run in tests/cluster/test_readme_cluster.py.
 ELSEWHERE = ("git clone", "cd ", "make test", "source ")
 
@@ -70,7 +70,7 @@ def test_every_command_of_the_readme_runs_and_the_quickstart_reaches_what_it_pro
         if line.startswith(ELSEWHERE):
             continue
         command = line.replace("--workspace runs", f"--workspace {shlex.quote(str(workspace))}")
-        # The virtual environment of the suite stands in for .venv, which may be named otherwise.
+        # The suite's virtual environment stands in for .venv, and may have another name.
         if command.startswith("make "):
             command += f" VENV={shlex.quote(str(Path(sys.executable).parents[1]))}"
         result = subprocess.run(

@@ -15,7 +15,7 @@ from ui_support import write_run
 def test_printed_address_shows_the_runs_and_ctrl_c_ends_the_command_with_0(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "reviews")
     command = [str(Path(sys.executable).parent / "finetune"), "ui", "--port", "0", "--no-cluster"]
-    # As a shell starts what it runs in the background.
+    # As a shell starts its background processes.
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -23,7 +23,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
 WAIT = patient(60) * 1000
-"""Milliseconds."""
+"""Timeout of the browser's waits, in milliseconds."""
 JOB_PAGES = ("/job/team/reviews", "/job/team/broken")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
@@ -55,7 +55,7 @@ def client(workspace: Path) -> Iterator[Client]:
 
 @pytest.fixture
 def page(browser: Browser, client: Client) -> Iterator[Page]:
-    """The first page; a test fails when the browser refuses something or a script breaks."""
+    """Yield the first page; the test fails if the browser refuses something or a script breaks."""
     complaints: list[str] = []
     context = browser.new_context()
     context.set_default_timeout(WAIT)
@@ -69,7 +69,7 @@ def page(browser: Browser, client: Client) -> Iterator[Page]:
 
 
 def points(page: Page) -> int:
-    """Number of the points of the first curve."""
+    """Return the number of points of the first curve."""
     return len(str(page.locator("#curves polyline").first.get_attribute("points")).split())
 
 
