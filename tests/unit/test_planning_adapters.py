@@ -53,9 +53,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma": {**GROUPED, "head_dim": 32},
     "llama": GROUPED,
     "mistral": {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 16},
+    "mixtral": {**GROUPED, "num_local_experts": 3},
     "phi3": {**GROUPED, "pad_token_id": 0},
     "qwen2": GROUPED,
     "qwen3": {**GROUPED, "head_dim": 32},
+    "qwen3_moe": {
+        **GROUPED,
+        "head_dim": 32,
+        "moe_intermediate_size": 24,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    },
     "t5": {"d_model": 64, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24},
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.facts import DeviceFacts, HardwareFacts
+from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.quantities import human_bytes, human_count, human_seconds, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
 from finetune_operator.planning.assumed_facts import HardwareError, assumed_device, assumed_model, parse_hardware
@@ -50,6 +51,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama": {"num_hidden_layers": 2, "num_key_value_heads": 8, "vocab_size": 1000},
     "mistral": {"num_hidden_layers": 2, "vocab_size": 1000},
+    "mixtral": {
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 160,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "vocab_size": 1000,
+    },
     "phi3": {
         "num_hidden_layers": 2,
         "hidden_size": 96,
@@ -69,6 +80,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "vocab_size": 1000,
     },
+    "qwen3_moe": {
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 160,
+        "moe_intermediate_size": 40,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 4,
+        "head_dim": 32,
+        "vocab_size": 1000,
+    },
     "t5": {"d_model": 64, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24},
 }
 TASKS = {
@@ -83,7 +106,7 @@ TASKS = {
 SUPPORTED = {
     **dict.fromkeys(CONFIGS, ("text-classification", "token-classification", "question-answering", "masked-lm")),
     **dict.fromkeys(
-        ("gpt2", "llama", "mistral", "qwen2", "qwen3"),
+        ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
         ("text-classification", "token-classification", "question-answering", "text-generation", "preference-tuning"),
     ),
     **dict.fromkeys(
@@ -183,6 +206,10 @@ PUBLISHED = {
     "HuggingFaceTB/SmolLM2-1.7B": 1.711,
     "mistralai/Mistral-7B-v0.1": 7.242,
     "mistralai/Mistral-7B-Instruct-v0.3": 7.248,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.703,
+    "mistralai/Mixtral-8x22B-v0.1": 140.6,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30.532,
+    "Qwen/Qwen3-235B-A22B": 235.094,
     "Qwen/Qwen2.5-0.5B-Instruct": 0.494,
     "Qwen/Qwen2.5-1.5B": 1.544,
     "Qwen/Qwen2.5-3B": 3.086,
@@ -217,6 +244,28 @@ def test_shapes_of_decoders_give_their_published_size(name):
     assert "the published shape of" in sentence
     if "t5" not in name:
         assert facts.parameter_bytes == 2 * facts.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    [("mistralai/Mixtral-8x7B-v0.1", 12.9), ("Qwen/Qwen3-30B-A3B", 3.3), ("Qwen/Qwen3-235B-A22B", 22.2)],
+)
+def test_parameters_that_a_token_passes_are_those_that_the_authors_publish(name, active):
+    facts, _ = assumed_model(f"hf://{name}", "text-generation")
+    assert (facts.parameters - facts.idle_parameters) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_are_counted_as_they_are_measured(model_type, tmp_path):
+    measured_facts = pytest.importorskip("finetune_trainer.measured_facts", reason="the trainer is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    config.save_pretrained(tmp_path)
+    job = TrainerJob.model_validate({"name": "a", "task": "text-generation", "model": {"uri": f"file://{tmp_path}"}})
+    measured, computed = measured_facts.model_facts(job), model_facts(config.to_dict(), "text-generation")
+    names = ("parameters", "idle_parameters", "intermediate_size", "block_parameters", "linear_layers")
+    assert {name: getattr(computed, name) for name in names} == {name: getattr(measured, name) for name in names}
+    assert computed.idle_parameters > 0
 
 
 def test_every_decoder_in_the_table_has_a_published_size():

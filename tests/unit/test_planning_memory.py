@@ -469,7 +469,10 @@ SMALL |= {
         "smollm3",
     )
 }
+_EXPERTS: dict[str, Any] = SMALL["llama"] | {"num_key_value_heads": 1, "head_dim": 16}
 SMALL |= {
+    "mixtral": {**_EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_EXPERTS, "num_local_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 24},
     "bloom": {"hidden_size": 64, "n_head": 4},
     "codegen": _GPTJ,
     "gpt_neo": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 256},
@@ -527,8 +530,15 @@ def saved_bytes(model: Any, torch: Any, rows: int, length: int, **changes: Any) 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model_type", sorted(SMALL))
+# On a CPU autocast leaves the products of experts, which come as one operation, in fp32; devices with units for them
+# have not been measured.
+ONLY_FP32 = ("mixtral", "qwen3_moe")
+LAYERS = [
+    (each, precision) for each in sorted(SMALL) for precision in ("fp32", "bf16")[: 1 if each in ONLY_FP32 else 2]
+]
+
+
+@pytest.mark.parametrize(("model_type", "precision"), LAYERS)
 def test_a_layer_keeps_about_what_torch_saves_for_it(model_type, precision):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

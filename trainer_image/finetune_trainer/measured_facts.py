@@ -75,9 +75,7 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         block_parameters=_largest_block(model),
         layers=_size(text, job, "num_hidden_layers", "num_layers", "n_layers"),
         hidden_size=hidden,
-        intermediate_size=_size(
-            text, job, "intermediate_size", "d_ff", "hidden_dim", "ffn_dim", "n_inner", default=4 * hidden
-        ),
+        intermediate_size=_feed_forward(text, job, hidden),
         attention_heads=heads,
         key_value_heads=shared if isinstance(shared, int) and 0 < shared < heads else None,
         fused_attention=getattr(model.config, "_attn_implementation", None) != "eager",
@@ -85,9 +83,36 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         max_positions=position_limit(config),
         tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),
         parameter_bytes=stored_bytes(name) or parameters * element_bytes,
+        idle_parameters=_idle_parameters(model, text),
         head_parameters=head_parameters(model),
         linear_layers=_linear_layers(model),
     )
+
+
+def _feed_forward(text: PretrainedConfig, job: TrainerJob, hidden: int) -> int:
+    """Return the width of the feed-forward layer; of a mixture, that of the experts that one token passes."""
+    names = ("intermediate_size", "d_ff", "hidden_dim", "ffn_dim", "n_inner")
+    chosen, all_experts = _experts(text)
+    if not all_experts:
+        return _size(text, job, *names, default=4 * hidden)
+    return chosen * _size(text, job, "moe_intermediate_size", *names, default=4 * hidden)
+
+
+def _experts(text: PretrainedConfig) -> tuple[int, int]:
+    """Return how many experts a token passes, and how many there are; 0 of 0 for a model that is no mixture."""
+    chosen = getattr(text, "num_experts_per_tok", None)
+    numbers = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    all_experts = next((number for number in numbers if isinstance(number, int) and number > 0), 0)
+    return (min(chosen, all_experts), all_experts) if isinstance(chosen, int) and chosen > 0 and all_experts else (0, 0)
+
+
+def _idle_parameters(model: PreTrainedModel, text: PretrainedConfig) -> int:
+    """Return the parameters of experts that one token does not pass."""
+    chosen, all_experts = _experts(text)
+    if not all_experts:
+        return 0
+    routed = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+    return routed // all_experts * (all_experts - chosen)
 
 
 def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:

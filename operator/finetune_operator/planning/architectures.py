@@ -80,6 +80,9 @@ _SHAPES: dict[str, ActivationShape] = {
     "gemma3_text": replace(_GATED, norm_inputs=11),
     "glm4": replace(_GATED, norm_inputs=8, hidden=7),
     "olmo2": replace(_GATED, norm_inputs=8),
+    # An expert keeps its input and its output besides: 2 experts a token, and 8.
+    "mixtral": replace(_GATED, hidden=10),
+    "qwen3_moe": replace(_GATED, norm_inputs=7, hidden=22),
     "phi3": replace(_GATED, hidden=7),
     "qwen3": replace(_GATED, norm_inputs=7),
     "t5": ActivationShape(norm_inputs=4, feed_forward=3, fused_attention=False),
@@ -143,6 +146,8 @@ class _Counts:
     smaller_blocks: int = 0
     """Parameters of the smaller kind of blocks (T5's encoder), which `layers` leaves out."""
     smaller_layers: int = 0
+    idle: int = 0
+    """As in ModelFacts."""
 
 
 def _widths(layers: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LinearWidths]:
@@ -320,31 +325,60 @@ def _llama(config: _Config, task: Task, labels: int) -> _Counts:
     output_bias = not qwen and config.flag("attention_bias", False)
     attention = _linear(h, heads * head_size, attention_bias) + 2 * _linear(h, key_value, attention_bias)
     attention += _linear(heads * head_size, h, output_bias)
-    if model_type == "qwen3":
+    if model_type in ("qwen3", "qwen3_moe"):
         attention += 2 * head_size  # norms of queries and keys
     gated = 2 * _linear(h, f, config.flag("mlp_bias", False)) + _linear(f, h, config.flag("mlp_bias", False))
+    mixture = _mixture(config, h, f)
     layers, widths = config.number("num_hidden_layers"), {"q": heads * head_size, "k": key_value, "v": key_value}
     if model_type == "phi3":
         shapes = {"self_attn.qkv_proj": (h, sum(widths.values())), "mlp.gate_up_proj": (h, 2 * f)}
     else:
         shapes = {f"self_attn.{name}_proj": (h, width) for name, width in widths.items()}
-        shapes |= {f"mlp.{name}_proj": (h, f) for name in ("gate", "up")}
-    shapes |= {"self_attn.o_proj": (heads * head_size, h), "mlp.down_proj": (f, h)}
+        shapes |= {} if mixture else {f"mlp.{name}_proj": (h, f) for name in ("gate", "up")}
+    shapes["self_attn.o_proj"] = (heads * head_size, h)
+    if mixture is None:
+        shapes["mlp.down_proj"] = (f, h)
     return _Counts(
         embeddings=vocabulary * h,
-        block=attention + gated + 2 * h,
+        block=attention + (gated if mixture is None else mixture.parameters) + 2 * h,
         layers=layers,
         rest=h,
         head=_decoder_head(task, h, labels, vocabulary, tied),
         hidden=h,
-        feed_forward=f,
+        feed_forward=f if mixture is None else mixture.width,
         heads=heads,
         vocabulary=vocabulary,
         positions=config.number("max_position_embeddings", default=2048),
         tied=tied,
         linears=_widths(layers, shapes),
         key_value_heads=key_value_heads if key_value_heads < heads else None,
+        idle=0 if mixture is None else layers * mixture.idle,
     )
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """Feed-forward part of a block that is a mixture of experts."""
+
+    parameters: int
+    idle: int
+    """Those of the experts that one token does not pass."""
+    width: int
+    """Of all experts that it passes."""
+
+
+def _mixture(config: _Config, h: int, f: int) -> _Mixture | None:
+    """Return the experts and the router of a block; None for a model without experts."""
+    if config.values.get("model_type") not in ("mixtral", "qwen3_moe"):
+        return None
+    if config.values.get("mlp_only_layers") or config.number("decoder_sparse_step", default=1) != 1:
+        raise UnknownArchitectureError("a mixture of experts with other blocks between has no formula")
+    experts, width = (
+        config.number("num_local_experts", "num_experts"),
+        config.number("moe_intermediate_size", default=f),
+    )
+    chosen = config.number("num_experts_per_tok")
+    return _Mixture(experts * (3 * h * width + h), (experts - chosen) * 3 * h * width, chosen * width)
 
 
 def _t5(config: _Config, task: Task, labels: int) -> _Counts:
@@ -404,9 +438,11 @@ _FORMULAS: dict[str, _Formula] = {
     "gemma": _llama,
     "llama": _llama,
     "mistral": _llama,
+    "mixtral": _llama,
     "phi3": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
+    "qwen3_moe": _llama,
     "t5": _t5,
 }
 ARCHITECTURES = tuple(sorted(_FORMULAS))
@@ -441,6 +477,7 @@ def model_facts(config: Mapping[str, JsonValue], task: Task = "text-classificati
         max_positions=counts.positions,
         tied_embeddings=counts.tied,
         parameter_bytes=parameters * _BYTES_BY_TYPE.get(str(stored_type), 4),
+        idle_parameters=counts.idle,
         head_parameters=0 if task in LANGUAGE_TASKS else counts.head,
         linear_layers=dict(counts.linears),
     )

@@ -60,16 +60,18 @@ class Speed:
 
 
 def training_flops(
-    model: ModelFacts, tokens: float, length: float, recompute: bool, adapter: Adapter | None = None
+    model: ModelFacts, tokens: float, length: float, recompute: bool, adapter: Adapter | None = None, tied: int = 0
 ) -> float:
-    """Return the operations of forward and backward pass over `tokens` tokens of rows of `length`.
+    """Return the operations of forward and backward pass over `tokens` tokens of rows of `length`; `tied`: parameters
+    of embeddings that the head multiplies with, too.
 
-    6 x parameters a token (2 forward, 4 backward), without embeddings, which are looked up; 12 x layers x hidden x
+    6 x parameters a token (2 forward, 4 backward), without embeddings, which are looked up, and without the experts
+    that it does not pass; 12 x layers x hidden x
     length for the attention scores (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
     2021, appendix; Kaplan et al., 2020). Recomputation repeats the forward pass: a third more. Frozen weights have no
     gradient, which is 2 of the 4.
     """
-    matrix = model.parameters - model.embedding_parameters
+    matrix = model.parameters - model.embedding_parameters - model.idle_parameters + tied
     parts = trained_parameters(model, adapter)
     per_token = (
         4 * (matrix + parts.added) + 2 * min(matrix, parts.trained) + 12 * model.layers * model.hidden_size * length
@@ -77,9 +79,16 @@ def training_flops(
     return tokens * per_token * (4 / 3 if recompute else 1)
 
 
-def forward_flops(model: ModelFacts, tokens: float, length: float) -> float:
+def forward_flops(model: ModelFacts, tokens: float, length: float, tied: int = 0) -> float:
     """Return the operations of a forward pass alone: a third of `training_flops`."""
-    return training_flops(model, tokens, length, recompute=False) / 3
+    return training_flops(model, tokens, length, recompute=False, tied=tied) / 3
+
+
+def tied_head(draft: Draft) -> int:
+    """Return the embeddings that score every token of the vocabulary in a task that predicts one for each token."""
+    model = draft.model
+    scores = draft.spec.task in ("text-generation", "preference-tuning", "masked-lm")
+    return model.vocabulary_size * model.hidden_size if scores and model.tied_embeddings else 0
 
 
 def process_speed(draft: Draft) -> Speed | None:
@@ -172,7 +181,7 @@ def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None
         return None
     tokens, parts = batch.global_batch_size * draft.lengths.row, trained_parameters(draft.model, draft.adapter)
     recompute = strategy.activation_checkpointing == "full"
-    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter)
+    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter, tied_head(draft))
     width = weight_bytes(strategy, precision)
     sent = state_bytes(strategy, draft.model.parameters + parts.added, parts.trained, width, batch, world.size)
     inside = world.processes_per_node % strategy.sequence == 0
@@ -203,11 +212,11 @@ def estimate_training(draft: Draft) -> Estimate:
     tokens = batch.global_batch_size * steps.total * draft.lengths.row
     # Selective checkpointing repeats no matrix product.
     recompute = decided(draft.strategy).activation_checkpointing == "full"
-    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter)
+    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter, tied_head(draft))
     if draft.compares:
         # The untrained model's answers are computed once for each row that is read.
         once = tokens * min(1.0, steps.per_epoch / steps.total)
-        flops += forward_flops(draft.model, once, draft.lengths.typical)
+        flops += forward_flops(draft.model, once, draft.lengths.typical, tied_head(draft))
     pipeline = decided(draft.strategy).pipeline
     idle = 0.0 if pipeline is None else bubble(pipeline)
     seconds = flops / (speed.flops * world.size * (1 - idle))

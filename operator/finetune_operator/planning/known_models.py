@@ -150,6 +150,15 @@ def _qwen3(h: int, layers: int, heads: tuple[int, int], f: int, tied: bool = Fal
     return _decoder("qwen3", h, layers, heads, f, 151_936, 40_960, head_dim=128, tie_word_embeddings=tied)
 
 
+def _mixtral(h: int, layers: int, heads: tuple[int, int], f: int, vocabulary: int) -> Config:
+    return _decoder("mixtral", h, layers, heads, f, vocabulary, 32_768, num_local_experts=8, num_experts_per_tok=2)
+
+
+def _qwen3_moe(h: int, layers: int, heads: tuple[int, int], f: int, of_expert: int) -> Config:
+    experts: Config = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": of_expert}
+    return _decoder("qwen3_moe", h, layers, heads, f, 151_936, 40_960, head_dim=128, **experts)
+
+
 def _gemma(h: int, layers: int, heads: tuple[int, int], f: int) -> Config:
     return _decoder("gemma", h, layers, heads, f, 256_000, 8192, head_dim=256, tie_word_embeddings=True)
 
@@ -181,6 +190,8 @@ _DECODERS: dict[str, Config] = {
     "mistral-7b-instruct-v0.1": _mistral(32_000),
     "mistral-7b-instruct-v0.2": _mistral(32_000),
     "mistral-7b-instruct-v0.3": _mistral(32_768),
+    "mixtral-8x7b": _mixtral(4096, 32, (32, 8), 14_336, 32_000),
+    "mixtral-8x22b": _mixtral(6144, 56, (48, 8), 16_384, 32_768),
     "qwen2.5-0.5b": _qwen2(896, 24, (14, 2), 4864, 151_936, tied=True),
     "qwen2.5-1.5b": _qwen2(1536, 28, (12, 2), 8960, 151_936, tied=True),
     "qwen2.5-3b": _qwen2(2048, 36, (16, 2), 11_008, 151_936, tied=True),
@@ -194,6 +205,8 @@ _DECODERS: dict[str, Config] = {
     "qwen3-8b": _qwen3(4096, 36, (32, 8), 12_288),
     "qwen3-14b": _qwen3(5120, 40, (40, 8), 17_408),
     "qwen3-32b": _qwen3(5120, 64, (64, 8), 25_600),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, (32, 4), 6144, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, (64, 4), 12_288, 1536),
     "gemma-2b": _gemma(2048, 18, (8, 1), 16_384),
     "gemma-7b": _gemma(3072, 28, (16, 16), 24_576),
     "phi-3-mini-4k": _decoder("phi3", 3072, 32, (32, 32), 8192, 32_064, 4096),

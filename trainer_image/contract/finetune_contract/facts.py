@@ -35,6 +35,7 @@ class ModelFacts(Message):
     layers: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
+    """Width of the feed-forward layer; in a mixture of experts, of all experts that one token passes."""
     attention_heads: int = Field(gt=0)
     key_value_heads: int | None = Field(default=None, gt=0, exclude_if=lambda heads: heads is None)
     """Key and value heads under grouped-query attention; None: each query head has its own."""
@@ -47,6 +48,8 @@ class ModelFacts(Message):
     tied_embeddings: bool = False
     parameter_bytes: int = Field(gt=0)
     """Size of the weights as stored, in bytes."""
+    idle_parameters: int = Field(default=0, ge=0, exclude_if=lambda idle: not idle)
+    """Those of `parameters` that one token does not pass: the experts of a mixture that were not chosen for it."""
     head_parameters: int = Field(ge=0, default=0)
     """Those of `parameters` in the task's head (with the encoder's pooler): an adapter run trains them whole."""
     linear_layers: dict[str, LinearWidths] = Field(default_factory=dict)
