@@ -114,11 +114,13 @@ class LeaseLock(BaseLock):
     def _held(self, before: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         ours = before is not None and before.get("holderIdentity") == self.identity
+        changes = 0 if before is None else before.get("leaseTransitions")
         return {
             "holderIdentity": self.identity,
             "leaseDurationSeconds": LEASE_SECONDS,
             "acquireTime": before.get("acquireTime") if before is not None and ours else now,
             "renewTime": now,
+            "leaseTransitions": (changes if isinstance(changes, int) else 0) + (before is not None and not ours),
         }
 
     async def _taken(self, request: Awaitable[Manifest]) -> bool:
