@@ -1,4 +1,4 @@
-"""What processes were started with."""
+"""Command lines of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Empty for one that is gone by now, or a zombie: on a busy machine a process may end between two looks."""
+    """Return the command line; empty for an ended process or a zombie: a process may end between two looks."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:

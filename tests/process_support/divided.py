@@ -1,5 +1,5 @@
-"""Divides a model among processes by ZeRO-3 and tells how much of it each process has had at once: what
-`tests/trainer/test_divided.py` compares with the model's size. No task is needed for it.
+"""Partitions a model over processes by ZeRO-3 and measures how much of it each process held at once, for
+`tests/trainer/test_divided.py`, which compares it with the model's size. No task is needed for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the tensors of one dtype that have been made under it and are still there."""
+    """Mode that counts the bytes of live tensors of one dtype that were created under it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Alive(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes notice of what `function` makes."""
+        """Count the tensors that `function` creates."""
         made = function(*args, **(kwargs or {}))
         for each in tree_leaves(made):
             if isinstance(each, torch.Tensor) and each.dtype == self._dtype:
@@ -46,8 +46,8 @@ class Alive(TorchDispatchMode):
 
 
 def divide(model: str, settings: dict[str, Any], config: dict[str, Any], out: str) -> None:
-    """In bf16, of which the model has nothing before: so what is counted is what is, or goes, on a device. Ranks other
-    than 0 begin with other weights.
+    """Partition in bf16, a type that the model does not have before: so only weights on, or on the way to, a device are
+    counted. Ranks other than 0 start with other weights.
     """
     import deepspeed
     from transformers import AutoModelForCausalLM

@@ -1,11 +1,11 @@
-"""Runs stages in several processes that are forked from one that has imported everything: start-up is the dear part.
+"""Runs stages in processes forked from one that has imported everything, as start-up is the expensive part.
 
     python -m process_support.forked
 
-reads cases from standard input, a JSON object a line: {"processes": N, "arguments": [what follows finetune_trainer],
-"environment": {...}, "log": FILE}, or with "call": "module:function" and further arguments of it in place of
-"arguments". With "ranks": FILE, the numbers of its processes are in that file as soon as they run, a JSON list in the
-order of their ranks. Runs one after the other, and answers each with a line: the exit codes of its processes, a list.
+reads cases from standard input, one JSON object per line: {"processes": N, "arguments": [those of finetune_trainer],
+"environment": {...}, "log": FILE}, or with "call": "module:function" and its further arguments in place of "arguments".
+With "ranks": FILE, that file gets the process ids once they run, a JSON list in the order of ranks. Cases run one after
+another, and each is answered with a line: the list of its processes' exit codes.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def preload() -> None:
         TrainingArguments,
     )
 
-    # The names above are imported lazily: asking for them is what loads their modules.
+    # The names above are imported lazily: accessing them loads their modules.
     del AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
     del Trainer, TrainingArguments
     for name in LIBRARIES:
         importlib.import_module(name)
     package = importlib.import_module("finetune_trainer")
     for name in PARTS:
-        # An earlier release, whose checkpoints tests continue, lacks some: Python would find the installed ones.
+        # An earlier release, whose checkpoints tests resume, lacks some: Python would find the installed ones.
         if (Path(str(package.__file__)).parent / f"{name.replace('.', '/')}.py").exists():
             importlib.import_module(f"{package.__name__}.{name}")
     gc.collect()
@@ -77,7 +77,7 @@ def preload() -> None:
 
 
 def child(case: dict[str, Any], rank: int, port: int) -> int:
-    """One process of a case."""
+    """Run one process of a case."""
     log = os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
@@ -102,7 +102,7 @@ def child(case: dict[str, Any], rank: int, port: int) -> int:
 
 
 def run(case: dict[str, Any]) -> list[int]:
-    """Exit codes of the processes of a case."""
+    """Run a case and return the exit codes of its processes."""
     from finetune_trainer.distributed import free_port
 
     port, started = free_port(), []
@@ -122,7 +122,7 @@ def run(case: dict[str, Any]) -> list[int]:
 
 
 if __name__ == "__main__":
-    # What imports print is no answer.
+    # Output of imports must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     preload()

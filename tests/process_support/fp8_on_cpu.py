@@ -1,4 +1,4 @@
-"""A train stage that multiplies in fp8 on a CPU, as jobs cannot ask for."""
+"""A train stage that multiplies in fp8 on a CPU, which jobs cannot request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 
 def train(arguments: list[str]) -> None:
-    """Runs the stage; ends the process with its exit code."""
+    """Run the stage; end the process with its exit code."""
     from finetune_trainer import start_combinations
     from finetune_trainer.__main__ import run
     from finetune_trainer.training import run as stage

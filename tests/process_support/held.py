@@ -1,5 +1,5 @@
-"""A train stage that stands still behind one of its steps until a file is there: what a test does to a training in its
-midst must not race with the steps that are left.
+"""A train stage that waits after one of its steps until a file exists: a test's action in the middle of a training must
+not race with the remaining steps.
 
     python -m process_support.held STEP FILE train --job ...
 """
@@ -16,7 +16,7 @@ POLL_SECONDS = 0.02
 
 
 def train(step: int, file: Path | str, arguments: list[str]) -> NoReturn:
-    """Runs the stage, and ends the process as it does."""
+    """Run the stage, and end the process as it does."""
     from finetune_trainer.__main__ import main
     from finetune_trainer.training.history import History
 

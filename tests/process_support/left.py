@@ -1,4 +1,4 @@
-"""What is left of processes that should be gone."""
+"""Remaining processes that should have ended."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import psutil
 
 
 def left(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run. One that has ended may stay as a zombie: taking note of its end is init's, who may be slow
-    about it.
-    """
+    """Return the processes that still run. An ended one may stay as a zombie: init reaps it, and may be slow."""
     return [process for process in processes if _runs(process)]
 
 

@@ -1,4 +1,4 @@
-"""One worker of a prediction by an Indexed Job, as a process whose start-up a fork server has done before."""
+"""One worker of a prediction by an Indexed Job, as a process from a fork server that has done the start-up."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SHARD_BYTES = 1500
 
 @dataclass(frozen=True)
 class Predictor:
-    """What is started."""
+    """Worker to start."""
 
     index: int
     count: int
     arguments: Sequence[str]
-    """What follows `finetune_trainer`."""
+    """Arguments of `finetune_trainer`."""
     folder: Path
-    """Where it logs and reports, and where it says that it hangs."""
+    """Folder of its log, its report, and its marker of a hang."""
     attempt: str = "attempt-1"
     incarnation: int = 0
     trouble: Trouble | None = None
@@ -51,16 +51,16 @@ class Predictor:
 
     @property
     def hangs(self) -> Path:
-        """There as soon as it hangs; it goes on when that is taken away, and does not hang again."""
+        """File that exists once it hangs; its removal ends the hang, which does not recur."""
         return self.folder / f"{self.name}.hangs"
 
     @property
     def claims(self) -> Path:
-        """A line for each shard that a worker has claimed, `worker key`, of all workers in the folder."""
+        """File with a line `worker key` for each claimed shard, of all workers in the folder."""
         return self.folder / "claims.txt"
 
     def start(self) -> BaseProcess:
-        """Forked from a server that has imported what takes seconds."""
+        """Fork the process from a server that has imported the slow modules."""
         return fork(_run, self)
 
     def other(self, **changes: Any) -> Predictor:
@@ -84,7 +84,7 @@ def _run(one: Predictor) -> None:
 
 
 def _settle(one: Predictor) -> None:
-    """Short times, small shards, and the trouble that it shall have."""
+    """Set short times, small shards, and the requested trouble."""
     import torch
 
     from finetune_contract.layout import FailureClass
@@ -94,7 +94,7 @@ def _settle(one: Predictor) -> None:
 
     torch.set_num_threads(1)
     row_shards.LEAST_BYTES = SHARD_BYTES
-    # A sign of life waits for the disk, whose other users may keep it busy for longer than a test is patient.
+    # A heartbeat waits for the disk, which other users may keep busy for longer than a test's time-out.
     os.fsync = lambda _file: None
     predict.LOOK_SECONDS = 0.05
     prediction_workers.POLL_SECONDS, prediction_workers.MOST_POLL_SECONDS = 0.02, 0.1

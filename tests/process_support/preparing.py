@@ -1,4 +1,4 @@
-"""One pod of a preparation by an Indexed Job, as a process whose start-up a fork server has done before."""
+"""One pod of a preparation by an Indexed Job, as a process from a fork server that has done the start-up."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CHUNK_ROWS = 25
 
 @dataclass(frozen=True)
 class Pod:
-    """What is started."""
+    """Pod to start."""
 
     index: int
     count: int
     arguments: Sequence[str]
-    """What follows `finetune_trainer`."""
+    """Arguments of `finetune_trainer`."""
     folder: Path
-    """Where it logs and reports, and where it says that it hangs."""
+    """Folder of its log, its report, and its marker of a hang."""
     attempt: str = "attempt-1"
     trouble: Trouble | None = None
     silent_seconds: float = 30.0
@@ -50,11 +50,11 @@ class Pod:
 
     @property
     def hangs(self) -> Path:
-        """There as soon as it hangs; it goes on when that is taken away, and does not hang again."""
+        """File that exists once it hangs; its removal ends the hang, which does not recur."""
         return self.folder / f"{self.name}.hangs"
 
     def start(self) -> BaseProcess:
-        """Forked from a server that has imported what takes seconds."""
+        """Fork the process from a server that has imported the slow modules."""
         return fork(_run, self)
 
     def other(self, **changes: Any) -> Pod:
@@ -62,7 +62,7 @@ class Pod:
 
 
 def small_shards() -> None:
-    """Several files of few rows."""
+    """Set small shards: several files of few rows."""
     from finetune_trainer.data import prepare
 
     prepare.cut = partial(prepare.cut, shard_rows=SHARD_ROWS, chunk_rows=CHUNK_ROWS)  # type: ignore[assignment]
@@ -85,13 +85,13 @@ def _run(pod: Pod) -> None:
 
 
 def _settle(pod: Pod) -> None:
-    """Short times, small files, and the trouble that it shall have."""
+    """Set short times, small files, and the requested trouble."""
     from finetune_contract.layout import FailureClass
     from finetune_trainer.data import prepare, prepare_pods, shards
     from finetune_trainer.failures import StageError
 
     small_shards()
-    # A sign of life waits for the disk, whose other users may keep it busy for longer than a test is patient.
+    # A heartbeat waits for the disk, which other users may keep busy for longer than a test's time-out.
     os.fsync = lambda _file: None
     prepare_pods.POLL_SECONDS, prepare_pods.BEAT_SECONDS = 0.05, 0.2
     prepare_pods.SILENT_SECONDS, prepare_pods.START_SECONDS = pod.silent_seconds, pod.start_seconds

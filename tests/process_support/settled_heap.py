@@ -1,5 +1,5 @@
-"""Importing this exempts everything that was imported before from garbage collection: for a fork server, which imports
-modules by name and calls nothing. A forked process would copy the whole heap in its first search for garbage.
+"""Exempts all earlier imports from garbage collection when imported: for a fork server, which imports modules by name
+and calls nothing. A forked process would copy the whole heap in its first collection.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`finetune` whose trainer processes share one start: each is forked from a process that has imported everything.
 
-Importing torch and transformers is most of what a stage of a tiny model does. Here the command, its launchers, the
-elastic agent's decisions and the stages are the real ones, with their own arguments, environment, working directory,
-standard streams and exit codes; `sys.executable` of the command is a small program that asks for a fork where the
-trainer or its elastic agent is to be started, and is Python for all else.
+Importing torch and transformers is most of the work of a stage with a tiny model. Here the command, its launchers, the
+elastic agent's decisions and the stages are real, with their own arguments, environment, working directory, standard
+streams and exit codes; `sys.executable` of the command is a small program that requests a fork to start the trainer or
+its elastic agent, and is Python for all else.
 
     with StartServer(folder) as server:
         subprocess.run([*server.finetune, "run", "job.yaml"])
@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Self
 
 TESTS = Path(__file__).parents[1]
 CODE = "process_support.shared_start.code"
-"""In place of a module: runs the Python code that follows, as -c does."""
+"""Name in place of a module: runs the Python code that follows, as -c does."""
 MODULES = ("finetune_trainer", "finetune_trainer.launching.elastic", CODE)
 ASKING = """#!{python} -IS
 import array, json, os, signal, socket, sys
@@ -58,7 +58,7 @@ COMMAND = "import sys; sys.executable = {program!r}; from finetune_operator.cli.
 
 
 class StartServer:
-    """The server, from the first use to the end of the block. `folder`: for its address, so a short path."""
+    """Server of forks, for the duration of the block. `folder`: for its address, so a short path."""
 
     def __init__(self, folder: Path) -> None:
         self._address = folder / "start"
@@ -68,7 +68,7 @@ class StartServer:
         self._program.write_text(asking, encoding="utf-8")
         self._program.chmod(0o755)
         for beside in Path(python).parent.iterdir():
-            if beside.name != "python":  # programs are looked for beside the interpreter
+            if beside.name != "python":  # programs are searched beside the interpreter
                 (folder / beside.name).symlink_to(beside)
 
     @property
@@ -77,12 +77,12 @@ class StartServer:
         return str(self._program)
 
     def code(self, code: str) -> list[str]:
-        """What runs Python code, to be followed by its arguments."""
+        """Return the command that runs Python code, without the code's arguments."""
         return [self.python, "-m", CODE, code]
 
     @property
     def finetune(self) -> list[str]:
-        """The command, to be followed by its arguments."""
+        """Command `finetune`, without its arguments."""
         return [sys.executable, "-c", COMMAND.format(program=str(self._program))]
 
     def __enter__(self) -> Self:
@@ -121,7 +121,7 @@ def main(address: str) -> None:
     server.listen(64)
     print("ready", flush=True)
     running: dict[int, tuple[socket.socket, int]] = {}
-    """By the descriptor that tells of its end: connection and process id."""
+    """Descriptor that signals a process's end -> connection and process id."""
     signal.signal(signal.SIGTERM, lambda *_: _end(running))
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
@@ -135,7 +135,7 @@ def main(address: str) -> None:
                     connection.sendall(b"%d\n" % child)
                     selector.register(ending, selectors.EVENT_READ)
                     selector.register(connection, selectors.EVENT_READ, child)
-                elif isinstance(key.fileobj, socket.socket):  # who asked has been killed
+                elif isinstance(key.fileobj, socket.socket):  # the client was killed
                     selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
                 else:
@@ -157,7 +157,7 @@ def _end(running: dict[int, tuple[socket.socket, int]]) -> NoReturn:
 
 
 def _forked(connection: socket.socket, selector: selectors.BaseSelector) -> int:
-    """Read what is asked for and fork; the child does not come back."""
+    """Read a request and fork; the child does not return."""
     descriptors = array.array("i")
     length, ancillary, *_ = connection.recvmsg(16, socket.CMSG_LEN(3 * descriptors.itemsize))
     descriptors.frombytes(ancillary[0][2])
@@ -182,11 +182,11 @@ def _forked(connection: socket.socket, selector: selectors.BaseSelector) -> int:
 
 
 def _become(asked: dict[str, Any]) -> None:
-    """Turn this process into the one that was asked for, to its end."""
+    """Turn this process into the requested one, to its end."""
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
-    atexit._clear()  # what the server has registered is no business of this process
+    atexit._clear()  # drop the server's exit functions
     module, *arguments = asked["arguments"]
     sys.argv, sys.executable = [module, *arguments], asked["program"]  # torch's launcher starts ranks with it
     code = 0

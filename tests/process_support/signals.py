@@ -1,4 +1,4 @@
-"""What a process does about signals, as Linux tells it."""
+"""Signal state of a process, as reported by Linux."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def handles(process: int, number: signal.Signals) -> bool:
-    """Whether the process has said what it does at this signal."""
+    """Return whether the process has a handler for this signal."""
     return _set(process, "SigCgt", number)
 
 
 def waits_for(process: int, number: signal.Signals) -> bool:
-    """Whether the process was sent this signal and, standing still, has not seen it yet."""
+    """Return whether this signal is pending for the process, which is stopped."""
     return _set(process, "ShdPnd", number)
 
 
 def blocks(process: int, number: signal.Signals) -> list[bool]:
-    """Whether each of its threads leaves this signal to the others; first the main thread."""
+    """Return for each of its threads, the main one first, whether it blocks this signal."""
     threads = sorted(int(folder.name) for folder in Path(f"/proc/{process}/task").iterdir())
     return [_set(thread, "SigBlk", number) for thread in sorted(threads, key=lambda thread: thread != process)]
 

@@ -1,4 +1,4 @@
-"""Has decoders of many families read slices of rows: what `tests/trainer/test_sequence_parallel.py` asks for."""
+"""Has decoders of many families read slices of rows, for `tests/trainer/test_sequence_parallel.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 def decoder(family: str, **config: Any) -> Any:
-    """A random model of 2 layers and 4 heads, half as many of keys and values where it has such."""
+    """Return a random model of 2 layers and 4 heads, with 2 key-value heads if it has such."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,13 +27,13 @@ def decoder(family: str, **config: Any) -> Any:
     model = AutoModelForCausalLM.from_config(whole)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # so large that what a token sees shows in what is said of it
+            if parameter.ndim > 1:  # so large that the tokens seen by a token affect its logits
                 parameter.mul_(8)
     return model
 
 
 def prepared(families: list[str], training: dict[str, Any], out: str) -> None:
-    """Writes to `out`, on rank 0, for each family why its rows cannot be cut; empty where they can."""
+    """Write to `out`, on rank 0, for each family why its rows cannot be cut; empty if they can."""
     import torch
 
     from finetune_contract.trainer_job import Training

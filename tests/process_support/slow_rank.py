@@ -1,4 +1,4 @@
-"""A train stage in which rank 0 takes longer over what it does alone than a collective operation waits."""
+"""A train stage in which rank 0's work alone takes longer than the time-out of a collective operation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from suite_plugins.patience import patient
 
 TIMEOUT_SECONDS = patient(3)
-"""Limit of a collective operation: two processes that work together are never this far apart."""
+"""Time-out of a collective operation: two cooperating processes are never this far apart."""
 SLOW_SECONDS = 1.2 * TIMEOUT_SECONDS
 
 
 def train(arguments: list[str]) -> None:
-    """Runs the stage; ends the process with its exit code."""
+    """Run the stage; end the process with its exit code."""
     import torch
 
     from finetune_trainer import distributed
@@ -33,7 +33,7 @@ def train(arguments: list[str]) -> None:
 
 
 def _slowly(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    """`work`, which takes long the first time."""
+    """Return `work` with a delay at the first call."""
     calls = []
 
     def slow(*args: Any, **kwargs: Any) -> Any:

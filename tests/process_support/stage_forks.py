@@ -1,7 +1,7 @@
-"""Stages as processes of multiprocessing's fork server, which has imported what stages import.
+"""Stages as processes of multiprocessing's fork server, which has imported the stages' modules.
 
-A process has one such server, and whoever uses it first settles what it imports: so all use this module. Another list
-would leave the import of torch to each process of those that come later.
+A process has one such server, and its first user decides on the imports: so all use this module. With another list,
+each process of later users would have to import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IMPORTED = (
     "process_support.preparing",
     "process_support.settled_heap",
 )
-"""What both stages import, with the tiny model's own modules; the last one exempts it all from garbage collection."""
+"""Imports of both stages, and the tiny model's modules; the last one exempts all of them from garbage collection."""
 
 
 def fork(run: Callable[[T], None], one: T) -> BaseProcess:

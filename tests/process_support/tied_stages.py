@@ -1,5 +1,5 @@
-"""Trains a tiny language model whose input and output embeddings are one weight, alone or in stages: what
-`tests/trainer/test_model_parallel.py` compares. No task is needed for it.
+"""Trains a tiny language model with tied embeddings, in one process or in stages, for the comparison in
+`tests/trainer/test_model_parallel.py`. No task is needed for it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from typing import Any
 
 STEPS = 4
 ADAM: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
-"""With the default eps of 1e-8 it makes a whole step of gradients that are rounding and nothing else."""
+"""Settings of Adam. With the default eps of 1e-8, gradients of mere rounding errors would cause whole steps."""
 MICRO_BATCHES = 4
 
 
 def model_of(family: str) -> Any:
-    """4 layers, tied embeddings, no dropout, and a weight that nothing uses."""
+    """Return a model with 4 layers, tied embeddings, no dropout, and an unused weight."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
-    # An odd vocabulary, as GPT-2 has one: two processes have unequal parts of it.
+    # An odd vocabulary, as in GPT-2: two processes have unequal parts of it.
     shape = {"vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
     shape |= {"intermediate_size": 32, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if family == "gpt2" else {}
@@ -30,7 +30,7 @@ def model_of(family: str) -> Any:
 
 
 def batches() -> list[list[dict[str, Any]]]:
-    """The micro-batches of each step; their length differs from step to step."""
+    """Return the micro-batches of each step; their length differs from step to step."""
     import torch
 
     random = torch.Generator().manual_seed(1)
@@ -42,12 +42,12 @@ def batches() -> list[list[dict[str, Any]]]:
 
 
 def share(model: Any, batch: dict[str, Any]) -> Any:
-    """A micro-batch's part of the loss of a step."""
+    """Return a micro-batch's share in the loss of a step."""
     return model(**batch).loss / MICRO_BATCHES
 
 
 def alone(family: str, clip: float) -> tuple[dict[str, Any], list[float], list[float]]:
-    """Weights, losses and gradient norms of one process."""
+    """Train in one process; return weights, losses and gradient norms."""
     import torch
 
     model = model_of(family)
@@ -67,7 +67,7 @@ def alone(family: str, clip: float) -> tuple[dict[str, Any], list[float], list[f
 
 
 def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> None:
-    """The same in this process and its neighbours, as `training` says; rank 0 writes it to `out`."""
+    """Train in this process and its neighbours according to `training`; rank 0 writes the results to `out`."""
     import torch
 
     from finetune_contract.trainer_job import Training
