@@ -298,7 +298,7 @@ def _applies(kind: Kind, case: Case, stage: str) -> bool:
     if case.doom is Doom.SECRET and kind not in PODLESS:
         return False  # No pod of it ever runs.
     if kind in (Kind.HANG, Kind.RAISE) and case.doom is Doom.DIVERGES:
-        return False  # It may be over before it has come that far.
+        return False  # It may end before that step.
     return stage == TRAIN or kind not in RANKS
 
 

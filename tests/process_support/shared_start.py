@@ -73,7 +73,7 @@ class StartServer:
 
     @property
     def python(self) -> str:
-        """Return the command that replaces the Python interpreter, without arguments."""
+        """Command that replaces the Python interpreter, without arguments."""
         return str(self._program)
 
     def code(self, code: str) -> list[str]:

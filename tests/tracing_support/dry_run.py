@@ -139,7 +139,7 @@ def run(name: str, result: str) -> None:
     _meshes_of_real_numbers()
     fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     trace = Trace(fakes)
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` begins in host memory
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` starts in host memory
     with tempfile.TemporaryDirectory() as folder, fakes, trace:
         loop, observer, clock = _loop(case, training, trace, Path(folder))
         loop.train()

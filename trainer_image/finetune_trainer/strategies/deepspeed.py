@@ -61,8 +61,8 @@ class DeepSpeed:
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
-        """Return the parts with communication: the backward pass reduces gradients, from stage 1 on the step gathers
-        the updated parameters, and stage 3 gathers parameters in the forward pass too.
+        """Parts with communication: the backward pass reduces gradients, from stage 1 on the step gathers the updated
+        parameters, and stage 3 gathers parameters in the forward pass too.
         """
         stage = self._settings.zero_stage or 0
         parts: tuple[TimePart, ...] = ("forward", "backward", "optimizer")

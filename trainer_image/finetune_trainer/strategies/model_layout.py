@@ -161,7 +161,7 @@ def _has(body: nn.Module, form: Form) -> bool:
 
 
 def balance(layers: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> tuple[int, ...]:
-    """Return the cuts that minimize the cost of the dearest stage, and of these the most even ones (by squares).
+    """Return the cuts that minimize the cost of the costliest stage, and of these the most even ones (by squares).
 
     `layers`: cost of each; `before` and `after`: further cost of the first and the last stage. Returns stages + 1
     indices, from 0 to the number of layers: stage i has the layers from cuts[i] to cuts[i + 1], at least one.
@@ -178,7 +178,7 @@ def balance(layers: Sequence[float], stages: int, *, before: float = 0.0, after:
         own = sums[end] - sums[start]
         return own + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
 
-    # best[end]: for the layers up to `end` in the stages so far: cost of the dearest stage, sum of squares, cuts.
+    # best[end]: for the layers up to `end` in the stages so far: cost of the costliest stage, sum of squares, cuts.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(stages):
         found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
