@@ -1,5 +1,4 @@
-"""Writes docs/support.md: the combinations of task, strategy, launcher, adapter and precision that `finetune plan`
-accepts.
+"""Writes docs/support.md: combinations of task, strategy, launcher, adapter and precision that `finetune plan` accepts.
 
 Every cell is the answer of `validate_job` and `plan` to a job with that combination; no cell is written by hand. A
 refusal becomes a footnote with the message for the user.

@@ -1,9 +1,8 @@
 """Stand-ins for the training operators: PyTorchJobs and MPIJobs get pods, and conditions as from the real ones.
 
 Names, labels, conditions and reasons are those of Training Operator 1.9.4 (`pkg/core/job.go`,
-`pkg/controller.v1/pytorch`) and MPI Operator 0.8.2 (`pkg/controller/mpi_job_controller.go`). Objects that the operator
-under test never sees are left out: services, hostfile, keys, restarts in place. The real ones run in the end-to-end
-tests.
+`pkg/controller.v1/pytorch`) and MPI Operator 0.8.2 (`pkg/controller/mpi_job_controller.go`). Services, hostfile, keys
+and restarts in place, which the operator never sees, are left out. The real ones run in the end-to-end tests.
 """
 
 from __future__ import annotations

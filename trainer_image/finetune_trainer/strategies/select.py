@@ -19,10 +19,8 @@ from finetune_trainer.strategies.strategy_protocol import Strategy
 
 
 def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratch: Path) -> Strategy:
-    """Return the strategy of `training`.
-
-    `deepspeed`: the parsed deepspeed.json, which strategy deepspeed needs and the others refuse. `scratch`: folder for
-    state offloaded to files, if deepspeed.json names none.
+    """Return the strategy of `training`. `deepspeed`: the parsed deepspeed.json, which strategy deepspeed needs and the
+    others refuse. `scratch`: folder for state offloaded to files, if deepspeed.json names none.
     """
     settings = training.strategy
     if settings.name == "deepspeed" and settings.zero_stage is None:
