@@ -190,7 +190,7 @@ def judged(runs: Sequence[SuiteRun], command: Sequence[str], options: Mapping[st
 
 
 def describe(verdict: Verdict) -> list[str]:
-    """Lines for the log of the run."""
+    """Return lines for the log of the run."""
     lines = [str(each) for each in verdict.flaky]
     lines += [f"FAILED {node_id}" for node_id in verdict.failed]
     lines += [f"BROKEN {suite}: {reason}" for suite, reason in verdict.broken.items()]

@@ -59,7 +59,7 @@ class Choice:
 
 
 def module_of(path: str) -> str:
-    """Dotted name of a Python file: `tests/chart_files.py` -> `chart_files`."""
+    """Return the dotted name of a Python file: `tests/chart_files.py` -> `chart_files`."""
     for folder in (*PACKAGES.values(), "tests"):
         if path.startswith(f"{folder}/"):
             path = path.removeprefix(f"{folder}/")

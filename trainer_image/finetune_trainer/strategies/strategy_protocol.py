@@ -78,7 +78,7 @@ class Strategy(Protocol):
         """Parts of a step that the strategy does itself; None if every process has a replica of its own."""
 
     def arguments(self) -> Mapping[str, object]:
-        """Fields of TrainingArguments that this strategy sets."""
+        """Return the fields of TrainingArguments that this strategy sets."""
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """Prepare the model before an optimizer is created from its parameters."""
@@ -144,7 +144,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def type_name(value: object) -> str:
-    """Qualified name of the type of `value`."""
+    """Return the qualified name of the type of `value`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
