@@ -46,7 +46,7 @@ def count(reports: Sequence[Report], flaky: Collection[str], more_failures: int)
 
 
 def closing_line(counts: Counts, seconds: float) -> str:
-    """As pytest ends: `=== 1 failed, 20 passed, 3 skipped in 61.20s (0:01:01) ===`."""
+    """Return a line as at the end of pytest: `=== 1 failed, 20 passed, 3 skipped in 61.20s (0:01:01) ===`."""
     words = [f"{number} {name}" for name, number in vars(counts).items() if number]
     whole = int(seconds)
     time = f"{seconds:.2f}s ({whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02})"
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             verdict = json.loads((given.reports / "verdict.json").read_text(encoding="utf-8"))
             broken |= set(verdict["broken"])
             good = verdict["good"]
-            # Too many flaky tests count as failed: nothing else says why the run is not good.
+            # Too many flaky tests count as failed: nothing else shows why the run is not good.
             flaky = set() if verdict["refusal"] else {each["nodeid"] for each in verdict["flaky"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"verdict of {given.reports}: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import TextIO
 from xml.etree import ElementTree
 
 CRASH = re.compile(r"worker '[^']+' crashed")
-"""pytest-xdist's message in place of the result of a test whose process died."""
+"""pytest-xdist's message for a test whose process died."""
 FOLDERS = ("unit", "golden", "chart", "architecture", "trainer", "tracing", "e2e/local", "cluster", "e2e/cluster")
 """Folders of tests/, each a kind of test."""
 
@@ -25,15 +25,15 @@ class Outcome(StrEnum):
 
 
 class BadReportError(Exception):
-    """A report that is missing or cut short."""
+    """A report is missing or cut short."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One test of a report. Seconds are those of set-up, call and tear-down together."""
+    """One test of a report; its seconds are the sum of set-up, call and tear-down."""
 
     node_id: str
-    """As pytest takes it, where `recorded`; otherwise put together from the report's names."""
+    """Node id of pytest if `recorded`; otherwise composed of the report's names."""
     outcome: Outcome
     seconds: float
     recorded: bool = False
@@ -50,7 +50,7 @@ class Result:
 
     @property
     def folder(self) -> str:
-        """The folder of tests/ as in FOLDERS; empty for any other."""
+        """Folder of tests/ as in FOLDERS; empty for any other."""
         return next((folder for folder in FOLDERS if self.file.startswith(f"tests/{folder}/")), "")
 
     @property
@@ -66,7 +66,7 @@ class Result:
         return sum(self.parts("cpu.").values(), start=0.0)
 
     def parts(self, prefix: str) -> dict[str, float]:
-        """Seconds by name of the properties that begin with `prefix`."""
+        """Return seconds by name of the properties that begin with `prefix`."""
         return {
             name.removeprefix(prefix): float(value)
             for name, value in self.properties.items()
@@ -76,10 +76,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of one run of pytest."""
+    """Results of one run of pytest."""
 
     suite: str
-    """The name of the file."""
+    """Name of the file."""
     results: Sequence[Result]
     seconds: float
     """Wall-clock time."""
@@ -91,14 +91,14 @@ class Report:
 
 @dataclass(frozen=True)
 class End:
-    """How pytest itself says that it ended."""
+    """End of a run, as recorded by pytest itself."""
 
     status: int
     collected: int
 
 
 def read_report(file: Path) -> Report:
-    """Read one report. Raises BadReportError."""
+    """Read one report; raise BadReportError if it cannot be read."""
     try:
         root = ElementTree.parse(file).getroot()
     except FileNotFoundError:
@@ -110,7 +110,7 @@ def read_report(file: Path) -> Report:
 
 
 def read_reports(files: Iterable[Path], problems: TextIO) -> list[Report]:
-    """Read several reports; write to `problems` why one cannot be read."""
+    """Read several reports; write the reasons for unreadable ones to `problems`."""
     reports = []
     for file in files:
         try:
@@ -121,17 +121,17 @@ def read_reports(files: Iterable[Path], problems: TextIO) -> list[Report]:
 
 
 def suite_name(file: Path) -> str:
-    """`test` for `.test-reports/test.xml`."""
+    """Return the name of a report's suite: `test` for `.test-reports/test.xml`."""
     return file.name.removesuffix(".xml")
 
 
 def end_file(report: Path) -> Path:
-    """The file beside a report that holds pytest's exit status."""
+    """Return the file beside a report with pytest's exit status."""
     return report.with_suffix(".exit")
 
 
 def read_end(report: Path) -> End | None:
-    """How the run of a report ended; None if it did not come to its end."""
+    """Return the end of a report's run; None if it was cut short."""
     try:
         values = json.loads(end_file(report).read_text())
         return End(int(values["status"]), int(values["collected"]))
@@ -140,7 +140,7 @@ def read_end(report: Path) -> End | None:
 
 
 def _merged(cases: Iterable[ElementTree.Element]) -> list[Result]:
-    """One result for each test: pytest writes a second case for a test that fails, and whose tear-down fails, too."""
+    """Return one result for each test: if a test and its tear-down fail, pytest writes two cases."""
     by_name: dict[tuple[str, str], list[Result]] = {}
     for case in cases:
         by_name.setdefault((case.get("classname", ""), case.get("name", "")), []).append(_result(case))
@@ -148,7 +148,7 @@ def _merged(cases: Iterable[ElementTree.Element]) -> list[Result]:
 
 
 def _worst(results: list[Result]) -> Result:
-    """The first that is bad, with what only another one has."""
+    """Return the first bad result, completed from the others."""
     first = next((result for result in results if not result.good), results[0])
     known = next((result for result in results if result.recorded), first)
     return Result(
@@ -189,8 +189,8 @@ def _result(case: ElementTree.Element) -> Result:
 
 
 def _guessed_id(classname: str, name: str) -> str:
-    """`tests.unit.test_a.TestB` and `test_c` -> `tests/unit/test_a.py::TestB::test_c`; a module that cannot be imported
-    has its name alone.
+    """Compose a node id: `tests.unit.test_a.TestB` and `test_c` -> `tests/unit/test_a.py::TestB::test_c`; a module that
+    cannot be imported has only a name.
     """
     if not classname:
         return name.replace(".", "/") + ".py"

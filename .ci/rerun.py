@@ -21,15 +21,15 @@ from pathlib import Path
 from reports import BadReportError, End, Outcome, Report, Result, read_end, read_report
 
 MAX_FAILURES = 20
-"""More failures than this are not chance."""
+"""Most failures that count as chance."""
 MAX_FLAKY = 3
-"""More flaky tests than this in a run are a fault of the suite, which somebody has to mend."""
+"""Most flaky tests of a good run; more are a fault of the suite, to be fixed."""
 RERUN_FOLDERS = ("trainer", "e2e/local", "cluster", "e2e/cluster")
-"""Tests with processes and clusters; all others have nothing that chance could change."""
+"""Folders of tests with processes and clusters; all other tests are deterministic."""
 TESTS_FAILED = 1
 """pytest's exit status when all tests ran and some failed."""
 MAKE_FAILED = 2
-"""make's exit code when a command of a target failed, whatever that command's own."""
+"""make's exit code when a command of a target failed, for any exit code of that command."""
 
 EXAMPLE = """\
 example:
@@ -41,14 +41,14 @@ example:
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """One suite as it ended."""
+    """End of one suite."""
 
     name: str
     code: int
     report: Report | None = None
     end: End | None = None
     problem: str = ""
-    """Why there is no report."""
+    """Reason for a missing report."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Verdict:
     failed: Sequence[str] = ()
     """Ids of tests that failed for good."""
     broken: Mapping[str, str] = field(default_factory=dict)
-    """Suites that did not end as pytest ends when it ran all tests, with the reason."""
+    """Suites whose pytest did not end normally, with the reason."""
     refusal: str = ""
-    """Why failed tests were not run again, or why the run is not good although they passed."""
+    """Reason why failed tests were not run again, or why the run is not good although they passed."""
 
     @property
     def good(self) -> bool:
@@ -80,7 +80,7 @@ class Verdict:
 
 
 def broken_reason(run: SuiteRun) -> str:
-    """Why a suite cannot be judged by its tests; empty if it can."""
+    """Return why a suite cannot be judged by its tests; empty if it can."""
     if run.report is None:
         return f"{run.problem} (exit code {run.code})"
     if run.code not in (0, TESTS_FAILED, MAKE_FAILED):
@@ -103,7 +103,7 @@ def causes(results: Iterable[Result]) -> int:
 
 
 def refusal(results: Sequence[Result]) -> str:
-    """Why these failed tests must not be run again; empty if they may."""
+    """Return why these failed tests must not be run again; empty if they may."""
     for result in results:
         if result.crashed:
             return f"{result.node_id}: {result.message}"
@@ -155,7 +155,7 @@ def run_again(
     report = folder / "again.xml"
     report.unlink(missing_ok=True)
     whole = [*command, f"--junitxml={report}", *(result.node_id for result in results)]
-    # What the first run was given would name its report and its workers.
+    # The options of the first run would name its report and its workers.
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     print(f"{suite}: running {len(results)} failed tests alone, log in {folder / 'again.log'}", flush=True)
     with (folder / "again.log").open("w", encoding="utf-8") as log:
@@ -190,7 +190,7 @@ def judged(runs: Sequence[SuiteRun], command: Sequence[str], options: Mapping[st
 
 
 def describe(verdict: Verdict) -> list[str]:
-    """Lines for the log of the run."""
+    """Return lines for the log of the run."""
     lines = [str(each) for each in verdict.flaky]
     lines += [f"FAILED {node_id}" for node_id in verdict.failed]
     lines += [f"BROKEN {suite}: {reason}" for suite, reason in verdict.broken.items()]

@@ -43,16 +43,16 @@ BUDGETS: Mapping[str, Budget] = {
     "cluster": Budget(all=1500, each=90),
     "e2e/cluster": Budget(all=2400, each=300),
 }
-"""By kind of test: a folder of tests/, or `slow` for the suite test-slow."""
+"""Kind of test (a folder of tests/, or `slow` for the suite test-slow) -> its budget."""
 
 
 def kind(suite: str, result: Result) -> str:
-    """The kind of a test, as in BUDGETS."""
+    """Return the kind of a test, as in BUDGETS."""
     return "slow" if suite == "test-slow" else result.folder or "other"
 
 
 def by_kind(reports: Sequence[Report]) -> dict[str, list[Result]]:
-    """Results by kind, in the order of BUDGETS, then others."""
+    """Return results by kind, in the order of BUDGETS, then others."""
     found: dict[str, list[Result]] = {}
     for report in reports:
         for result in report.results:
@@ -62,7 +62,7 @@ def by_kind(reports: Sequence[Report]) -> dict[str, list[Result]]:
 
 
 def state(spent: float, budget: float | None) -> str:
-    """Say how far from its budget something is."""
+    """Describe the distance of `spent` from its budget."""
     if budget is None:
         return "no budget"
     return f"{spent - budget:.0f} s over" if spent > budget else "within"
@@ -98,7 +98,7 @@ def kind_rows(kinds: Mapping[str, Sequence[Result]], factor: float) -> list[list
 
 
 def slowest_rows(kinds: Mapping[str, Sequence[Result]], factor: float, top: int) -> list[list[str]]:
-    """The slowest tests, with the budget for one of their kind."""
+    """Return rows of the slowest tests, with the budget for one of their kind."""
     every = sorted(
         ((each, name) for name, results in kinds.items() for each in results), key=lambda one: -one[0].seconds
     )
@@ -116,7 +116,7 @@ def slowest_rows(kinds: Mapping[str, Sequence[Result]], factor: float, top: int)
 
 
 def over_budget(kinds: Mapping[str, Sequence[Result]], factor: float) -> dict[str, int]:
-    """Tests over the budget for one of their kind, counted by kind."""
+    """Count tests over the budget for one of their kind, by kind."""
     counts = {
         name: sum(each.seconds > BUDGETS[name].each * factor for each in results)
         for name, results in kinds.items()
@@ -126,7 +126,7 @@ def over_budget(kinds: Mapping[str, Sequence[Result]], factor: float) -> dict[st
 
 
 def patience() -> float:
-    """The factor for a slower machine; 1 if the variable is unset or no number."""
+    """Return the factor for a slower machine; 1 if the variable is unset or no number."""
     try:
         return max(1.0, float(os.environ.get(PATIENCE, "")))
     except ValueError:

@@ -20,7 +20,7 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def seconds(value: float) -> str:
-    """One decimal; empty for nothing."""
+    """Format seconds with one decimal; empty below 0.05."""
     return f"{value:.1f}" if value >= 0.05 else ""
 
 

@@ -36,7 +36,7 @@ class Share:
 
     name: str
     count: int
-    """Tests; of a fixture: set-ups that took a millisecond."""
+    """Number of tests; for a fixture, of set-ups that took at least a millisecond."""
     seconds: float
     cpu_seconds: float = 0.0
     longest: float = 0.0
@@ -66,7 +66,7 @@ def by_file(results: Iterable[Result]) -> list[Share]:
 
 
 def by_part(results: Iterable[Result], prefix: str) -> list[Share]:
-    """By fixture or kind: the properties that begin with `prefix`."""
+    """Sum up the properties that begin with `prefix`, by fixture or kind."""
     parts: dict[str, list[float]] = {}
     for result in results:
         for name, value in result.parts(prefix).items():
@@ -79,7 +79,7 @@ def _longest_first(shares: Iterable[Share]) -> list[Share]:
 
 
 def times(reports: Sequence[Report], top: int) -> dict[str, Any]:
-    """All tables as values for JSON; each but suites and kinds has at most `top` rows."""
+    """Return all tables as values for JSON; all but suites and kinds have at most `top` rows."""
     results = [result for report in reports for result in report.results]
     longest = sorted(results, key=lambda result: -result.seconds)[:top]
     return {
@@ -108,7 +108,7 @@ def times(reports: Sequence[Report], top: int) -> dict[str, Any]:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The same as tables."""
+    """Return the values as text tables."""
     processes = [[each["suite"], " ".join(map(seconds, each["processes"]))] for each in found["before_first_test"]]
     tests = [
         [seconds(each["seconds"]), seconds(each["cpu_seconds"]), each["nodeid"] + _kinds(each["kinds"])]
@@ -142,7 +142,7 @@ def _cell(value: str | int | float) -> str:
 
 
 def _kinds(kinds: dict[str, float]) -> str:
-    """`  (training 3.1, waiting 2.0)`."""
+    """Format kinds as `  (training 3.1, waiting 2.0)`."""
     longest = sorted(kinds.items(), key=lambda one: -one[1])
     parts = ", ".join(f"{name} {value:.1f}" for name, value in longest if value >= 0.05)
     return f"  ({parts})" if parts else ""

@@ -1,4 +1,4 @@
-"""What a page of ours looks like in a real browser: Chromium without a window, asked by a page of the test's own.
+"""Layout of our pages in a real browser: headless Chromium, measured by a page of the test's own.
 
 The page under test runs no script, so a page around it shows it in frames of several widths and measures them.
 """
@@ -19,7 +19,7 @@ import pytest
 from suite_plugins.patience import patient
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-"""The program; None where there is none."""
+"""Path of Chromium; None if it is not installed."""
 WIDTHS = (360, 768, 1280)
 SECONDS = 120
 _MEASURE = """<!DOCTYPE html><meta charset="utf-8"><body><pre id="said">none</pre><script>
@@ -62,23 +62,23 @@ show(0);
 
 @dataclass(frozen=True)
 class Seen:
-    """A page at one width."""
+    """Measurements of a page at one width."""
 
     width: int
     scroll: int
-    """How wide its content is."""
+    """Width of its content."""
     height: int
     charts: int
     empty: list[str]
-    """Headings of sections that show nothing."""
+    """Headings of empty sections."""
     wide: list[str]
-    """Elements that stick out on the right, but those in a box that scrolls by itself."""
+    """Elements that overflow on the right, except those in a box that scrolls by itself."""
     flat: list[str]
-    """Charts that are too small to be read."""
+    """Charts too small to be read."""
 
 
 def seen(page: Path, folder: Path, *, dark: bool = False) -> list[Seen]:
-    """The page at WIDTHS; skips the test where there is no Chromium. `folder`: an empty one for the browser."""
+    """Measure the page at WIDTHS; skip the test without Chromium. `folder`: an empty one for the browser."""
 
     if CHROMIUM is None:
         pytest.skip("needs Chromium to look at the page")

@@ -1,7 +1,7 @@
-"""What of the chart and the overlays is made from something else: schema and table of the values, and the rights.
+"""Generated parts of the chart and the overlays: schema and table of the values, and the rights.
 
-A value's description is the comment above it in values.yaml, and its type follows from its default. Only what a default
-cannot tell is said here: the form of lists and free objects, choices and bounds.
+A value's description is the comment above it in values.yaml, and its type follows from its default. This module adds
+only properties that a default cannot show: the form of lists and free objects, choices and bounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
 def closed(properties: dict[str, Schema], *required: str) -> Schema:
-    """An object with these keys and no others."""
+    """Return the schema of an object with these keys and no others."""
     found: Schema = {"type": "object", "additionalProperties": False, "properties": properties}
     return found | ({"required": list(required)} if required else {})
 
@@ -47,7 +47,7 @@ def words(*choices: str) -> Schema:
 
 
 def free(description: str, *required: str) -> Schema:
-    """An object that the API server checks: its form is Kubernetes', and grows with it."""
+    """Return the schema of an object that the API server checks: its form is Kubernetes', and grows with it."""
     found: Schema = {"type": "object", "description": description}
     return found | ({"required": list(required)} if required else {})
 
@@ -158,10 +158,10 @@ FORMS: dict[str, Schema] = {
     "tests.timeoutSeconds": NATURAL,
     "tests.spec": free("The spec of a FineTuneJob, as docs/api.md lists it; the CRD checks it."),
 }
-"""What the defaults do not tell, by the path of the value."""
+"""Schemas that the defaults do not show, by the path of the value."""
 
 DECIDED_ELSEWHERE = {"namespaces": "watchNamespaces", "defaults.image": "trainer.image"}
-"""Settings that other values decide, so that there are not two of them."""
+"""Settings that other values decide, so that there is no second owner."""
 
 
 # --------------------------------------------------------------------------------------------------------------- values
@@ -175,12 +175,12 @@ class Value:
     description: str
     default: Any
     inner: tuple[Value, ...]
-    """Of a section; a value whose form is in FORMS or that has no keys of its own has none."""
+    """Values of a section; none for a value with a form in FORMS or without keys."""
 
 
 @functools.cache
 def values() -> tuple[Value, ...]:
-    """The keys of values.yaml with the comments above them."""
+    """Return the keys of values.yaml with the comments above them."""
     text = VALUES.read_text(encoding="utf-8")
     node = yaml.compose(text)
     assert isinstance(node, yaml.MappingNode)
@@ -188,7 +188,7 @@ def values() -> tuple[Value, ...]:
 
 
 def leaves() -> Iterator[Value]:
-    """Those that hold something."""
+    """Yield the values that are no sections."""
     waiting = list(reversed(values()))
     while waiting:
         value = waiting.pop()
@@ -219,10 +219,10 @@ def _comment(lines: list[str], line: int, path: str) -> str:
 
 
 def values_schema() -> str:
-    """values.schema.json: draft-07, which Helm 3 and 4 read."""
+    """Return values.schema.json in draft-07, which Helm 3 and 4 read."""
     settings, definitions = _settings_schema()
     properties = {value.path: _schema(value, settings) for value in values()}
-    # Of an umbrella chart's global values, this chart reads one and cannot know the others.
+    # This chart reads one of an umbrella chart's global values and cannot know the others.
     properties["global"].pop("additionalProperties")
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -256,7 +256,7 @@ def _inferred(value: Value) -> Schema:
 
 
 def _settings_schema() -> tuple[Schema, Schema]:
-    """The operator's settings by their models, and the definitions that they refer to."""
+    """Return the schema of the operator's settings from their models, and the referenced definitions."""
     whole = Settings.model_json_schema(ref_template="#/definitions/{model}")
     definitions = {name: _draft_07(node) for name, node in whole.pop("$defs").items()}
     settings = _draft_07(whole)
@@ -269,7 +269,7 @@ def _settings_schema() -> tuple[Schema, Schema]:
 
 
 def _draft_07(node: Any) -> Any:
-    """Without titles, and with what stands beside a $ref, which draft-07 would pass over, around it."""
+    """Remove titles, and move siblings of a $ref, which draft-07 would ignore, around it."""
     if isinstance(node, list):
         return [_draft_07(each) for each in node]
     if not isinstance(node, dict):
@@ -318,12 +318,12 @@ access to other registries, and with monitoring; [docs/operator.md](../../docs/o
 
 
 def chart_readme() -> str:
-    """README.md of the chart."""
+    """Return README.md of the chart."""
     return README + "\n".join(_rows(values())) + "\n"
 
 
 def _rows(found: tuple[Value, ...]) -> Iterator[str]:
-    """A row for each value, below one that tells what its section is about."""
+    """Yield a row for each value, below one with the description of its section."""
     for value in found:
         default = "" if value.inner else f"`{_flow(value.default)}`"
         yield f"| `{value.path}` | {default} | {_cell(value)} |"
@@ -344,8 +344,8 @@ TOKENS, NODES = "tokenreviews", "nodes"
 
 
 def rights() -> dict[str, list[Any]]:
-    """The rules of manifests/operator, by where they hold: in the namespaces of jobs, in the cluster, in its own; and
-    apart those that only an operator needs to which pods report progress.
+    """Return the rules of manifests/operator by scope: namespaces of jobs, cluster, own namespace; and separately those
+    that only an operator with progress reports needs.
     """
     by_kind: dict[str, list[Any]] = {}
     for document in yaml.safe_load_all((OPERATOR / "rbac.yaml").read_text(encoding="utf-8")):
@@ -371,7 +371,7 @@ HEAD = "# Generated from manifests/operator by `make generate`; do not edit.\n"
 
 
 def launcher_rights() -> str:
-    """The rules of manifests/operator on what runs the stages, as rows of a YAML list."""
+    """Return the rules of manifests/operator on the launchers' kinds, as rows of a YAML list."""
     groups = sorted({each.group for each in SUPPORTED})
     plurals = {group: ", ".join(each.plural for each in SUPPORTED if each.group == group) for group in groups}
     return "".join(
@@ -381,12 +381,12 @@ def launcher_rights() -> str:
 
 
 def chart_rights() -> str:
-    """files/rights.yaml of the chart."""
+    """Return files/rights.yaml of the chart."""
     return HEAD + _dump(rights())
 
 
 def overlay_rights() -> str:
-    """The Role of manifests/overlays/namespaced."""
+    """Return the Role of manifests/overlays/namespaced."""
     meta = {"name": "finetune-operator-jobs", "namespace": "team-a"}
     group = "rbac.authorization.k8s.io"
     subject = {"kind": "ServiceAccount", "name": "finetune-operator", "namespace": "finetune-system"}
@@ -402,7 +402,7 @@ def overlay_rights() -> str:
 
 
 def overlay_rules() -> str:
-    """The alerts of the chart as manifests/overlays/monitoring has them; none while the chart has none."""
+    """Return the chart's alerts for manifests/overlays/monitoring; none while the chart has none."""
     file = CHART / "files" / "rules.yaml"
     rules = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"groups": []}
     meta = {"name": "finetune-operator", "namespace": "finetune-system", "labels": {**PARTS, "release": "prometheus"}}
@@ -412,7 +412,7 @@ def overlay_rules() -> str:
 
 
 def overlay_dashboards() -> str:
-    """The dashboards of the chart, likewise."""
+    """Return the chart's dashboards for manifests/overlays/monitoring."""
     files = sorted((CHART / "files" / "dashboards").glob("*.json"))
     meta = {
         "name": "finetune-operator-dashboards",

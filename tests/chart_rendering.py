@@ -1,4 +1,4 @@
-"""The chart as Helm renders it, for the tests."""
+"""Renderings of the chart by Helm, for the tests."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STAND_INS = {
     "files/rules.yaml": 'groups: [{name: stand-in, rules: [{alert: A, expr: "1", labels: {of: "{{ $value }}"}}]}]\n',
     "files/dashboards/stand-in.json": '{"title": "{{ stand-in }}"}\n',
 }
-"""In place of what is not there; the texts hold braces, as the real ones do."""
+"""Stand-ins for missing files; the texts contain braces, like the real ones."""
 
 Object = dict[str, Any]
 
 
 def program(name: str) -> str:
-    """The program in KUBEBUILDER_ASSETS or in PATH; the test is skipped when there is neither."""
+    """Return the program in KUBEBUILDER_ASSETS or in PATH; skip the test if there is neither."""
     found = shutil.which(name, path=f"{assets_folder()}{os.pathsep}{os.environ['PATH']}")
     if found is None:
         pytest.skip(f"no {name} in PATH, nor in the folder that KUBEBUILDER_ASSETS names")
@@ -40,14 +40,14 @@ def program(name: str) -> str:
 
 
 def helm(*arguments: str, stdin: str | None = None, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run Helm; the caller looks at the exit code."""
+    """Run Helm; the caller checks the exit code."""
     return subprocess.run(
         [program("helm"), *arguments], input=stdin, capture_output=True, text=True, timeout=patient(seconds)
     )
 
 
 def complete_chart(folder: Path) -> Path:
-    """The chart with stand-ins for the rules and dashboards that it has not."""
+    """Copy the chart with stand-ins for missing rules and dashboards."""
     chart = folder / CHART.name
     shutil.copytree(CHART, chart)
     for name, text in STAND_INS.items():
@@ -61,7 +61,7 @@ def complete_chart(folder: Path) -> Path:
 def template(
     values: Mapping[str, Any] | None = None, *names: str, chart: Path = CHART
 ) -> subprocess.CompletedProcess[str]:
-    """`helm template` with sets of values, and `values` over them; run once for the same input."""
+    """Run `helm template` with sets of values, overridden by `values`; cached for the same input."""
     return _template(yaml.safe_dump(dict(values or {})), names, chart, _state(chart))
 
 
@@ -74,20 +74,20 @@ def _template(
 
 
 def _state(folder: Path) -> frozenset[tuple[Path, int, int]]:
-    """Files of a folder with size and time of change."""
+    """Return the files of a folder with size and time of change."""
     found = ((file, file.stat()) for file in folder.rglob("*"))
     return frozenset((file, stat.st_size, stat.st_mtime_ns) for file, stat in found)
 
 
 def render(values: Mapping[str, Any] | None = None, *names: str, chart: Path = CHART) -> tuple[Object, ...]:
-    """The objects of the same."""
+    """Return the objects rendered by `template`."""
     ran = template(values, *names, chart=chart)
     assert ran.returncode == 0, ran.stderr
     return objects(ran.stdout)
 
 
 def kustomize(folder: Path) -> tuple[Object, ...]:
-    """The objects that `kubectl apply -k` would send; kubectl runs once a folder."""
+    """Return the objects that `kubectl apply -k` would send; kubectl runs once per folder."""
     return objects(_kustomize(folder))
 
 
@@ -101,30 +101,30 @@ def _kustomize(folder: Path) -> str:
 
 
 def objects(text: str) -> tuple[Object, ...]:
-    """The documents of a text, the caller's own to change."""
+    """Return the documents of a text, as copies that the caller may change."""
     found = (pickle.loads(_parsed(part)) for part in re.split(r"^---$", text, flags=re.MULTILINE))
     return tuple(each for each in found if each)
 
 
 @functools.cache
 def _parsed(text: str) -> bytes:
-    """A document; most are the same in every rendering, and the CRD is long."""
+    """Parse a document; cached, as most are the same in every rendering, and the CRD is long."""
     return pickle.dumps(yaml.load(text, Loader=yaml.CSafeLoader))
 
 
 def one(found: Sequence[Object], kind: str, name: str) -> Object:
-    """The object of that kind and name, which has to be there once."""
+    """Return the object of that kind and name, which must exist once."""
     (only,) = (each for each in found if each["kind"] == kind and each["metadata"]["name"] == name)
     return only
 
 
 def without_tests(found: Sequence[Object]) -> tuple[Object, ...]:
-    """What `helm install` makes."""
+    """Return the objects that `helm install` creates."""
     return tuple(each for each in found if "helm.sh/hook" not in each["metadata"].get("annotations", {}))
 
 
 def nested(path: str, value: Any) -> Object:
-    """`a.b: value` as {a: {b: value}}."""
+    """Return `a.b: value` as {a: {b: value}}."""
     for part in reversed(path.split(".")):
         value = {part: value}
     assert isinstance(value, dict)

@@ -1,4 +1,4 @@
-"""For all tests. Golden files: whole answers, kept beside the tests that compare with them;
+"""Fixtures of all tests. Golden files: whole expected outputs beside their tests;
 `pytest tests/golden tests/chart --update-golden` writes them again (docs/tests.md).
 """
 
@@ -18,8 +18,8 @@ pytest_plugins = [
     "suite_plugins.times",
 ]
 
-# Before anything imports torch, and for the programs that tests start. Threads that have nothing to do wait by spinning
-# otherwise; with models as tiny as those of tests that was two thirds of all the time that they took.
+# Set before torch is imported, and for programs that tests start. Idle threads would spin otherwise; with the tests'
+# tiny models that was two thirds of all their time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 MOST_LINES = 60
@@ -53,7 +53,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 def _changed_lines(before: str, after: str) -> str:
-    """Return the lines that differ, below the line that is the head of them: the last one that is not indented."""
+    """Return the lines that differ, below their head: the last line that is not indented."""
     old, new = before.split("\n"), after.split("\n")
     shown: list[str] = []
     for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():

@@ -30,7 +30,7 @@ DASHBOARDS: dict[str, dict[str, Any]] = {
 SAMPLES = Path(__file__).parent / "picture_support" / "samples.yaml"
 DOCS = ROOT / "docs"
 _BEFORE, _AFTER = 20, 40
-"""Seconds that the picture of one job shows before its creation and after its end."""
+"""Seconds in the picture of one job before its creation and after its end."""
 
 
 def picture(name: str) -> Path:
@@ -38,7 +38,7 @@ def picture(name: str) -> Path:
 
 
 def view_of(name: str, samples: Samples) -> View:
-    """What is chosen in the pictures: one job's life, or all that was recorded."""
+    """Return the selection of a picture: one job's life, or the whole recording."""
     if name != "job":
         return View(samples.start, samples.end, {"namespace": ".*"}, {"Operator's namespace": "All"})
     there = [
@@ -62,13 +62,13 @@ def view_of(name: str, samples: Samples) -> View:
 
 
 def mark(name: str, samples: Path) -> str:
-    """Of what the picture is made: when one of the two changes, it has to be drawn again."""
+    """Return a digest of the picture's sources: if one of the two changes, it has to be drawn again."""
     dashboard = json.dumps(DASHBOARDS[name], sort_keys=True).encode()
     return " ".join(f"sha256:{hashlib.sha256(text).hexdigest()}" for text in (dashboard, samples.read_bytes()))
 
 
 def draw(name: str, file: Path, samples: Samples, prometheus: Engine) -> str:
-    """The dashboard as SVG, with the answers of `prometheus`, which has the samples of `file`."""
+    """Return the dashboard as SVG, with the answers of `prometheus`, which has the samples of `file`."""
     dashboard, view = DASHBOARDS[name], view_of(name, samples)
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     shown = {panel["id"]: ask(prometheus, panel, view, box_of(panel).w) for panel in panels}
@@ -76,7 +76,7 @@ def draw(name: str, file: Path, samples: Samples, prometheus: Engine) -> str:
 
 
 def draw_all(file: Path = SAMPLES) -> Mapping[str, str]:
-    """All pictures by the dashboard's name."""
+    """Return all pictures by the dashboard's name."""
     samples = Samples.read(file)
     with engine(samples) as prometheus:
         return {name: draw(name, file, samples, prometheus) for name in DASHBOARDS}

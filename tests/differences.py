@@ -1,9 +1,9 @@
 """Differences between two JSON documents, as lines that a reviewer reads and a program applies.
 
-A line holds a path and its value: `spec.replicas: 4` sets a value, `+ spec.paused: true` adds one, `- spec.paused`
+A line has a path and its value: `spec.replicas: 4` sets a value, `+ spec.paused: true` adds one, `- spec.paused`
 removes one. Items of a list are named by their key, not by their position, so that an inserted item moves no other:
 `+ env[HF_HOME] before HOME: {"value": "/cache"}`. `order env: [...]` lists the keys of a list that is in another order.
-Only the new value is written, so that a line stays as it is when the document changes that it was compared with.
+Only the new value is written, so that a line does not change with the base document.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 KEYS = ("mountPath", "name", "key")
 """Fields that name the items of a list, in order of preference."""
 FLAGS, SENTENCES = "(flags)", "(sentences)"
-"""Lists of an argument vector, whose items are named by their flags, and of sentences, named by their first word."""
+"""Forms of lists: an argument vector, with items named by their flags, and sentences, named by their first word."""
 LONGEST = 100
-"""Characters of an added object that is written on one line; the fields of a longer one have lines of their own."""
+"""Most characters of an added object on one line; a longer one has a line for each field."""
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 _PLAIN_FIELD = re.compile(r"[\w-]+")
 _PLAIN_ITEM = re.compile(r"[\w./@=#-]+")
@@ -27,7 +27,7 @@ _STEP = re.compile(rf"\.?(?P<field>{_PLAIN_FIELD.pattern}|{_QUOTED})|\[(?P<item>
 _BEFORE = re.compile(rf" before (?P<item>{_PLAIN_ITEM.pattern}|{_QUOTED})")
 _WORD = re.compile(r"[A-Za-z]{5,}")
 Difference = dict[str, Any]
-"""What a line says before its colon -> the value after it; None for a removal."""
+"""Head of a line, before its colon -> the value after it; None for a removal."""
 
 
 class _Items(dict[str, Any]):
@@ -44,12 +44,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def difference(base: dict[str, Any], new: dict[str, Any]) -> Difference:
-    """Return what makes `new` of `base`; `patched` applies it."""
+    """Return the changes from `base` to `new`; `patched` applies them."""
     return dict(_compared(base, new, ""))
 
 
 def patched(base: dict[str, Any], changes: Difference) -> dict[str, Any]:
-    """Return `base` with the changes made."""
+    """Return `base` with the changes applied."""
     root: dict[str, Any] = copy.deepcopy(base)
     for head, value in changes.items():
         _apply(root, head, copy.deepcopy(value))
@@ -58,12 +58,12 @@ def patched(base: dict[str, Any], changes: Difference) -> dict[str, Any]:
 
 
 def written(changes: Difference) -> list[str]:
-    """Return the lines."""
+    """Return the changes as lines."""
     return [head if head.startswith("- ") else f"{head}: {_json(value)}" for head, value in changes.items()]
 
 
 def read(lines: Iterable[str]) -> Difference:
-    """Return the changes of the lines that `written` made."""
+    """Parse the lines of `written` into changes."""
     found: Difference = {}
     for line in lines:
         if line.startswith("- "):
@@ -127,7 +127,7 @@ def _added(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _form(items: Any) -> str | None:
-    """Return how the items of a list are named; None where nothing names them: such a list is written whole."""
+    """Return the form by which a list's items are named; None if there is none: such a list is written whole."""
     if not isinstance(items, list) or not items:
         return None
     if all(isinstance(each, str) for each in items):
@@ -165,7 +165,7 @@ def _flags(words: list[str]) -> list[tuple[str, str | None]]:
 
 
 def _topics(sentences: list[str]) -> list[tuple[str, str]]:
-    """Return each sentence by its first long word, which is counted where it is not the first sentence with it."""
+    """Return each sentence by its first long word, numbered from the second sentence with that word on."""
     counts: dict[str, int] = {}
     found = []
     for each in sentences:
@@ -176,7 +176,7 @@ def _topics(sentences: list[str]) -> list[tuple[str, str]]:
 
 
 def _plain(node: Any) -> Any:
-    """Return the document again, lists as lists."""
+    """Convert keyed items back to lists."""
     if isinstance(node, _Items):
         match node.form:
             case "(flags)":
@@ -215,7 +215,7 @@ def _apply(root: dict[str, Any], head: str, value: Any) -> None:
 
 
 def _entered(node: Any, key: str) -> Any:
-    """Return the part of an object or a keyed list with this key; an object that is not there yet is added."""
+    """Return the part of an object or a keyed list with this key; add a missing object."""
     inner = node.setdefault(key, {})
     if isinstance(inner, list):
         inner = node[key] = _keyed(inner, _form(inner))
@@ -223,7 +223,7 @@ def _entered(node: Any, key: str) -> Any:
 
 
 def _parsed(line: str) -> tuple[str, list[str], str | None, int]:
-    """Return the sign of a line, the steps of its path, the key that it stands before, and where its value begins."""
+    """Return a line's sign, the steps of its path, the key that it precedes, and the start of its value."""
     sign = next((each for each in ("+ ", "- ", "order ") if line.startswith(each)), "")
     end, steps, before = len(sign), [], None
     while match := _STEP.match(line, end):

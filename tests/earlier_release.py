@@ -1,4 +1,4 @@
-"""The source of an earlier release, from git's history: tests of upgrades run its programs beside today's."""
+"""Source of an earlier release, from git's history: tests of upgrades run its programs beside the current ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "f169ec4c4c4df50ab40e205882dd858788b6fc1b"
-"""The last release, whose jobs and checkpoints this tree continues; set it anew with each release."""
+"""Last release, whose jobs and checkpoints this tree resumes; update it with each release."""
 
 
 def unpack(folder: Path, *paths: str) -> Path:
-    """Write these paths of the earlier release into `folder`; the test is skipped without git's history."""
+    """Write these paths of the earlier release into `folder`; skip the test without git's history."""
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", COMMIT, *paths], capture_output=True, check=False)
     if archive.returncode:
         pytest.skip(f"git's history does not hold commit {COMMIT[:7]}: {archive.stderr.decode().strip()}")
@@ -29,7 +29,7 @@ def unpack(folder: Path, *paths: str) -> Path:
 
 
 def python_path(*sources: Path) -> dict[str, str]:
-    """Return the environment in which Python imports packages from these folders, and not the installed ones."""
+    """Return an environment in which Python imports packages from these folders, not the installed ones."""
     environment = {"PYTHONPATH": os.pathsep.join(map(str, sources))}
     packages = [init.parent.name for source in sources for init in source.glob("*/__init__.py")]
     show = f"import {', '.join(packages)}; print({', '.join(f'{name}.__file__' for name in packages)})"
@@ -43,6 +43,6 @@ def python_path(*sources: Path) -> dict[str, str]:
 
 
 def assert_imported(packages: Sequence[str], folder: str) -> None:
-    """Fail in a process that imports one of the packages from another place than below `folder`."""
+    """Fail if this process imports one of the packages from outside `folder`."""
     files = {name: importlib.import_module(name).__file__ for name in packages}
     assert all(file is not None and Path(file).is_relative_to(folder) for file in files.values()), files

@@ -1,7 +1,7 @@
-"""Writes at the head of each example, and as a table in their README, the hardware it is for and what it costs there.
+"""Writes the hardware and cost of each example into its head, and into a table in their README.
 
-All figures are those of the plan that `finetune plan` shows before any data is read. There, the planner takes 10,000
-rows of the greatest length; for data whose rows are known, the time for those is beside it.
+All figures are those of `finetune plan` before any data is read. There, the planner assumes 10,000 rows of the maximum
+length; for data with a known number of rows, the time for those is given too.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ TRAIN_ROWS = {
     "file://data/product-reviews": len(REVIEWS.read_text(encoding="utf-8").splitlines()),
     "pvc://inputs/reviews": len(REVIEWS.read_text(encoding="utf-8").splitlines()),
 }
-"""URI and configuration -> rows of the train split, of data sets of the Hub as their pages tell."""
+"""URI and configuration -> rows of the train split; for data sets of the Hub as stated on their pages."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What one example takes, in words."""
+    """Requirements of one example, as text."""
 
     hardware: str
     form: str
     """Strategy and precision."""
     memory: str
     time: str
-    """Of the training, with what it rests on."""
+    """Time of the training, with its assumptions."""
     node_hours: str
     command: str
 
 
 @cache
 def needs(name: str) -> Needs:
-    """Of the example, on the hardware that it asks for."""
+    """Return the requirements of the example, on its requested hardware."""
     made, job = _planned(name), example_job(name)
     nodes = job.spec.resources.nodes
     node = made.hardware
@@ -84,7 +84,7 @@ def _planned(name: str) -> JobPlan:
 
 
 def _time(training: Training, seconds: float, longest: int | None, name: str) -> tuple[float, str]:
-    """Seconds, and the same in words: of as many rows as the data is known to have, or of those that are assumed."""
+    """Return seconds, and a text: for the known number of rows of the data, or for the assumed one."""
     spec = example_job(name).spec
     length = "the model's greatest length" if longest is None else f"{longest:,} tokens"
     if spec.training is not None and spec.training.max_steps is not None:
@@ -100,7 +100,7 @@ def _time(training: Training, seconds: float, longest: int | None, name: str) ->
 
 
 def head(name: str) -> str:
-    """The comment of the example's file."""
+    """Return the comment of the example's file."""
     found = needs(name)
     rows = {
         "hardware": found.hardware,
@@ -117,7 +117,7 @@ def head(name: str) -> str:
 
 
 def with_head(name: str) -> Callable[[], str]:
-    """The example's file as it is, with its head made anew."""
+    """Return a function for the example's file with a new head."""
 
     def whole() -> str:
         text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ def with_head(name: str) -> Callable[[], str]:
 
 
 def table() -> str:
-    """All examples with what they take, for their README."""
+    """Return a table of all examples with their requirements, for their README."""
     lines = ["| Example | Hardware | Memory | Training | Node-hours |", "|---|---|---|---|---|"]
     for name in EXAMPLES:
         found = needs(name)

@@ -1,4 +1,4 @@
-"""The jobs of `manifests/examples`, as the suites take them."""
+"""Jobs of `manifests/examples`, for the suites."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune_operator.documents import read_documents
 FOLDER = Path(__file__).parents[1] / "manifests" / "examples"
 EXAMPLES = tuple(sorted(file.stem for file in FOLDER.glob("*.yaml")))
 LOCAL = ("quickstart",)
-"""Those that run on one machine: a package and a folder of it are no place for a pod to look."""
+"""Examples that run on one machine: pods cannot read their package and their folder."""
 FITTED_LOCALLY = (
     "chat-lora",
     "chat-qlora",
@@ -27,14 +27,14 @@ FITTED_LOCALLY = (
     "squad-data-parallel",
     "summaries",
 )
-"""Those that the suites run on one machine, with models made for their tasks or of their families; all others run in a
+"""Examples that the suites run on one machine, with models for their tasks or of their families; all others run in a
 cluster.
 """
 IN_CLUSTER = tuple(name for name in EXAMPLES if name not in LOCAL)
 
 
 def example_document(name: str) -> dict[str, Any]:
-    """The only document of the file, read as kubectl reads it."""
+    """Return the only document of the file, read as by kubectl."""
     documents, problems = read_documents((FOLDER / f"{name}.yaml").read_bytes())
     assert not problems, problems
     (document,) = documents

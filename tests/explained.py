@@ -1,4 +1,4 @@
-"""What a page of `kubectl explain`, or of `finetune explain`, says: for tests that compare two of them."""
+"""Parser of the pages of `kubectl explain` and `finetune explain`, for tests that compare two of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 _FIELD = re.compile(r"^  (\w+)\t<(.+?)>( -required-)?$")
 _WITHOUT_A_TYPE = ("integer or string", "any")
-"""What kubectl calls an Object."""
+"""kubectl's names of an Object."""
 
 
 def read(page: str) -> dict[str, Any]:
-    """The field's type, its text, and for each field in it the type, whether it is required, and its text."""
+    """Return the field's type and text, and for each field in it the type, True if it is required, and its text."""
     head, _, rest = page.partition("DESCRIPTION:\n")
     text, _, below = rest.partition("FIELDS:\n")
     kind = re.search(r"^FIELD: \w+ <(.+?)>", head, re.MULTILINE)
@@ -20,7 +20,7 @@ def read(page: str) -> dict[str, Any]:
         if found := _FIELD.match(line):
             words: list[str] = []
             fields[found[1]] = (_type(found[2]), bool(found[3]), words)
-        elif not line.startswith("  enum: "):  # kubectl leaves out all but four
+        elif not line.startswith("  enum: "):  # kubectl omits all but four
             words.extend(line.split())
     enum = head.partition("ENUM:\n")[2].split()
     return {"type": kind and _type(kind[1]), "enum": enum, "text": text.split(), "fields": fields}

@@ -1,12 +1,12 @@
 """The `finetune` command for tests that call it often: each call is a process forked from one that has imported it.
 
-Starting Python and building the models of the API takes most of the time of a short command. A call still has its own
+Starting Python and building the API's models takes most of the time of a short command. A call still has its own
 arguments, environment, working directory, standard streams, exit code and end. `own_process=True` starts the installed
-program instead, for calls that depend on how Python starts.
+program instead, for calls that depend on Python's start.
 
     python finetune_command.py
 
-reads calls from standard input, a JSON object a line, and answers each with two lines: the process id, the exit code.
+reads calls from standard input, one JSON object per line, and answers each with two lines: process id and exit code.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def finetune(
 
 
 class _Server:
-    """The process that calls are forked from. It ends with this one, which closes its standard input."""
+    """Process from which calls are forked. It ends with this one, which closes its standard input."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -104,7 +104,7 @@ def _server() -> _Server:
 
 
 def _serve() -> dict[str, Any] | None:
-    """Fork a process for each call; return the call in the forked process, None in this one when there are no more."""
+    """Fork a process for each call; return the call in the forked process, None in this one after the last."""
     # Standard streams belong to the calls, and no call inherits these two.
     calls, answers = (os.fdopen(os.dup(stream), mode) for stream, mode in ((0, "rb"), (1, "wb")))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -122,7 +122,7 @@ def _serve() -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Turn this process into the one that was called."""
+    """Turn this process into the called one."""
     flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, (file, flag) in enumerate(zip(request["streams"], flags, strict=True)):
         os.dup2(os.open(file, flag), stream)
@@ -134,7 +134,7 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _preload() -> None:
-    """Import what commands import when they run, except kubernetes: it reads the environment then."""
+    """Import the lazy imports of the commands, except kubernetes, which reads the environment at import."""
     for name in COMMANDS:
         load(name)
 

@@ -1,8 +1,8 @@
-"""Walks through docs/first-run.md as a newcomer does, and draws docs/first-run.svg from what the commands said.
+"""Walks through docs/first-run.md like a newcomer, and draws docs/first-run.svg from the commands' output.
 
     python tests/first_run.py FOLDER    runs the page's commands in a new folder, and draws the picture
 
-What brings the reader to the folder (clone, installation) is not run.
+The preparation of the folder (clone, installation) is not run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "first-run.md"
 PICTURE = ROOT / "docs" / "first-run.svg"
 BEFORE = ("git clone", "cd ", "make install", "source ", "mkdir mine")
-"""Starts of lines that bring the reader to the folder."""
+"""Prefixes of lines that prepare the folder."""
 FILES = {"yaml": "job.yaml", "python": "ask.py"}
-"""Language of a block -> the name under which the page has the reader save it."""
+"""Language of a block -> file name under which the reader saves it."""
 GATE_NOT_MET = 1
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = {
@@ -36,12 +36,12 @@ SHOWN = {
     "ls ": Excerpt(head=20),
     "python ask.py": Excerpt(tail=3),
 }
-"""Starts of the lines that the picture shows, and how much of what they say."""
+"""Prefixes of the commands in the picture -> excerpt of their output."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the page as it ran."""
+    """One executed command of the page."""
 
     said: Said
     code: int
@@ -49,20 +49,20 @@ class Step:
 
 
 def blocks() -> list[tuple[str, str]]:
-    """Language and text of each block of the page, in order."""
+    """Return language and text of each block of the page, in order."""
     return FENCE.findall(PAGE.read_text(encoding="utf-8"))
 
 
 def commands(block: str) -> list[str]:
-    """The lines of a console block that are run."""
+    """Return the commands of a console block to run."""
     lines = [line.removeprefix("$ ") for line in block.splitlines()]
     return [line for line in lines if not line.startswith(BEFORE)]
 
 
 def walk(folder: Path, seconds: float) -> Iterator[Step]:
-    """The page in `folder`, which has to be new: files are saved and commands run in the order of the page.
+    """Execute the page in `folder`, which must be new: files are saved and commands run in the order of the page.
 
-    `seconds` is the limit of one command. The environment's own programs stand first in the PATH.
+    `seconds`: time-out of one command. The environment's own programs are first in the PATH.
     """
     (folder / "manifests").symlink_to(ROOT / "manifests")
     mine = folder / "mine"
@@ -89,7 +89,7 @@ def walk(folder: Path, seconds: float) -> Iterator[Step]:
 
 
 def picture(steps: Sequence[Step], folder: Path) -> str:
-    """The steps as an SVG, with the time of each that took a second or more; `folder` is called ~/finetune-operator."""
+    """Return the steps as an SVG, with times from a second on; `folder` is shown as ~/finetune-operator."""
     shown = []
     for step in steps:
         said = Said(step.said.command, step.said.output.replace(str(folder), "~/finetune-operator"))

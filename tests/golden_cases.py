@@ -1,8 +1,8 @@
-"""Reads and renders the jobs that are on record: those of `tests/golden`, where each `<name>.yaml` holds a job and the
-facts it is planned with, and those of `manifests/examples`.
+"""Reads and renders the golden jobs: those of `tests/golden`, where each `<name>.yaml` has a job and the facts for its
+plan, and those of `manifests/examples`.
 
-For an example in a cluster nothing is known of model, data and nodes, and every launcher is served; the quickstart is
-planned for two cores.
+For an example in a cluster model, data and nodes are unknown, and every launcher is served; the quickstart is planned
+for two cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FOLDER = Path(__file__).parent / "golden"
 LAUNCHERS = TRAINING
 CASES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
 NAME = "golden"
-"""Name of every job on record that is named after its file, so that names are no differences."""
+"""Name of every golden job that is named after its file, so that names cause no differences."""
 SPARK = "by-spark"
 """The job `gpu-gang-with-everything`, prepared and predicted by Spark."""
 JOBS = (*CASES, SPARK, *(f"examples/{name}" for name in EXAMPLES))
@@ -72,12 +72,12 @@ def read_case(name: str) -> tuple[FineTuneJob, Facts, Settings]:
 
 
 def golden_context(job: FineTuneJob, settings: Settings) -> RenderContext:
-    """The surroundings of all manifests on record."""
+    """Return the render context of all golden manifests."""
     return RenderContext(NAMESPACE, job.spec, settings, Owner(job.name, OWNER_UID), PROGRESS)
 
 
 def golden_job(name: str) -> tuple[FineTuneJob, Facts, Settings]:
-    """Return a job of JOBS, and what it is planned with."""
+    """Return a job of JOBS, and the facts and settings of its plan."""
     folder, _, file = name.rpartition("/")
     if name == SPARK:
         job, facts, settings = run_by_spark()
@@ -110,8 +110,8 @@ def golden_plan(name: str) -> JobPlan:
 
 @functools.cache
 def golden_manifests(name: str) -> dict[LauncherName, tuple[Manifest, ...]]:
-    """Return launcher -> all objects of the job: of every launcher for a job of `tests/golden` that trains, of the one
-    that the plan names for all others, and nothing for a job of this machine.
+    """Return launcher -> all objects of the job: of every launcher for a job of `tests/golden` that trains, of the
+    plan's launcher for all others, and nothing for a local job.
     """
     job, facts, settings = golden_job(name)
     if facts.local:

@@ -1,13 +1,13 @@
 """Records of the golden jobs' documents: plan.json, deepspeed.json, and all objects that the operator creates.
 
-`tests/golden/whole` has some documents whole. All documents of a job are on record as their differences from those, in
+`tests/golden/whole` has some documents whole. All documents of a job are recorded as their differences from those, in
 the job's file of `tests/golden/differences`:
 
     train/PyTorchJob of one-gpu
       spec.nprocPerNode: "2"
 
-Differences are taken between documents that are both rendered now. So what changes in all of them changes the whole
-ones alone. Parts that follow from other documents are reduced to their difference from those.
+Differences are taken between documents that are both rendered now. So a change in all of them changes only the whole
+ones. Parts that follow from other documents are reduced to their difference from those.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ BASES = {
     "predict/ConfigMap": ("examples/chat-lora",),
     "predict/Job": ("examples/chat-lora",),
 }
-"""Jobs whose documents are on record whole, by the document's name; "": of all names that have no row."""
+"""Document's name -> jobs with a whole record of it; "": all names without a row."""
 
 
 @functools.cache
 def documents(job: str) -> Documents:
-    """Return the job's documents by names such as `plan.json` and `train/PyTorchJob`, as they are compared.
+    """Return the job's documents by names such as `plan.json` and `train/PyTorchJob`, in the form of the comparison.
 
-    An object that is the same for several launchers is there once. `order` has the names of each launcher's objects in
+    An object that is the same for several launchers occurs once. `order` has the names of each launcher's objects in
     the order in which they are applied.
     """
     found = {PLAN_FILE: json.loads(golden_plan(job).to_json())}
@@ -70,13 +70,13 @@ def documents(job: str) -> Documents:
 
 
 def _name(manifest: Manifest) -> str:
-    """Return stage and kind; of what belongs to no stage the last word of its name, and its kind."""
+    """Return stage and kind; without a stage, the last word of the object's name, and its kind."""
     metadata = manifest["metadata"]
     where = metadata["labels"].get(STAGE_LABEL) or metadata["name"].rpartition("-")[2]
     return f"{where}/{manifest['kind']}"
 
 
-# ----------------------------------------------------------------------------------------- what follows from the others
+# --------------------------------------------------------------------------------------------- objects as differences
 
 
 def reduced(manifests: Iterable[Manifest], others: Documents) -> list[Manifest]:
@@ -85,7 +85,7 @@ def reduced(manifests: Iterable[Manifest], others: Documents) -> list[Manifest]:
 
 
 def expanded(manifests: Iterable[Manifest], others: Documents) -> list[Manifest]:
-    """Return the objects that were reduced."""
+    """Return the objects before `reduced`."""
     return [_with_files(each, lambda file, value: patched(_source(file, others), value)) for each in manifests]
 
 
@@ -102,7 +102,7 @@ def parsed(manifests: Iterable[Manifest]) -> list[Manifest]:
 
 
 def _source(file: str, others: Documents) -> Document:
-    """Return the document that a file of a ConfigMap follows from."""
+    """Return the document from which a file of a ConfigMap follows."""
     return others[PLAN_FILE]["trainer"] if file == JOB_FILE else others[DEEPSPEED_FILE]
 
 
@@ -131,12 +131,12 @@ def _replaced(node: Any, texts: dict[str, str]) -> Any:
 
 
 def bases(name: str) -> tuple[str, ...]:
-    """Return the jobs whose document of this name is on record whole."""
+    """Return the jobs with a whole record of the document of this name."""
     return BASES.get(name.partition("@")[0], BASES[""])
 
 
 def whole_names() -> list[tuple[str, str]]:
-    """Return job and name of all documents that are on record whole."""
+    """Return job and name of all documents with a whole record."""
     return [(job, name) for job in _base_jobs() for name in documents(job) if job in bases(name)]
 
 
@@ -145,12 +145,12 @@ def _base_jobs() -> list[str]:
 
 
 def whole_file(job: str, name: str) -> str:
-    """Return the file of a document that is on record whole."""
+    """Return the file of a document's whole record."""
     return f"whole/{job}/{name.replace('/', '.')}" + ("" if name.endswith(".json") else ".yaml")
 
 
 def whole_text(job: str, name: str) -> str:
-    """Return a document as the product writes it."""
+    """Return a document as written by the product."""
     if name == PLAN_FILE:
         return golden_plan(job).to_json()
     if name == DEEPSPEED_FILE:
@@ -168,9 +168,9 @@ def job_file(job: str) -> str:
 
 
 def job_text(job: str, recorded: str) -> str:
-    """Return the text of a job's file: a head for each document, and below it the difference from the base there.
+    """Return the text of a job's file: a head for each document, and below it the difference from its base.
 
-    A document keeps its base of the `recorded` text, so that the text changes only with the difference itself; a new
+    A document keeps its base in the `recorded` text, so that the text changes only with the difference itself; a new
     document has the nearest base.
     """
     kept = {name: base for name, base, _ in _sections(recorded)}
@@ -184,7 +184,7 @@ def job_text(job: str, recorded: str) -> str:
 
 
 def rebuilt(text: str) -> Documents:
-    """Return the documents that a job's file records."""
+    """Return the documents recorded in a job's file."""
     return {name: patched(_base(name, base), read(lines)) for name, base, lines in _sections(text)}
 
 

@@ -1,7 +1,7 @@
-"""Apply what a message says, word by word, as somebody would who knows nothing else of the product.
+"""Applies the hint of a message literally, like a user without other knowledge of the product.
 
-`mend` reads the way out of a problem and changes the document; what no rule here can read is looked up in a table of
-edits that were written by hand from the message alone.
+`mend` parses the hint of a problem and changes the document; hints that no rule here can parse are looked up in a table
+of edits that were written by hand from the message alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from finetune_operator.api.problems import PathPart, Problem, format_path
 from finetune_operator.api.shapes import find, spec_shape
 
 GONE = None
-"""In place of a value: the field is left out."""
+"""Value that removes the field."""
 _FREE = ("deepspeedConfig", "arguments")
-"""Fields that hold whatever another tool takes: a name of ours is not below them."""
+"""Fields with free content for other tools: they contain no names of ours."""
 _PART = re.compile(r"""\.?([A-Za-z_][\w-]*)|\[([0-9]+)\]|\["((?:[^"\\]|\\.)*)"\]""")
 _VALUE = r"(\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/}])"
 _FIELD = r"(it|(?:spec|metadata)\.[\w.]*\w|[a-z][\w.]*\w)"
@@ -29,7 +29,7 @@ _END = r"(?=$|[,;:.]| \(| or | and | to take|\?)"
 
 @dataclass(frozen=True)
 class Edit:
-    """One change: a field that gets a value, goes (GONE), or moves to another place."""
+    """One change: a field that gets a value, is removed (GONE), or moves to another place."""
 
     field: str
     value: Any = GONE
@@ -37,7 +37,7 @@ class Edit:
 
 
 def parts(path: str) -> tuple[PathPart, ...]:
-    """The steps of a path as `format_path` writes it."""
+    """Return the steps of a path in the form of `format_path`."""
     return tuple(
         int(number) if number else name or quoted.encode().decode("unicode_escape")
         for name, number, quoted in _PART.findall(path)
@@ -45,7 +45,7 @@ def parts(path: str) -> tuple[PathPart, ...]:
 
 
 def alternatives(problem: Problem) -> list[list[Edit]]:
-    """The ways out that the message of a problem names and that can be read, each as its edits."""
+    """Return the alternatives in a problem's hint that can be parsed, each as its edits."""
     text = problem.way_out
     for reader in (_renamed, _moved, _quoted, _left_or_set, _written):
         found = reader(problem, text)
@@ -55,7 +55,7 @@ def alternatives(problem: Problem) -> list[list[Edit]]:
 
 
 def _instead(problem: Problem, edits: list[Edit]) -> list[Edit]:
-    """What is written in the place of a field that is not there takes its place."""
+    """Remove an unknown field if the edits put another one in its place."""
     there = any(problem.path in (edit.field, edit.moved) for edit in edits)
     return edits if problem.reason != "Unknown" or there else [Edit(problem.path), *edits]
 
@@ -87,7 +87,7 @@ def _quoted(problem: Problem, text: str) -> list[list[Edit]]:
 
 
 def _number(text: str) -> Any:
-    """As our reader and kubectl's have it: 1e-05 is a number, which PyYAML does not see."""
+    """Parse like our reader and kubectl's: 1e-05 is a number, which PyYAML does not recognize."""
     value = yaml.safe_load(text)
     if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value):
         return float(value)
@@ -95,8 +95,8 @@ def _number(text: str) -> Any:
 
 
 def _field(problem: Problem, name: str) -> str:
-    """A field as a message names it: in full, as `it`, from `spec` on, or by its name below the one that is blamed,
-    beside it, or beside one that it lies in.
+    """Resolve a field in a message: the full path, `it`, a path from `spec` on, or a name below the blamed field,
+    beside it, or beside one of its parents.
     """
     if name == "it" or name.startswith(("spec.", "metadata.")):
         return problem.path if name == "it" else name
@@ -117,7 +117,7 @@ def _field(problem: Problem, name: str) -> str:
 
 
 def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
-    """`set A to x and B to y, or leave C out`."""
+    """Parse `set A to x and B to y, or leave C out`."""
     ways = []
     for way in re.split(r",? or (?=set |leave |spec\.)|; or ", text):
         edits = []
@@ -133,7 +133,7 @@ def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
 
 
 def _written(problem: Problem, text: str) -> list[list[Edit]]:
-    """`write VALUE`, `use 96 or 112`."""
+    """Parse `write VALUE`, `use 96 or 112`."""
     found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?)", text)
     found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
     if not found or found[1].endswith("://") or re.match(r"write (the|its|it|a|whatever)\b", text):
@@ -142,7 +142,7 @@ def _written(problem: Problem, text: str) -> list[list[Edit]]:
 
 
 def apply(document: dict[str, Any], edits: list[Edit]) -> dict[str, Any]:
-    """A copy of the document with the edits."""
+    """Return a copy of the document with the edits."""
     changed = copy.deepcopy(document)
     for edit in edits:
         if edit.moved is not None:
@@ -180,7 +180,7 @@ def _put(document: Any, path: tuple[PathPart, ...], value: Any) -> None:
 
 
 def without_gone(value: Any) -> Any:
-    """The document without items of lists that were left out."""
+    """Return the document without removed items of lists."""
     if isinstance(value, dict):
         return {name: without_gone(inner) for name, inner in value.items()}
     return [without_gone(each) for each in value if each is not GONE] if isinstance(value, list) else value
@@ -189,7 +189,7 @@ def without_gone(value: Any) -> Any:
 def mend(
     document: dict[str, Any], problems: list[Problem], by_hand: Mapping[str, Any]
 ) -> tuple[dict[str, Any], set[str]]:
-    """The document with the first way out of each problem, and the paths whose edit was taken from `by_hand`."""
+    """Return the document with the first alternative for each problem, and the paths with an edit from `by_hand`."""
     used = set()
     for problem in problems:
         if problem.path in by_hand:
@@ -204,13 +204,13 @@ def mend(
 
 
 def _edits(path: str, given: Any) -> dict[str, Any]:
-    """A value for the blamed field, or edits by their paths."""
+    """Return edits by path, from a value for the blamed field or from such edits."""
     by_path = isinstance(given, dict) and given and all(str(name).startswith(("spec.", "metadata.")) for name in given)
     return given if by_path else {path: given}
 
 
 def job_document(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a small job with these fields of its spec; None leaves a field out."""
+    """Return a small job with these fields of its spec; None omits a field."""
     whole = {
         "task": "text-classification",
         "model": {"uri": "hf://a/b"},

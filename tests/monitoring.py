@@ -1,4 +1,4 @@
-"""What Prometheus would have of an operator and of kube-state-metrics, and Prometheus' own tool to ask it with."""
+"""Series of an operator and of kube-state-metrics as in Prometheus, and Prometheus' own tool to query them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from suite_plugins.patience import patient
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "charts" / "finetune-operator" / "files"
 TARGET_LABELS = frozenset({"cluster", "namespace", "pod", "instance"})
-"""That Prometheus gives to all series of a target; `cluster` where an installation has one."""
+"""Labels that Prometheus adds to all series of a target; `cluster` in installations that set it."""
 TARGET = {"namespace": "ops", "pod": "finetune-operator-0", "instance": "10.0.0.1:8080"}
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -41,7 +41,7 @@ class Series:
     name: str
     labels: Mapping[str, str]
     values: str
-    """In promtool's notation."""
+    """Values in promtool's notation."""
 
     @property
     def notation(self) -> str:
@@ -52,14 +52,14 @@ class Series:
 
 
 def names(expression: str) -> set[str]:
-    """Metrics that a PromQL expression asks for."""
+    """Return the metrics in a PromQL expression."""
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", _LISTS.sub("", _TEXT.sub("", expression)))
     found = re.finditer(r"(?<![\w:.])([a-zA-Z_:][\w:]*)\b(?!\s*\()", bare)
     return {match[1] for match in found} - _WORDS
 
 
 def matchers(expression: str) -> Iterator[tuple[str, str, str, str]]:
-    """Metric, label, operator and value of each condition."""
+    """Yield metric, label, operator and value of each condition."""
     for metric, inner in _SELECTOR.findall(expression):
         for label, operator, value in _MATCHER.findall(inner):
             yield metric, label, operator, value
@@ -69,7 +69,7 @@ def matchers(expression: str) -> Iterator[tuple[str, str, str, str]]:
 
 
 def lived() -> Metrics:
-    """Of a replica that has told everything once."""
+    """Return the metrics of a replica that has recorded each of them once."""
     metrics = Metrics()
     metrics.pass_done(0.1, "failed")
     metrics.request_done("list", "pods", 200, 0.1)
@@ -85,7 +85,7 @@ def lived() -> Metrics:
 
 
 def of_operator() -> list[Series]:
-    """All series of such a replica; all of them grow."""
+    """Return all series of such a replica; all of them grow."""
     found = []
     for family in text_string_to_metric_families(lived().exposition().decode()):
         for sample in family.samples:
@@ -94,13 +94,13 @@ def of_operator() -> list[Series]:
 
 
 def of_state(document: Mapping[str, Any], config: Mapping[str, Any]) -> list[Series]:
-    """What kube-state-metrics tells of an object that stays as it is."""
+    """Return the series of kube-state-metrics for an unchanging object."""
     return [Series(name, labels, f"{value:g}x240") for name, labels, value in state(document, config)]
 
 
 def state(document: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:
-    """What kube-state-metrics makes of an object by its configuration for custom resources, as its pages tell: metric,
-    labels and value.
+    """Yield metric, labels and value of an object by kube-state-metrics' configuration for custom resources, as
+    documented on its pages.
 
     `path` leads to a value, a list or a map; the labels of a metric start at the object, those of `each` at `path`.
     """
@@ -147,18 +147,18 @@ def _labels(value: Any, paths: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def _number(value: Any) -> float:
-    """A time is its Unix time."""
+    """Convert to a number; a time becomes its Unix time."""
     return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else float(value)
 
 
 def state_config() -> dict[str, Any]:
-    """The configuration of kube-state-metrics."""
+    """Return the configuration of kube-state-metrics."""
     config: dict[str, Any] = yaml.safe_load((FILES / "kube-state-metrics.yaml").read_text(encoding="utf-8"))
     return config
 
 
 def jobs() -> dict[str, dict[str, Any]]:
-    """One job that trains, and one that has failed after a success of its training, with all that a status may have."""
+    """Return a training job, and one that failed after a successful training, with all fields of a status."""
     noon = "2026-01-01T12:00:00Z"
     common: dict[str, Any] = {
         "startTime": noon, "restarts": 1, "spot": {"preemptions": 1},
@@ -183,7 +183,7 @@ def jobs() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
     found = {}
     for name, status in statuses.items():
-        # What is no field of a status is dropped here.
+        # Drops values that are no fields of a status.
         told = FineTuneJobStatus.model_validate(status).model_dump(mode="json", by_alias=True, exclude_none=True)
         found[name] = {
             "metadata": {"name": name, "namespace": "ops", "creationTimestamp": noon},
@@ -197,7 +197,7 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 
 def promtool(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Prometheus' own tool, which holds its parser and its engine; the test is skipped where it is not."""
+    """Run Prometheus' own tool, which has its parser and its engine; skip the test without it."""
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not in PATH (Debian's package prometheus has it)")

@@ -1,8 +1,8 @@
-"""A cluster of values: it carries decisions out and lets children, pods and users do what they do.
+"""A simulated cluster: it executes decisions, and children, pods and users act on request.
 
-It keeps the raw JSON of its objects and shows it through the same parsing as the API server's, so that what is decided
-here rests on the whole way from an object to a decision. It holds the rules that no cluster breaks (a name is used
-once, a status goes through JSON) and lets everything else happen.
+It keeps the raw JSON of its objects and passes it through the same parsing as the API server's answers, so that tests
+cover the whole way from an object to a decision. It enforces the rules that no cluster breaks (a name is used once, a
+status goes through JSON) and allows everything else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 NOT_FOR_PEOPLE = re.compile(
     r"\bNone\b|\bTrue\b|\bFalse\b|<[A-Z]\w+[.:]|\b(FailureClass|OperatorCause|Stage)\.|\w+\(\w+="
 )
-"""What Python calls things."""
+"""Python's names, which must not occur in messages."""
 CHILD_KINDS = tuple(each.kind for each in SUPPORTED)
 BERT = model_facts(
     {
@@ -76,7 +76,7 @@ GRACE = timedelta(seconds=60)
 
 
 def report(stage: str, failure: tuple[FailureClass, float] | None = None, **fields: Any) -> str:
-    """A termination message, of success or of a failure of that class and time."""
+    """Return a termination message, of success or of a failure of that class and time."""
     if failure is None:
         fields = {"outcome": "succeeded", **fields}
         if stage == "prepare":
@@ -94,13 +94,13 @@ def report(stage: str, failure: tuple[FailureClass, float] | None = None, **fiel
 
 
 def view_of(raw: Any) -> EndpointView | None:
-    """What an object that runs servers is to the operator."""
+    """Return the operator's view of an object that runs servers."""
     return inference_service_view(raw) if raw["kind"] == "InferenceService" else endpoint_view(raw)
 
 
 @dataclass
 class World:
-    """See the module."""
+    """Simulated cluster with one job: see the module."""
 
     spec: dict[str, Any] = field(default_factory=lambda: json.loads(json.dumps(SPEC)))
     settings: Settings = CLUSTER_SETTINGS
@@ -113,11 +113,11 @@ class World:
     pods: dict[str, Any] = field(default_factory=dict)
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
     kserve: bool = False
-    """Whether InferenceServices are served."""
+    """True if InferenceServices are served."""
     servers: dict[str, Any] = field(default_factory=dict)
-    """What runs the servers of the endpoint's revisions: Deployments and InferenceServices."""
+    """Deployments and InferenceServices of the endpoint's revisions."""
     predictors: dict[str, Any] = field(default_factory=dict)
-    """Deployments that KServe has made, by the name of their InferenceService."""
+    """Deployments created by KServe, by the name of their InferenceService."""
     annotations: dict[str, str] = field(default_factory=dict)
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
@@ -125,11 +125,11 @@ class World:
     progress: ProgressStatus | None = None
     moved: datetime | None = None
     heard_since: datetime | None = None
-    """Since when the operator can hear reports; None, as here: it cannot."""
+    """Time since which the operator receives reports; None, the default: it does not."""
     logs: dict[str, str] = field(default_factory=dict)
-    """What the pods have logged."""
+    """Pod -> its log."""
     last_logs: dict[str, str] = field(default_factory=dict)
-    """Those that were read when a deletion began."""
+    """Logs that were read at the start of a deletion."""
     uid: str = UID
     events: list[EventNote] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
@@ -141,7 +141,7 @@ class World:
     # ---------------------------------------------------------------------------------------------------- operator
 
     def job(self) -> JobView:
-        """The job as the API server has it."""
+        """Return the job as in the API server."""
         metadata: dict[str, Any] = {
             "name": "reviews",
             "namespace": "team",
@@ -154,14 +154,14 @@ class World:
         metadata |= {"annotations": self.annotations} if self.annotations else {}
         document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata}
         document |= {"spec": self.spec, "status": self.status}
-        # Most of the time of a walk is validation, and most calls see the same job again.
+        # Most of a walk's time is validation, and most calls see the same job again.
         text = json.dumps(document)
         if self._viewed is None or self._viewed[:2] != (text, self.settings):
             self._viewed = text, self.settings, job_view(document, self.settings)
         return self._viewed[2]
 
     def observed(self) -> Observed:
-        """Everything else, with the logs that are asked for."""
+        """Return everything else, with the requested logs."""
         children = tuple(view for raw in self.children.values() if (view := child_view(raw)) is not None)
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
         seen = Observed(
@@ -179,11 +179,11 @@ class World:
         return replace(seen, logs=logs, last_logs=tuple(self.last_logs.items()))
 
     def decide(self) -> Decision:
-        """What the operator would do now."""
+        """Return the operator's decision now."""
         return decide(self.job(), self.observed(), self.now, self.settings)
 
     def step(self, crash_after: int | None = None) -> Decision:
-        """One pass; with `crash_after`, the operator dies after that many of its writes."""
+        """Reconcile once; with `crash_after`, the operator dies after that many of its writes."""
         over = self.status is not None and self.status.get("phase") in ("Succeeded", "Failed")
         decision = self.decide()
         assert not (over and decision.create), "a job that has ended creates nothing"
@@ -223,7 +223,7 @@ class World:
         return decision
 
     def _check_plan(self, decision: Decision) -> None:
-        """The plan that the status tells is the one that a new attempt at train gets."""
+        """Check that a new attempt at train gets the plan in the status."""
         plan = decision.status.plan
         for manifest in decision.create:
             if manifest["kind"] != "ConfigMap" or "-train-" not in manifest["metadata"]["name"]:  # type: ignore[index, call-overload, operator]
@@ -235,7 +235,7 @@ class World:
             assert told == (batch.get("microBatchSize"), batch.get("gradientAccumulation")), "the status tells a lie"
 
     def settle(self, passes: int = 12) -> None:
-        """Pass after pass until nothing changes; fails when that takes too long."""
+        """Reconcile until nothing changes; fail after `passes` reconciles."""
         for _ in range(passes):
             before = (self.status, set(self.children), self.refusals)
             decision = self.step()
@@ -245,7 +245,7 @@ class World:
         raise AssertionError(f"{passes} passes and no end: {self.status}")
 
     def wait(self, seconds: float) -> None:
-        """Time passes; pods whose grace period is over end, and then passes are made."""
+        """Advance the time; end pods whose grace period is over, then reconcile."""
         self.now += timedelta(seconds=seconds)
         for name, raw in list(self.pods.items()):
             until = raw["metadata"].get("deletionTimestamp")
@@ -259,7 +259,7 @@ class World:
         if kind in self.refuse:
             return Refusal(ref, *self.refuse[kind])
         if kind not in CHILD_KINDS:
-            # One that is there already stays as it is, as its name is the job's.
+            # An existing one stays unchanged, as its name is the job's.
             self.others.setdefault((kind, name), json.loads(json.dumps(manifest)))
             return None
         if name in self.children:
@@ -270,7 +270,7 @@ class World:
         raw["metadata"] |= {"uid": f"uid-{name}", "creationTimestamp": stamp(self.now)}
         self.children[name] = raw
         self.created.append(name)
-        # What was told is of the attempt before.
+        # Earlier reports belong to the attempt before.
         self.progress = self.moved = None
         return None
 
@@ -306,13 +306,13 @@ class World:
 
     @property
     def server(self) -> Any:
-        """The Deployment of the newest revision; None: there is none."""
+        """Deployment of the newest revision; None if there is none."""
         return next(reversed(self.servers.values()), None)
 
     # -------------------------------------------------------------------------------------------------------- cluster
 
     def alive(self, stage: str) -> list[str]:
-        """Pods and children of a stage that run, or may yet; a pod that its node has forgotten is none."""
+        """Return pods and children of a stage that run or may still run, without pods forgotten by their node."""
         pods = []
         for name, raw in self.pods.items():
             until = raw["metadata"].get("deletionTimestamp")
@@ -327,7 +327,7 @@ class World:
         return str(raw["metadata"]["labels"]["finetune.dev/stage"])
 
     def delete_child(self, name: str) -> None:
-        """It goes; its pods that still run get their grace period."""
+        """Delete the child; its running pods get their grace period."""
         self.children.pop(name, None)
         for pod, raw in list(self.pods.items()):
             if raw["child"] != name:
@@ -338,24 +338,24 @@ class World:
                 raw["metadata"].setdefault("deletionTimestamp", stamp(self.now + GRACE))
 
     def configuration(self, attempt: str) -> str:
-        """job.json of an attempt."""
+        """Return job.json of an attempt."""
         return str(self.others["ConfigMap", attempt]["data"]["job.json"])
 
     def unfinished(self, name: str) -> bool:
-        """Whether the child is not over."""
+        """Return whether the child has not ended."""
         view = child_view(self.children[name])
         return view is not None and view.state not in ("Succeeded", "Failed")
 
     def after(self, seconds: float) -> str:
-        """That time from now, as Kubernetes writes it."""
+        """Return the time `seconds` from now, in Kubernetes' form."""
         return stamp(self.now + timedelta(seconds=seconds))
 
     def newest(self) -> str:
-        """Name of the child that was made last and is still there."""
+        """Return the name of the newest existing child."""
         return next(name for name in reversed(self.created) if name in self.children)
 
     def make_pods(self, name: str, phase: str = "Pending", node: str | None = None) -> list[str]:
-        """The pods of a child, as its controller makes them."""
+        """Create the pods of a child, like its controller."""
         raw = self.children[name]
         spec, made = raw["spec"], []
         if raw["kind"] == "Job":
@@ -389,7 +389,7 @@ class World:
         return made
 
     def start(self, name: str | None = None) -> str:
-        """The newest child, or that one, runs with all its pods."""
+        """Start the newest child, or `name`, with all its pods."""
         name = name or self.newest()
         raw = self.children[name]
         self.make_pods(name, "Running")
@@ -403,12 +403,12 @@ class World:
         return name
 
     def condition(self, type_: str, reason: str = "Because", message: str = "") -> dict[str, str]:
-        """One that holds from now on."""
+        """Return a condition that is true from now on."""
         moment = stamp(self.now)
         return {"type": type_, "status": "True", "reason": reason, "message": message, "lastTransitionTime": moment}
 
     def end_pod(self, pod: str, code: int, message: str = "", reason: str = "") -> None:
-        """Its container ends."""
+        """End the pod's container."""
         raw = self.pods[pod]
         raw["status"]["phase"] = "Succeeded" if code == 0 else "Failed"
         ended = {
@@ -423,7 +423,7 @@ class World:
         return [pod for pod, raw in self.pods.items() if raw["child"] == child]
 
     def end_child(self, name: str, succeeded: bool, reason: str = "BackoffLimitExceeded") -> None:
-        """Its controller says that it is over."""
+        """End the child, as set in the status by its controller."""
         raw = self.children[name]
         if raw["kind"] == "SparkApplication":
             told = {"state": "COMPLETED" if succeeded else "FAILED"}
@@ -436,7 +436,7 @@ class World:
             status["completionTime"] = stamp(self.now)
 
     def succeed(self, name: str | None = None, **fields: Any) -> str:
-        """The newest child, or that one, runs and ends well; `fields` of its reports replace the usual ones."""
+        """Let the newest child, or `name`, run and succeed; `fields` replace those of its reports."""
         name = name or self.newest()
         if not self.pods_of(name):
             self.start(name)
@@ -447,7 +447,7 @@ class World:
         return name
 
     def fail(self, failure: FailureClass, name: str | None = None) -> str:
-        """The newest child, or that one, fails with what its first pod reports; the others lose their connection."""
+        """Let the newest child, or `name`, fail: its first pod reports `failure`, the others a lost connection."""
         name = name or self.newest()
         if not self.pods_of(name):
             self.start(name)
@@ -461,7 +461,7 @@ class World:
         return name
 
     def fail_silently(self, code: int, name: str | None = None, reason: str = "") -> str:
-        """The same without a report."""
+        """Let the newest child, or `name`, fail without a report."""
         name = name or self.newest()
         if not self.pods_of(name):
             self.start(name)
@@ -484,17 +484,17 @@ class World:
         return str(self.job().status.phase)
 
     def stage(self, name: str) -> tuple[str, int]:
-        """State and attempt."""
+        """Return state and attempt of a stage."""
         found = next(one for one in self.job().status.stages if one.name == name)
         return found.state, found.attempt
 
     def said(self, type_: str) -> tuple[str, str, str]:
-        """Status, reason and message of a condition."""
+        """Return status, reason and message of a condition."""
         one = next(one for one in self.job().status.conditions if one.type == type_)
         return one.status, one.reason, one.message
 
     def told(self) -> list[str]:
-        """Reasons of all events."""
+        """Return the reasons of all events."""
         return [note.reason for note in self.events]
 
 
@@ -502,7 +502,7 @@ class World:
 
 
 def through(world: World, stages: int) -> None:
-    """That many stages succeed, and the next one runs."""
+    """Let `stages` stages succeed, and the next one run."""
     world.settle()
     for _ in range(stages):
         world.succeed()
@@ -553,4 +553,4 @@ LIVES: dict[str, Callable[[World], object]] = {
     "a suspended job": suspended,
     "a quota in the way": refused,
 }
-"""Sentence -> what happens to a job; one for each phase and each kind of end."""
+"""Sentence -> function that brings a job there; one for each phase and each kind of end."""

@@ -1,7 +1,7 @@
-"""Writes docs/support.md: which combinations of task, strategy, launcher, adapter and precision `finetune plan` takes.
+"""Writes docs/support.md: combinations of task, strategy, launcher, adapter and precision that `finetune plan` accepts.
 
-Every cell is the answer of `validate_job` and `plan` to a job that asks for that combination; no cell is written by
-hand. A refusal becomes a footnote with the message that a user would read.
+Every cell is the answer of `validate_job` and `plan` to a job with that combination; no cell is written by hand. A
+refusal becomes a footnote with the message for the user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TASKS: tuple[Task, ...] = get_args(Task)
 LAUNCHERS = tuple(each.name for each in launchers.LAUNCHERS if "train" in each.stages)
 WORKING_LAUNCHERS = tuple(name for name in served_words("launcher", LAUNCHERS) if name in LAUNCHERS)
 LOCAL = "`finetune run`"
-"""The launcher that is no field: processes of the machine on which the command runs."""
+"""Launcher without a value in the API: processes of the machine on which the command runs."""
 ADAPTERS: tuple[AdapterMethod, ...] = get_args(AdapterMethod)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 NODES = {
@@ -48,7 +48,7 @@ MODELS: Mapping[Task, str] = {
     "translation": "google-t5/t5-base",
     "masked-lm": "FacebookAI/roberta-base",
 }
-"""A model of the kind that people take for the task; its published shape is known to the planner."""
+"""Task -> a typical model for it; its published shape is known to the planner."""
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "`single`": {"strategy": "single"},
@@ -62,7 +62,7 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "`pipeline: {degree: 2}`": {"pipeline": {"degree": 2}},
     "`sequence: 2`": {"sequence": 2},
 }
-"""What `spec.parallelism` says, by its name in the tables."""
+"""Name in the tables -> `spec.parallelism`."""
 
 
 SCRIPT = {"git": {"url": "https://github.com/acme/programs", "ref": "main"}, "entryPoint": "train.py"}
@@ -70,7 +70,7 @@ SCRIPT = {"git": {"url": "https://github.com/acme/programs", "ref": "main"}, "en
 
 @dataclass(frozen=True)
 class Combination:
-    """One job of the matrix; what it leaves out has its default."""
+    """One job of the matrix; other fields have their defaults."""
 
     task: Task = "text-classification"
     strategy: str = "`ddp`"
@@ -80,10 +80,10 @@ class Combination:
     node: str = GPU_NODE
     nodes: int = 1
     script: bool = False
-    """Whether a program of the user's own trains."""
+    """True if a program of the user's own trains."""
 
     def document(self) -> dict[str, Any]:
-        """The job file."""
+        """Return the job file."""
         parallelism = STRATEGIES[self.strategy]
         gpus = 1 if parallelism.get("strategy") == "single" else 4
         count = {"gpusPerNode": gpus} if self.node != CPU_NODE else {"gpusPerNode": 0, "processesPerNode": gpus}
@@ -106,7 +106,7 @@ class Combination:
 
 @cache
 def refusals(asked: Combination) -> tuple[Problem, ...]:
-    """What `finetune plan` says against the combination; nothing when it plans it."""
+    """Return the problems of `finetune plan` with the combination; empty if it is planned."""
     local = asked.launcher == LOCAL
     settings = LOCAL_SETTINGS if local else CLUSTER_SETTINGS
     job, problems = validate_job(asked.document(), settings)
@@ -125,12 +125,12 @@ def refusals(asked: Combination) -> tuple[Problem, ...]:
 
 @dataclass
 class Notes:
-    """The footnotes of a page, numbered as they come; equal reasons share one."""
+    """Footnotes of a page, numbered in order; equal reasons share one."""
 
     numbers: dict[str, int] = field(default_factory=dict)
 
     def mark(self, problems: Sequence[Problem]) -> str:
-        """`no`, with the numbers of its reasons."""
+        """Return `no`, with the numbers of its reasons."""
         found = dict.fromkeys(self.numbers.setdefault(reason(each), len(self.numbers) + 1) for each in problems)
         return "no" + " ".join(f"[^{number}]" for number in found)
 
@@ -142,13 +142,13 @@ _LONG_LIST = re.compile(r"(\w+, \w+, \w+)((?:, \w+){12,})")
 
 
 def reason(problem: Problem) -> str:
-    """The message of a refusal as Markdown, without the value; a long list is cut."""
+    """Return the message of a refusal as Markdown, without the value; a long list is cut."""
     words = f"`{problem.path}`: {problem.rule}; {problem.way_out}."
     return _LONG_LIST.sub(lambda found: f"{found[1]} and {found[2].count(',')} others", words)
 
 
 def cell(notes: Notes, asked: Mapping[str, Combination]) -> str:
-    """`yes`, or the reason against it; where combinations differ, those that are accepted by their names."""
+    """Return `yes`, or the reason against it; if combinations differ, the names of the accepted ones."""
     refused = {name: against for name, each in asked.items() if (against := refusals(each))}
     if not refused:
         return "yes"
@@ -157,7 +157,7 @@ def cell(notes: Notes, asked: Mapping[str, Combination]) -> str:
 
 
 def table(notes: Notes, corner: str, rows: Mapping[str, Mapping[str, Mapping[str, Combination]]]) -> Iterator[str]:
-    """Rows and columns by their names, in each cell the combinations that it tells of."""
+    """Yield the lines of a table; `rows`: row -> column -> combinations of the cell."""
     columns = list(next(iter(rows.values())))
     yield f"| {corner} | {' | '.join(columns)} |"
     yield f"|---|{'---|' * len(columns)}"
@@ -167,7 +167,7 @@ def table(notes: Notes, corner: str, rows: Mapping[str, Mapping[str, Mapping[str
 
 
 def words(term: Term) -> str:
-    """A term of a constraint as Markdown: the field that makes the choice, and its values."""
+    """Return a term of a constraint as Markdown: the field of the choice, and its values."""
     name = f"`{_NAMES.get(term.choice) or ' x '.join(FIELDS[term.choice])}`"
     values = " or ".join(f"`{str(value).lower()}`" for value in term.values)
     match term.values:
@@ -186,11 +186,11 @@ _NAMES = {
     "liger": "arguments.use_liger_kernel",
     "device": "device",
 }
-"""Choices that are no field by themselves."""
+"""Choices that do not correspond to one field -> their names."""
 
 
 def together() -> Iterator[str]:
-    """The table of constraints: what a choice needs of the others."""
+    """Yield the table of constraints between choices."""
     yield "| Choice | Needs |"
     yield "|---|---|"
     for constraint in CONSTRAINTS:
@@ -203,11 +203,11 @@ PLACES = {
     "2 nodes": Combination(nodes=2),
     "`training.script`": Combination(script=True),
 }
-"""The columns of the launchers' table."""
+"""Columns of the launchers' table."""
 
 
 def support_matrix() -> str:
-    """The whole page, ending in a newline; equal code gives equal text."""
+    """Return the whole page, ending in a newline; equal code gives equal text."""
     notes = Notes()
     everywhere = (LOCAL, *LAUNCHERS)
     working = (LOCAL, *WORKING_LAUNCHERS)

@@ -1,5 +1,5 @@
-"""For tests of `finetune ui`: folders as `finetune run` leaves them, an API server of a few jobs, and a server
-over both."""
+"""Support for tests of `finetune ui`: output folders of `finetune run`, an API server of a few jobs, and a server over
+both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALL = (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT)
 
 
 def history_lines(steps: int, first: int = 1) -> str:
-    """What a training writes into history.jsonl."""
+    """Return lines as in a training's history.jsonl."""
     lines = [
         {"step": step, "loss": 1 / step, "learning_rate": 1e-4, "tokens_per_second": 900.0}
         for step in range(first, first + steps)
@@ -53,7 +53,7 @@ def write_run(
     log: str = "step 1  loss 0.7\n",
     spec: Mapping[str, Any] | None = None,
 ) -> JobPaths:
-    """A run whose stages `done` have ended well, and whose training has logged `steps` steps."""
+    """Write a run with the successful stages `done`, and `steps` logged steps of training."""
     gate = {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.8}}}
     planned = plan(job({"predict": {}, **gate, **(spec or {})}, name), Facts(model=BERT, local=True), LOCAL_SETTINGS)
     paths = JobPaths.of(workspace, name)
@@ -82,7 +82,7 @@ def write_run(
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server has answered."""
+    """Answer of a server."""
 
     code: int
     headers: Mapping[str, str]
@@ -95,13 +95,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class Client:
-    """Asks a server as a browser does that has opened its URL."""
+    """Sends requests to a server like a browser that has opened its URL."""
 
     server: Server
     cookie: str = field(default="")
 
     def send(self, path: str, method: str = "GET", **headers: str | None) -> Reply:
-        """Send one request; `headers` with `_` for `-`, None takes one away."""
+        """Send one request; `headers` with `_` for `-`, None removes one."""
         port = self.server.port
         given: dict[str, str | None] = {"Host": f"127.0.0.1:{port}", "Cookie": self.cookie or self._own_cookie()}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
@@ -118,7 +118,7 @@ class Client:
             connection.close()
 
     def page(self, *parts: str) -> str:
-        """The page at these parts of a path, which has to be there."""
+        """Return the page at these parts of a path, which must exist."""
         reply = self.send("/" + "/".join(quote(part, safe="") for part in parts))
         assert reply.code == 200, reply.text
         return reply.text
@@ -129,7 +129,7 @@ class Client:
 
 @contextmanager
 def serving(workspace: Path, jobs: ClusterJobs | None = None) -> Iterator[Client]:
-    """A server over the workspace, for the time of a `with` block."""
+    """Run a server over the workspace during the `with` block."""
     with Server(Pages(Workspace(workspace), jobs), 0) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -141,7 +141,7 @@ def serving(workspace: Path, jobs: ClusterJobs | None = None) -> Iterator[Client
 
 
 def standalone(client: Client, file: Path, *parts: str) -> Path:
-    """Write the page into a file that holds its styles, as a browser shows it that runs no script."""
+    """Write the page into a file with its styles, as shown by a browser without scripts."""
     page = re.sub(r"<script src=[^>]*></script>|<link rel=.icon.[^>]*>", "", client.page(*parts))
     linked = re.compile(r'<link rel="stylesheet" href="/([^"]+)">')
     styled = linked.sub(lambda found: f"<style>{client.send(f'/{found[1]}').text}</style>", page)
@@ -202,7 +202,7 @@ POD = {
 
 @dataclass
 class Api:
-    """An API server of a few objects, which notes what it is asked."""
+    """API server of a few objects, which records its requests."""
 
     jobs: list[dict[str, Any]] = field(default_factory=lambda: [TRAINING, FAILED])
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -230,7 +230,7 @@ class Api:
         return (200, json.dumps(answers[path]).encode()) if path in answers else (404, b'{"message": "none"}')
 
     def write_kubeconfig(self, file: Path) -> Path:
-        """A kubeconfig that leads here."""
+        """Write a kubeconfig for this server."""
         config = {
             "current-context": "c",
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "team"}}],
@@ -243,7 +243,7 @@ class Api:
 
 @contextmanager
 def api_server() -> Iterator[Api]:
-    """An API server for the time of a `with` block."""
+    """Run an API server during the `with` block."""
     api = Api()
 
     class Handler(BaseHTTPRequestHandler):

@@ -47,7 +47,7 @@ class Measured:
 
 
 def spec(model: str, data: str, launcher: str, steps: int | None) -> Object:
-    """The job; what differs between the arms is how two processes are placed, and where the inputs lie."""
+    """Return the job's spec; the arms differ in the placement of the two processes and the place of the inputs."""
     local = launcher == BASELINE
     length = {"maxSteps": steps} if steps else {"epochs": 1}
     return {
@@ -69,12 +69,12 @@ def spec(model: str, data: str, launcher: str, steps: int | None) -> Object:
 
 
 def job(name: str, content: Object) -> Object:
-    """As it is applied."""
+    """Return the job as applied."""
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": content}
 
 
 def run_here(inputs: Path, work: Path, name: str, steps: int | None) -> Measured:
-    """The baseline."""
+    """Run the baseline."""
     file = work / f"{name}.yaml"
     content = spec(f"file://{inputs}/minilm", f"file://{inputs}/rotten_tomatoes", BASELINE, steps)
     file.write_text(yaml.safe_dump(job(name, content)))
@@ -98,7 +98,7 @@ def run_here(inputs: Path, work: Path, name: str, steps: int | None) -> Measured
 
 
 def run_there(team: Team, launcher: str, steps: int | None) -> Measured:
-    """An arm: from `kubectl apply` until the job says Succeeded."""
+    """Run an arm, timed from `kubectl apply` until the job is Succeeded."""
     name = team.new_name(f"over-{launcher}")
     content = spec(f"pvc://{INPUTS}/minilm", f"pvc://{INPUTS}/rotten_tomatoes", launcher, steps)
     began = time.monotonic()
@@ -110,14 +110,14 @@ def run_there(team: Team, launcher: str, steps: int | None) -> Measured:
 
 
 def seconds(stage: Object) -> float:
-    """How long the stage took by its own times, which are whole seconds."""
+    """Return the stage's duration by its own times, which are whole seconds."""
     ended = moment(stage["completionTime"])
     assert ended is not None
     return seconds_since(stage["startTime"], ended)
 
 
 def table(rounds: list[dict[str, Measured]]) -> str:
-    """One line for each arm and round; the overhead is against the baseline of the same round."""
+    """Return a line for each arm and round; the overhead is relative to the baseline of the same round."""
     lines = [f"{'round':>5} {'arm':14} {'all s':>7} {'over s':>7} {'over %':>7} {'accuracy':>9}  stages"]
     for number, found in enumerate(rounds, start=1):
         base = found[BASELINE].whole
@@ -132,7 +132,7 @@ def table(rounds: list[dict[str, Measured]]) -> str:
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse options, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, help="optimizer steps instead of one epoch")

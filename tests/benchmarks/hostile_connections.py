@@ -57,7 +57,7 @@ class Seen:
     """Measurements of one arm."""
 
     answers: Counter[str] = field(default_factory=Counter)
-    """By HTTP status, or by the error."""
+    """Count of answers by HTTP status, or by error."""
     longest_report: float = 0.0
     longest_health: float = 0.0
     memory: float = 0.0
@@ -65,14 +65,14 @@ class Seen:
 
 
 class From(HTTPAdapter):
-    """Requests that come from one address."""
+    """Adapter whose requests come from one address."""
 
     def init_poolmanager(self, *args: object, **kw: object) -> None:
         super().init_poolmanager(*args, **kw, source_address=(ADDRESSES[0], 0))  # type: ignore[no-untyped-call]
 
 
 async def attack(ports: Sequence[tuple[int, bool]], seen: Seen, seconds: float) -> None:
-    """Hold HELD connections open, each of which says one hostile thing; one that is closed is opened again."""
+    """Hold HELD connections open, each of which sends one hostile input; reopen closed ones."""
     end = time.monotonic() + seconds
     draw = random.Random(0)
     trusting = ssl.create_default_context()
@@ -94,7 +94,7 @@ async def attack(ports: Sequence[tuple[int, bool]], seen: Seen, seconds: float) 
                     for part in said(kind, draw):
                         writer.write(part)
                         await writer.drain()
-                    # Until the operator has enough of it.
+                    # Until the operator closes it.
                     async with asyncio.timeout(max(0.1, end - time.monotonic())):
                         await reader.read()
                 finally:
@@ -162,7 +162,7 @@ def watch_over(process: OperatorProcess, seen: Seen, stop: threading.Event) -> N
 def run(
     cluster: Cluster, around: StandIns, process: OperatorProcess, webhook: int, minutes: float, hostile: bool
 ) -> Seen:
-    """One arm."""
+    """Run one arm."""
     seen, stop = Seen(), threading.Event()
     process.start()
     pid = process.pid
@@ -199,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     arguments = parser.parse_args()
-    # The attacker's connections end in all ways.
+    # The attacker's connections end in many ways.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     urllib3.disable_warnings()
     print(f"{'arm':<9}{'opened':>8}{'taken':>7}{'lost':>6}{'report s':>10}{'/healthz s':>12}{'MiB':>6}  answers")

@@ -57,18 +57,18 @@ class Seen:
     cpu: float = 0.0
     stored: int = 0
     storing: float = 0.0
-    """Seconds that it took to store them."""
+    """Seconds for storing them."""
     judged: float = 0.0
     """Seconds until all were judged."""
 
 
 def suspended(number: int) -> str:
-    """A valid job that does nothing."""
+    """Return a valid, suspended job as JSON."""
     return json.dumps(job_of(f"noise-{number}", merged(HONEST_SPEC, {"runPolicy": {"suspend": True}})))
 
 
 def hostile(number: int) -> str:
-    """One job of many kinds, always the same for a number."""
+    """Return a hostile job as JSON, always the same for a number."""
     draw = random.Random(number)
     make = HOSTILE[number % len(HOSTILE)]
     spec = merged(HONEST_SPEC, {"training": {"arguments": {"x": NESTED}}})
@@ -108,7 +108,7 @@ def job_of(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def store(access: Access, namespace: str, texts: Iterator[str], rate: float, stop: threading.Event) -> int:
-    """Store them, so many a second; gives how many the API server has taken."""
+    """Store the jobs at `rate` per second; return how many the API server accepted."""
     path, began, local = path_of(API_VERSION, PLURAL, namespace), time.monotonic(), threading.local()
 
     def post(numbered: tuple[int, str]) -> bool:
@@ -126,7 +126,7 @@ def store(access: Access, namespace: str, texts: Iterator[str], rate: float, sto
 
 
 def watch_over(process: OperatorProcess, seen: Seen, stop: threading.Event) -> None:
-    """The longest answer and the largest memory, until `stop`."""
+    """Record the longest answer and the largest memory, until `stop`."""
     session, operator = new_session(), psutil.Process(process.pid)
     while not stop.wait(0.1):
         began = time.monotonic()
@@ -137,7 +137,7 @@ def watch_over(process: OperatorProcess, seen: Seen, stop: threading.Event) -> N
 
 
 def run(cluster: Cluster, process: OperatorProcess, name: str, texts: Iterator[str], rate: float) -> Seen:
-    """One arm, with an operator of its own."""
+    """Run one arm, with an operator of its own."""
     seen, stop = Seen(name), threading.Event()
     process.start()
     pid, operator = process.pid, psutil.Process(process.pid)
@@ -155,7 +155,7 @@ def run(cluster: Cluster, process: OperatorProcess, name: str, texts: Iterator[s
 
 
 def endure(cluster: Cluster, seen: Seen, team: str, noise: str, storing: Future[int]) -> None:
-    """The honest jobs, while others are stored; and then until those are refused."""
+    """Run the honest jobs while others are stored; then wait until those are refused."""
     began = time.monotonic()
     time.sleep(5)
     api, path = Api(cluster.access), path_of(API_VERSION, PLURAL, team)
@@ -178,8 +178,8 @@ def ended(api: Api, path: str) -> bool:
 
 
 def unjudged(cluster: Cluster, namespace: str) -> int | None:
-    """Count the jobs that are not refused yet, by kubectl: Python could not read them. None: the API server, which is
-    full of them, did not answer in time.
+    """Count the jobs that are not refused yet, by kubectl, as Python could not read them. None: the API server, full of
+    them, did not answer in time.
     """
     each = '{range .items[*]}{.status.conditions[?(@.type=="Accepted")].status}{"\\n"}{end}'
     found = cluster.kubectl("get", PLURAL, "-n", namespace, "-o", f"jsonpath={each}")

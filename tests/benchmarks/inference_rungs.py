@@ -71,14 +71,14 @@ class Case:
     task: str
     folder: str
     role: str
-    """Split that is predicted."""
+    """Split to predict."""
     columns: dict[str, str]
     inputs: dict[str, str]
-    """Those of the rows to predict."""
+    """Columns of the rows to predict."""
     steps: int
     max_length: int
     share: float = 1.0
-    """Rows to predict, as a share of --rows: long ones are fewer."""
+    """Share of --rows to predict, lower for long rows."""
 
 
 CASES = (
@@ -99,7 +99,7 @@ CASES = (
 
 
 def tuned(case: Case, data: Path, workspace: Path) -> Path:
-    """The model, fine-tuned on the task; trained once."""
+    """Return the model, fine-tuned on the task; trained once."""
     model = workspace / case.task / "model"
     if (model / "config.json").is_file():
         return model
@@ -127,7 +127,7 @@ def tuned(case: Case, data: Path, workspace: Path) -> Path:
 
 @dataclass
 class Bench:
-    """A model and the rows that it answers."""
+    """A model and its rows."""
 
     case: Case
     model_folder: Path
@@ -172,7 +172,7 @@ class Bench:
         return self.answerer.sample(self.shards.shards(), self.rows)[0].batches
 
     def trainers(self, name: str, forward: ForwardPass | None) -> Callable[[], Rows]:
-        """Predict as the stage does."""
+        """Return a function that predicts like the stage."""
         place = self.scratch / f"{name}.jsonl"
         answerer = Answerer(**{**vars(self.answerer), "forward": forward})
 
@@ -190,7 +190,7 @@ class Bench:
         return run
 
     def notebooks(self, name: str) -> Callable[[], Rows]:
-        """Predict as the published notebooks do, padded to 128 with autograd, or with that mended."""
+        """Return a function that predicts like the published notebooks: padded to 128 with autograd, or neither."""
         tokenizer = AutoTokenizer.from_pretrained(self.model_folder)
         model = AutoModelForSequenceClassification.from_pretrained(self.model_folder).eval()
         names = model.config.id2label
@@ -219,7 +219,7 @@ def write(path: Path, rows: Rows) -> None:
 
 
 def useful_flops(model: PreTrainedModel, batches: Sequence[Batch]) -> float:
-    """Of the tokens that are no padding: two for each weight of the layers, and the products of attention."""
+    """Return the operations of non-padding tokens: two per weight of the layers, and attention's products."""
     config = model.config
     hidden, layers = config.hidden_size, config.num_hidden_layers
     weights = layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
@@ -241,7 +241,7 @@ def peak(dtype: torch.dtype) -> float:
 
 @dataclass
 class Arm:
-    """One way, and what was measured of it."""
+    """One arm and its measurements."""
 
     name: str
     run: Callable[[], Rows]
@@ -255,7 +255,7 @@ class Arm:
 
 
 def arms_of(bench: Bench, batches: Sequence[Batch], wanted: Sequence[str]) -> list[Arm]:
-    """Those that this machine has; prints why others are left out."""
+    """Return the arms that this machine supports; print why others are left out."""
     machine, arms = Machine.here(), []
     if bench.case.task == "text-classification":
         arms = [Arm(name, bench.notebooks(name)) for name in BASELINES]
@@ -280,14 +280,14 @@ def arms_of(bench: Bench, batches: Sequence[Batch], wanted: Sequence[str]) -> li
 
 
 def compared(rows: Rows) -> Rows:
-    """Rows with what all arms have: the trainer also tells the probabilities of other labels."""
+    """Reduce rows to the fields of all arms: the trainer also writes the probabilities of other labels."""
     return [{name: row[name] for name in ("label", "score", "answer") if name in row} for row in rows]
 
 
 def measure(bench: Bench, repeats: int, wanted: Sequence[str]) -> None:
     batches = bench.sample()
     arms = arms_of(bench, batches, wanted)
-    for arm in arms:  # warm-up; sizes of batches are met for the first time
+    for arm in arms:  # warm-up: first use of each batch size
         arm.rows = compared(arm.run())
     peaks: dict[str, list[float]] = {"fp32": [], "bf16": []}
     for turn in range(repeats):

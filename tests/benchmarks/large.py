@@ -50,7 +50,7 @@ SHAPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One run."""
+    """Figures of one run."""
 
     tokens_per_second: float
     peak_bytes: int
@@ -78,7 +78,7 @@ def device() -> str:
 
 
 def write_inputs(folder: Path, shape: str, text: Path) -> None:
-    """A model of the shape in bf16, a tokenizer learnt from the text, and the text's paragraphs."""
+    """Write a model of the shape in bf16, a tokenizer trained on the text, and the text's paragraphs."""
     if (folder / "done").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def write_inputs(folder: Path, shape: str, text: Path) -> None:
 
 
 def blocks(folder: Path, length: int) -> list[dict[str, list[int]]]:
-    """All paragraphs, each with its end, one behind the other and cut."""
+    """Return all paragraphs, each with its end token, concatenated and cut to `length`."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     lines = (folder / "train.txt").read_text(encoding="utf-8").splitlines()
     tokens = [token for ids in tokenizer(lines)["input_ids"] for token in [*ids, tokenizer.eos_token_id]]
@@ -103,7 +103,7 @@ def blocks(folder: Path, length: int) -> list[dict[str, list[int]]]:
 
 
 def baseline(options: argparse.Namespace, folder: Path) -> Arm:
-    """In this process."""
+    """Run the baseline in this process."""
     ends: list[float] = []
 
     class Clock(transformers.TrainerCallback):
@@ -149,7 +149,7 @@ def baseline(options: argparse.Namespace, folder: Path) -> Arm:
 
 
 def ours(options: argparse.Namespace, folder: Path, strategy: str) -> Arm:
-    """`finetune run`."""
+    """Run our arm by `finetune run`."""
     spec = {
         "task": "text-generation",
         "model": {"uri": f"file://{(folder / 'model').resolve()}"},
@@ -189,7 +189,7 @@ def ours(options: argparse.Namespace, folder: Path, strategy: str) -> Arm:
 
 
 def operations_of_token(shape: str, length: int) -> float:
-    """Useful ones of training."""
+    """Return the useful operations of training per token."""
     config = SHAPES[shape]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -205,7 +205,7 @@ def operations_of_token(shape: str, length: int) -> float:
 
 
 def peak_of_device() -> float:
-    """Operations a second in bf16, of all devices."""
+    """Return the operations per second in bf16, of all devices."""
     if device() == "cpu":
         return peak("bf16")
     name = torch.cuda.get_device_name()
@@ -263,7 +263,7 @@ def main() -> None:
     for strategy in options.strategies:
         try:
             print(shown(strategy, ours(options, folder, strategy), operations, most, base), flush=True)
-        except RuntimeError as error:  # too large for this machine, say: the others are measured
+        except RuntimeError as error:  # for example too large for this machine: go on with the others
             print(error, flush=True)
 
 

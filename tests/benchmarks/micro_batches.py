@@ -35,7 +35,7 @@ ARMS: dict[str, int | str] = {BASELINE: GLOBAL_BATCH, OURS: "auto"}
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run has left."""
+    """Figures of a run."""
 
     micro_batch: int
     steps_per_second: float
@@ -45,7 +45,7 @@ class Ran:
 
 
 def run(arm: str, folder: Path, data: Path, model: str, precision: str, steps: int) -> Ran:
-    """One job from prepare to the end."""
+    """Run one job from prepare to the end."""
     spec = {
         "task": "token-classification",
         "model": {"uri": model},
@@ -88,12 +88,12 @@ def run(arm: str, folder: Path, data: Path, model: str, precision: str, steps: i
 
 
 def seconds_of(line: dict[str, Any]) -> float:
-    """Of a step alone."""
+    """Return the seconds of a step alone."""
     return sum(seconds for part, seconds in line["seconds"].items() if part not in ("evaluation", "checkpoint"))
 
 
 def without_dropout(folder: Path) -> str:
-    """MiniLM with the same weights."""
+    """Copy MiniLM with the same weights and without dropout; return its URI."""
     shutil.copytree(resolve_model(MINILM)[0], folder, dirs_exist_ok=True)
     config = folder / "config.json"
     shape = json.loads(config.read_text()) | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -38,7 +38,7 @@ MEBIBYTE = 1 << 20
 
 
 class Told(NoProgress):
-    """Prints memory every `every` rows."""
+    """Progress that prints memory every `every` rows."""
 
     def __init__(self, every: int) -> None:
         self._every = self._next = every
@@ -48,7 +48,7 @@ class Told(NoProgress):
         self.memory: list[float] = []
 
     def update(self, step: int, total: int, **values: float) -> None:
-        """Rows that are answered so far, of about `total`."""
+        """Report `step` answered rows of about `total`."""
         seconds = time.perf_counter() - self._began
         if step and self.first is None:
             self.first = seconds
@@ -60,7 +60,7 @@ class Told(NoProgress):
 
 
 def write_model(folder: Path) -> None:
-    """A classifier with random weights, and a tokenizer that knows WORDS."""
+    """Write a classifier with random weights, and a tokenizer that knows WORDS."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = {word: at for at, word in enumerate([*special, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
@@ -81,7 +81,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Rows of 3 to 12 words, drawn with a seed."""
+    """Write rows of 3 to 12 words, drawn with a seed."""
     draw = random.Random(1)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
@@ -89,7 +89,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def agreement(model: Path, rows: Path, answers: Path, count: int) -> float:
-    """Share of 1,000 rows whose label is that of a plain loop; an error when a line is missing or out of order."""
+    """Return the share of 1,000 rows with the label of a plain loop; fail if a line is missing or out of order."""
     chosen = set(random.Random(2).sample(range(count), min(1000, count)))
     classifier = BertForSequenceClassification.from_pretrained(model)  # in evaluation mode
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
@@ -108,7 +108,7 @@ def agreement(model: Path, rows: Path, answers: Path, count: int) -> float:
 
 
 def main() -> None:
-    """Prints a line every tenth of the rows, and a summary."""
+    """Print a line every tenth of the rows, and a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     asked = parser.parse_args()

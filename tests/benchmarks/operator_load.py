@@ -42,9 +42,9 @@ from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.render_types import Attempt, Owner, RenderContext
 
 GENERATORS = 16
-"""Connections over which jobs are applied, as several users and pipelines would."""
+"""Connections over which jobs are applied, like several users and pipelines."""
 CONNECTIONS = 16
-"""Of the bare client; the operator has as many workers."""
+"""Connections of the bare client; the operator has as many workers."""
 PLURALS = {"PersistentVolumeClaim": "persistentvolumeclaims", "ConfigMap": "configmaps", "Job": "jobs"}
 SPEC: dict[str, Any] = {
     "task": "text-classification",
@@ -57,13 +57,13 @@ SPEC: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """What one arm was seen to do."""
+    """Measurements of one arm."""
 
     name: str
     seconds: list[float]
-    """From the job to its child, one a job."""
+    """Times from a job to its child, one per job."""
     total: float
-    """From the first job to the last child."""
+    """Time from the first job to the last child."""
     children: dict[str, Any]
     """Spec of each job's child."""
 
@@ -73,7 +73,7 @@ def job_of(number: int) -> dict[str, Any]:
 
 
 async def bare_client(cluster: Cluster, namespace: str, count: int) -> None:
-    """Applies the jobs, and posts the children of each as soon as it is stored."""
+    """Apply the jobs, and post the children of each as soon as it is stored."""
     api = AsyncApi(cluster.access)
     await api.open()
     queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -100,7 +100,7 @@ async def bare_client(cluster: Cluster, namespace: str, count: int) -> None:
 
 
 def children_of(stored: dict[str, Any], namespace: str) -> list[dict[str, Any]]:
-    """What the operator creates first for a job."""
+    """Return the objects that the operator creates first for a job."""
     name, uid = stored["metadata"]["name"], stored["metadata"]["uid"]
     job, problems = validate_job({**job_of(0), "metadata": {"name": name}}, CLUSTER_SETTINGS)
     assert job is not None, problems
@@ -125,7 +125,7 @@ async def apply_jobs(cluster: Cluster, namespace: str, count: int) -> None:
 
 
 def measured(cluster: Cluster, name: str, namespace: str, mark: int) -> Arm:
-    """Times out of the audit log."""
+    """Read times from the audit log."""
     begun: dict[str, float] = {}
     ended: dict[str, list[float]] = {}
     for entry in cluster.audit(mark):
@@ -157,7 +157,7 @@ def _time(text: str) -> float:
 
 
 def _spec(job: dict[str, Any]) -> Any:
-    """The child's containers and volumes, less what differs from job to job."""
+    """Return the child's containers and volumes, without the differences between jobs."""
     spec = job["spec"]["template"]["spec"]
     text = json.dumps({"containers": spec["containers"], "volumes": spec["volumes"]}, sort_keys=True)
     return text.replace(job["metadata"]["ownerReferences"][0]["name"], "NAME")
@@ -216,7 +216,7 @@ def table(arms: list[Arm]) -> None:
 
 
 def idle(cluster: Cluster, minutes: float) -> None:
-    """Nothing happens: the namespaces of the jobs are gone."""
+    """Count the requests of an idle operator, after the namespaces of the jobs were deleted."""
     namespaces = Api(cluster.access)
     wait_until(lambda: not _left(namespaces), "the jobs' namespaces are gone", 300)
     time.sleep(5)

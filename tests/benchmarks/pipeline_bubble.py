@@ -32,12 +32,12 @@ from finetune_trainer.strategies.pipeline import Pipeline
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 FORWARD_SECONDS = 0.004
-"""Of a waiting layer; backward takes twice as long, as in a real one."""
+"""Time of a waiting layer; backward takes twice as long, as in a real one."""
 ROWS, LENGTH = 8, 64
 
 
 class _Wait(torch.autograd.Function):
-    """The identity, which takes time in both directions."""
+    """Identity that takes time in both directions."""
 
     @staticmethod
     def forward(context: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """In place of a BERT layer."""
+    """Replacement for a BERT layer."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         waited: torch.Tensor = _Wait.apply(hidden)
@@ -68,12 +68,12 @@ class Setting:
     repeats: int
 
     def counts(self) -> list[int]:
-        """Numbers of micro-batches: the smallest that fills, and more."""
+        """Return numbers of micro-batches: the smallest that fills the pipeline, and more."""
         return [self.degree, 2 * self.degree, 4 * self.degree]
 
 
 def model_for(setting: Setting) -> Any:
-    """BERT with two layers for each chunk of a process."""
+    """Return a BERT with two layers for each chunk of a process."""
     width, layers = (256, 4) if setting.layers == "compute" else (32, 4)
     torch.manual_seed(0)
     config = BertConfig(
@@ -91,7 +91,7 @@ def model_for(setting: Setting) -> Any:
 
 
 def passes(setting: Setting) -> dict[int, float]:
-    """Number of micro-batches -> median seconds of a pass, the slowest process's."""
+    """Return number of micro-batches -> median seconds of a pass on the slowest process."""
     pipelines = {}
     for count in setting.counts():
         settings = PipelineSettings.model_validate(
@@ -115,7 +115,7 @@ def passes(setting: Setting) -> dict[int, float]:
 
 
 def measure(rank: int, setting: Setting, port: int) -> None:
-    """One process; the first one prints."""
+    """Run one process; the first one prints."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -127,7 +127,7 @@ def measure(rank: int, setting: Setting, port: int) -> None:
 
 
 def print_rows(setting: Setting, found: dict[int, float]) -> None:
-    """One line for each number of micro-batches."""
+    """Print one line for each number of micro-batches."""
     least, *_, most = found
     slope = (found[most] - found[least]) / (most - least)
     for count, seconds in found.items():

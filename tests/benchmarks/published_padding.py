@@ -56,12 +56,12 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Useful tokens: padding not counted."""
+        """Number of useful tokens, without padding."""
         return int(self.lengths.sum())
 
 
 def read_rows(path: Path, tokenizer: object, most: int | None) -> Rows:
-    """The first rows of a jsonl file with `text` and `label`; words become ids in sorted order."""
+    """Read the first rows of a jsonl file with `text` and `label`; labels become ids in sorted order."""
     records = [json.loads(line) for line in path.read_text().splitlines()[:most]]
     names = sorted({record["label"] for record in records})
     encoded = tokenizer([record["text"] for record in records], truncation=True, max_length=FIXED_LENGTH)  # type: ignore[operator]
@@ -69,7 +69,7 @@ def read_rows(path: Path, tokenizer: object, most: int | None) -> Rows:
 
 
 def padded(rows: Rows, index: np.ndarray, length: int | None) -> dict[str, torch.Tensor]:
-    """A batch padded to `length`, or to its longest row."""
+    """Return a batch padded to `length`, or to its longest row."""
     chosen = [rows.ids[i] for i in index]
     width = length or max(map(len, chosen))
     ids = torch.zeros(len(chosen), width, dtype=torch.long)
@@ -81,14 +81,14 @@ def padded(rows: Rows, index: np.ndarray, length: int | None) -> dict[str, torch
 
 
 def fixed_order(rows: Rows, seed: int, epoch: int) -> Iterator[np.ndarray]:
-    """The published order: a seeded shuffle cut into batches."""
+    """Yield the published order: a seeded shuffle cut into batches."""
     order = np.random.default_rng([seed, epoch]).permutation(len(rows.ids))
     for start in range(0, len(order) - GLOBAL_BATCH + 1, GLOBAL_BATCH):
         yield order[start : start + GLOBAL_BATCH]
 
 
 def grouped_order(rows: Rows, seed: int, epoch: int) -> Iterator[np.ndarray]:
-    """The trainer's order, one rank without accumulation."""
+    """Yield the trainer's order, for one rank without accumulation."""
     steps = training_order(
         rows.lengths, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, ranks=1, seed=seed, epoch=epoch, grouped=True
     )
@@ -108,7 +108,7 @@ def fresh_model(seed: int) -> PreTrainedModel:
 def train(
     model: PreTrainedModel, rows: Rows, arm: str, seed: int, epochs: int, max_steps: int | None
 ) -> tuple[float, float]:
-    """Trains, and gives samples a second and useful tokens a second after the warm-up steps."""
+    """Train, and return samples per second and useful tokens per second after the warm-up steps."""
     order, length = ARMS[arm]
     total = len(rows.ids) // GLOBAL_BATCH * epochs
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -135,7 +135,7 @@ def train(
 
 @torch.inference_mode()
 def predict(model: PreTrainedModel, rows: Rows, arm: str) -> tuple[float, np.ndarray]:
-    """Rows a second, and logits in row order."""
+    """Predict, and return rows per second and logits in row order."""
     model.eval()
     batches: list[np.ndarray]
     if arm == "pad to 128":

@@ -52,12 +52,12 @@ class Case:
     learning_rate: float = 1e-4
     spec: dict[str, Any] = field(default_factory=dict)
     steps: float = 1.0
-    """Times those asked for."""
+    """Factor on the requested steps."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What the reference is given."""
+    """Inputs of the reference."""
 
     case: Case
     folder: Path
@@ -80,7 +80,7 @@ class Arm:
         return getattr(transformers, self.case.auto).from_pretrained(self.name, **config)
 
     def trained(self, model: Any, rows: Sequence[dict[str, Any]], collator: Any) -> Any:
-        """By Trainer with its defaults, but for what the job says."""
+        """Train by Trainer with its defaults, except for the job's settings."""
         arguments = TrainingArguments(
             output_dir=str(self.folder / "reference"),
             max_steps=self.steps,
@@ -129,7 +129,7 @@ def paragraphs(name: str, most: int) -> Any:
 
 
 def words_of(splits: dict[str, Rows], folder: Path, names: Sequence[str], *, ends: bool) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 4,096 tokens, learnt from the train rows."""
+    """Write a byte-level BPE of 4,096 tokens, trained on the train rows."""
     from tokenizers import ByteLevelBPETokenizer, processors
 
     learnt = ByteLevelBPETokenizer()
@@ -218,7 +218,7 @@ def tagging(arm: Arm) -> float:
 
 
 def answering(arm: Arm) -> float:
-    """Windows, the best of 20 starts and ends each, at most 30 tokens, as the example script does."""
+    """Answer with windows, the best of 20 starts and ends each, at most 30 tokens, like the example script."""
     tokenizer, splits = arm.tokenizer, arm.splits
 
     def windows(rows: Rows) -> Any:
@@ -409,7 +409,7 @@ CASES = (
 
 
 def ours(arm: Arm) -> float:
-    """By `finetune run`, from a job file."""
+    """Train by `finetune run`, from a job file."""
     data = arm.folder / "data"
     spec = {
         "task": arm.case.task,
@@ -446,7 +446,7 @@ def ours(arm: Arm) -> float:
 
 
 def short_enough(rows: Rows, case: Case) -> Rows:
-    """Rows of plain text that both arms see whole: the reference cuts what ours makes windows of."""
+    """Keep rows of plain text that both arms see whole: the reference truncates longer ones, ours uses windows."""
     if case.columns != {"text": "text"}:
         return rows
     return [row for row in rows if len(row["text"].split()) < case.max_length // 2]

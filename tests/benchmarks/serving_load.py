@@ -45,13 +45,13 @@ GROWTH = 1.2
 
 @dataclass(frozen=True)
 class Load:
-    """What one rate has shown; times in ms."""
+    """Measurements at one rate; times in ms."""
 
     rate: float
     answered: float
-    """Requests with 200, a second."""
+    """Requests with status 200 per second."""
     refused: float
-    """Share of 429."""
+    """Share of requests with status 429."""
     failed: int
     p50: float
     p99: float
@@ -59,13 +59,13 @@ class Load:
 
 
 def texts(data: Path, most: int) -> list[str]:
-    """Sentences of films' reviews."""
+    """Return sentences of film reviews."""
     with (data / "rotten_tomatoes" / "test.jsonl").open(encoding="utf-8") as file:
         return [json.loads(line)["text"] for line, _ in zip(file, range(most), strict=False)]
 
 
 def write_model(folder: Path) -> Path:
-    """MiniLM with a head of two labels."""
+    """Write MiniLM with a head of two labels."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     found = find_spec(MODEL)
@@ -78,7 +78,7 @@ def write_model(folder: Path) -> Path:
 
 
 def job_of(model: Path, optimization: str, bound: float) -> Any:
-    """The job that is served; its queue holds what is answered within the bound several times over."""
+    """Return the served job; its queue holds several times the requests that are answered within the bound."""
     from finetune_contract.trainer_job import TrainerJob
 
     serving = {"model_name": "minilm", "device": "cpu", "max_batch_tokens": 4096, "optimization": optimization}
@@ -92,7 +92,7 @@ def job_of(model: Path, optimization: str, bound: float) -> Any:
 
 
 def pipeline_server(model: str, port: int) -> None:
-    """The baseline."""
+    """Run the baseline server."""
     import torch
     import uvicorn
     from fastapi import FastAPI
@@ -114,7 +114,7 @@ def pipeline_server(model: str, port: int) -> None:
 
 
 def predict_rate(model: str, optimization: str, rows: Sequence[str]) -> float:
-    """Rows a second of predict's code, in its own batches."""
+    """Return the rows per second of predict's code, in its own batches."""
     from finetune_contract.layout import JobPaths
     from finetune_trainer.serving.request_rows import Form
     from finetune_trainer.serving.serving_engine import ServingEngine
@@ -131,7 +131,7 @@ def predict_rate(model: str, optimization: str, rows: Sequence[str]) -> float:
 
 
 async def send(port: int, rate: float, seconds: float, rows: Sequence[str]) -> Load:
-    """Requests at random moments, `rate` of them a second."""
+    """Send requests at random moments, `rate` per second."""
     import aiohttp
 
     draw = np.random.default_rng(1)
@@ -165,18 +165,18 @@ async def send(port: int, rate: float, seconds: float, rows: Sequence[str]) -> L
 
 
 def on_core(core: int, *arguments: str) -> list[str]:
-    """A command of this Python that computes on one core."""
+    """Return a command of this Python that computes on one core."""
     return ["taskset", "-c", str(core), sys.executable, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """One thread, nothing fetched."""
+    """Return an environment with one thread and without downloads."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 
 
 @contextmanager
 def running(command: list[str], port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A server, ready."""
+    """Run a server and wait until it is ready."""
     import urllib.request
 
     with log.open("wb") as output:
@@ -201,7 +201,7 @@ def running(command: list[str], port: int, log: Path) -> Iterator[subprocess.Pop
 
 
 def measured(port: int, rate: float, arguments: argparse.Namespace) -> Load:
-    """One rate, sent from core 1."""
+    """Measure one rate, sent from core 1."""
     part = ["part", "send", str(port), str(rate), str(arguments.seconds), str(arguments.data)]
     ran = subprocess.run(on_core(1, HERE, *part), env=environment(), capture_output=True, text=True, check=True)
     load = Load(**json.loads(ran.stdout.splitlines()[-1]))
@@ -214,7 +214,7 @@ def measured(port: int, rate: float, arguments: argparse.Namespace) -> Load:
 
 
 def curve(port: int, arguments: argparse.Namespace) -> float:
-    """The highest rate within the bound; 0 where even the first is not."""
+    """Return the highest rate within the bound; 0 if even the first is not."""
     measured(port, arguments.rates[0], arguments)  # the first requests warm caches
     rates, best = list(arguments.rates), 0.0
     while rates:
@@ -229,7 +229,7 @@ def curve(port: int, arguments: argparse.Namespace) -> float:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """All arms, one after the other."""
+    """Run all arms, one after another."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
         with socket.socket() as free:
@@ -259,7 +259,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def part(name: str, *given: str) -> None:
-    """What runs in a process of its own."""
+    """Run a part that needs a process of its own."""
     if name == "pipeline":
         pipeline_server(given[0], int(given[1]))
     elif name == "predict":

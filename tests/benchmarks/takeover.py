@@ -32,13 +32,13 @@ ARMS = {"killed": OperatorProcess.kill, "told to end": OperatorProcess.terminate
 
 
 def holder(api: Api) -> str:
-    """Name of the replica that holds the Lease."""
+    """Return the name of the replica that holds the Lease."""
     lease = api.get(path_of("coordination.k8s.io/v1", "leases", NAMESPACE, LEASE_NAME)) or {}
     return str(lease.get("spec", {}).get("holderIdentity") or "").partition("_")[0]
 
 
 def takeover(api: Api, replicas: dict[str, OperatorProcess], arm: str, namespace: str, job: str) -> float:
-    """End the acting replica, wait for the other one, start the first again; return the seconds without a holder."""
+    """End the active replica, wait for the other one, restart the first; return the seconds without a holder."""
     acting = wait_until(lambda: holder(api), "a replica acts")
     began = time.monotonic()
     ARMS[arm](replicas[acting])
@@ -57,7 +57,7 @@ def takeover(api: Api, replicas: dict[str, OperatorProcess], arm: str, namespace
 
 
 def measure(cluster: Cluster, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, by round."""
+    """Return the seconds of each arm, by round."""
     install_kinds(cluster)
     install(cluster)
     api = Api(cluster.access)

@@ -59,12 +59,12 @@ GROUPS = {
     "conversion and copies": ("copy_", "_to_copy", "to", "clone", "contiguous"),
     "embedding": ("embedding", "index_select", "index_put"),
 }
-"""Group -> what the names of its operators begin with."""
+"""Group -> prefixes of its operators' names."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One split."""
+    """Rows of one split."""
 
     texts: list[str]
     labels: list[int]
@@ -74,18 +74,18 @@ class Rows:
 
 @dataclass(frozen=True)
 class Measured:
-    """One arm's run."""
+    """Figures of one arm's run."""
 
     samples_per_second: float
     losses: list[float]
     accuracy: float
     precision: str
     peak: float = 0.0
-    """Operations a second that the machine gave at the time."""
+    """The machine's peak in operations per second at the time of the run."""
 
 
 class Clock(TrainerCallback):
-    """When each step of the Trainer ended."""
+    """Callback that records the end of each step of the Trainer."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -103,7 +103,7 @@ def read_rows(file: Path, tokenizer: Any) -> Rows:
 
 
 def published(folder: Path, path: str, tokenizer: Any, splits: dict[str, Rows], steps: int, seed: int) -> Measured:
-    """Trainer with its defaults, rows padded to one length."""
+    """Train by Trainer with its defaults, rows padded to one length."""
 
     def encoded(rows: Rows) -> list[dict[str, Any]]:
         found = tokenizer(rows.texts, truncation=True, padding="max_length", max_length=PADDED_TO)
@@ -138,7 +138,7 @@ def published(folder: Path, path: str, tokenizer: Any, splits: dict[str, Rows], 
 
 
 def ours(folder: Path, precision: str, data: Path, steps: int, seed: int) -> Measured:
-    """`finetune run` of a job file that leaves the rest to the plan."""
+    """Train by `finetune run` of a job file that leaves the rest to the plan."""
     name = f"ours-{precision}"
     spec = {
         "task": "text-classification",
@@ -179,7 +179,7 @@ def ours(folder: Path, precision: str, data: Path, steps: int, seed: int) -> Mea
 
 
 def peak(precision: str) -> float:
-    """Operations a second of a product of square matrices, the best of ten."""
+    """Return operations per second of a product of square matrices, the best of ten."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     one, other = (torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype) for _ in range(2))
     best = float("inf")
@@ -191,7 +191,7 @@ def peak(precision: str) -> float:
 
 
 def beside_peaks(run: Callable[[], Measured], precision: str) -> Measured:
-    """The run, with the mean of the peaks before and after it; `precision` as the run will have it."""
+    """Run, and add the mean of the peaks before and after; `precision`: the run's expected one."""
     before = peak(precision)
     measured = run()
     assert measured.precision == precision, f"the run was in {measured.precision}"
@@ -199,7 +199,7 @@ def beside_peaks(run: Callable[[], Measured], precision: str) -> Measured:
 
 
 def operations(path: str, lengths: np.ndarray) -> float:
-    """Of training on one row, of those that are useful."""
+    """Return the useful operations of training on one row."""
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=2)
     config = model.config
     weights = sum(each.numel() for name, each in model.named_parameters() if ".layer." in name and each.dim() == 2)
@@ -208,7 +208,7 @@ def operations(path: str, lengths: np.ndarray) -> float:
 
 
 def profile(folder: Path, precision: str) -> None:
-    """What the steps of our arm are spent with: its own code, in this process."""
+    """Profile the steps of our arm: its own code, in this process."""
     from finetune_contract.layout import JobPaths
     from finetune_contract.trainer_job import TrainerJob
     from finetune_trainer.distributed import ProcessWorld
@@ -244,7 +244,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def tenths(losses: Sequence[float]) -> tuple[float, float]:
-    """Means of the first and of the last tenth."""
+    """Return the means of the first and of the last tenth."""
     count = max(1, len(losses) // 10)
     return statistics.mean(losses[:count]), statistics.mean(losses[-count:])
 

@@ -1,4 +1,4 @@
-"""Clients of an endpoint: steady requests, each on a connection of its own, whose answers are counted."""
+"""Clients of an endpoint: steady requests, each on its own connection, with counted answers."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from cluster_support.api_access import Object, new_session
 from suite_plugins.patience import patient
 
 EACH_SECONDS = 0.1
-"""Between the beginnings of two requests."""
+"""Time between the starts of two requests."""
 MANY_SECONDS = 1 / float(os.environ.get("FINETUNE_TEST_REQUESTS_A_SECOND", 10))
-"""The same while revisions are rolled out. Fifty requests a second take a quarter of two cores."""
+"""The same during a rollout. Fifty requests a second take a quarter of two cores."""
 MOST_AT_ONCE = 64
-"""Requests without an answer yet; clients of a slow server wait before they ask again."""
+"""Most pending requests; clients of a slow server wait before they send more."""
 ANSWER_SECONDS = 10
-"""After which a client gives a request up: the box's proxy keeps it from learning that a killed server hung up."""
+"""Time-out of a request: through the box's proxy a client does not see that a killed server hung up."""
 BACK_OFF = (0.1, 0.2, 0.4, 0.8, 1.5, 2.0)
-"""Seconds before each further try of a client that tries again: 5 in all."""
+"""Seconds before each retry of a client that retries: 5 in all."""
 
 
 @dataclass
 class Answers:
-    """What steady requests got."""
+    """Results of steady requests."""
 
     sent: int = 0
     failed: list[str] = field(default_factory=list)
-    """What went wrong with each request that got no answer in the end."""
+    """Errors of the requests that got no answer in the end."""
     retried: int = 0
-    """Tries that failed and were followed by another."""
+    """Number of failed tries that were retried."""
     labels: Counter[str] = field(default_factory=Counter)
     revisions: list[tuple[float, int]] = field(default_factory=list)
-    """When each answered request began, on the monotonic clock, and the revision that answered."""
+    """Start of each answered request on the monotonic clock, and the revision that answered."""
 
     @property
     def over(self) -> int:
-        """Requests that were answered or given up."""
+        """Number of requests that were answered or given up."""
         return len(self.revisions) + len(self.failed)
 
 
 @dataclass(frozen=True)
 class Client:
-    """Asks an endpoint as a program with a plain HTTP library does."""
+    """Sends requests to an endpoint like a program with a plain HTTP library."""
 
     url: str
     token: str | None = None
 
     def post(self, path: str, body: Object) -> requests.Response:
-        """One request, on a connection of its own."""
+        """Send one request, on its own connection."""
         headers = {"Connection": "close", **({"Authorization": f"Bearer {self.token}"} if self.token else {})}
         with new_session() as session:
             reply: requests.Response = session.post(
@@ -65,14 +65,14 @@ class Client:
             return reply
 
     def infer(self, model: str, texts: Sequence[str]) -> dict[str, list[Any]]:
-        """Outputs by name, by the Open Inference Protocol."""
+        """Return outputs by name, by the Open Inference Protocol."""
         tensor = {"name": "text", "datatype": "BYTES", "shape": [len(texts)], "data": list(texts)}
         reply = self.post(f"/v2/models/{model}/infer", {"inputs": [tensor]})
         assert reply.status_code == 200, reply.text
         return {output["name"]: output["data"] for output in reply.json()["outputs"]}
 
     def label(self, text: str) -> tuple[str, int]:
-        """The likeliest label of a text, and the revision that said so. OSError when there is no answer."""
+        """Return the likeliest label of a text, and the revision that answered. OSError if there is no answer."""
         reply = self.post("/", {"inputs": text})
         reply.raise_for_status()
         return str(reply.json()[0][0]["label"]), int(reply.headers["X-Endpoint-Revision"])
@@ -81,7 +81,7 @@ class Client:
     def asking(
         self, text: str, back_off: Sequence[float] = (), each_seconds: float = EACH_SECONDS
     ) -> Iterator[Answers]:
-        """Ask that often while the block runs; what the answers were is complete behind it."""
+        """Send a request every `each_seconds` while the block runs; the answers are complete after it."""
         answers, over, lock = Answers(), Event(), Lock()
 
         def ask() -> None:

@@ -1,7 +1,7 @@
 """A cluster with nodes for whole jobs: the one that a kubeconfig names, or a cluster in a box on this machine.
 
-The box is a real control plane whose nodes are pretended: pods run as local processes out of images that are really
-built from the Dockerfiles. Only there can a test take a node away; `Box.own` skips a test that needs it.
+The box is a real control plane with simulated nodes: pods run as local processes from images that are really built from
+the Dockerfiles. Only there can a test take a node away; `Box.own` skips a test that needs it.
 """
 
 from __future__ import annotations
@@ -35,50 +35,50 @@ OPERATOR, TRAINER = "finetune-operator", "finetune-trainer"
 IMAGES = (OPERATOR, TRAINER)
 CONTROLLERS = ("training-operator", "mpi-operator")
 EXAMPLES_GIT_HOST, SCRIPTS_GIT_HOST = GIT_HOSTS = ("git.examples.svc", "git.scripts.svc")
-"""Hosts of users' own programs, each a Service of `git_pod`; one per file of tests, as files run side by side."""
+"""Hosts of users' own programs, each a Service of `git_pod`; one per test file, as files run in parallel."""
 FRAGILE = "finetune.dev/fragile"
-"""Label and taint of nodes for pods that tests take nodes away from, so that others may run meanwhile."""
+"""Label and taint of nodes that tests take away, so that other tests may run meanwhile."""
 
 SETTINGS: Object = {
-    # Short enough for a test to see the end of a delay, long enough for a pod to be told of before it is replaced.
+    # Short enough for a test to see the end of a delay, long enough for a pod to be reported before its replacement.
     "limits": {
         "restartDelaySeconds": 1,
         "imagePullSeconds": math.ceil(patient(10)),
         "containerConfigSeconds": math.ceil(patient(7)),
-        # The scheduler finds claims and nodes again up to a minute after an API server that was away.
+        # After an outage of the API server, the scheduler finds claims and nodes again up to a minute later.
         "unschedulableSeconds": 60 + math.ceil(patient(20)),
     },
     "progress": {"statusSeconds": 1},
-    # The launchers keep 10 s of it for themselves.
+    # The launchers reserve 10 s of it.
     "defaults": {"terminationGraceSeconds": 10 + math.ceil(patient(15))},
     "gitHosts": list(GIT_HOSTS),
 }
-"""Of the operator under test; what is left out is as an administrator gets it."""
+"""Settings of the operator under test; the rest are an administrator's defaults."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A cluster with nodes, and where its state lies when it is ours."""
+    """A cluster with nodes, and the folder of its state if it is ours."""
 
     cluster: Cluster
     api: Api
     folder: Path | None = None
-    """None: somebody else's cluster, whose nodes no test takes away."""
+    """State of the box; None: an external cluster, whose nodes no test takes away."""
     nodes: tuple[str, ...] = ()
-    """Those for everybody."""
+    """Nodes for all tests."""
     fragile: tuple[str, ...] = ()
-    """Two more, for pods with `on_fragile_nodes`; of somebody else's cluster none."""
+    """Two more, for pods with `on_fragile_nodes`; none in an external cluster."""
     controllers: set[str] = field(default_factory=set)
-    """Controllers that `install_controller` has installed."""
+    """Controllers installed by `install_controller`."""
 
     def kubectl(self, *arguments: str, stdin: str | None = None, seconds: float = 120) -> str:
-        """Run kubectl, which has to succeed, and return its output."""
+        """Run kubectl, which must succeed, and return its output."""
         ran = self.cluster.kubectl(*arguments, stdin=stdin, seconds=seconds)
         assert ran.returncode == 0, f"kubectl {' '.join(arguments)}\n{ran.stdout}{ran.stderr}"
         return ran.stdout
 
     def own(self, what: str) -> Path:
-        """The box's folder; a test that cannot do without is skipped."""
+        """Return the box's folder; skip a test that needs it on another cluster."""
         if self.folder is None:
             pytest.skip(f"{what} needs a cluster in a box; FINETUNE_TEST_KUBECONFIG names another cluster")
         return self.folder
@@ -86,7 +86,7 @@ class Box:
     # -------------------------------------------------------------------------------------------------------- faults
 
     def fault(self, verb: str, target: str, *options: str) -> str:
-        """`kill`, `preempt`, `node-down` or `node-up` of process-kubelet, see its --help; what it says."""
+        """Run `kill`, `preempt`, `node-down` or `node-up` of process-kubelet (see its --help); return its output."""
         state = self.own(f"`{verb}`") / "kubelet"
         command = [sys.executable, str(PROCESS_KUBELET), verb, target, "--state", str(state), *options]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
@@ -106,13 +106,13 @@ class Box:
     # --------------------------------------------------------------------------------------------- training operators
 
     def install_controller(self, name: str) -> None:
-        """Training Operator, MPI Operator or KServe, as their own manifests install it; done when it is ready."""
+        """Install Training Operator, MPI Operator or KServe by their own manifests, and wait until it is ready."""
         if name in self.controllers:
             return
         file = assets_folder() / "manifests" / f"{name}.yaml"
         self.own(f"installing the {name}")
         apply = ("apply", "--server-side", "--force-conflicts", "-f", str(file))
-        # CRDs first: the same file holds resources of theirs.
+        # CRDs first: the same file has resources of these kinds.
         if self.cluster.kubectl(*apply).returncode != 0:
             self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
             self.kubectl(*apply)
@@ -126,7 +126,7 @@ class Box:
     # -------------------------------------------------------------------------------------------------- our operator
 
     def install_operator(self, work: Path, settings: Object = SETTINGS) -> None:
-        """What an administrator does: an overlay of `manifests/operator` with settings of its own, applied."""
+        """Apply an overlay of `manifests/operator` with its own settings, as an administrator does."""
         overlay = work / "overlay"
         overlay.mkdir(parents=True, exist_ok=True)
         base = yaml.safe_load((ROOT / "manifests" / "operator" / "settings.yaml").read_text())
@@ -148,31 +148,31 @@ class Box:
         self.kubectl("rollout", "status", "-n", NAMESPACE, f"deployment/{OPERATOR}", "--timeout=120s", seconds=150)
 
     def uninstall_operator(self) -> None:
-        """Everything of ours, whoever installed it; jobs and the kind go as well."""
+        """Delete everything of ours, including jobs and the CRD."""
         self.kubectl("delete", "-k", str(ROOT / "manifests" / "operator"), "--ignore-not-found", seconds=400)
 
     def operator_log(self, lines: int = 60) -> str:
-        """The end of what the operator's pods say, for a failed test."""
+        """Return the end of the operator pods' logs, for a failed test."""
         chosen = ("-l", "app.kubernetes.io/component=operator", f"--tail={lines}", "--prefix")
         return self.cluster.kubectl("logs", "-n", NAMESPACE, *chosen).stdout
 
     # -------------------------------------------------------------------------------------------------------- claims
 
     def claim_folder(self, namespace: str, claim: str) -> Path:
-        """Where the files of a bound claim lie on this machine."""
+        """Return the folder of a bound claim's files on this machine."""
         folder = self.bound_folder(namespace, claim)
         assert folder is not None, f"there is no bound claim {namespace}/{claim}"
         return folder
 
     def bound_folder(self, namespace: str, claim: str) -> Path | None:
-        """The same; None before the claim is bound."""
+        """Return the folder of a claim's files; None before the claim is bound."""
         volumes = self.own("looking into a claim") / "kubelet" / "volumes"
         found = self.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{claim}") or {}
         volume = found.get("spec", {}).get("volumeName")
         return volumes / volume if volume else None
 
     def fill_claim(self, namespace: str, claim: str, files: Path, size: str = "2Gi") -> None:
-        """Make a claim with a copy of the folder `files`, readable by anyone."""
+        """Create a claim with a copy of the folder `files`, readable by anyone."""
         filler = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"filler-{claim}"}}
         documents = [claim_of(claim, size), {**filler, "spec": pod_with_claim("filler", claim, "sleep", "3600")}]
         self.kubectl("apply", "-n", namespace, "-f", "-", stdin=yaml.safe_dump_all(documents))
@@ -191,7 +191,7 @@ class Box:
 
 
 def claim_of(name: str, size: str) -> Object:
-    """A claim that many pods may use at a time."""
+    """Return a claim that many pods may use at a time."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -201,7 +201,7 @@ def claim_of(name: str, size: str) -> Object:
 
 
 def pod_with_claim(container: str, claim: str, *command: str) -> Object:
-    """The spec of a pod that runs a command once, with the claim at /in."""
+    """Return the spec of a pod that runs a command once, with the claim at /in."""
     return {
         "restartPolicy": "Never",
         "securityContext": {
@@ -221,14 +221,14 @@ def pod_with_claim(container: str, claim: str, *command: str) -> Object:
 
 
 def trainer_image() -> str:
-    """The trainer's image as jobs get it that name none."""
+    """Return the trainer's default image."""
     settings = yaml.safe_load((ROOT / "manifests" / "operator" / "settings.yaml").read_text())
     named = os.environ.get("FINETUNE_TEST_TRAINER_IMAGE")
     return named or str(settings["defaults"]["image"])
 
 
 def _named_image(name: str) -> Object:
-    """An image that somebody else's cluster can pull, for kustomize."""
+    """Return an image that an external cluster can pull, for kustomize."""
     variable = "FINETUNE_TEST_OPERATOR_IMAGE"
     named = os.environ.get(variable)
     if named is None:
@@ -238,13 +238,13 @@ def _named_image(name: str) -> Object:
 
 
 def built_images() -> None:
-    """Build them ahead of the suite, where a box can be had or will be once its programs are built; says why not."""
+    """Build the images ahead of the suite if a box is possible once its programs are built; print the reason if not."""
     print(_why_no_nodes() or image_folders())
 
 
 def image_folders() -> dict[str, str]:
-    """Our images by name: the folders that FINETUNE_TEST_IMAGES names (`NAME=FOLDER,...`, as process-kubelet takes
-    them), the others built now.
+    """Return our images by name: folders named in FINETUNE_TEST_IMAGES (`NAME=FOLDER,...`, as for process-kubelet);
+    build the others.
     """
     given = dict(entry.split("=", 1) for entry in os.environ.get("FINETUNE_TEST_IMAGES", "").split(",") if entry)
     return {name: given.get(name) or build_image(name) for name in IMAGES}
@@ -252,7 +252,7 @@ def image_folders() -> dict[str, str]:
 
 @spent("building")
 def build_image(name: str) -> str:
-    """Build one of our Dockerfiles for real; what has not changed since the last time is not built again."""
+    """Build one of our Dockerfiles for real; unchanged layers are not built again."""
     file = f"images/{name.removeprefix('finetune-')}/Dockerfile"
     # The nodes of a box have no GPUs; only the trainer's image differs for them.
     variant = ["--", "--build-arg", "ACCELERATOR=cpu"] if name == TRAINER else []
@@ -263,7 +263,7 @@ def build_image(name: str) -> str:
 
 
 def why_no_box() -> str | None:
-    """Name what this machine lacks for a cluster in a box; None when it has everything."""
+    """Return the missing requirements for a cluster in a box; None if there are none."""
     if why := _why_no_nodes():
         return why
     assets = assets_folder()
@@ -272,7 +272,7 @@ def why_no_box() -> str | None:
 
 
 def _why_no_nodes() -> str | None:
-    """The same, but for the programs of the control plane."""
+    """Name missing requirements except the programs of the control plane."""
     if not (TOOLS / "cluster").is_file():
         return f"FINETUNE_TEST_KUBECONFIG is not set and {without(TOOLS / 'cluster')}"
     if os.geteuid() != 0:
@@ -286,11 +286,11 @@ def _why_no_nodes() -> str | None:
 
 
 HELD = "FINETUNE_TEST_BOX"
-"""Environment variable with the folder of a box that another process holds, with our operator in it."""
+"""Environment variable with the folder of a box that another process holds, with our operator installed."""
 
 
 def held_box() -> Box | None:
-    """The box that HELD names, for one of several processes that use it."""
+    """Return the box that HELD names, for one of several processes that use it."""
     if (folder := os.environ.get(HELD)) is None:
         return None
     return _box_in(Path(folder))
@@ -307,7 +307,7 @@ def _box_in(folder: Path) -> Box:
 
 
 def on_fragile_nodes(box: Box) -> Object:
-    """For `spec.template`: the nodes that may be taken away; any nodes where there are none of that kind."""
+    """Return a `spec.template` for the nodes that may be taken away; for any nodes if there are none."""
     if not box.fragile:
         return {}
     tolerated = {"key": FRAGILE, "operator": "Exists", "effect": "NoSchedule"}
@@ -316,9 +316,9 @@ def on_fragile_nodes(box: Box) -> Object:
 
 @contextmanager
 def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[str] = ()) -> Iterator[Box]:
-    """The cluster of FINETUNE_TEST_KUBECONFIG, or a box without training operators; skipped when there is neither.
+    """Yield the cluster of FINETUNE_TEST_KUBECONFIG, or a box without training operators; skip if there is neither.
 
-    A box has `nodes` for everybody and two fragile ones. `options` go to process-kubelet.
+    A box has `nodes` for all tests and two fragile ones. `options` go to process-kubelet.
     """
     if given := os.environ.get("FINETUNE_TEST_KUBECONFIG"):
         kubectl = shutil.which("kubectl") or str(assets_folder() / "kubectl")
@@ -380,8 +380,8 @@ def _down_after(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _ending_orphans(folder: Path) -> Iterator[None]:
-    """Kill what process-kubelet believes to have killed: of a container whose user is not root only the outermost
-    process dies by its SIGKILL, as changing the user takes the death signal off the others. They would train on.
+    """Kill processes that survive process-kubelet's SIGKILL: in a container whose user is not root only the outermost
+    process dies, as a change of user clears the parent-death signal of the others. They would keep training.
     """
     over = Event()
 
@@ -406,7 +406,7 @@ def _ending_orphans(folder: Path) -> Iterator[None]:
 
 
 def _is_orphan(process: Path, folder: Path) -> bool:
-    """Whether it is the first process of a container of ours and has lost its parent; with it, all others go."""
+    """Return whether it is the orphaned first process of a container of ours; all others end with it."""
     parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
     if parent != "1" or (process / "ns" / "pid").readlink() == Path("/proc/self/ns/pid").readlink():
         return False

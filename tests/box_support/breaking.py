@@ -1,4 +1,4 @@
-"""A training that is broken on purpose, several times in a row if need be, and what became of it each time."""
+"""A training that is broken on purpose, once or several times in a row, and the result of each time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 
 STEPS = 300
 BEFORE_FAULT = 25
-"""Steps that an attempt has done when it breaks."""
+"""Steps of an attempt before its fault."""
 EVERY = 10
 """Steps between two checkpoints."""
 STEP_SECONDS = 0.1
-"""At least; so that a fault of a second finds the training under way."""
+"""Shortest time of a step, so that a fault of a second hits a running training."""
 _SIZES = ("worldSize", "microBatchSize", "gradientAccumulation")
 _RESUMED = re.compile(r"Resuming from \S+ \(step (\d+)\)")
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -30,26 +30,26 @@ def _ended_by_itself(pod: Object) -> bool:
 
 
 def sizes(status: Object) -> tuple[int, int, int]:
-    """World, micro-batch and accumulation of the plan in force."""
+    """Return world size, micro-batch and accumulation of the current plan."""
     world, micro, accumulation = (status["plan"][name] for name in _SIZES)
     return world, micro, accumulation
 
 
 @dataclass(frozen=True)
 class Broken:
-    """One attempt's end, and the beginning of the next."""
+    """End of one attempt, and start of the next."""
 
     attempt: int
     pods: tuple[Object, ...]
-    """Of the attempt, by node rank, before it was broken."""
+    """Pods of the attempt, by node rank, before the fault."""
     reached: int
-    """The last step that it has done."""
+    """Last step of the attempt."""
     status: Object
-    """When it told of the failure."""
+    """Status of the job once it had the failure."""
     resumed: int = 0
-    """The step that the next attempt went on from; 0 when the job is over."""
+    """Step from which the next attempt resumed; 0 if the job has ended."""
     left: frozenset[str] = frozenset()
-    """Names of its pods that ended before anybody deleted them: of these there is a log to be told."""
+    """Names of its pods that ended before their deletion: their logs can be reported."""
 
     @property
     def failure(self) -> Object:
@@ -58,39 +58,39 @@ class Broken:
 
     @property
     def lost(self) -> int:
-        """Steps that had to be done again."""
+        """Number of steps to repeat."""
         return self.reached - self.resumed
 
     def told(self, *fields: str) -> list[object]:
-        """Fields of the failure."""
+        """Return fields of the failure."""
         return [self.failure.get(name) for name in fields]
 
     def name(self, rank: int) -> str:
-        """Of the pod with that node rank."""
+        """Return the name of the pod with that node rank."""
         return str(self.pods[rank]["metadata"]["name"])
 
     def node(self, rank: int) -> str:
-        """Where that pod ran."""
+        """Return the node of the pod with that node rank."""
         return str(self.pods[rank]["spec"]["nodeName"])
 
 
 @dataclass
 class Training:
-    """A job that only prepares and trains, as an Indexed Job, and can be told to raise (`faults.puppet`)."""
+    """A job that only prepares and trains, as an Indexed Job, and can be made to raise (`faults.puppet`)."""
 
     team: Team
     name: str
     resumed: int = 0
-    """The step that the current attempt went on from."""
+    """Step from which the current attempt resumed."""
     attempt: int = 1
     seconds: float = field(default=JOB_SECONDS, kw_only=True)
-    """How long anything of it may take on a busy machine."""
+    """Longest wait for any event of the job on a busy machine."""
 
     @classmethod
     def start(
         cls, team: Team, stem: str, step_seconds: float = STEP_SECONDS, *, fragile: bool = False, **spec: Any
     ) -> Training:
-        """Apply it; blocks of `spec` replace those of a tiny job. `fragile`: on nodes that may be taken away."""
+        """Apply the job; blocks of `spec` replace those of a tiny job. `fragile`: on nodes that may be taken away."""
         training = {"maxSteps": STEPS, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32"}
         name = team.new_name(stem)
         base: Object = {"training": training, "checkpoints": {"every": {"steps": EVERY}}}
@@ -99,24 +99,24 @@ class Training:
         return cls(team, name)
 
     def pods(self) -> tuple[Object, ...]:
-        """Of the current attempt, by node rank."""
+        """Return the pods of the current attempt, by node rank."""
         found = self.team.pods(self.name, "train", self.attempt)
         return tuple(sorted(found, key=lambda pod: int(pod["metadata"]["labels"][_INDEX])))
 
     def pod(self, rank: int) -> str:
-        """Name of the current attempt's pod with that node rank."""
+        """Return the name of the current attempt's pod with that node rank."""
         return str(self.pods()[rank]["metadata"]["name"])
 
     def node(self, rank: int) -> str:
-        """Where that pod runs."""
+        """Return the node of that pod."""
         return str(self.pods()[rank]["spec"]["nodeName"])
 
     def tell(self) -> str:
-        """For a failed test."""
+        """Describe the job for a failed test."""
         return self.team.tell(self.name)
 
     def wait_step(self, step: int) -> int:
-        """Until the current attempt has done that step; the last one now."""
+        """Wait until the current attempt has done `step`; return its last step."""
 
         def done() -> int | None:
             stage = stage_of(self.team.status(self.name), "train")
@@ -129,7 +129,7 @@ class Training:
         return wait_until(done, f"{self.name}: step {step} of attempt {self.attempt}", self.seconds, self.tell)
 
     def breaks(self, fault: Callable[[], object], over: bool = False) -> Broken:
-        """The fault in the middle of the current attempt, and what follows: the next attempt, or (`over`) the end."""
+        """Inject the fault in the middle of the current attempt; wait for the next attempt, or (`over`) the end."""
         self.wait_step(self.resumed + BEFORE_FAULT)
         pods, steps, left = self.pods(), [0], set[str]()
         fault()
@@ -155,7 +155,7 @@ class Training:
         return broken
 
     def _resumed(self, attempt: int) -> int | None:
-        """From which step an attempt went on, in the words of its rank 0."""
+        """Return the step from which an attempt resumed, from the log of its rank 0."""
         for pod in self.team.pods(self.name, "train", attempt):
             if pod["metadata"]["labels"].get(_INDEX) != "0" or pod["status"].get("phase") == "Pending":
                 continue

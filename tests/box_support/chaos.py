@@ -1,7 +1,7 @@
-"""A storm over jobs in a box: each job is applied, hit as its schedule says, and followed to its end.
+"""A storm over jobs in a box: each job is applied, hit according to its schedule, and followed to its end.
 
-What is judged afterwards does not come from the operator alone. Which attempts ran, and when, is seen in this machine's
-processes; what was made, in the API server's audit log; how far a training came, in the files on its claim.
+The evidence for the checks does not come from the operator alone: attempts and their times from this machine's
+processes, created objects from the API server's audit log, training steps from the files on the claim.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ from suite_plugins.patience import patient
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-"""Beside `Storm.log`, for who wants to look on (`--log-cli-level=INFO`)."""
+"""Beside `Storm.log`, to watch a run (`--log-cli-level=INFO`)."""
 
 AT_A_TIME = 3
-"""Jobs. Most of a job's time its pods import torch, which takes a core each."""
+"""Jobs in parallel. Most of a job's time its pods import torch, which takes a core each."""
 STEPS = 40
-"""Of each training."""
+"""Steps of each training."""
 STEP_SECONDS = 0.25
-"""Of each step, asleep: long enough for a fault to come in the middle."""
+"""Sleep in each step: long enough for a fault in the middle."""
 STEPS_BETWEEN_CHECKPOINTS = 4
 CLASSIFIER = "classifier"
-"""Folder of the inputs with a model that has a head, for jobs that train none."""
+"""Folder of the inputs with a model that has a head, for jobs without training."""
 PROGRESS_SECONDS = math.ceil(patient(20))
-"""After which a training without a new step counts as hung, in jobs in which one is to hang."""
+"""Time without a new step after which a training counts as hung, in jobs with a scheduled hang."""
 STILL_SECONDS = 420
-"""A job of which nothing has changed for so long is lost. The longest time without news is that of a hung process: the
-deadline and the grace period after it.
+"""Time without a change after which a job is lost. The longest legitimate one is that of a hung process: the deadline
+and the grace period after it.
 """
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 0.3
-"""Between two questions to the API server about one job."""
+"""Time between two requests to the API server about one job."""
 _STARTING_SECONDS = 3.0
-"""A pod's program is not through with its imports by then; what kills it until then breaks it."""
+"""Time in which a pod's program still imports; a kill within it breaks the attempt."""
 _TELLING = ("StageStarted", "StageFailed", "Restarting", "Suspended", "Resumed", "StageSucceeded")
-"""Reasons of events that belong into the story of a storm."""
+"""Reasons of events to include in the log of a storm."""
 _LATE_SHARE = 0.8
-"""Of the steps; who is told to end after them may be through first."""
+"""Share of the steps; a training requested to stop after it may finish first."""
 _PASSES = (401, 403, 404, 429, 500, 502, 503, 504)
-"""Answers of an API server that has just started."""
+"""Temporary status codes of an API server that has just started."""
 
 
 def spec_of(fate: Fate) -> Object:
-    """The job as a user would write it."""
+    """Return the job as a user would write it."""
     case, hangs = fate.case, any(fault.kind is Kind.HANG for fault in fate.faults)
     training = {"maxSteps": STEPS, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32"}
     match case.doom:
@@ -116,7 +116,7 @@ def spec_of(fate: Fate) -> Object:
     return spec
 
 
-# -------------------------------------------------------------------------------------------------- what runs, in truth
+# -------------------------------------------------------------------------------------------------- running containers
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ class Live:
     began: float
     """Unix time."""
     process: int
-    """Its first one."""
+    """Process id of its first process."""
 
     @property
     def works(self) -> bool:
-        """Whether a stage runs in it: the worker of an MPIJob, before mpirun and after its end, is an SSH server alone,
-        which may still be there when the next stage begins.
+        """True if a stage runs in it: the worker of an MPIJob, before mpirun and after its end, is an SSH server alone,
+        which may still exist when the next stage begins.
         """
         with suppress(psutil.NoSuchProcess):
             first = psutil.Process(self.process)
@@ -151,7 +151,7 @@ _POD = re.compile(rf"^(?P<job>.+)-(?P<stage>{'|'.join(STAGES)})-(?P<attempt>\d+)
 
 
 def living(box: Box, namespace: str) -> list[Live]:
-    """Containers whose processes are there, whatever the API server has been told; by name of the pod."""
+    """Return containers with live processes, whatever the API server's state; by name of the pod."""
     found = []
     for file in (box.own("looking into pods") / "kubelet" / "pods").glob(f"*/containers/{CONTAINER_NAME}/exec.json"):
         try:
@@ -166,7 +166,7 @@ def living(box: Box, namespace: str) -> list[Live]:
 
 
 class Watch:
-    """Looks all the time for two attempts of one job that run at once: both would write to one place."""
+    """Watches for two attempts of one job that run at once: both would write to one place."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -175,7 +175,7 @@ class Watch:
         self.seen: set[tuple[str, str, int]] = set()
         """Job, stage and attempt of everything that ever ran."""
         self.worked: set[tuple[str, str, int]] = set()
-        """Those of them that were seen at work."""
+        """Those that were seen working."""
         self.overlaps: list[str] = []
         self.trouble: Exception | None = None
 
@@ -219,17 +219,17 @@ def clock() -> str:
 
 
 class Missed(Exception):  # noqa: N818  # an answer and no error
-    """The fault found nobody to hit; it is tried again on a later attempt, or on another job."""
+    """The fault found no target; it is retried on a later attempt, or on another job."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a fault is about to hit."""
+    """Target of a fault."""
 
     stage: str
     attempt: int
     pods: tuple[Live, ...] = ()
-    """Those of the attempt that run."""
+    """Running pods of the attempt."""
 
     def pod(self, fault: Fault) -> str:
         if not self.pods:
@@ -239,53 +239,53 @@ class Aim:
 
 @dataclass
 class Course:
-    """One job, as it goes."""
+    """State of one job during the storm."""
 
     case: Case
     name: str
-    """As applied."""
+    """Name as applied."""
     strikes: list[Strike] = field(default_factory=list)
     struck: dict[str, int] = field(default_factory=dict)
-    """Stage -> its last attempt that was dealt something that breaks it."""
+    """Stage -> its last attempt that was hit by a breaking fault."""
     made: list[Fault] = field(default_factory=list)
     status: Object = field(default_factory=dict)
-    """When it had ended; empty: it is lost."""
+    """Status at its end; empty: the job is lost."""
     mark: int = 0
-    """Place in the audit log at which it had ended."""
+    """Position in the audit log at its end."""
     folder: Path | None = None
-    """Its results."""
+    """Folder of its results."""
     news: tuple[Object, float] = field(default_factory=lambda: ({}, time.monotonic()))
-    """Its status as it changed last, and when."""
+    """Last changed status, and the time of the change."""
 
     @property
     def still(self) -> bool:
-        """Whether nothing has happened for too long."""
+        """True if nothing has changed for too long."""
         return time.monotonic() - self.news[1] > patient(STILL_SECONDS)
 
 
 @dataclass
 class Storm:
-    """Carries out a schedule; what came of it stays here for the tests."""
+    """Runs a schedule, and keeps the results for the tests."""
 
     team: Team
     schedule: Schedule
     courses: dict[str, Course] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     spare: list[Fault] = field(default_factory=list)
-    """Faults whose job was over before their moment came."""
+    """Faults whose job ended before their moment."""
     overlaps: list[str] = field(default_factory=list)
     seen: set[tuple[str, str, int]] = field(default_factory=set)
     worked: set[tuple[str, str, int]] = field(default_factory=set)
     _hand: threading.RLock = field(default_factory=threading.RLock)
-    """Held while a fault is made that needs the API server, or takes it away."""
+    """Held during a fault that needs the API server, or takes it away."""
     _outage: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a node is off."""
+    """Held while a node is down."""
     _spare: threading.Lock = field(default_factory=threading.Lock)
     _called_off: threading.Event = field(default_factory=threading.Event)
-    """The test has failed or ran out of time: nothing is waited for any more."""
+    """Set when the test failed or timed out: stop waiting."""
 
     def rage(self) -> None:
-        """All of it: jobs in order, some at a time; what could not be dealt goes to one more job."""
+        """Run the schedule: jobs in order, some at a time; faults that could not be made go to one more job."""
         self.template = faults.puppet(self.team, STEP_SECONDS)
         self.mark = self.team.box.cluster.audit_mark()
         self.said = self._operator_logs()
@@ -300,7 +300,7 @@ class Storm:
                     raise
             for more in range(3):
                 if left := self._take_spare():
-                    # The new job has a claim, which is bound late while the controllers miss the API server.
+                    # The new job has a claim, which is bound late until the controllers have found the API server.
                     faults.caught_up(self.team)
                     case = Case(f"storm-more-{more}", nodes=2, max_restarts=len(left))
                     self._live(Fate(case, tuple(replace(one, stage=TRAIN, together=False) for one in left)))
@@ -311,7 +311,7 @@ class Storm:
 
     @property
     def done(self) -> tuple[Fault, ...]:
-        """Faults that were made."""
+        """Faults that were injected."""
         return tuple(fault for course in self.courses.values() for fault in course.made)
 
     def say(self, job: str, words: str) -> None:
@@ -319,7 +319,7 @@ class Storm:
         log.info("%s: %s", job, words)
 
     def tell(self) -> str:
-        """Everything that makes a failure understandable, and how to repeat it."""
+        """Return everything that explains a failure, and how to repeat it."""
         again = f"FINETUNE_FAULTS={len(self.schedule.faults)} FINETUNE_SEED={self.schedule.seed}"
         return "\n".join([f"again: {again}", str(self.schedule), "what happened:", *self.log])
 
@@ -362,7 +362,7 @@ class Storm:
     # --------------------------------------------------------------------------------------------------- one fault
 
     def _deal(self, team: Team, course: Course, group: Sequence[Fault]) -> list[Fault]:
-        """Make faults that belong to one moment; those that it was too late for."""
+        """Inject the faults of one moment; return those that came too late."""
         first, *others = group
         while (aim := self._await(team, course, first)) is not None:
             try:
@@ -375,7 +375,7 @@ class Storm:
         return list(group)
 
     def _await(self, team: Team, course: Course, fault: Fault) -> Aim | None:
-        """The attempt to hit, when its moment has come; None: it cannot come any more."""
+        """Wait for the fault's moment and return its target; None if the moment cannot come any more."""
         asked, status = 0.0, Object()
         while not (course.still or self._called_off.is_set()):
             if time.monotonic() - asked > _ASK_SECONDS:
@@ -388,7 +388,7 @@ class Storm:
         return None
 
     def _make(self, team: Team, course: Course, first: Fault, others: Sequence[Fault], aim: Aim) -> None:
-        # A signal needs no API server, and a training does not wait for one that is away.
+        # A signal needs no API server, and a training does not wait for an absent one.
         with nullcontext() if first.kind in BLIND | RANKS else self._hand:
             if aim.pods and not set(aim.pods) <= set(living(team.box, team.namespace)):
                 raise Missed("it is over meanwhile")
@@ -406,7 +406,7 @@ class Storm:
                     pass
                 case _:
                     self._break(team, course, first, aim)
-        # These last, and what else happens meanwhile shall happen.
+        # These take time, and other faults may happen meanwhile.
         if first.kind is Kind.SUSPEND:
             self._suspend(team, course, first, aim)
         elif first.kind is Kind.NODE_OFF:
@@ -418,7 +418,7 @@ class Storm:
                 self._break(team, course, other, aim)
 
     def _break(self, team: Team, course: Course, fault: Fault, aim: Aim) -> None:
-        """What is done at once; `Missed` when nobody was there to take it."""
+        """Inject an instantaneous fault; `Missed` if it had no target."""
         try:
             words = _break(team, course.name, fault, aim)
         except AssertionError as error:
@@ -431,7 +431,7 @@ class Storm:
         course.made.append(fault)
         if fault.kind not in CONTROL:
             late = _late(course, fault, aim)
-            # Between two attempts there is nobody to hit, but the next may just have begun.
+            # Between two attempts there is no target, but the next may just have begun.
             between = fault.moment is Moment.BETWEEN
             course.strikes.append(Strike(fault.kind, aim.stage, aim.attempt, late or between))
             if not between:
@@ -465,7 +465,7 @@ class Storm:
                     off.close()
 
     def _struck_too(self, course: Course, pods: Sequence[Object]) -> None:
-        """Whoever else had a pod on a node that lost its power."""
+        """Record a strike for other jobs with a pod on a node that lost its power."""
         names = {one.name: one for one in self.courses.values()}
         for pod in pods:
             named = _POD.match(pod["metadata"]["name"])
@@ -478,7 +478,7 @@ class Storm:
     # ------------------------------------------------------------------------------------------------- the operator
 
     def _operator_logs(self) -> dict[int, int]:
-        """Log files of the operator, by inode: they are renamed when a container starts again; and their sizes."""
+        """Return inode -> size of the operator's log files: a container's restart renames them."""
         return {file.stat().st_ino: file.stat().st_size for file in self._log_files()}
 
     def _log_files(self) -> list[Path]:
@@ -486,7 +486,7 @@ class Storm:
         return sorted(folder.glob(f"{NAMESPACE}_finetune-operator-*.log*"))
 
     def operator_said(self) -> str:
-        """What the operators have written since the storm began, over all of their lives."""
+        """Return the operators' logs since the storm began, across restarts."""
         parts = []
         for file in self._log_files():
             with file.open("rb") as stream:
@@ -496,7 +496,7 @@ class Storm:
 
 
 def patiently(call: Callable[[], T], seconds: float = 60) -> T:
-    """The value of `call`, as soon as there is an API server that answers."""
+    """Return the value of `call`, as soon as an API server answers."""
     end = time.monotonic() + patient(seconds)
     while True:
         try:
@@ -517,7 +517,7 @@ def _apply(team: Team, name: str, spec: Object) -> None:
         try:
             team.box.api.create(path_of(API_VERSION, PLURAL, team.namespace), body)
         except ApiError as error:
-            # Made by a request whose answer was lost.
+            # Created by a request whose answer was lost.
             if error.code != 409:
                 raise
         return True
@@ -526,7 +526,7 @@ def _apply(team: Team, name: str, spec: Object) -> None:
 
 
 def _look(team: Team, course: Course) -> Object:
-    """The job's status; empty while nobody can tell."""
+    """Return the job's status; empty while it cannot be read."""
     try:
         found = team.box.api.get(path_of(API_VERSION, PLURAL, team.namespace, course.name)) or {}
         if course.folder is None and found.get("status", {}).get("stages"):
@@ -540,7 +540,7 @@ def _look(team: Team, course: Course) -> Object:
 
 
 def _aim(team: Team, course: Course, fault: Fault, status: Object) -> Aim | None:
-    """The attempt, when it is at the fault's moment."""
+    """Return the attempt if it is at the fault's moment."""
     stage, struck = stage_of(status, fault.stage), course.struck.get(fault.stage, 0)
     known, state = stage.get("attempt", 0), stage.get("state")
     pods = [one for one in living(team.box, team.namespace) if (one.job, one.stage) == (course.name, fault.stage)]
@@ -570,7 +570,7 @@ def _step(fault: Fault) -> int:
 
 
 def _with_ranks(team: Team, fault: Fault, aim: Aim) -> Aim | None:
-    """Only pods in which a process of the training runs, for faults that need one."""
+    """Keep only pods with a running process of the training, for faults that need one."""
     if fault.kind not in RANKS:
         return aim
     pods = tuple(one for one in aim.pods if faults.ranks(team, one.pod))
@@ -578,7 +578,7 @@ def _with_ranks(team: Team, fault: Fault, aim: Aim) -> Aim | None:
 
 
 def steps_of(course: Course, since: float = 0.0) -> int:
-    """How far the training has come, if it has written of it since that time; else 0."""
+    """Return the last step in the training's history if it was written after `since`; else 0."""
     if course.folder is None:
         return 0
     file = JobPaths(course.folder).history
@@ -589,12 +589,12 @@ def steps_of(course: Course, since: float = 0.0) -> int:
 
 
 def _late(course: Course, fault: Fault, aim: Aim) -> bool:
-    """Whether the attempt may have been through before it could feel what was just done to it."""
+    """Return whether the attempt may have finished before the fault took effect."""
     began = min((one.began for one in aim.pods), default=math.inf)
     step = steps_of(course, since=began) if aim.stage == TRAIN else 0
     if step:
         return step > _LATE_SHARE * STEPS
-    # A container's first process hears no SIGTERM before it has asked for it, and may be done within the grace period.
+    # A container's first process ignores SIGTERM before it has a handler, and may be done within the grace period.
     return fault.kind in GRACEFUL or any(time.time() - one.began > _STARTING_SECONDS for one in aim.pods)
 
 
@@ -609,7 +609,7 @@ def _kill_operator(team: Team, which: Literal["acting", "all"]) -> str:
 
 
 def _break(team: Team, job: str, fault: Fault, aim: Aim) -> str:
-    """Faults that are made at once; what was hit."""
+    """Inject an instantaneous fault; return its target."""
     match fault.kind:
         case Kind.DELETE_CHILD:
             return patiently(lambda: faults.delete_child(team, job, aim.stage))

@@ -1,4 +1,4 @@
-"""What has to hold after a storm. Each function gives a sentence for everything that does not."""
+"""Invariants after a storm. Each function yields a sentence for every violation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _STOPPED = re.compile(r"Stage (\w+), attempt (\d+), is stopped")
 
 
 def attempts_of(status: Object) -> dict[str, int]:
-    """Stage -> number of its last attempt."""
+    """Return stage -> number of its last attempt."""
     return {stage["name"]: int(stage["attempt"]) for stage in status.get("stages", [])}
 
 
 def wrong_ends(storm: Storm) -> Iterator[str]:
-    """Jobs that are lost, or over in another way than what was done to them explains."""
+    """Yield jobs that are lost, or whose end their faults do not explain."""
     for course in storm.courses.values():
         status = course.status
         if not status:
@@ -45,7 +45,7 @@ def wrong_ends(storm: Storm) -> Iterator[str]:
 
 
 def changed_after_the_end(storm: Storm) -> Iterator[str]:
-    """Jobs that are gone, or not what they were when they had ended."""
+    """Yield jobs that were deleted, or changed after their end."""
     for course in _ended(storm):
         now = storm.team.box.api.get(path_of(API_VERSION, PLURAL, storm.team.namespace, course.name))
         if now is None:
@@ -63,7 +63,7 @@ def _ended(storm: Storm) -> list[Course]:
 
 
 def _creations(storm: Storm, mark: int) -> Iterator[tuple[str, str]]:
-    """Resource and name of everything that the operator has made in the team's namespace since `mark`."""
+    """Yield resource and name of everything that the operator created in the team's namespace since `mark`."""
     for entry in storm.team.box.cluster.audit(mark, USER):
         if entry["verb"] != "create" or entry["responseStatus"].get("code") != 201:
             continue
@@ -73,7 +73,7 @@ def _creations(storm: Storm, mark: int) -> Iterator[tuple[str, str]]:
 
 
 def attempts_not_made_once(storm: Storm) -> Iterator[str]:
-    """Attempts that the API server has created more than once, or that are told of and were never created."""
+    """Yield attempts that were created more than once, or that the status has and that were never created."""
     kinds = {plural for _, plural in CHILD_KINDS}
     made = Counter(name for resource, name in _creations(storm, storm.mark) if resource in kinds)
     told = {
@@ -88,7 +88,7 @@ def attempts_not_made_once(storm: Storm) -> Iterator[str]:
             yield f"{name} was created {times} times"
         if name.startswith(ours) and name not in told and all(course.status for course in storm.courses.values()):
             yield f"{name} was created and no status tells of it"
-    # An API server that is killed can have stored an object and not told the audit log.
+    # A killed API server can have stored an object without an entry in the audit log.
     ran = {f"{job}-{stage}-{attempt}" for job, stage, attempt in storm.seen}
     unlogged = sorted(told - set(made))
     if len(unlogged) > sum(fault.kind is Kind.API for fault in storm.done) or set(unlogged) - ran:
@@ -96,7 +96,7 @@ def attempts_not_made_once(storm: Storm) -> Iterator[str]:
 
 
 def made_after_the_end(storm: Storm) -> Iterator[str]:
-    """What was created for jobs that had ended."""
+    """Yield objects that were created for jobs after their end."""
     for course in _ended(storm):
         for resource, name in _creations(storm, course.mark):
             if name.startswith(f"{course.name}-"):
@@ -104,9 +104,9 @@ def made_after_the_end(storm: Storm) -> Iterator[str]:
 
 
 def untold_restarts(storm: Storm) -> Iterator[str]:
-    """Attempts of which no event tells why they were begun, and events of attempts that there were not.
+    """Yield attempts without an event for their start, and events of attempts that did not exist.
 
-    Events come last in each pass: an operator that is killed, or has no API server, at that moment leaves one out.
+    Events come last in each reconcile: an operator that is killed, or has no API server, at that moment omits one.
     """
     missing = []
     for course in _ended(storm):
@@ -135,7 +135,7 @@ def _pair(found: re.Match[str]) -> tuple[str, int]:
 
 
 def broken_results(storm: Storm) -> Iterator[str]:
-    """Succeeded jobs whose results are not whole."""
+    """Yield succeeded jobs with incomplete results."""
     for course in _ended(storm):
         if course.status["phase"] == "Succeeded":
             yield from (f"{course.name}: {what}" for what in _broken(course))
@@ -175,7 +175,7 @@ def _broken_training(paths: JobPaths) -> Iterator[str]:
 
 
 def left_behind(storm: Storm) -> Iterator[str]:
-    """Pods that run on, objects that nobody will tidy away, nodes and operators that are not back."""
+    """Yield pods that still run, objects without garbage collection, nodes and operators that are not back."""
     box, namespace = storm.team.box, storm.team.namespace
     names = {course.name: course for course in storm.courses.values()}
     yield from (f"{one.pod} still runs" for one in living(box, namespace) if one.job in names)
@@ -212,7 +212,7 @@ def _orphaned(storm: Storm, names: dict[str, Course], plural: str, child: Object
 
 
 def tracebacks(storm: Storm) -> Iterator[str]:
-    """Errors that the operator did not expect."""
+    """Yield errors that the operator did not expect."""
     said = storm.operator_said()
     for place in [found.start() for found in re.finditer("Traceback", said)][:3]:
         yield said[max(0, place - 600) : place + 2500]

@@ -1,8 +1,8 @@
-"""Which faults hit which jobs and when, drawn from a seed; and which ends are right after what was done to a job.
+"""Schedule of faults for jobs, drawn from a seed; and the valid ends of a job after its faults.
 
-Pure: values in, values out. A seed gives the same plan on every machine; what really hit which attempt is up to the
-course of things, so `possible_ends` judges by the strikes that were dealt and not by those that were planned. It keeps
-a table of its own of what a fault leads to: it is there to disagree with the operator's.
+Pure: values in, values out. A seed gives the same plan on every machine, but timing decides which attempt is really
+hit, so `possible_ends` judges by the actual strikes, not by the planned ones. It has its own table of the effects of
+faults, independent of the operator's, so that the two can disagree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GLOBAL_BATCH = 16
 
 
 class Kind(StrEnum):
-    """One fault each."""
+    """Kind of a fault."""
 
     KILL_POD = "all processes of a pod killed"
     KILL_RANK = "one process killed"
@@ -42,19 +42,19 @@ class Kind(StrEnum):
 
 
 CONTROL = frozenset({Kind.OPERATOR, Kind.OPERATORS, Kind.API})
-"""Faults of what steers the jobs; nothing of a job itself is touched, and none may end differently for it."""
+"""Faults of the control plane; they touch no job itself, and must not change its end."""
 RANKS = frozenset({Kind.KILL_RANK, Kind.CRASH_RANK, Kind.RAISE, Kind.HANG})
-"""Need a process of a training."""
+"""Faults that need a process of a training."""
 BLIND = frozenset({Kind.KILL_POD, Kind.KILL_RANK, Kind.CRASH_RANK, Kind.RAISE})
-"""Can be made while there is no API server."""
+"""Faults that are possible without an API server."""
 GRACEFUL = frozenset({Kind.DELETE_POD, Kind.PREEMPT, Kind.SHUT_DOWN, Kind.DELETE_CHILD, Kind.SUSPEND})
-"""The pods are told to end and may come to their end first."""
+"""Faults that request pods to stop, which may finish first."""
 PODLESS = frozenset({*CONTROL, Kind.SUSPEND, Kind.DELETE_CHILD})
-"""Need nothing that runs."""
+"""Faults that need no running pod."""
 
 
 class Moment(StrEnum):
-    """When a fault is made, in the course of an attempt."""
+    """Moment of a fault within an attempt."""
 
     MADE = "when its object is there"
     BEGUN = "when a pod of it has begun"
@@ -63,7 +63,7 @@ class Moment(StrEnum):
 
 
 class Remedy(StrEnum):
-    """What has to follow when a fault breaks an attempt."""
+    """Required reaction to a fault that breaks an attempt."""
 
     FREE = "again, free of charge"
     COUNTED = "again, counted"
@@ -74,15 +74,15 @@ class Remedy(StrEnum):
 
 @dataclass(frozen=True)
 class Effect:
-    """What becomes of an attempt that was hit."""
+    """Effect of a fault on an attempt."""
 
     remedy: Remedy
     failure: str | None
-    """Class in the status."""
+    """Failure class in the status."""
 
 
-# A process that is gone by SIGKILL may have been taken by the kernel for want of memory, and is told as that. Where the
-# processes of a node without power are seen before the node is missed, they look the same.
+# A SIGKILL may come from the kernel's OOM killer, and is reported as that. The processes of a node without power look
+# the same if they are seen before the node is missed.
 _KILLED = (Effect(Remedy.ADAPTED, "OutOfMemory"),)
 _TOLD_TO_GO = (Effect(Remedy.FREE, "Preempted"), Effect(Remedy.FREE, "NodeLost"))
 EFFECTS: Mapping[Kind, tuple[Effect, ...]] = {
@@ -105,7 +105,7 @@ EFFECTS: Mapping[Kind, tuple[Effect, ...]] = {
 
 
 def effects(kind: Kind, stage: str) -> tuple[Effect, ...]:
-    """What a fault can do to an attempt at `stage`; empty: nothing."""
+    """Return the possible effects of a fault on an attempt at `stage`; empty: none."""
     if stage == TRAIN:
         return EFFECTS[kind]
     # Only train has a micro-batch to halve.
@@ -116,7 +116,7 @@ def effects(kind: Kind, stage: str) -> tuple[Effect, ...]:
 
 
 class Doom(StrEnum):
-    """What is wrong with a job from the beginning, so that no luck can save it."""
+    """Error of a job from the start, because of which it must fail."""
 
     COLUMN = "DataError"
     SECRET = "ContainerConfig"
@@ -134,7 +134,7 @@ DOOMED_STAGE: Mapping[Doom, str] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One job."""
+    """A job of the storm."""
 
     name: str
     stages: tuple[str, ...] = (PREPARE, TRAIN, EVALUATE)
@@ -145,33 +145,33 @@ class Case:
 
     @property
     def reached(self) -> tuple[str, ...]:
-        """Stages that it comes to."""
+        """Stages that the job reaches."""
         if self.doom is None:
             return self.stages
         return self.stages[: self.stages.index(DOOMED_STAGE[self.doom]) + 1]
 
     @property
     def adaptations(self) -> int:
-        """How often its micro-batch can be halved; one process takes its whole share at first."""
+        """Number of times that its micro-batch can be halved; a process starts with its whole share."""
         return (GLOBAL_BATCH // self.nodes).bit_length() - 1
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, as planned."""
+    """A planned fault."""
 
     number: int
     kind: Kind
     stage: str
     moment: Moment
     share: float = 0.0
-    """Of the training's steps, with `Moment.STEP`; it also orders the faults of a stage."""
+    """Share of the training's steps, with `Moment.STEP`; it also orders the faults of a stage."""
     pod: int = 0
-    """Which of the attempt's pods, by name; counted round."""
+    """Index of the attempt's pod, by name, modulo their number."""
     seconds: float = 0.0
-    """How long it lasts, if it lasts."""
+    """Duration, for faults that last."""
     together: bool = False
-    """Made at the same moment as the fault before it, and while that lasts."""
+    """True if it happens together with the fault before it, while that lasts."""
 
     def __str__(self) -> str:
         when = f"{self.share:.0%} of the steps" if self.moment is Moment.STEP else self.moment
@@ -182,14 +182,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Fate:
-    """A job and what happens to it, in this order."""
+    """A job and its faults, in order."""
 
     case: Case
     faults: tuple[Fault, ...]
 
     @property
     def groups(self) -> tuple[tuple[Fault, ...], ...]:
-        """The faults that are made at one moment."""
+        """Faults grouped by moment."""
         found: list[tuple[Fault, ...]] = []
         for one in self.faults:
             if one.together:
@@ -201,7 +201,7 @@ class Fate:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A whole run."""
+    """Jobs and faults of a whole run."""
 
     seed: int
     fates: tuple[Fate, ...]
@@ -225,29 +225,29 @@ class Schedule:
 
 # ----------------------------------------------------------------------------------------------------------- generation
 
-# What is trained is evaluated, too.
+# A trained model is evaluated, too.
 _TRAINS = (PREPARE, TRAIN, EVALUATE)
 _SHAPES = (_TRAINS, _TRAINS, _TRAINS, (*_TRAINS, PREDICT), (PREPARE, EVALUATE), (PREPARE, PREDICT))
 _MACHINES: tuple[tuple[Launcher, int], ...] = (
     ("job", 2), ("pytorchjob", 2), ("mpijob", 2), ("job", 1), ("pytorchjob", 1),
 )  # fmt: skip
 _SECONDS: Mapping[Kind, tuple[float, float]] = {
-    # Nodes count as lost after 40 s without a sign of life, also those that an absent API server did not hear.
+    # Nodes count as lost after 40 s without a heartbeat, also those whose heartbeats an absent API server missed.
     Kind.API: (3, 15),
     Kind.NODE_OFF: (3, 15),
     Kind.SUSPEND: (0.3, 6),
 }
 FAULTS_A_JOB = 3
-"""On average."""
+"""Average faults of a job."""
 MOST_FAULTS = 5
-"""Of one job: the delay before an attempt doubles each time."""
+"""Most faults of one job: the delay before an attempt doubles each time."""
 _DOOMED_EACH = 4
-"""Every fourth job."""
+"""Every fourth job is doomed."""
 
 
 def schedule(seed: int, faults: int) -> Schedule:
-    """`faults` faults for a third as many jobs. Kinds, shapes and launchers are dealt like cards from shuffled packs,
-    so that each turns up before one comes again.
+    """Draw `faults` faults for a third as many jobs. Kinds, shapes and launchers are drawn without replacement from
+    shuffled packs, so that each comes once before any repeats.
     """
     dice = random.Random(seed)
     count = max(2, round(faults / FAULTS_A_JOB))
@@ -280,17 +280,17 @@ def _case(
 
 
 def _place(dice: random.Random, cases: Sequence[Case], taken: dict[str, list[Fault]], number: int, kind: Kind) -> None:
-    """Give the fault to a job that can take it and does not end before it, one with few faults if possible."""
+    """Assign the fault to a job that can take it and does not end before it, preferably one with few faults."""
     places = [(case, stage) for case in cases for stage in case.reached if _applies(kind, case, stage)]
     dice.shuffle(places)
-    # Most of what can go wrong is in train, and no other stage shall be left out.
+    # Most faults concern train, but no other stage shall be left out.
     places.sort(key=lambda place: len(taken[place[0].name]) - (place[1] == TRAIN and dice.random() < 0.7))
     for case, stage in places:
         faults = _in_order([*taken[case.name], _fault(dice, number, kind, stage, case)])
         if len(faults) <= MOST_FAULTS and lives_through(case, faults[:-1]):
             taken[case.name] = faults
             return
-    # Nobody can: the operator can always be killed.
+    # No job can take it: kill the operator instead, which is always possible.
     _place(dice, cases, taken, number, dice.choice((Kind.OPERATOR, Kind.OPERATORS)))
 
 
@@ -298,7 +298,7 @@ def _applies(kind: Kind, case: Case, stage: str) -> bool:
     if case.doom is Doom.SECRET and kind not in PODLESS:
         return False  # No pod of it ever runs.
     if kind in (Kind.HANG, Kind.RAISE) and case.doom is Doom.DIVERGES:
-        return False  # It may be over before it has come that far.
+        return False  # It may end before that step.
     return stage == TRAIN or kind not in RANKS
 
 
@@ -309,16 +309,14 @@ def _fault(dice: random.Random, number: int, kind: Kind, stage: str, case: Case)
         moments += [Moment.BEGUN]
     if stage == TRAIN and case.doom is not Doom.DIVERGES:
         moments += [Moment.STEP, Moment.STEP]
-    # Only who has told a step can be missed; and before the imports are over nobody hears the signal to raise.
+    # A hang is noticed only after a reported step, and the signal to raise has no handler before the imports are over.
     moment = Moment.STEP if kind in (Kind.HANG, Kind.RAISE) else dice.choice(moments)
     low, high = _SECONDS.get(kind, (0, 0))
     return Fault(number, kind, stage, moment, dice.uniform(0.05, 0.7), dice.randrange(3), dice.uniform(low, high))
 
 
 def _in_order(faults: Iterable[Fault]) -> list[Fault]:
-    """By stages; what ends a job comes last among its equals, and steps only grow: a training goes on from where it
-    was.
-    """
+    """Sort by stages; a fault that ends the job comes last in its stage, and steps only grow, as a training resumes."""
     return sorted(
         faults,
         key=lambda one: (STAGES.index(one.stage), one.kind is Kind.RAISE, one.share, one.number),
@@ -326,7 +324,7 @@ def _in_order(faults: Iterable[Fault]) -> list[Fault]:
 
 
 def lives_through(case: Case, faults: Sequence[Fault]) -> bool:
-    """Whether the job can still be hit after these faults, also if each of them does its worst."""
+    """Return whether the job still runs after these faults, even with the worst effect of each."""
     counted = adapted = 0
     for fault in faults:
         worst = {one.remedy for one in effects(fault.kind, fault.stage)}
@@ -338,7 +336,7 @@ def lives_through(case: Case, faults: Sequence[Fault]) -> bool:
 
 
 def _with_between(faults: Sequence[Fault]) -> tuple[Fault, ...]:
-    """There is a time between two attempts only after a fault that breaks the first of them."""
+    """Keep `Moment.BETWEEN` only after a fault that breaks an attempt; there is no such time otherwise."""
     pairs = zip((None, *faults), faults, strict=False)
     return tuple(
         replace(fault, moment=Moment.MADE)
@@ -350,7 +348,7 @@ def _with_between(faults: Sequence[Fault]) -> tuple[Fault, ...]:
 
 
 def _together(dice: random.Random, faults: Sequence[Fault]) -> tuple[Fault, ...]:
-    """Some of those that follow a fault of what steers are made while that lasts."""
+    """Move some faults into the duration of a preceding control-plane fault."""
     found = list(faults[:1])
     for before, fault in pairwise(faults):
         fits = fault.kind in (BLIND if before.kind is Kind.API else BLIND | GRACEFUL - {Kind.SUSPEND})
@@ -366,38 +364,38 @@ def _together(dice: random.Random, faults: Sequence[Fault]) -> tuple[Fault, ...]
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that was really dealt to an attempt of a job."""
+    """A fault that really hit an attempt of a job."""
 
     kind: Kind
     stage: str
     attempt: int
     late: bool = False
-    """The attempt may have been through before it was felt."""
+    """True if the attempt may have finished before the effect."""
 
 
 @dataclass(frozen=True)
 class End:
-    """How a job is over."""
+    """End of a job."""
 
     phase: Literal["Succeeded", "Failed"]
     failure: str | None
-    """Class; None: it succeeded."""
+    """Failure class; None: it succeeded."""
     restarts: int
     """`status.restarts`."""
     counted: int
-    """Of which these count against `runPolicy.maxRestarts`."""
+    """Restarts that count against `runPolicy.maxRestarts`."""
 
 
 @dataclass(frozen=True)
 class _Path:
-    """What has been used up so far, in one reading of what happened."""
+    """Restarts used so far, in one possible history of the job."""
 
     restarts: int = 0
     counted: int = 0
     adapted: int = 0
 
     def after(self, effect: Effect, case: Case) -> _Path | None:
-        """When the attempt was followed by another one because of `effect`; None: that was not allowed."""
+        """Return the path after a restart because of `effect`; None if that restart was not allowed."""
         match effect.remedy:
             case Remedy.AGAIN:
                 return self
@@ -410,7 +408,7 @@ class _Path:
         return None
 
     def ending(self, effect: Effect, case: Case) -> End | None:
-        """When the job is over because of `effect`; None: it would not have been."""
+        """Return the end of the job because of `effect`; None if the job would not have ended."""
         if effect.remedy in (Remedy.AGAIN, Remedy.FREE) or self.after(effect, case) is not None:
             return None
         return End("Failed", effect.failure, self.restarts, self.counted)
@@ -418,17 +416,17 @@ class _Path:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The ends that are right, or why there can be none."""
+    """Valid ends, or the reasons why there are none."""
 
     ends: frozenset[End] = frozenset()
     wrong: tuple[str, ...] = field(default=())
 
 
 def possible_ends(case: Case, attempts: Mapping[str, int], strikes: Iterable[Strike]) -> Verdict:
-    """Judge a job by the number of the last attempt at each stage (0 or absent: none) and what was dealt to it.
+    """Judge a job by the number of the last attempt at each stage (0 or absent: none) and its strikes.
 
-    Each attempt that was followed by another one has to be explained by a strike that leads to one, and each that
-    succeeded must not have been dealt one that it cannot have outlived.
+    Each attempt with a successor must have a strike that leads to a restart, and each successful one must not have a
+    strike that it cannot have survived.
     """
     dealt: dict[tuple[str, int], list[Strike]] = {}
     for strike in strikes:

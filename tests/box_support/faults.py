@@ -1,8 +1,8 @@
-"""What breaks on a cluster, made on purpose: one function for each fault, a context manager where it has to be undone.
+"""Faults of a cluster, on purpose: one function for each fault, a context manager if it has to be undone.
 
-Everything below the API is done to real things: processes get signals, a memory cgroup gets one process too many, a
-claim lies on a file system that is too small, a node's pods lose their power, the API server's process is killed. All
-of it needs a box of our own; somebody else's cluster skips the test.
+Faults below the API are real: processes get signals, a memory cgroup gets one process too many, a claim is on a file
+system that is too small, a node's pods lose their power, the API server's process is killed. All of it needs a box of
+our own; on an external cluster the test is skipped.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from finetune_trainer.distributed import discover
 from suite_plugins.patience import patient
 
 RAISE_SIGNAL = signal.SIGUSR2
-"""On which a rank of a job with `puppet` raises; neither the trainer nor its launchers use it."""
+"""Signal on which a rank of a job with `puppet` raises; neither the trainer nor its launchers use it."""
 GO_SIGNAL = signal.SIGRTMIN
-"""On which a rank of a job with `puppet` that was held goes on."""
+"""Signal that releases a held rank of a job with `puppet`."""
 RAISED = "this row has no label"
 _PUPPET = "puppet"
 _CLAIMS = ("v1", "persistentvolumeclaims")
@@ -111,14 +111,14 @@ while True:
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a training, as this machine sees it."""
+    """One process of a training on this machine."""
 
     rank: int
     process: psutil.Process
 
 
 def ranks(team: Team, pod: str) -> list[Rank]:
-    """The training's processes that run in a pod now; with an MPIJob they are in its workers."""
+    """Return the training's processes that run in a pod now; with an MPIJob they are in its workers."""
     found = []
     for process in _processes(team.box, team.namespace, pod):
         try:
@@ -132,7 +132,7 @@ def ranks(team: Team, pod: str) -> list[Rank]:
 
 
 def _processes(box: Box, namespace: str, pod: str) -> list[psutil.Process]:
-    """Everything that runs in the trainer's container of a pod."""
+    """Return all processes in the trainer's container of a pod."""
     state = box.own("looking into a pod") / "kubelet" / "pods"
     for file in state.glob(f"*/containers/{CONTAINER_NAME}/exec.json"):
         try:
@@ -145,18 +145,18 @@ def _processes(box: Box, namespace: str, pod: str) -> list[psutil.Process]:
 
 
 def kill_pod(team: Team, pod: str, by: str = "KILL") -> None:
-    """The trainer's container of a pod: all of its processes are killed, or the first one gets another signal."""
+    """Kill all processes of a pod's trainer container, or send its first one another signal."""
     said = team.box.fault("kill", pod, "-n", team.namespace, "-c", CONTAINER_NAME, "--signal", by)
     assert _hit(said), f"the container of pod {pod} had ended before"
 
 
 def _hit(said: str) -> bool:
-    """Whether process-kubelet found anybody to kill; it tells the containers."""
+    """Return whether process-kubelet found a container to kill; it prints them."""
     return "[]" not in said
 
 
 def signal_rank(team: Team, pod: str, number: signal.Signals, rank: int | None = None) -> int:
-    """One process of the training in a pod, and nothing around it: the given rank, or the first; which one it was."""
+    """Signal only one process of the training in a pod: the given rank, or the first; return its rank."""
 
     def found() -> Rank | None:
         return next((one for one in ranks(team, pod) if rank in (None, one.rank)), None)
@@ -167,28 +167,28 @@ def signal_rank(team: Team, pod: str, number: signal.Signals, rank: int | None =
 
 
 def kill_rank(team: Team, pod: str, rank: int | None = None) -> int:
-    """SIGKILL, as by a crash in a native library; the pod's launcher lives on and tells of it."""
+    """Send SIGKILL, like a crash in a native library; the pod's launcher survives and reports it."""
     return signal_rank(team, pod, signal.SIGKILL, rank)
 
 
 def hang_rank(team: Team, pod: str, rank: int | None = None) -> int:
-    """SIGSTOP: it is there and does nothing, as one that waits for a broken device. It ends with its pod."""
+    """Send SIGSTOP: the process exists and does nothing, as if waiting for a broken device. It ends with its pod."""
     return signal_rank(team, pod, signal.SIGSTOP, rank)
 
 
 def raise_in_rank(team: Team, pod: str, rank: int | None = None) -> int:
-    """An error of a program, ValueError(RAISED) after its next step, in a job that was made with `puppet`."""
+    """Raise ValueError(RAISED) after the rank's next step, in a job with `puppet`."""
     return signal_rank(team, pod, RAISE_SIGNAL, rank)
 
 
 def let_go(team: Team, pod: str) -> None:
-    """A training that `puppet` holds goes on."""
+    """Release a training that `puppet` holds."""
     signal_rank(team, pod, GO_SIGNAL)
 
 
 def puppet(team: Team, step_seconds: float = 0.0, holds_at: int = 0) -> Object:
-    """For `spec.template`: what makes a process of the job raise when it is told to, and each optimizer step last at
-    least so long, so that a fault finds the training under way whatever the machine. A process waits at its step
+    """Return a `spec.template` with which a process of the job raises on request, and each optimizer step lasts at
+    least `step_seconds`, so that a fault hits a running training on any machine. A process waits at its step
     `holds_at`, counted from 1, until `let_go`.
     """
     site = _SITE.format(raised=RAISED, number=int(RAISE_SIGNAL), going=int(GO_SIGNAL))
@@ -211,8 +211,8 @@ def puppet(team: Team, step_seconds: float = 0.0, holds_at: int = 0) -> Object:
 
 
 def exhaust_memory(team: Team, pod: str) -> None:
-    """One process more in the memory cgroup of a pod's container, which takes all that its limit allows: the kernel
-    kills for want of memory, and the container ends as OOMKilled.
+    """Add a process to the memory cgroup of a pod's container that takes all memory up to its limit: the kernel's OOM
+    killer acts, and the container ends as OOMKilled.
     """
     uid = team.pod(pod)["metadata"]["uid"]
     group = next(iter(sorted(Path("/sys/fs/cgroup").glob(f"**/process-kubelet-*/{uid}_{CONTAINER_NAME}"))), None)
@@ -237,12 +237,12 @@ def exhaust_memory(team: Team, pod: str) -> None:
 
 
 def delete_pod(team: Team, pod: str) -> None:
-    """`kubectl delete pod`, with its grace period."""
+    """Delete the pod like `kubectl delete pod`, with its grace period."""
     team.box.api.delete(path_of("v1", "pods", team.namespace, pod))
 
 
 def delete_child(team: Team, name: str, stage: str) -> str:
-    """The object that runs the current attempt of a stage, deleted behind the operator's back; its name."""
+    """Delete the object of a stage's current attempt without the operator; return its name."""
     child = next(one["child"] for one in team.status(name)["stages"] if one["name"] == stage)
     team.box.api.delete(
         path_of(
@@ -253,7 +253,7 @@ def delete_child(team: Team, name: str, stage: str) -> str:
 
 
 def preempt(team: Team, pod: str, by: Literal["taint", "shutdown"]) -> None:
-    """The pod has to go: the taint manager deletes it, or its node shuts down and ends it."""
+    """Evict the pod: the taint manager deletes it, or its node shuts down and ends it."""
     team.box.fault("preempt", pod, "-n", team.namespace, "--by", by)
 
 
@@ -262,7 +262,7 @@ def preempt(team: Team, pod: str, by: Literal["taint", "shutdown"]) -> None:
 
 @contextmanager
 def node_off(box: Box, node: str) -> Iterator[None]:
-    """A node without power: its pods' processes are gone and nobody says so. Afterwards it is up and ready again."""
+    """Power a node off: its pods' processes die without a report. Afterwards it is up and ready again."""
     box.fault("node-down", node, "--power-off")
     try:
         yield
@@ -272,7 +272,7 @@ def node_off(box: Box, node: str) -> Iterator[None]:
 
 
 def ready(box: Box, node: str) -> bool:
-    """Whether the scheduler may place pods on a node."""
+    """Return whether the scheduler may place pods on a node."""
     found = box.api.get(path_of("v1", "nodes", name=node)) or {}
     conditions = {one["type"]: one["status"] for one in found.get("status", {}).get("conditions", [])}
     spec = found.get("spec", {})
@@ -285,18 +285,18 @@ def ready(box: Box, node: str) -> bool:
 
 @dataclass(frozen=True)
 class SmallClaim:
-    """A claim on a file system of its own that has an end."""
+    """A claim on a small file system of its own."""
 
     name: str
     folder: Path
-    """Where its files lie, as this process sees them."""
+    """Folder of its files for this process."""
 
     def free(self) -> int:
-        """Bytes that are left."""
+        """Return the number of free bytes."""
         return psutil.disk_usage(str(self.folder)).free
 
     def fill(self, leave: int = 0) -> None:
-        """All but `leave` bytes are taken by somebody else."""
+        """Fill the file system with ballast, all but `leave` bytes."""
         with (self.folder / "ballast").open("ab", buffering=0) as file:
             while (left := self.free() - leave) > 0:
                 try:
@@ -307,22 +307,22 @@ class SmallClaim:
                     return  # the job has taken the rest
 
     def clear(self) -> None:
-        """That somebody has tidied up."""
+        """Remove the ballast."""
         (self.folder / "ballast").unlink(missing_ok=True)
 
 
 @contextmanager
 def small_claim(team: Team, name: str, megabytes: int) -> Iterator[SmallClaim]:
-    """A bound claim, for `storage.workspace: pvc://NAME`, that really holds no more than `megabytes`.
+    """Yield a bound claim, for `storage.workspace: pvc://NAME`, that really holds no more than `megabytes`.
 
-    Jobs that use it have to be gone at the end.
+    Jobs that use it must be deleted before the end.
     """
     team.apply_manifest(claim_of(name, f"{megabytes}Mi"))
     path = path_of(*_CLAIMS, team.namespace, name)
     wait_until(lambda: _bound(team, path), f"{name} is bound")
     folder = team.box.claim_folder(team.namespace, name)
     kubelet = int((team.box.own("a small claim") / "kubelet.pid").read_text())
-    # The kubelet has mounts of its own, from which those of pods are made; this process sees them below its root.
+    # The kubelet has its own mounts, the source of those of pods; this process sees them below the kubelet's root.
     among: Sequence[str] = ("nsenter", "--mount", "--target", str(kubelet))
     folder.mkdir(parents=True, exist_ok=True)
     size = ("-o", f"size={megabytes}m,mode=0777")
@@ -337,21 +337,21 @@ def small_claim(team: Team, name: str, megabytes: int) -> Iterator[SmallClaim]:
 
 
 def operator_pods(box: Box) -> list[Object]:
-    """The operator's pods; the one that acts is the holder of the Lease."""
+    """Return the operator's pods; the active one holds the Lease."""
     chosen = "app.kubernetes.io/component=operator"
     return box.api.items(path_of("v1", "pods", NAMESPACE), labelSelector=chosen)
 
 
 def acting_operator(box: Box) -> str | None:
-    """Name of the pod that holds the Lease."""
+    """Return the name of the pod that holds the Lease."""
     lease = box.api.get(path_of("coordination.k8s.io/v1", "leases", NAMESPACE, "finetune-operator")) or {}
     holder = str(lease.get("spec", {}).get("holderIdentity") or "").partition("_")[0]
     return next((name for pod in operator_pods(box) if (name := pod["metadata"]["name"]) == holder), None)
 
 
 def kill_operator(box: Box, which: Literal["acting", "all"] = "all") -> list[str]:
-    """SIGKILL for the operator's processes; their kubelet starts them again. Names of the pods that were hit: there are
-    none while they are being started.
+    """Send SIGKILL to the operator's processes, which their kubelet restarts. Return the names of the pods that were
+    hit: none while they are starting.
     """
     running = [
         pod["metadata"]["name"]
@@ -365,7 +365,7 @@ def kill_operator(box: Box, which: Literal["acting", "all"] = "all") -> list[str
 
 @contextmanager
 def api_server_away(box: Box) -> Iterator[None]:
-    """No API server; afterwards it is ready again. What runs on it may need another minute: see `caught_up`."""
+    """Stop the API server; afterwards it is ready again. Its clients may need another minute: see `caught_up`."""
     with box.cluster.api_server_away():
         yield
 
@@ -373,8 +373,8 @@ def api_server_away(box: Box) -> Iterator[None]:
 def caught_up(team: Team) -> None:
     """Wait until the cluster's own controllers have found the API server again: a Job with a claim runs to its end.
 
-    They look for one that was away ever more seldom, each for every kind by itself; the last ones come back a minute
-    after it also when it was away for less.
+    They retry with growing back-off, each for every kind by itself; the last ones are back a minute after the server,
+    even after a shorter outage.
     """
     name = team.new_name("probe")
     job, claim = (path_of(*kind, team.namespace, name) for kind in (("batch/v1", "jobs"), _CLAIMS))
@@ -395,8 +395,8 @@ def caught_up(team: Team) -> None:
 
 
 def _ready_again(box: Box) -> None:
-    """The node controller calls pods unready whose node was not heard of for long, as when the API server was away.
-    A kubelet takes that back; that of the box tells only what is news to itself, so Services would lose them for ever.
+    """Mark pods ready that the node controller marked unready, as after an outage of the API server. A kubelet reverts
+    that; the box's reports only its own changes, so Services would lose the pods for ever.
     """
     if box.folder is None:
         return

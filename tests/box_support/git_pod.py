@@ -1,6 +1,6 @@
-"""A git host as a pod of the cluster, over HTTPS with an authority of its own, as companies have one.
+"""A git host as a pod of the cluster, over HTTPS with its own certificate authority, as in companies.
 
-Its Service listens at 443, so that repositories are named as anywhere: https://HOST/NAME.
+Its Service listens at 443, so that repositories have the usual form: https://HOST/NAME.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEMPLATE: Object = {
     "volumes": [{"name": AUTHORITY, "configMap": {"name": AUTHORITY}}],
     "volumeMounts": [{"name": AUTHORITY, "mountPath": "/mnt/git-authority", "readOnly": True}],
 }
-"""What a job says so that git trusts the host."""
+"""`spec.template` of a job that makes git trust the host."""
 
 
 @contextmanager

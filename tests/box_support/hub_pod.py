@@ -1,7 +1,7 @@
 """The Hub's stand-in as a pod of the cluster, for jobs whose model is `hf://`.
 
-Jobs are applied as they are: not they but the cluster is told where the Hub is, by an admission policy that puts
-HF_ENDPOINT into the pods of the namespaces that carry a label, as administrators do who run a mirror of the Hub.
+Jobs are applied unchanged: an admission policy sets HF_ENDPOINT in the pods of labelled namespaces, as administrators
+with a mirror of the Hub do.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ SERVER = Path(__file__).parents[1] / "hub_stand_in" / "hub_server.py"
 NAME = "hub-stand-in"
 PORT = 8080
 REDIRECTED = "finetune.dev/test-hub"
-"""Label of the namespaces whose pods ask the stand-in."""
+"""Label of the namespaces whose pods use the stand-in."""
 
 
 @dataclass(frozen=True)
 class Hub:
-    """The stand-in, which runs."""
+    """The running stand-in."""
 
     box: Box
     namespace: str
-    """Where it runs."""
+    """Namespace in which it runs."""
     token: str
-    """Opens the private repositories."""
+    """Token for the private repositories."""
 
     @contextmanager
     def answers(self, namespace: str) -> Iterator[None]:
-        """To the pods of this namespace, while the block runs."""
+        """Let the pods of this namespace reach the Hub while the block runs."""
         self.box.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(way_to(NAME, self.namespace, PORT, namespace)))
         self.box.kubectl("label", "namespace", namespace, f"{REDIRECTED}=true")
         try:
@@ -50,7 +50,7 @@ class Hub:
 
 @contextmanager
 def hub_stand_in(team: Team, *, public: Mapping[str, str], private: Mapping[str, str]) -> Iterator[Hub]:
-    """Serves repositories, `org/name` -> folder on the claim `inputs`; the team's namespace is where it runs."""
+    """Serve repositories, `org/name` -> folder on the claim `inputs`, from the team's namespace."""
     token = f"hf_{secrets.token_hex(16)}"
     folders = [("--public", public), ("--private", private)]
     options = [

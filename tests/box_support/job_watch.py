@@ -13,7 +13,7 @@ from suite_plugins.patience import patient
 
 @contextmanager
 def watching(box: Box, namespace: str, file: Path) -> Iterator[None]:
-    """Its lines go into `file` while the block runs."""
+    """Write the lines of the watch to `file` while the block runs."""
     cluster = box.cluster
     command = [cluster.kubectl_program, "--kubeconfig", str(cluster.kubeconfig), "get", "ftj", "-w", "-n", namespace]
     with file.open("wb") as output:

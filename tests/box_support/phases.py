@@ -2,8 +2,8 @@
 
     python -m box_support.phases --reports FOLDER [PYTEST-OPTION...]
 
-Most of the time such tests wait for pods to start, so files run side by side where they can (see the suite's
-conftest.py). Another cluster, named by FINETUNE_TEST_KUBECONFIG, gets all phases in one call, one test at a time.
+Such tests mostly wait for pods to start, so files run in parallel where possible (see the suite's conftest.py). An
+external cluster, named by FINETUNE_TEST_KUBECONFIG, gets all phases in one call, one test at a time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from box_support.box import CONTROLLERS, HELD, ROOT, running_box, why_no_box
 
 SUITE = "tests/e2e/cluster"
 NOTHING_CHOSEN = 5
-"""Exit code of pytest that found no test: options may choose none of a phase's."""
+"""Exit code of pytest without tests: options may deselect all of a phase."""
 
 NOT_ENDED = 70
-"""Stands for the exit code of a phase until it ends; none of pytest's."""
+"""Exit code of a phase until it ends; none of pytest's."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Phase:
     name: str
     marks: str
     workers: int = 0
-    """Files that run side by side; 0: one test after the other."""
+    """Files that run in parallel; 0: one test after another."""
 
     def run(self, reports: Path, options: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Call pytest; its exit code is also written beside its report, for a script that judges each call."""
+        """Run pytest and return its exit code, also written beside its report for scripts that judge each call."""
         self.write_code(reports, NOT_ENDED)
         code = subprocess.run(self.command(reports, options), cwd=ROOT, env=environment).returncode
         self.write_code(reports, code)
@@ -51,7 +51,7 @@ class Phase:
         (reports / f"test-e2e-{self.name}.code").write_text(f"{code}\n")
 
     def command(self, reports: Path, options: Sequence[str]) -> list[str]:
-        """The call of pytest for this phase."""
+        """Return the command line of pytest for this phase."""
         beside = (
             ["--numprocesses", str(self.workers), "--dist", "loadfile", "--max-worker-restart", "0"]
             if self.workers
@@ -70,7 +70,7 @@ PHASES = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all phases, also after one that failed; the exit code is the first that is not 0."""
+    """Run all phases, also after a failed one; return the first exit code that is not 0."""
     parser = argparse.ArgumentParser(description="Run the tests on a cluster with nodes.")
     parser.add_argument("--reports", type=Path, default=Path(".test-reports"), help="folder of the JUnit reports")
     parser.add_argument("--only", choices=[phase.name for phase in PHASES], help="run this phase alone")
@@ -79,9 +79,9 @@ def main(arguments: Sequence[str]) -> int:
     if os.environ.get("FINETUNE_TEST_KUBECONFIG") or why_no_box():
         return Phase("all", "").run(chosen.reports, options, os.environ)
     for phase in phases:
-        # A script that judges each call must not miss one that was never made.
+        # A script that judges each call must not miss one that never ran.
         phase.write_code(chosen.reports, NOT_ENDED)
-    # Whoever is told to end takes the box down.
+    # On SIGTERM the box is taken down.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="finetune-box-") as box_folder, ExitStack() as stack:
         box = stack.enter_context(running_box(Path(box_folder)))
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         environment, codes = {**os.environ, HELD: str(box.folder)}, []
         for phase in phases:
             if phase.name != "bare":
-                # A plan by `launcher: auto` depends on what is installed: for all workers the same from the beginning.
+                # A plan by `launcher: auto` depends on installed controllers: the same for all workers from the start.
                 for controller in CONTROLLERS:
                     box.install_controller(controller)
             codes.append(phase.run(chosen.reports, options, environment))

@@ -1,4 +1,4 @@
-"""Servers of ours as pods of the cluster: a script out of a ConfigMap, run by the trainer's image, behind a Service."""
+"""Servers of ours as pods of the cluster: a script from a ConfigMap, run by the trainer's image, behind a Service."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def server(
     env: Sequence[Object] = (),
     volumes: Mapping[str, Object] | None = None,
 ) -> list[Object]:
-    """All objects of a server called `name` whose container listens at `port`.
+    """Return all objects of a server called `name` whose container listens at `port`.
 
-    `secret` is what its Secret holds; each of `volumes` (name -> source) is mounted at /NAME, read-only.
+    `secret`: data of its Secret; each of `volumes` (name -> source) is mounted at /NAME, read-only.
     """
     meta: Object = {"name": name, "labels": {"app": name}}
     sources: dict[str, Object] = {"server": {"configMap": {"name": name}}, **(volumes or {})}
@@ -53,9 +53,9 @@ def server(
 
 
 def way_to(name: str, server_namespace: str, port: int, namespace: str) -> Object:
-    """A NetworkPolicy that lets the pods of jobs in `namespace` reach the server.
+    """Return a NetworkPolicy that lets the pods of jobs in `namespace` reach the server.
 
-    Policies look behind Services: the pod's own port is none that every job may reach. They add up.
+    Policies apply to the pod's own port behind the Service, which jobs may not reach by default. Policies add up.
     """
     peer = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": server_namespace}},

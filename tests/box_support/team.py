@@ -1,4 +1,4 @@
-"""A data scientist's namespace: jobs are applied, watched and judged by what the API server says of them."""
+"""A data scientist's namespace: jobs are applied, watched and judged by their state in the API server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INPUTS = "inputs"
 """Claim with the folders tiny/{model,data}, minilm/, rotten_tomatoes/ and reviews/."""
 TERMINAL = ("Succeeded", "Failed")
 JOB_SECONDS = 600
-"""For a job of some stages, of which most is over within one minute on two cores that do nothing else."""
+"""Longest time of a job of some stages; most take a minute on two idle cores."""
 RESTRICTED = {
     "pod-security.kubernetes.io/enforce": "restricted",
     "pod-security.kubernetes.io/enforce-version": "latest",
@@ -31,7 +31,7 @@ RESTRICTED = {
 
 
 def tiny_spec(**spec: Any) -> Object:
-    """A job over the tiny model and data that ends within a minute; blocks of `spec` replace those here."""
+    """Return a job over the tiny model and data that ends within a minute; blocks of `spec` replace the defaults."""
     base: Object = {
         "task": "text-classification",
         "model": {"uri": f"pvc://{INPUTS}/tiny/model"},
@@ -47,7 +47,7 @@ def tiny_spec(**spec: Any) -> Object:
 
 @dataclass(frozen=True)
 class Team:
-    """One namespace of a cluster, in which PodSecurity admits only what is restricted."""
+    """One namespace of a cluster with the PodSecurity level restricted."""
 
     box: Box
     namespace: str
@@ -55,15 +55,15 @@ class Team:
     # ----------------------------------------------------------------------------------------------------------- jobs
 
     def new_name(self, stem: str) -> str:
-        """A name that no other job has, also not one of an earlier run of the suite."""
+        """Return a name that no other job has, not even one of an earlier run of the suite."""
         return f"{stem}-{secrets.token_hex(2)}"
 
     def apply(self, name: str, spec: Object) -> None:
-        """`kubectl apply` of a job."""
+        """Apply a job by `kubectl apply`."""
         self.apply_manifest({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec})
 
     def apply_manifest(self, *documents: Object) -> None:
-        """The same for whole documents, into this namespace."""
+        """Apply whole documents into this namespace."""
         self.box.kubectl("apply", "-n", self.namespace, "-f", "-", stdin=yaml.safe_dump_all(documents))
 
     def patch(self, name: str, spec: Object) -> None:
@@ -71,7 +71,7 @@ class Team:
         self.box.api.patch(self._path(name), {"spec": spec})
 
     def delete(self, name: str) -> None:
-        """The job; what it made goes in the background, its claim stays."""
+        """Delete the job; its objects are deleted in the background, its claim stays."""
         self.box.api.delete(self._path(name))
 
     def get(self, name: str) -> Object:
@@ -89,7 +89,7 @@ class Team:
     # -------------------------------------------------------------------------------------------------------- waiting
 
     def wait(self, name: str, look: Callable[[Object], T | None], what: str, seconds: float = JOB_SECONDS) -> T:
-        """The first value of `look` at the job's status that counts; a job that ends before has failed the test."""
+        """Return the first true value of `look` at the job's status; a job that ends before fails the test."""
 
         def see() -> T | None:
             status = self.status(name)
@@ -104,7 +104,7 @@ class Team:
         return self.wait(name, lambda status: status if status.get("phase") == phase else None, phase, seconds)
 
     def wait_step(self, name: str, step: int, attempt: int = 1, seconds: float = JOB_SECONDS) -> Object:
-        """Until attempt `attempt` (or a later one) of the training has reported `step`; the status then."""
+        """Wait until attempt `attempt` (or a later one) of the training has reported `step`; return the status."""
 
         def reached(status: Object) -> Object | None:
             train = stage_of(status, "train")
@@ -114,7 +114,7 @@ class Team:
         return self.wait(name, reached, f"step {step} of attempt {attempt}", seconds)
 
     def wait_end(self, name: str, seconds: float = JOB_SECONDS) -> Object:
-        """The status of a job that has ended, well or not."""
+        """Wait for the end of a job, in success or failure; return its status."""
 
         def ended() -> Object | None:
             status = self.status(name)
@@ -123,22 +123,22 @@ class Team:
         return wait_until(ended, f"the end of {name}", seconds, lambda: self.tell(name), poll_seconds=0.5)
 
     def succeeds(self, name: str, seconds: float = JOB_SECONDS) -> Object:
-        """The status of a job that has to end well."""
+        """Return the status of a job that must succeed."""
         status = self.wait_end(name, seconds)
         assert status["phase"] == "Succeeded", self.tell(name)
         return status
 
     def fails(self, name: str, seconds: float = JOB_SECONDS) -> Object:
-        """`status.failure` of a job that has to fail."""
+        """Return `status.failure` of a job that must fail."""
         status = self.wait_end(name, seconds)
         assert status["phase"] == "Failed", self.tell(name)
         failure: Object = status["failure"]
         return failure
 
-    # -------------------------------------------------------------------------------------------------- what it made
+    # ------------------------------------------------------------------------------------------------------- objects
 
     def pods(self, name: str, stage: str | None = None, attempt: int | None = None) -> list[Object]:
-        """Pods of the job, of a stage, of one attempt at it; by name."""
+        """Return the pods of the job, of a stage, or of one attempt at it; by name."""
         chosen = [f"{JOB_LABEL}={name}"]
         chosen += [f"{STAGE_LABEL}={stage}"] if stage else []
         chosen += [f"{ATTEMPT_LABEL}={attempt}"] if attempt else []
@@ -146,17 +146,17 @@ class Team:
         return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
 
     def pod(self, name: str) -> Object:
-        """One pod, by its own name."""
+        """Return one pod, by its own name."""
         found = self.box.api.get(path_of("v1", "pods", self.namespace, name))
         assert found is not None, f"there is no pod {name}"
         return found
 
     def of_job(self, name: str, api_version: str, plural: str) -> list[Object]:
-        """Objects of another kind that carry the job's label."""
+        """Return objects of another kind with the job's label."""
         return self.box.api.items(path_of(api_version, plural, self.namespace), labelSelector=f"{JOB_LABEL}={name}")
 
     def events(self, name: str) -> list[Object]:
-        """Events of the job itself, oldest first."""
+        """Return the events of the job itself, oldest first."""
         found = self.box.api.items(
             path_of("v1", "events", self.namespace),
             fieldSelector=f"involvedObject.name={name},involvedObject.kind={KIND}",
@@ -164,18 +164,18 @@ class Team:
         return sorted(found, key=lambda event: str(event.get("eventTime") or event.get("firstTimestamp")))
 
     def results(self, name: str) -> Path:
-        """The job's folder on its own claim, on this machine."""
+        """Return the job's folder on its own claim, on this machine."""
         return self.box.claim_folder(self.namespace, f"{name}-workspace") / name
 
     def step(self, name: str) -> int:
-        """The last step that the training has written down, without the delay of its reports; 0 before the first, also
+        """Return the last step in the training's history, without the delay of its reports; 0 before the first, also
         while the job has no claim yet.
         """
         folder = self.box.bound_folder(self.namespace, f"{name}-workspace")
         return 0 if folder is None else last_step(JobPaths(folder / name).history)
 
     def tell(self, name: str) -> str:
-        """Everything that explains a failed test."""
+        """Return everything that explains a failed test."""
         try:
             status = yaml.safe_dump(self.status(name), sort_keys=False)
         except (ApiError, AssertionError) as error:
@@ -195,15 +195,15 @@ class Team:
 
 
 def last_step(history: Path) -> int:
-    """Of a training's `history.jsonl`; 0 before there is one."""
+    """Return the last step in a training's `history.jsonl`; 0 before there is one."""
     try:
         lines = history.read_text().splitlines()
     except FileNotFoundError:
         return 0
-    # The last line may be half written.
+    # The last line may be incomplete.
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
 
 def stage_of(status: Object, name: str) -> Object:
-    """The stage's entry in a status; empty before there is one."""
+    """Return the stage's entry in a status; empty before there is one."""
     return next((one for one in status.get("stages", []) if one["name"] == name), {})

@@ -1,7 +1,7 @@
-"""A picture of a terminal, made from commands that were run and what they really said.
+"""A picture of a terminal, from real commands and their real output.
 
-Three dots stand where lines are left out; nothing is added or changed. The picture names no font that would have to be
-fetched: each piece of text says how wide it is.
+Three dots mark omitted lines; nothing is added or changed. The picture names no font that would have to be fetched:
+each piece of text has its width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FETCHED_FONT = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Said:
-    """A command, and what it wrote."""
+    """A command and its output."""
 
     command: str
     output: str
@@ -30,14 +30,14 @@ class Said:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """How much of an output is shown: lines at its beginning, from its middle at equal distances, and at its end."""
+    """Lines of an output to show: from its start, from its middle at equal distances, and from its end."""
 
     head: int = 0
     middle: int = 0
     tail: int = 0
 
     def of(self, output: str) -> list[str]:
-        """The lines, with dots for those that are left out."""
+        """Return the lines, with dots for omitted ones."""
         lines = [line.rstrip() for line in output.splitlines()]
         if len(lines) <= self.head + self.middle + self.tail + 1:
             return lines
@@ -52,7 +52,7 @@ class Excerpt:
 
 
 def terminal_svg(title: str, session: Sequence[tuple[Said, Excerpt]]) -> str:
-    """The session as an SVG."""
+    """Return the session as an SVG."""
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor")
     for said, excerpt in session:
         console.print(Text.assemble(("$ ", "bold green"), (said.command, "bold")), overflow="fold")

@@ -17,7 +17,7 @@ from changed.table import TABLE
 
 ROOT = Path(__file__).parents[2]
 NOTHING_CHOSEN = 5
-"""Exit code of pytest without a test: those of the files may all be left out by an option."""
+"""Exit code of pytest without a test: an option may deselect all of the files' tests."""
 
 EXAMPLES = """\
 examples:
@@ -43,11 +43,11 @@ class Suite:
     target: str
     """Target of the Makefile that runs all of them."""
     why_not: Callable[[], str | None]
-    """The part that this machine lacks for them."""
+    """Returns the missing requirement on this machine; None if there is none."""
 
 
 def why_no_cluster() -> str | None:
-    """Name what this machine lacks for an API server; None when it has everything."""
+    """Return the missing requirement for an API server on this machine; None if there is none."""
     from cluster_support.control_plane import CONTROL_PLANE, assets_folder
     from suite_plugins.shared_folder import missing
 
@@ -61,7 +61,7 @@ def why_no_cluster() -> str | None:
 
 
 def why_no_nodes() -> str | None:
-    """Name what this machine lacks for a cluster with nodes; None when it has everything."""
+    """Return the missing requirement for a cluster with nodes on this machine; None if there is none."""
     from box_support.box import why_no_box
 
     return None if os.environ.get("FINETUNE_TEST_KUBECONFIG") else why_no_box()
@@ -83,7 +83,7 @@ class Part:
 
 
 def parts_of(choice: Choice) -> list[Part]:
-    """Chosen tests by what they need, those without a cluster first."""
+    """Group the chosen tests by their requirements, those without a cluster first."""
     rest, parts = list(choice.tests), []
     for suite in SUITES:
         mine = tuple(each for each in rest if each.test.startswith(suite.folder))
@@ -94,7 +94,7 @@ def parts_of(choice: Choice) -> list[Part]:
 
 
 def document(base: str, changed: Sequence[str], choice: Choice, parts: Sequence[Part]) -> dict[str, object]:
-    """The choice for `-o json`."""
+    """Return the choice for `-o json`."""
     return {
         "base": base,
         "changed": list(changed),
@@ -105,7 +105,7 @@ def document(base: str, changed: Sequence[str], choice: Choice, parts: Sequence[
 
 
 def lines(base: str, changed: Sequence[str], choice: Choice, parts: Sequence[Part], tests: int) -> list[str]:
-    """The choice for a person."""
+    """Return the choice as text lines."""
     if not changed:
         return [f"Nothing changed since {base}."]
     told = [f"{len(changed)} changed files since {base}; {len(choice.tests)} of {tests} test files can break."]
@@ -118,11 +118,11 @@ def lines(base: str, changed: Sequence[str], choice: Choice, parts: Sequence[Par
 
 
 def run(parts: Sequence[Part], options: Sequence[str]) -> int:
-    """Run the parts that this machine can run; the worst exit code of pytest."""
+    """Run the parts that this machine can run; return the worst exit code of pytest."""
     codes = [0]
     for part in parts:
         if part.why_not is None:
-            # Suites on a cluster share one, so that their files do not run side by side.
+            # Suites on a cluster share one, so their files do not run in parallel.
             beside = options if part.suite is None else [*options, "--numprocesses", "0"]
             command = [sys.executable, "-m", "pytest", *beside, *(each.test for each in part.tests)]
             code = subprocess.run(command, cwd=ROOT).returncode

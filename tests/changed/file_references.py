@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 HERE = "__file__"
 PATH_NODES = (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.BinOp)
 WORKING_FOLDERS = ("", "tests")
-"""Folders that processes are started in or import from: a path to one of them does not mean that all of it is read."""
+"""Working directories and import roots of processes: a path to one of them does not mean that all of it is read."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Folder:
 
     path: str
     exact: bool = True
-    """False after a part that only a run knows: parts behind it do not count."""
+    """False after a part that is known only at run time: later parts do not count."""
 
     def parent(self, levels: int = 1) -> Folder | None:
-        """None: outside the repository."""
+        """Return the parent folder; None outside the repository."""
         parts = PurePosixPath(self.path).parts
         return Folder("/".join(parts[: len(parts) - levels])) if levels <= len(parts) else None
 
@@ -41,9 +41,9 @@ class References:
     texts: set[str] = field(default_factory=set)
     """String constants, without docstrings."""
     paths: set[str] = field(default_factory=set)
-    """Files and folders of the repository that path expressions give."""
+    """Files and folders of the repository in path expressions."""
     names: set[str] = field(default_factory=set)
-    """Names that are read, and names of parameters: pytest's way to ask for a fixture."""
+    """Names that are read, and names of parameters, by which pytest requests fixtures."""
     programs: set[str] = field(default_factory=set)
     """Programs beside the interpreter: `Path(sys.executable).with_name("finetune")`."""
 
@@ -54,11 +54,11 @@ class Source:
 
     whole: References
     definitions: dict[str, References]
-    """By the name of a top-level function, class, constant or import."""
+    """References by the name of a top-level function, class, constant or import."""
     rest: References
-    """Of top-level statements that define nothing: they run wherever the file is imported."""
+    """References of top-level statements that define nothing: they run at every import of the file."""
     always: set[str]
-    """Definitions that pytest uses unasked: hooks and fixtures with autouse."""
+    """Definitions that pytest uses without a request: hooks and fixtures with autouse."""
 
 
 Constants = Mapping[str, Folder]
@@ -82,7 +82,7 @@ def parse(path: str, tree: ast.Module, known: Mapping[str, Constants] | None = N
 
 
 def path_constants(path: str, tree: ast.Module, known: Mapping[str, Constants]) -> dict[str, Folder]:
-    """Constants of a file, its own and imported ones, that are paths within the repository."""
+    """Return the constants of a file, its own and imported ones, that are paths within the repository."""
     constants = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module in known:
@@ -97,7 +97,7 @@ def path_constants(path: str, tree: ast.Module, known: Mapping[str, Constants]) 
 
 
 def _value(node: ast.AST, constants: Constants, path: str) -> Folder | None:
-    """Value of a path expression, as far as constants tell; a part that they do not tell ends it."""
+    """Return the value of a path expression, up to the first part that constants do not determine."""
     match node:
         case ast.Name(id=name):
             return constants.get(name)
@@ -150,7 +150,7 @@ def _references(root: ast.AST, constants: Constants, path: str) -> References:
         if place is None:
             waiting += ast.iter_child_nodes(node)
             continue
-        # Only the longest expression counts: a constant folder is not read as a whole where a file in it is named.
+        # Only the longest expression counts: a constant folder is not read as a whole if a file in it is named.
         found.paths.add(place.path)
         found.names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - {HERE}
         found.texts |= _texts(node)
@@ -167,7 +167,7 @@ def _is_interpreter(node: ast.AST) -> bool:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """Names that a top-level statement gives a value."""
+    """Yield the names that a top-level statement binds."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
     elif isinstance(statement, ast.Import | ast.ImportFrom):

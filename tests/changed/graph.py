@@ -1,4 +1,4 @@
-"""Graph of the files that a test needs, and the choice of test files for a change."""
+"""Graph of the files that tests need, and the choice of test files for a change."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from changed.table import PACKAGES, SCRIPTS, Row, Table
 
 DOTTED = re.compile(r"(?<![\w./-])[a-z_]\w*(?:\.\w+)*(?![/-])")
 PART = "is in"
-"""Need of a definition: the file that holds it. Reasons leave it out."""
+"""Kind of need between a definition and its file. Reasons leave it out."""
 FAR = 100
-"""Distance of tests that no chain of needs leads to."""
+"""Distance of tests without a chain of needs."""
 
 Node = str
 """Path of a file, or `PATH::NAME`, a top-level definition of a support module."""
@@ -23,7 +23,7 @@ Node = str
 
 @dataclass
 class Graph:
-    """Needs: node -> the nodes that it needs, each with the kind of need."""
+    """Needs: node -> the needed nodes, each with the kind of need."""
 
     needs: dict[Node, dict[Node, str]] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class Chosen:
     test: str
     reason: str
     distance: int
-    """Steps between the change and the test; the nearest run first."""
+    """Steps between the change and the test; the nearest tests run first."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Choice:
 
 
 def module_of(path: str) -> str:
-    """Dotted name of a Python file: `tests/chart_files.py` -> `chart_files`."""
+    """Return the dotted name of a Python file: `tests/chart_files.py` -> `chart_files`."""
     for folder in (*PACKAGES.values(), "tests"):
         if path.startswith(f"{folder}/"):
             path = path.removeprefix(f"{folder}/")
@@ -68,20 +68,20 @@ def module_of(path: str) -> str:
 
 
 def is_test(path: str) -> bool:
-    """Whether pytest collects it."""
+    """Return whether pytest collects the file."""
     return path.startswith("tests/") and fnmatchcase(PurePosixPath(path).name, "test_*.py")
 
 
 def build(
     files: Collection[str], sources: Mapping[str, Source], product: Mapping[str, Iterable[str]], table: Table
 ) -> Graph:
-    """The graph of a repository.
+    """Build the graph of a repository.
 
     Args:
         files: paths of all files.
         sources: the tests' own Python files by path.
         product: imports among the product's modules: dotted name -> dotted names.
-        table: uses that no import tells. Tests that it runs for any change need nothing more.
+        table: uses that imports do not show. Tests that it runs for any change need nothing more.
     """
     return _Builder(files, sources, product, table).graph
 
@@ -158,7 +158,7 @@ class _Builder:
                 yield conftest
 
     def _add_module(self, node: Node, name: str, why: str) -> None:
-        """Need of a module, or of a definition in it; with the packages that hold it."""
+        """Add the need of a module, or of a definition in it, and of its packages."""
         module, _, rest = name, "", ""
         while module and module not in self._modules:
             module, _, last = module.rpartition(".")
@@ -183,7 +183,7 @@ class _Builder:
             package, _, _ = package.rpartition(".")
 
     def _add_path(self, node: Node, place: str, why: str) -> None:
-        """Need of a file, or of all files below a folder but the tests' own Python files, which are imported."""
+        """Add the need of a file, or of a folder's files without the tests' own Python files, which are imported."""
         place = place.strip("/")
         if place in self._sources:
             self._add_module(node, module_of(place), why)
@@ -192,10 +192,10 @@ class _Builder:
 
 
 def choose(changed: Sequence[str], tests: Collection[str], graph: Graph, table: Table) -> Choice:
-    """Test files that a change of these files can break, nearest first, each with a reason.
+    """Choose the test files that a change of these files can break, nearest first, each with a reason.
 
-    Every test file is chosen where a changed file is one that concerns them all, or where neither an import nor a row
-    of the table says who uses it.
+    All test files are chosen if a changed file concerns them all, or if neither an import nor a row of the table shows
+    its users.
     """
     users = graph.reversed()
     best: dict[str, Chosen] = {}
@@ -219,14 +219,14 @@ def choose(changed: Sequence[str], tests: Collection[str], graph: Graph, table: 
 
 
 def reason_in(rows: Sequence[Row], path: str) -> str | None:
-    """Reason of the first row that the file matches."""
+    """Return the reason of the first row that the file matches."""
     return next((row.why for row in rows if row.matches(path)), None)
 
 
 def reach(
     start: str, users: Mapping[Node, Mapping[Node, str]], tests: Collection[str]
 ) -> Iterator[tuple[str, list[tuple[Node, str]]]]:
-    """Tests that need the file, each with the shortest chain from the file to the test."""
+    """Yield the tests that need the file, each with the shortest chain from the file to the test."""
     chains: dict[Node, list[tuple[Node, str]]] = {start: []}
     waiting = [start]
     for node in waiting:
@@ -239,7 +239,7 @@ def reach(
 
 
 def _told(start: str, chain: Sequence[tuple[Node, str]]) -> str:
-    """Reason for a test: the chain from the test to the changed file."""
+    """Return the reason for a test: the chain from the test to the changed file."""
     if not chain:
         return "changed itself"
     targets = [start, *(node for node, _ in chain[:-1])]
@@ -248,7 +248,7 @@ def _told(start: str, chain: Sequence[tuple[Node, str]]) -> str:
 
 
 def _short(node: Node) -> str:
-    """Modules of the product by their dotted names, files of the tests without their folder."""
+    """Return the dotted name of a product module, or the path of a test file without its folder."""
     if node.endswith(".py") and not node.startswith("tests/"):
         return module_of(node)
     return node.removeprefix("tests/")

@@ -1,4 +1,4 @@
-"""Uses of files that no import and no path tells: programs that tests start as processes, images, data of packages.
+"""Uses of files that no import and no path shows: programs that tests start as processes, images, package data.
 
 In patterns `*` also stands for `/`.
 """
@@ -14,7 +14,7 @@ PACKAGES = {
     "finetune_trainer": "trainer_image",
     "finetune_operator": "operator",
 }
-"""Folders that hold the product's packages; those within others first."""
+"""Folders of the product's packages; nested ones first."""
 SCRIPTS = {
     "finetune": "finetune_operator.cli.main",
     "kubectl-finetune": "finetune_operator.cli.main",
@@ -35,7 +35,7 @@ class Link:
     users: tuple[str, ...]
     needs: tuple[str, ...]
     why: str
-    """The verb between the two: "starts"."""
+    """Verb between the two, such as "starts"."""
 
     def is_user(self, path: str) -> bool:
         return any(fnmatchcase(path, pattern) for pattern in self.users)
@@ -46,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Row:
-    """Files about which one thing holds."""
+    """Files with a common reason."""
 
     files: tuple[str, ...]
     why: str
@@ -57,15 +57,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of this file, or of a test."""
+    """Rows of this file, or of a test."""
 
     links: Sequence[Link] = ()
     everything: Sequence[Row] = ()
-    """A change of these can break every test."""
+    """Files whose change can break every test."""
     nothing: Sequence[Row] = ()
-    """A change of these breaks no test but those of `always`."""
+    """Files whose change breaks no test except those of `always`."""
     always: Sequence[Row] = ()
-    """Tests that read all files: run for any change."""
+    """Tests that read all files, and run for any change."""
 
 
 TABLE = Table(

@@ -1,6 +1,6 @@
-"""How these tests reach an API server: a synchronous client for tests, an asynchronous one for stand-ins.
+"""Clients of an API server: a synchronous one for tests, an asynchronous one for stand-ins.
 
-Both speak plain JSON and know no kinds, so that what a test sees is what the API server said.
+Both use plain JSON without typed kinds, so that a test sees the API server's answers unchanged.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Object = dict[str, Any]
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 120.0
-"""For what takes a moment, next to other suites; `patient` scales it where it is used."""
+"""Longest wait for something that takes a moment, next to other suites; scaled by `patient` at its use."""
 PATIENCE_CODES = (429, 500, 503, 504)
-"""What an API server answers that has just started, or has too much to do."""
+"""Status codes of an API server that has just started, or is overloaded."""
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 
 
 class ApiError(Exception):
-    """The API server's answer to a request that it did not carry out."""
+    """Error answer of the API server to a request."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -53,7 +53,7 @@ class Access:
 
     @classmethod
     def of(cls, kubeconfig: Path) -> Access:
-        """What the current context of `kubeconfig` says."""
+        """Read the current context of `kubeconfig`."""
         loaded = client.Configuration()
         config.load_kube_config(str(kubeconfig), client_configuration=loaded)
         bearer = str(loaded.api_key.get("authorization", "") or loaded.api_key.get("BearerToken", ""))
@@ -72,21 +72,21 @@ class Access:
 
 
 def path_of(api_version: str, plural: str, namespace: str | None = None, name: str = "", sub: str = "") -> str:
-    """The path of a collection or, with `name`, of one object."""
+    """Return the path of a collection or, with `name`, of one object."""
     root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
     parts = [root, *(["namespaces", namespace] if namespace else []), plural, *[part for part in (name, sub) if part]]
     return "/".join(parts)
 
 
 def new_session() -> requests.Session:
-    """Goes where it is sent: no proxies and authorities from the environment, which are none of a test's business."""
+    """Return a session that ignores proxies and certificate authorities from the environment."""
     session = requests.Session()
     session.trust_env = False
     return session
 
 
 def kubeconfig_text(host: str, ca: str | None, token: str, namespace: str | None = None) -> str:
-    """A kubeconfig for whoever has the token."""
+    """Return a kubeconfig with the token."""
     where = {"server": host} | ({"certificate-authority": ca} if ca else {})
     context = {"cluster": "test", "user": "test"} | ({"namespace": namespace} if namespace else {})
     return yaml.safe_dump({
@@ -100,7 +100,7 @@ def kubeconfig_text(host: str, ca: str | None, token: str, namespace: str | None
 
 
 class Api:
-    """Requests of a test."""
+    """Synchronous client for tests."""
 
     def __init__(self, access: Access) -> None:
         self._host = access.host
@@ -110,7 +110,7 @@ class Api:
         self._session.cert = access.client_certificate
 
     def call(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> Any:
-        """The answer as JSON or, where it is none, as text."""
+        """Return the answer as JSON or, if it is not JSON, as text."""
         data = None if body is None else json.dumps(body)
         answer = self._session.request(
             method, self._host + path, data=data, headers={"Content-Type": content}, timeout=patient(30)
@@ -120,7 +120,7 @@ class Api:
         return answer.json() if "json" in answer.headers.get("Content-Type", "") else answer.text
 
     def get(self, path: str) -> Object | None:
-        """The object, or None when it is not there."""
+        """Return the object, or None if it does not exist."""
         try:
             found: Object = self.call("GET", path)
         except ApiError as error:
@@ -143,7 +143,7 @@ class Api:
         return changed
 
     def delete(self, path: str, **options: Any) -> None:
-        """Delete in the background; an object that is not there is as good."""
+        """Delete in the background; a missing object is no error."""
         try:
             self.call("DELETE", path, {"propagationPolicy": "Background", **options})
         except ApiError as error:
@@ -159,10 +159,10 @@ def wait_until(
     tell: Callable[[], object] | None = None,
     poll_seconds: float = 0.1,
 ) -> T:
-    """The first value of `look` that is neither None, False nor empty; fails with what `tell` says after `seconds`,
-    scaled by `patient`.
+    """Return the first value of `look` that is neither None, False nor empty; fail with the text of `tell` after
+    `seconds`, scaled by `patient`.
 
-    An API server that is away, or asks for patience, for a moment is waited for as well.
+    Also waits for an API server that is briefly unavailable or overloaded.
     """
     trouble: Exception | None = None
 
@@ -188,7 +188,7 @@ def wait_until(
 
 @dataclass
 class AsyncApi:
-    """Requests of a stand-in; to be opened and closed on its loop."""
+    """Asynchronous client for stand-ins; open and close it on its loop."""
 
     access: Access
     _session: aiohttp.ClientSession = field(init=False)
@@ -202,7 +202,7 @@ class AsyncApi:
         await self._session.close()
 
     async def call(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> Any:
-        """One request, tried again for as long as the API server is away or asks for patience."""
+        """Send one request, retried for as long as the API server is unavailable or overloaded."""
         data = None if body is None else json.dumps(body)
         while True:
             try:
@@ -212,7 +212,7 @@ class AsyncApi:
                     text = await answer.text()
                     if answer.status < 400:
                         return json.loads(text)
-                    # 403 passes while an API server that has just started still reads its roles.
+                    # 403 is temporary while an API server that has just started still reads its roles.
                     if answer.status not in (403, *PATIENCE_CODES):
                         raise ApiError(answer.status, text)
             except aiohttp.ClientError:
@@ -222,7 +222,7 @@ class AsyncApi:
     async def quietly(
         self, method: str, path: str, body: Object | None = None, content: str = "application/json"
     ) -> Object | None:
-        """The same, with None for an object that is gone, is there already, or has changed meanwhile."""
+        """Call, with None for an object that was deleted, exists already, or has changed meanwhile."""
         try:
             answer: Object = await self.call(method, path, body, content)
         except ApiError as error:
@@ -234,10 +234,10 @@ class AsyncApi:
     async def follow(
         self, path: str, query: Mapping[str, str] | None = None, first: Object | None = None
     ) -> AsyncIterator[tuple[bool, Object]]:
-        """Every object of a collection now and whenever it changes, as (there, object); for ever. `first` is the
-        collection as somebody has read it: nothing that comes after it is missed.
+        """Yield every object of a collection now and at each change, as (there, object); for ever. `first`: the
+        collection as read before; no later change is missed.
 
-        After a watch that broke, the list is read anew and what is missing from it is told as gone.
+        After a broken watch the list is read again, and objects missing from it are yielded as deleted.
         """
         known: dict[str, Object] = {}
         chosen = dict(query or {})
@@ -247,7 +247,7 @@ class AsyncApi:
             except ApiError as error:
                 if error.code != 404:
                     raise
-                # The kind itself has gone; another test may bring it back.
+                # The CRD itself was deleted; another test may install it again.
                 listed = {"items": [], "metadata": {"resourceVersion": "0"}}
                 await asyncio.sleep(1)
             current = {item["metadata"]["uid"]: item for item in listed["items"]}

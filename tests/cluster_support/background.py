@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Runs coroutines for a synchronous test; the first stand-in that breaks is told by `check`."""
+    """Runs coroutines for a synchronous test; `check` raises the error of the first broken stand-in."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -23,15 +23,15 @@ class Background:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
-        """The coroutine's result, within `seconds` scaled by `patient`."""
+        """Return the coroutine's result, within `seconds` scaled by `patient`."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(patient(seconds))
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Let it run until `close`; to be called from any thread."""
+        """Start a coroutine that runs until `close`; callable from any thread."""
         self._loop.call_soon_threadsafe(self.spawn, work)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """The same from within the loop."""
+        """Start a coroutine from within the loop."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -43,13 +43,13 @@ class Background:
             self._broken.append(error)
 
     def check(self) -> None:
-        """Raise what broke a stand-in since the last call."""
+        """Raise the first error of a stand-in since the last call."""
         if self._broken:
             broken, self._broken = self._broken[0], []
             raise broken
 
     def close(self, *last: Coroutine[Any, Any, Any]) -> None:
-        """End what runs, then do what is `last`."""
+        """Cancel all tasks, then run the coroutines `last`."""
 
         async def cancel() -> None:
             tasks = list(self._tasks)

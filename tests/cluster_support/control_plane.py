@@ -1,4 +1,4 @@
-"""A real API server: a given one, or a control plane of our own that can be restarted and that keeps an audit log."""
+"""A real API server: an external one, or our own control plane, which can be restarted and has an audit log."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[2]
 CONTROL_PLANE = TOOLS / "control-plane"
 
 SERVERS = ("etcd", "kube-apiserver", "kubectl")
-"""What `control-plane` shall start; the controllers we start."""
+"""Programs that `control-plane` starts; we start the controllers."""
 START_SECONDS = 8.0
-"""Start of etcd and an API server on the reference machine of `patient`, next to other suites."""
+"""Start time of etcd and an API server on the reference machine of `patient`, next to other suites."""
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -43,23 +43,23 @@ rules: [{level: Metadata}]
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster and the kubectl to talk to it."""
+    """A cluster and its kubectl."""
 
     kubectl_program: str
     kubeconfig: Path
     folder: Path | None = None
-    """State of a control plane that these tests started; None: somebody else's cluster."""
+    """State of a control plane that these tests started; None: an external cluster."""
 
     @spent("kubectl")
     def kubectl(
         self, *arguments: str, stdin: str | None = None, seconds: float = 300
     ) -> subprocess.CompletedProcess[str]:
-        """Run kubectl; the caller looks at the exit code. `seconds` and a `--timeout=60s` are scaled by `patient`."""
+        """Run kubectl; the caller checks the exit code. `seconds` and a `--timeout=60s` are scaled by `patient`."""
         command = [self.kubectl_program, "--kubeconfig", str(self.kubeconfig), *map(_scaled, arguments)]
         return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=patient(seconds))
 
     def must(self, *arguments: str, stdin: str | None = None) -> str:
-        """Run kubectl, which has to succeed, and return its output."""
+        """Run kubectl, which must succeed, and return its output."""
         ran = self.kubectl(*arguments, stdin=stdin)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
@@ -69,7 +69,7 @@ class Cluster:
         return Access.of(self.kubeconfig)
 
     def own(self, what: str) -> Path:
-        """The control plane's folder; a test that cannot do without is skipped."""
+        """Return the control plane's folder; skip a test that needs it on another cluster."""
         if self.folder is None:
             pytest.skip(f"{what} needs an API server of the tests' own; FINETUNE_TEST_KUBECONFIG names another")
         return self.folder
@@ -77,8 +77,8 @@ class Cluster:
     def wait_served(self, *names: str) -> None:
         """Wait until the kinds of these CustomResourceDefinitions, which were just installed, can be used.
 
-        `kubectl wait` gives up at once on a definition whose status is still empty, and what is established a moment
-        later is found by kubectl.
+        `kubectl wait` gives up at once on a definition with an empty status, and kubectl finds an established kind only
+        a moment later.
         """
         established = ("wait", "--for=condition=Established", "--timeout=120s", *[f"crd/{name}" for name in names])
         said = ""
@@ -93,12 +93,12 @@ class Cluster:
         wait_until(lambda: works("get", ",".join(names), "-n", "default"), "kubectl finds them", tell=lambda: said)
 
     def restart_api_server(self) -> None:
-        """Kill it, start it again with the same command line, and wait until it is ready."""
+        """Kill the API server, restart it with the same command line, and wait until it is ready."""
         self._start_api_server(self._kill_api_server())
 
     @contextmanager
     def api_server_away(self) -> Iterator[None]:
-        """No API server for as long as this lasts; afterwards it is ready again."""
+        """Stop the API server while the block runs; afterwards it is ready again."""
         command = self._kill_api_server()
         try:
             yield
@@ -106,7 +106,7 @@ class Cluster:
             self._start_api_server(command)
 
     def _kill_api_server(self) -> list[bytes]:
-        """Its command line; it is dead."""
+        """Kill the API server and return its command line."""
         pid = int((self.own("killing the API server") / "kube-apiserver.pid").read_text())
         command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         os.kill(pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ class Cluster:
             if started.poll() is not None:
                 said = log.read_text(errors="replace")[since:]
                 assert "address already in use" in said, said[-2000:]
-                time.sleep(0.5)  # Somebody else was given the port for a moment.
+                time.sleep(0.5)  # Another process had the port for a moment.
                 started = start()
             answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=patient(5))
             return answer.status_code == 200
@@ -141,7 +141,7 @@ class Cluster:
 
     @contextmanager
     def slow_controllers(self) -> Iterator[None]:
-        """A controller manager that does not get round to anything: no garbage is collected, no Job gets pods."""
+        """Stop the controller manager while the block runs: no garbage is collected, no Job gets pods."""
         pid = int((self.own("stopping the controllers") / "kube-controller-manager.pid").read_text())
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -150,11 +150,11 @@ class Cluster:
             os.kill(pid, signal.SIGCONT)
 
     def audit_mark(self) -> int:
-        """A place in the audit log: now."""
+        """Return the current position in the audit log."""
         return (self.own("the audit log") / "audit.log").stat().st_size
 
     def audit(self, mark: int = 0, user: str | None = None) -> list[dict[str, Any]]:
-        """Requests that were answered since `mark`, all or those of one user, oldest first."""
+        """Return the requests answered since `mark`, all or those of one user, oldest first."""
         with (self.own("the audit log") / "audit.log").open("rb") as file:
             file.seek(mark)
             whole = file.read().rpartition(b"\n")[0]
@@ -178,14 +178,13 @@ def _gone(pid: int) -> bool:
 
 
 _claims: dict[int, IO[str]] = {}
-"""Ports that this process was given, each with the lock that says so to other processes; gone with the process."""
+"""Ports of this process, each with the lock that marks it for other processes; released with the process."""
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, below those that the kernel gives to clients: while a server restarts, a
-    client that tries to reach it could otherwise be given the very port, connect to itself, and keep it taken. No
-    process of the tests is given a port that another one, or this one, was given: its server may not listen yet, or be
-    about to start again.
+    """Return a free port below the kernel's ephemeral range: while a server restarts, a client could otherwise get that
+    very port, connect to itself, and keep it taken. Ports that this or another process of the tests got before are not
+    returned: their servers may not listen yet, or be about to restart.
     """
     for _ in range(200):
         port = random.randrange(15_000, 32_000)
@@ -213,14 +212,14 @@ def _claim(port: int) -> bool:
 
 
 def assets_folder() -> Path:
-    """Where etcd, kube-apiserver and kubectl are, by envtest's convention."""
+    """Return the folder of etcd, kube-apiserver and kubectl, by envtest's convention."""
     return Path(os.environ.get("KUBEBUILDER_ASSETS", Path.home() / ".cache" / "kube-assets"))
 
 
 @contextmanager
 def running_cluster(folder: Path, flags: str = "") -> Iterator[Cluster]:
-    """The cluster of FINETUNE_TEST_KUBECONFIG, or a control plane started from programs in KUBEBUILDER_ASSETS; the
-    test is skipped when there is neither. `flags`: more flags of an API server of our own.
+    """Yield the cluster of FINETUNE_TEST_KUBECONFIG, or a control plane started from programs in KUBEBUILDER_ASSETS;
+    skip if there is neither. `flags`: further flags of our own API server.
     """
     assets = assets_folder()
     kubectl = next((str(path) for path in (assets / "kubectl",) if path.is_file()), None) or shutil.which("kubectl")
@@ -267,17 +266,17 @@ def running_cluster(folder: Path, flags: str = "") -> Iterator[Cluster]:
 
 
 def audited(folder: Path, log: Path) -> str:
-    """The API server's flags for an audit log, whose policy is written to `folder`."""
+    """Return the API server's flags for an audit log, whose policy is written to `folder`."""
     policy = folder / "audit-policy.yaml"
     policy.write_text(AUDIT_POLICY)
-    # The log backend's own mode blocks, so that a line is there before its answer is; sizes far above any run's.
+    # The log backend's own mode blocks, so that a line exists before its answer; sizes far above any run's.
     mode = "--audit-log-mode blocking --audit-log-maxsize 10000"
     return f"--audit-policy-file {policy} --audit-log-path {log} {mode}"
 
 
 @spent("control plane")
 def _start_controllers(folder: Path, assets: Path) -> None:
-    """Those that are there, without servers of their own: their fixed ports would keep two runs from each other."""
+    """Start the available controllers, without their own servers: their fixed ports would prevent parallel runs."""
     common = ["--kubeconfig", "admin.kubeconfig", "--leader-elect=false", "--secure-port=0"]
     brisk = ["--kube-api-qps=200", "--kube-api-burst=400"]
     keys = ["--service-account-private-key-file=pki/sa.key", "--root-ca-file=pki/ca.crt"]
@@ -293,14 +292,14 @@ def _start_controllers(folder: Path, assets: Path) -> None:
 
 
 def needs_controllers(cluster: Cluster) -> None:
-    """Skip where no Job controller, garbage collector and scheduler run."""
+    """Skip if there is no Job controller, garbage collector and scheduler."""
     if (folder := cluster.folder) is None:
         return
     programs = ("kube-controller-manager", "kube-scheduler")
     missing = [name for name in programs if not (folder / f"{name}.pid").is_file()]
     if missing:
         pytest.skip(f"KUBEBUILDER_ASSETS has no {' and no '.join(missing)}")
-    # The controllers are up once they have made the service account of the first namespace.
+    # The controllers are up once they have created the service account of the first namespace.
     wait_until(
         lambda: cluster.kubectl("get", "serviceaccount", "default", "-n", "default").returncode == 0,
         "the controllers have made the service account `default`",

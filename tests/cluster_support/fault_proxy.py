@@ -1,4 +1,4 @@
-"""An API server that misbehaves on demand: a proxy that cuts watches, refuses writes and dawdles."""
+"""An API server that misbehaves on demand: a proxy that cuts watches, refuses writes and delays requests."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong, each as a share of the requests it can happen to."""
+    """Faults, each as a share of the requests that it can affect."""
 
     conflicts: float = 0.0
-    """Writes that are answered with 409 and not passed on."""
+    """Share of writes that get a 409 and are not passed on."""
     too_many: float = 0.0
-    """Requests that are answered with 429 and Retry-After: 1."""
+    """Share of requests that get a 429 and Retry-After: 1."""
     lost_answers: float = 0.0
-    """Writes that are carried out and whose answer is lost with the connection."""
+    """Share of executed writes whose answer is lost with the connection."""
     refuse_all: int | None = None
-    """HTTP status that every request gets."""
+    """HTTP status for every request; None: no such fault."""
     delay_seconds: float = 0.0
     """Longest delay of a request."""
 
@@ -40,13 +40,13 @@ NONE = Faults()
 
 
 class FaultProxy:
-    """HTTPS on loopback; passes bearer tokens on, so the real server knows who asks."""
+    """HTTPS proxy on loopback; passes bearer tokens on, so the real server authenticates the client."""
 
     def __init__(self, access: Access, background: Background, folder: Path, seed: int) -> None:
         self.faults = NONE
         self.injected: dict[str, int] = {}
         self.refused = 0
-        """Requests that `refuse_all` has met."""
+        """Number of requests refused by `refuse_all`."""
         self._access = access
         self._background = background
         self._random = random.Random(seed)
@@ -71,7 +71,7 @@ class FaultProxy:
         self._background.run(self._down())
 
     def cut_watches(self) -> int:
-        """Break every watch that is open; gives their number."""
+        """Break every open watch; return their number."""
 
         async def cut() -> int:
             open_now = list(self._watches)
@@ -82,9 +82,7 @@ class FaultProxy:
         return self._background.run(cut())
 
     def mute_watches(self) -> int:
-        """Nothing more comes from any watch that is open, and its connection stays, as when its server lost its power;
-        gives their number.
-        """
+        """Silence every open watch but keep its connection, as when its server lost its power; return their number."""
 
         async def mute() -> int:
             self._muted |= self._watches
@@ -93,7 +91,7 @@ class FaultProxy:
         return self._background.run(mute())
 
     def live_watches(self) -> int:
-        """Count the watches that are open and not muted."""
+        """Return the number of open watches that are not muted."""
 
         async def count() -> int:
             return len(self._watches - self._muted)
@@ -146,7 +144,7 @@ class FaultProxy:
             _break(request)
             raise
         except aiohttp.ClientError:
-            # The real server is away, or the answer shall be lost.
+            # The real server is unavailable, or the answer shall be lost.
             _break(request)
             return web.Response(status=502)
         finally:
@@ -158,7 +156,7 @@ class FaultProxy:
         async with self._session.request(
             request.method,
             f"{self._access.host}{request.rel_url}",
-            # None rather than an empty body, which would get a Content-Type that nobody sent.
+            # None rather than an empty body, which would get a Content-Type that the client did not send.
             data=await request.read() or None,
             headers=headers,
         ) as answer:
@@ -175,13 +173,13 @@ class FaultProxy:
 
 
 def _break(request: web.Request) -> None:
-    """Cut the connection without a word, as a server does that is gone."""
+    """Cut the connection without an answer, like a dead server."""
     if request.transport is not None:
         request.transport.abort()
 
 
 def _refusal(code: int, reason: str, headers: dict[str, str]) -> web.Response:
-    """An answer in the API server's own form."""
+    """Return an error in the API server's own form."""
     status = {
         "kind": "Status",
         "apiVersion": "v1",

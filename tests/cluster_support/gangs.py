@@ -1,8 +1,8 @@
-"""Stand-ins for the training operators: PyTorchJobs and MPIJobs get pods, and tell of them as the real ones do.
+"""Stand-ins for the training operators: PyTorchJobs and MPIJobs get pods, and conditions as from the real ones.
 
 Names, labels, conditions and reasons are those of Training Operator 1.9.4 (`pkg/core/job.go`,
-`pkg/controller.v1/pytorch`) and MPI Operator 0.8.2 (`pkg/controller/mpi_job_controller.go`). Left out is what the
-operator under test never sees: services, hostfile, keys, restarts in place. The real ones run in the end-to-end tests.
+`pkg/controller.v1/pytorch`) and MPI Operator 0.8.2 (`pkg/controller/mpi_job_controller.go`). Services, hostfile, keys
+and restarts in place, which the operator never sees, are left out. The real ones run in the end-to-end tests.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LABELS = "training.kubeflow.org"
 
 
 class Gangs:
-    """Both training operators; level based: whenever a job or a pod of it changes, the whole job is looked at.
+    """Both training operators; level-triggered: any change of a job or its pods reconciles the whole job.
 
-    A job may be deleted during any request that is made for it.
+    A job may be deleted during any request for it.
     """
 
     def __init__(self, api: AsyncApi, background: Background) -> None:
@@ -35,7 +35,7 @@ class Gangs:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def up(self) -> None:
-        """Begin; the CRDs have to be there."""
+        """Start; the CRDs must be installed."""
         for kind in (PYTORCH, MPI):
             self._background.start(self._watch_jobs(kind))
         self._background.start(self._watch_pods())
@@ -79,7 +79,7 @@ class Gangs:
         deciding = {name: phase for name, phase in phases.items() if self._kinds[uid] is PYTORCH or "-launcher" in name}
         if any(phase == "Failed" for phase in deciding.values()):
             await self._tell(uid, "Failed", "Failed", over=True)
-        # With an elastic policy one worker that has succeeded would be enough.
+        # With an elastic policy one successful worker would be enough.
         elif deciding and all(phase == "Succeeded" for phase in deciding.values()):
             await self._tell(uid, "Succeeded", "Succeeded", over=True)
         elif phases and all(phase == "Running" for phase in phases.values()):
@@ -93,7 +93,7 @@ class Gangs:
         if job is None or _has(job, condition):
             return
         status = copy.deepcopy(job.get("status", {}))
-        # The list's order is that of the last change; Running ends with the job.
+        # Conditions are in the order of their last change; Running ends with the job.
         kept = [
             {**old, "status": "False"} if old["type"] == "Running" and over else old
             for old in status.get("conditions", [])
@@ -155,7 +155,7 @@ class Gangs:
             self._pods.setdefault(uid, {})[name] = made
 
     async def _clean(self, uid: str, job: Object) -> None:
-        """What cleanPodPolicy asks for."""
+        """Delete pods by cleanPodPolicy."""
         policy = job["spec"].get("runPolicy", {}).get("cleanPodPolicy", "None")
         for name, pod in list(self._pods.get(uid, {}).items()):
             if policy == "All" or (
@@ -165,7 +165,7 @@ class Gangs:
 
 
 def _wanted(kind: tuple[str, str, str], job: Object) -> list[tuple[str, Object, str, int]]:
-    """Name, template, role and index of each pod."""
+    """Return name, template, role and index of each wanted pod."""
     name, spec = job["metadata"]["name"], job["spec"]
     if spec.get("runPolicy", {}).get("suspend"):
         return []

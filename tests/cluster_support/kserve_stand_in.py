@@ -1,7 +1,7 @@
 """A stand-in for KServe's controller in Standard mode: an InferenceService gets a Deployment and a Service.
 
-Names, labels and what is passed on to pods are those of KServe 0.20 (`pkg/controller/v1beta1/inferenceservice`). Left
-out are its webhooks, its finalizer and ingresses; the real one runs in tests/e2e/cluster.
+Names, labels and fields passed on to pods are those of KServe 0.20 (`pkg/controller/v1beta1/inferenceservice`). Its
+webhooks, finalizer and ingresses are left out; the real one runs in tests/e2e/cluster.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _APPLIED = "?fieldManager=kserve&force=true"
 
 
 class KServe:
-    """Level based: whenever an InferenceService or its Deployment changes, it is made anew or its status is told."""
+    """Level-triggered: any change of an InferenceService or its Deployment applies its objects or its status again."""
 
     def __init__(self, api: AsyncApi, background: Background) -> None:
         self._api = api
         self._background = background
 
     def up(self) -> None:
-        """Begin; where the kind is not installed there is nothing to follow."""
+        """Start; without the CRD there is nothing to follow."""
         self._background.start(self._watch_services())
         self._background.start(self._watch_deployments())
 
@@ -72,7 +72,7 @@ def _meta(service: Object) -> Object:
 
 
 def deployment_of(service: Object) -> Object:
-    """The Deployment of an InferenceService."""
+    """Return the Deployment of an InferenceService."""
     predictor, meta = copy.deepcopy(service["spec"]["predictor"]), _meta(service)
     pod = {name: value for name, value in predictor.items() if name not in _OWN}
     fixed = meta["annotations"].get(SCALER) == "none"
@@ -91,7 +91,7 @@ def deployment_of(service: Object) -> Object:
 
 
 def service_of(service: Object) -> Object:
-    """The Service of an InferenceService."""
+    """Return the Service of an InferenceService."""
     meta = _meta(service)
     (port,) = service["spec"]["predictor"]["containers"][0]["ports"]
     ports = [{"name": port["name"], "port": 80, "targetPort": port["containerPort"], "protocol": "TCP"}]

@@ -1,8 +1,8 @@
-"""Nodes without machines: their pods do what a playbook says, and everybody else sees a kubelet.
+"""Nodes without machines: their pods follow a playbook, and the cluster sees a kubelet.
 
 A node is Ready, renews its lease, and answers `kubectl logs`. Its pods wait for their ConfigMaps, Secrets and claims as
-real ones do, run, end with an exit code and a termination message, and obey deletion. What no real kubelet
-would do with a pod of ours (a restart in place) is not imitated but complained about.
+real ones do, run, end with an exit code and a termination message, and obey deletion. A restart in place, which no pod
+of ours may need, is not imitated but recorded as a complaint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from finetune_contract.choices import Stage
 from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
 
 NODE_MARK = "finetune.dev/stand-in"
-"""Label and taint of the nodes: pods of other users of a shared cluster stay away, and ours go nowhere else."""
+"""Label and taint of the nodes: they get our pods only, even in a shared cluster, and ours go nowhere else."""
 STORAGE_CLASS = "finetune-stand-in"
 ON_STAND_IN: Object = {
     "nodeSelector": {NODE_MARK: "true"},
     "tolerations": [{"key": NODE_MARK, "operator": "Exists", "effect": "NoSchedule"}],
 }
-"""`spec.template` of jobs that are to run here."""
+"""`spec.template` of jobs that run here."""
 CAPACITY = {"cpu": "256", "memory": "2Ti", "pods": "250", "ephemeral-storage": "10Ti", "nvidia.com/gpu": "8"}
 
 
@@ -39,13 +39,13 @@ def now() -> str:
 
 @dataclass
 class _Running:
-    """A pod that this kubelet looks after."""
+    """A pod of this kubelet."""
 
     play: Play
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the pod is being deleted."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when `play` was replaced by what it shall do at once."""
+    """Set when `play` was replaced by one to follow at once."""
 
 
 class Kubelet:
@@ -67,17 +67,17 @@ class Kubelet:
     # ---- for tests
 
     def up(self) -> None:
-        """Make the nodes and begin."""
+        """Create the nodes and start."""
         self._background.run(self._up())
         for work in (self._watch_pods(), self._watch_claims(), self._beat()):
             self._background.start(work)
 
     def down(self) -> None:
-        """Take the nodes and what is left on them away."""
+        """Delete the nodes and their remaining pods."""
         self._background.run(self._down())
 
     def tell(self, job: str, stage: str, play: Play, attempt: int | None = None) -> int:
-        """Let the running pods of a stage end now, as `play` has it; gives the number of pods."""
+        """Let the running pods of a stage end now by `play`; return the number of pods."""
         wanted = {JOB_LABEL: job, STAGE_LABEL: stage} | ({ATTEMPT_LABEL: str(attempt)} if attempt else {})
 
         async def act() -> int:
@@ -126,7 +126,7 @@ class Kubelet:
         await self._api.call("PATCH", path_of("v1", "nodes", None, name, "status"), {"status": status}, STRATEGIC)
 
     async def _beat(self) -> None:
-        """Renew the leases, well below the 40 s after which a node counts as lost."""
+        """Renew the leases, well within the 40 s after which a node counts as lost."""
         namespace = "kube-node-lease"
         while True:
             for name in self.nodes:
@@ -157,7 +157,7 @@ class Kubelet:
     # ---- claims
 
     async def _watch_claims(self) -> None:
-        """A volume for each claim of our class, as a provisioner would make it."""
+        """Create a volume for each claim of our class, like a provisioner."""
         async for there, claim in self._api.follow(path_of("v1", "persistentvolumeclaims")):
             if claim["spec"].get("storageClassName") != STORAGE_CLASS:
                 continue
@@ -245,12 +245,12 @@ class Kubelet:
         if play.disruption:
             await self._status(pod, {"conditions": [_condition("DisruptionTarget", "True", play.disruption)]})
         if stopped and not play.exit_code:
-            # Told to stop in the midst of its work: what a trainer leaves after SIGTERM.
+            # Stopped in the middle of its work: the end of a trainer after SIGTERM.
             play = Play(exit_code=143, reason="Error", message="", log=play.log)
         await self._status(pod, await self._ended_status(pod, play, started))
 
     async def _volumes_there(self, pod: Object, stop: asyncio.Event) -> bool:
-        """Wait for what the pod mounts; False when it is deleted before."""
+        """Wait for the pod's mounted objects; return False if the pod is deleted before."""
         for volume in pod["spec"].get("volumes", []):
             for source, plural, key in (
                 ("configMap", "configmaps", "name"),
@@ -267,7 +267,7 @@ class Kubelet:
         return True
 
     async def _wait_for_ever(self, pod: Object, running: _Running) -> None:
-        """A container that does not start."""
+        """Keep a container waiting that does not start."""
         assert running.play.waiting is not None
         reason, message = running.play.waiting
         state = {"waiting": {"reason": reason, "message": message}}
@@ -317,7 +317,7 @@ class Kubelet:
     async def _status(self, pod: Object, status: Object) -> None:
         meta = pod["metadata"]
         path = path_of("v1", "pods", meta["namespace"], meta["name"], "status")
-        # The uid keeps a late word of this pod from a later pod of the same name.
+        # The uid keeps a late status of this pod from a later pod of the same name.
         await self._api.quietly("PATCH", path, {"metadata": {"uid": meta["uid"]}, "status": status}, STRATEGIC)
 
     async def _log(self, request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""The operator under test: a real process with the rights that the manifests grant, and nothing more."""
+"""The operator under test: a real process with only the rights granted by the manifests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANIFESTS = ROOT / "manifests" / "operator"
 
 
 def install(cluster: Cluster, manifests: Path = MANIFESTS) -> None:
-    """The operator's namespace and rights, out of the manifests that an administrator applies."""
+    """Apply the operator's namespace and rights from the manifests that an administrator applies."""
     rendered = yaml.safe_load_all(cluster.must("kustomize", str(manifests)))
     kinds = {"Namespace", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
     documents = [document for document in rendered if document["kind"] in kinds]
@@ -38,7 +38,7 @@ def install(cluster: Cluster, manifests: Path = MANIFESTS) -> None:
 
 
 class OperatorProcess:
-    """`finetune-operator run` on this machine. It can be started again, as a pod's container would be."""
+    """`finetune-operator run` on this machine. It can be restarted like a pod's container."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class OperatorProcess:
         options: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`options` go to the command line as they are; `environment` is set beside ours."""
+        """`options` go to the command line unchanged; `environment` is set beside ours."""
         if not PROGRAM.is_file():
             pytest.skip(f"{PROGRAM.name} is not installed beside {Path(sys.executable).name}")
         self.http_port, self.progress_port = free_port(), free_port()
@@ -125,11 +125,11 @@ class OperatorProcess:
         wait_until(ready, "the operator is ready", tell=lambda: self.logs()[-4000:])
 
     def kill(self) -> None:
-        """SIGKILL: no time for anything."""
+        """Send SIGKILL."""
         self._end(signal.SIGKILL)
 
     def terminate(self) -> int:
-        """SIGTERM, as a rollout does it; gives the exit code."""
+        """Send SIGTERM, like a rollout; return the exit code."""
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:
@@ -148,7 +148,7 @@ class OperatorProcess:
 
 
 def _kubeconfig(cluster: Cluster, server: str | None, ca: Path | None) -> str:
-    """The account's own token; through `server` where one is given."""
+    """Return a kubeconfig with the account's own token, for `server` if given."""
     token = cluster.must("create", "token", ACCOUNT, "-n", NAMESPACE, "--duration=12h").strip()
     access = cluster.access
     authority = ca or access.ca

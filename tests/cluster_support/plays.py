@@ -1,4 +1,4 @@
-"""What the stand-in kubelet lets the pods of an attempt do: a script per attempt, and the trainer's last words."""
+"""Scripts of the stand-in kubelet for the pods of an attempt, and the trainer's termination messages."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ MEASURED = MeasuredFacts(model=MODEL, data=DATA)
 
 @dataclass(frozen=True)
 class Play:
-    """What one pod does once it has a node."""
+    """Script of one pod once it has a node."""
 
     lasts: float | None = 0.1
-    """Seconds from running to its end; None: until it is told to end, or deleted."""
+    """Seconds from running to its end; None: until it is requested to end, or deleted."""
     exit_code: int = 0
     reason: str = "Completed"
-    """Of the terminated container, in the kubelet's words."""
+    """Reason of the terminated container, as set by a kubelet."""
     failure: FailureReport | None = None
-    """What the report tells of; None: that all went well."""
+    """Failure in the report; None: success."""
     message: str | None = None
     """Termination message instead of a report."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -60,10 +60,10 @@ class Play:
     pod_reason: str | None = None
     """`status.reason` of the pod."""
     stops_after: float = 0.05
-    """Seconds that it takes after it was told to stop."""
+    """Seconds from the request to stop to its end."""
 
     def termination_message(self, job: TrainerJob, stage: Stage, rank: int, world_size: int) -> str:
-        """What the trainer leaves behind."""
+        """Return the trainer's termination message."""
         if self.message is not None:
             return self.message
         return TrainerReport(
@@ -89,7 +89,7 @@ _ARTIFACTS = {
 
 SUCCEEDS = Play()
 RUNS = Play(lasts=None)
-"""Runs until it is told to end."""
+"""Runs until it is requested to end."""
 PREEMPTED = Play(
     exit_code=EXIT_CODES[FailureClass.PREEMPTED],
     reason="Error",
@@ -100,7 +100,7 @@ KILLED_FOR_MEMORY = Play(exit_code=137, reason="OOMKilled", message="", log="Kil
 
 
 def fails(failure_class: FailureClass, reason: str, message: str, hint: str = "", log: str = "", **more: Any) -> Play:
-    """A trainer that ends with a report of this failure."""
+    """Return the play of a trainer that ends with a report of this failure."""
     failure = FailureReport(failure_class=failure_class, reason=reason, message=message, hint=hint, time=time.time())
     return Play(exit_code=EXIT_CODES[failure_class], reason="Error", failure=failure, log=log, **more)
 
@@ -118,15 +118,15 @@ WRONG_COLUMN = fails(
 
 
 class Playbook:
-    """Which play is given for which pod; what is not in it succeeds."""
+    """Maps pods to plays; all other pods succeed."""
 
     def __init__(self) -> None:
         self._scenes: dict[tuple[str, str, int | None, int | None], Play] = {}
         self.other = SUCCEEDS
-        """The play of every pod that nothing else is said about."""
+        """Play of every pod without an entry."""
 
     def set(self, job: str, stage: str, play: Play, attempt: int | None = None, index: int | None = None) -> None:
-        """The play of a job's stage; of one attempt, or of one pod of it."""
+        """Set the play of a job's stage; of one attempt, or of one pod of it."""
         self._scenes[job, stage, attempt, index] = play
 
     def clear(self) -> None:
@@ -134,12 +134,12 @@ class Playbook:
         self.other = SUCCEEDS
 
     def of(self, job: str, stage: str, attempt: int, index: int) -> Play:
-        """The most special one."""
+        """Return the most specific play."""
         keys = [(attempt, index), (attempt, None), (None, index), (None, None)]
         found = (self._scenes.get((job, stage, number, pod)) for number, pod in keys)
         return next((play for play in found if play is not None), self.other)
 
 
 def trainer_job(config_map: dict[str, Any]) -> TrainerJob:
-    """The order that an attempt's ConfigMap holds, checked as the trainer checks it."""
+    """Return the job in an attempt's ConfigMap, validated as by the trainer."""
     return TrainerJob.model_validate(json.loads(config_map["data"]["job.json"]))

@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate that is its own authority, and its key, as PEM files."""
+    """A self-signed certificate and its key, as PEM files."""
 
     certificate: Path
     key: Path
@@ -29,14 +29,14 @@ class Certificate:
 
 
 def for_loopback(folder: Path, name: str, days: int = 2) -> Certificate:
-    """A new certificate for 127.0.0.1 and localhost in `folder`."""
+    """Create a certificate for 127.0.0.1 and localhost in `folder`."""
     return for_hosts(folder, name, names=("localhost",), addresses=("127.0.0.1",), days=days)
 
 
 def for_hosts(
     folder: Path, name: str, *, names: Iterable[str] = (), addresses: Iterable[str] = (), days: int = 2
 ) -> Certificate:
-    """A new certificate for hosts by their names and addresses, in `folder`."""
+    """Create a certificate for hosts by their names and addresses, in `folder`."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)

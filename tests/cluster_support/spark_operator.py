@@ -1,7 +1,7 @@
-"""The real Spark Operator as a process of this machine, with the rights that its own chart grants.
+"""The real Spark Operator as a process of this machine, with the rights granted by its own chart.
 
-It submits drivers with the `spark-submit` of PySpark. Nodes are the kubelet's stand-in: a driver plays its script, so
-no executors are made.
+It submits drivers with the `spark-submit` of PySpark. Nodes are those of the stand-in kubelet: a driver follows its
+script, so there are no executors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RIGHTS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleB
 
 @contextmanager
 def running_spark_operator(cluster: Cluster, folder: Path) -> Iterator[Path]:
-    """Its log; the test is skipped where its program, its chart, Helm, Java or PySpark are missing."""
+    """Run it and yield its log; skip if its program, its chart, Helm, Java or PySpark are missing."""
     cluster.own("the Spark Operator's rights over all namespaces")
     program, spark = _program(), _spark_home()
     account = _install(cluster)
@@ -78,7 +78,7 @@ def _spark_home() -> Path:
 
 
 def _install(cluster: Cluster) -> str:
-    """Its kinds, and what its chart has of accounts and roles, for all namespaces; the account of the controller."""
+    """Install its CRDs and its chart's accounts and roles for all namespaces; return the controller's account."""
     assets = assets_folder()
     chart, helm = assets / "charts" / "spark-operator", shutil.which("helm", path=f"{assets}:{os.environ['PATH']}")
     if helm is None or not chart.is_dir():

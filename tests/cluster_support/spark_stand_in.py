@@ -1,8 +1,8 @@
-"""A stand-in for the Spark Operator: a SparkApplication gets its driver's pod, and tells of it as the real one does.
+"""A stand-in for the Spark Operator: a SparkApplication gets its driver's pod, and a status as from the real one.
 
 States, labels and the driver's name are those of the Kubeflow Spark Operator 2 (`internal/controller/sparkapplication`
-and `api/v1beta2/sparkapplication_types.go` there). There is no Spark here, and so there are no executors: the
-driver would make them.
+and `api/v1beta2/sparkapplication_types.go` there). There is no Spark here, and so there are no executors, which the
+driver would create.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cluster_support.kubelet import now
 _VERSION, _PLURAL = "sparkoperator.k8s.io/v1beta2", "sparkapplications"
 _APP_LABEL = "sparkoperator.k8s.io/app-name"
 REFUSED = "example.com/submission-refused"
-"""Annotation of a driver that cannot be submitted: why."""
+"""Annotation of a driver that cannot be submitted, with the reason."""
 _ENDS = ("COMPLETED", "FAILED")
 
 
 class SparkOperator:
-    """Level based: whenever an application or its driver changes, both are looked at."""
+    """Level-triggered: any change of an application or its driver reconciles both."""
 
     def __init__(self, api: AsyncApi, background: Background) -> None:
         self._api = api
@@ -32,7 +32,7 @@ class SparkOperator:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def up(self) -> None:
-        """Begin; where the kind is not installed there is nothing to follow."""
+        """Start; without the CRD there is nothing to follow."""
         self._background.start(self._watch_applications())
         self._background.start(self._watch_drivers())
 
@@ -86,7 +86,7 @@ class SparkOperator:
         pod["spec"]["containers"][0]["args"] = ["driver", *application["spec"].get("arguments", [])]
         refused = pod["metadata"]["annotations"].get(REFUSED)
         if refused is not None:
-            # With restartPolicy Never a submission that failed is not tried again.
+            # With restartPolicy Never a failed submission is not retried.
             await self._tell(uid, "FAILED", f"failed to run spark-submit: {refused}", ran=False)
             return
         path = path_of("v1", "pods", meta["namespace"])
@@ -96,7 +96,7 @@ class SparkOperator:
     async def _tell(self, uid: str, state: str, message: str = "", ran: bool = True) -> None:
         application = self._applications.get(uid)
         if application is None:
-            return  # deleted while its driver was made
+            return  # deleted while its driver was created
         meta = application["metadata"]
         status = {
             "applicationState": {"state": state, "errorMessage": message},

@@ -1,4 +1,4 @@
-"""What takes the place of machines and training operators around an API server."""
+"""Stand-ins for machines and training operators around an API server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cluster_support.spark_stand_in import SparkOperator
 
 @dataclass(frozen=True)
 class StandIns:
-    """Those of one cluster."""
+    """Stand-ins of one cluster."""
 
     background: Background
     kubelet: Kubelet
@@ -28,8 +28,8 @@ class StandIns:
 
 @contextmanager
 def running_stand_ins(cluster: Cluster, folder: Path, *, spark: bool = True) -> Iterator[StandIns]:
-    """Nodes and training operators; the test is skipped where no controllers run. `spark`: with the Spark Operator's
-    stand-in, which would get in the way of the real one.
+    """Run nodes and training operators; skip if there are no controllers. `spark`: include the Spark Operator's
+    stand-in, which would conflict with the real one.
     """
     needs_controllers(cluster)
     background = Background()

@@ -1,4 +1,4 @@
-"""Jobs on a real API server with statuses as the operator writes them, and the `finetune` command beside them."""
+"""Jobs on a real API server with statuses as from the operator, and the `finetune` command."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ FAILURE: dict[str, Any] = {
 
 
 def ended(condition: str, **status: Any) -> dict[str, Any]:
-    """TRAINING at its end."""
+    """Return the status TRAINING at its end."""
     conditions = [
         {**each, "status": "True" if each["type"] in ("Accepted", condition) else "False"}
         for each in TRAINING["conditions"]
@@ -116,7 +116,7 @@ class Api(Protocol):
 
 @dataclass(frozen=True)
 class Jobs:
-    """Makes jobs in a namespace of their own, and runs the command there."""
+    """Creates jobs in a namespace of their own, and runs the command there."""
 
     api: Api
     namespace: str
@@ -136,7 +136,7 @@ class Jobs:
         self.api.must("apply", *options, "-f", "-", stdin=json.dumps(manifest))
 
     def environment(self) -> dict[str, str]:
-        """Of the command: this cluster, and no terminal to fit into."""
+        """Return the command's environment: this cluster, and a wide terminal."""
         path = f"{FINETUNE.parent}{os.pathsep}{os.environ['PATH']}"
         here = {"KUBECONFIG": str(self.api.kubeconfig), "HOME": str(self.folder), "COLUMNS": "200", "PATH": path}
         return {**os.environ, **here}
@@ -151,7 +151,7 @@ class Jobs:
         )
 
     def finetune(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit code, standard output, standard error."""
+        """Run the command; return exit code, standard output and standard error."""
         process = self.start(*arguments)
         out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
         assert "Traceback" not in err, err

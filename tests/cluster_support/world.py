@@ -1,4 +1,4 @@
-"""What a behaviour test looks at and acts on: one namespace, its jobs and what they made."""
+"""World of a behaviour test: one namespace, its jobs and their objects."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ BASE: Object = {
 
 
 def install_kinds(cluster: Cluster) -> None:
-    """FineTuneJob, and the kinds of the training operators where their definitions are at hand. Nobody changes the
-    latter: those that are served already are left as they are, as an API server takes seconds to read them.
+    """Install the CRD of FineTuneJob, and those of the training operators if available. The latter never change: those
+    already served are skipped, as an API server takes seconds to read them.
     """
     definitions = {f"{PLURAL}.finetune.dev": crd_yaml()}
     for path in [CRDS / name for name in FOREIGN_CRDS if (CRDS / name).is_file()]:
@@ -79,7 +79,7 @@ def install_kinds(cluster: Cluster) -> None:
 
 
 def install_kserve(cluster: Cluster) -> None:
-    """The kind of KServe, for those tests that are about it: the API server reads two megabytes. Skipped without."""
+    """Install the CRD of KServe, only for its own tests, as the API server reads two megabytes. Skip without it."""
     file = CRDS / "serving.kserve.io_inferenceservices.yaml"
     if not file.is_file():
         pytest.skip(missing(file))
@@ -90,7 +90,7 @@ def install_kserve(cluster: Cluster) -> None:
 
 
 def loose_crd() -> str:
-    """The CRD as it was when free objects had no bounds: what was stored then is there still."""
+    """Return the CRD from before free objects had bounds: objects stored then still exist."""
     loose = crd()
     spec = loose["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     arguments = spec["properties"]["training"]["properties"]["arguments"]
@@ -108,7 +108,7 @@ def _established(api: Api, name: str) -> bool:
 
 @contextmanager
 def fresh_namespace(cluster: Cluster) -> Iterator[str]:
-    """A new namespace in which PodSecurity admits only what is restricted; it goes with all that is in it."""
+    """Yield a new namespace with the PodSecurity level restricted; delete it with its objects afterwards."""
     name = f"finetune-{secrets.token_hex(4)}"
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
@@ -121,7 +121,7 @@ def fresh_namespace(cluster: Cluster) -> Iterator[str]:
 
 @contextmanager
 def namespace_for_pods(cluster: Cluster) -> Iterator[str]:
-    """The same once pods may run in it: a controller makes the service account that they run under."""
+    """Yield a new namespace once a controller has created the service account that pods run under."""
     with fresh_namespace(cluster) as name:
         api, account = Api(cluster.access), path_of("v1", "serviceaccounts", name, "default")
         wait_until(lambda: api.get(account), "the namespace has the service account that pods run under")
@@ -129,8 +129,8 @@ def namespace_for_pods(cluster: Cluster) -> Iterator[str]:
 
 
 def record_uids(background: Background, watching: AsyncApi, path: str) -> dict[str, set[str]]:
-    """Name -> UIDs of all objects of a collection that had it, of those that are there or made from now on. A watch
-    fills it, which may be behind, and does not see what comes and goes while it is broken.
+    """Return name -> UIDs of all objects of a collection with it, existing or created from now on. A watch fills it,
+    which may lag, and misses objects that come and go while it is broken.
     """
     uids: dict[str, set[str]] = {}
 
@@ -143,7 +143,7 @@ def record_uids(background: Background, watching: AsyncApi, path: str) -> dict[s
 
 
 def merged(base: Object, patch: Object) -> Object:
-    """`base` with `patch` laid over it; None takes a field away."""
+    """Return `base` merged with `patch`; None removes a field."""
     result = copy.deepcopy(base)
     for name, value in patch.items():
         if value is None:
@@ -157,15 +157,15 @@ def merged(base: Object, patch: Object) -> Object:
 
 @dataclass
 class History:
-    """Every state of one job from a moment on, oldest first."""
+    """All states of one job from a moment on, oldest first."""
 
     now: Callable[[], Object]
-    """Reads the job."""
+    """Function that reads the job."""
     shown: list[Object] = field(default_factory=list)
-    """What a watch has shown so far; it may be behind."""
+    """States from a watch so far; it may lag."""
 
     def jobs(self) -> list[Object]:
-        """All states up to the one that the API server holds now."""
+        """Return all states up to the current one of the API server."""
         version = int(self.now()["metadata"]["resourceVersion"])
         wait_until(
             lambda: self.shown and int(self.shown[-1]["metadata"]["resourceVersion"]) >= version,
@@ -177,7 +177,7 @@ class History:
         return [job["status"] for job in self.jobs() if "status" in job]
 
     def phases(self) -> list[str]:
-        """Phases in the order in which they were entered."""
+        """Return the phases in the order in which they were entered."""
         found = [status["phase"] for status in self.statuses() if "phase" in status]
         return [phase for index, phase in enumerate(found) if index == 0 or found[index - 1] != phase]
 
@@ -198,7 +198,7 @@ class World:
     # ---- jobs
 
     def record(self, name: str) -> History:
-        """What becomes of the job from now on."""
+        """Record the states of the job from now on."""
         history = History(lambda: self.job(name))
         path = self.path(API_VERSION, PLURAL)
         first = self.api.get(path)
@@ -214,7 +214,7 @@ class World:
         return history
 
     def apply(self, name: str, spec: Object | None = None) -> Object:
-        """Create the job `name`: `BASE` with `spec` laid over it."""
+        """Create the job `name`: `BASE` merged with `spec`."""
         body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}}
         return self.api.create(self.path(API_VERSION, PLURAL), {**body, "spec": merged(BASE, spec or {})})
 
@@ -239,7 +239,7 @@ class World:
     def wait(
         self, name: str, what: str, holds: Callable[[Object], object], seconds: float = PATIENCE_SECONDS
     ) -> Object:
-        """The status once `holds` is true of it."""
+        """Wait until `holds` is true of the status, and return it."""
 
         def look() -> Object | None:
             status = self.status(name)
@@ -251,7 +251,7 @@ class World:
         return self.wait(name, f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
 
     def wait_running(self, name: str, stage: str, attempt: int = 1, seconds: float = PATIENCE_SECONDS) -> Object:
-        """The status once a pod of this attempt runs and the operator says so."""
+        """Wait until a pod of this attempt runs and the status has it; return the status."""
 
         def runs() -> Object | None:
             status = self.status(name)
@@ -267,8 +267,8 @@ class World:
         wait_until(lambda: self.api.get(path) is None, f"job {name} is gone", seconds)
 
     def catch_up(self) -> str:
-        """Wait until the operator has answered something that is newer than all that it was told before, which is a
-        job that it refuses; gives the name of that.
+        """Wait until the operator has processed all events so far, shown by its refusal of a newer, invalid job; return
+        that job's name.
         """
         name = f"barrier-{secrets.token_hex(4)}"
         self.apply(name, {"model": {"trustRemoteCode": True}})
@@ -276,7 +276,7 @@ class World:
         return name
 
     def tell(self, name: str) -> str:
-        """Everything that helps to understand why a test failed."""
+        """Return everything that helps to explain a failed test."""
         found = self.api.get(self.path(API_VERSION, PLURAL, name)) or {}
         status = {key: value for key, value in found.get("status", {}).items() if key not in ("plan", "measured")}
         pods = [
@@ -287,19 +287,19 @@ class World:
         log = self.operator.logs()[-6000:]
         return f"status: {json.dumps(status, indent=1)}\nchildren: {there}\npods: {pods}\noperator:\n{log}"
 
-    # ---- what they made
+    # ---- their objects
 
     def of_job(self, name: str, api_version: str, plural: str) -> list[Object]:
         found = self.api.get(self.path(api_version, plural) + f"?labelSelector={JOB_LABEL}%3D{name}")
         return [] if found is None else list(found["items"])
 
     def children(self, name: str) -> list[str]:
-        """Names of the objects that run, or ran, attempts, oldest first."""
+        """Return the names of the objects of attempts, oldest first."""
         found = [item for kind in CHILD_KINDS for item in self.of_job(name, *kind)]
         return [item["metadata"]["name"] for item in sorted(found, key=lambda item: _age(item))]
 
     def everything(self, name: str) -> list[str]:
-        """All that a job has made and that is still there, as kind/name."""
+        """Return all existing objects of a job, as kind/name."""
         return sorted(
             f"{plural}/{item['metadata']['name']}"
             for version, plural in (*CHILD_KINDS, *OTHER_KINDS)
@@ -313,34 +313,34 @@ class World:
         return [pod for pod in pods if chosen.items() <= pod["metadata"]["labels"].items()]
 
     def phases(self, name: str, stage: str) -> list[str]:
-        """Of the pods of a stage that are there."""
+        """Return the phases of a stage's existing pods."""
         return [pod.get("status", {}).get("phase", "") for pod in self.pods(name, stage)]
 
     def order(self, attempt_name: str) -> Object:
-        """job.json of an attempt."""
+        """Return job.json of an attempt."""
         found = self.api.get(self.path("v1", "configmaps", attempt_name))
         assert found is not None, f"ConfigMap {attempt_name} is not there"
         order: Object = json.loads(found["data"]["job.json"])
         return order
 
     def events(self, name: str) -> list[tuple[str, str, str]]:
-        """Type, reason and message of the job's events."""
+        """Return type, reason and message of the job's events."""
         selector = f"involvedObject.name={name},involvedObject.kind={KIND}"
         items = self.api.items(self.path("v1", "events"), fieldSelector=selector)
         return [(item["type"], item["reason"], item["message"]) for item in items]
 
     def wait_event(self, name: str, what: str, holds: Callable[[str, str, str], object]) -> None:
-        """Until there is an event of whose type, reason and message that is true: the status does not wait for it."""
+        """Wait for an event whose type, reason and message satisfy `holds`: the status may come before it."""
         wait_until(
             lambda: any(holds(*event) for event in self.events(name)),
             f"an event of {name}: {what}",
             tell=lambda: self.events(name),
         )
 
-    # ---- what a trainer does
+    # ---- actions of a trainer
 
     def token(self, pod: Object) -> str:
-        """A token as the kubelet projects it into this pod."""
+        """Return a token as projected into this pod by the kubelet."""
         account = pod["spec"].get("serviceAccountName", "default")
         bound = {
             "kind": "Pod",
@@ -367,8 +367,8 @@ class World:
         remaining: int | None = None,
         token: str | None = None,
     ) -> requests.Response:
-        """Post progress from `pod` as transformers does it: address, authority and token are those of the pod; an older
-        token where one is given.
+        """Post progress from `pod` like transformers: address, authority and token are those of the pod, unless `token`
+        is given.
         """
         update = KubeflowUpdate(
             trainer_status=KubeflowStatus(
@@ -404,7 +404,7 @@ def stage_of(status: Object, stage: str) -> Object | None:
 
 
 def states(status: Object) -> dict[str, tuple[str, int]]:
-    """State and attempt of each stage."""
+    """Return state and attempt of each stage."""
     return {found["name"]: (found["state"], found["attempt"]) for found in status["stages"]}
 
 

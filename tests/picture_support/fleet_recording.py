@@ -1,8 +1,8 @@
-"""Twenty minutes of a busy fleet: the real operator on a real API server, read every few seconds as Prometheus does it.
+"""Twenty minutes of a busy fleet: the real operator on a real API server, scraped every few seconds as by Prometheus.
 
-Real are API server, scheduler, Job controller and operator, so every figure of theirs. Nodes have no machines: they
-are the stand-ins of the cluster tests, and their pods play trainings again that have taken place (`replay.py`). What
-kube-state-metrics would tell is made from the FineTuneJobs as they are at that moment (`monitoring.state`).
+API server, scheduler, Job controller and operator are real, and so are their figures. Nodes have no machines: they are
+the stand-ins of the cluster tests, and their pods replay earlier trainings (`replay.py`). The metrics of
+kube-state-metrics are computed from the current FineTuneJobs (`monitoring.state`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ SOURCE = """\
 The metrics of a real operator, on a real API server with its scheduler and controllers, while it ran a fleet of jobs.
 Nodes had no machines: their pods played trainings again that had taken place on a CPU, at their own pace.
 Written by `python tests/dashboard_picture.py record`."""
-"""For whoever opens the file."""
+"""Comment at the head of the file."""
 MINUTES = 20.0
 TEAM = "ml-team"
 OPERATOR = "finetune-operator-0"
 SHOWN = "reviews"
-"""The job of the picture of one job: it waits, loses its spot node, goes on, and is not good enough in the end."""
+"""Job in the picture of one job: it waits, loses its spot node, resumes, and misses its gate in the end."""
 GPU = "NVIDIA-L4"
 SPOT_LABEL = "cloud.google.com/gke-spot"
 SETTINGS: Object = {
@@ -58,9 +58,9 @@ SETTINGS: Object = {
         {"product": GPU, "gpus": 1, "perHour": 1.2, "spotPerHour": 0.5},
     ],
 }
-"""All other settings are those of an installation that sets none."""
+"""Settings that differ from the defaults of an installation."""
 NODES: tuple[tuple[int, int, bool], ...] = ((4, 0, False), (4, 0, False), (2, 0, True), (4, 2, False), (2, 1, True))
-"""Cores, GPUs, and whether it is a spot node. An attempt takes two cores, so that jobs have to wait for each other."""
+"""Cores, GPUs, and True for a spot node. An attempt takes two cores, so jobs have to wait for each other."""
 
 _REVIEWS_DATA = "hf://cornell-movie-review-data/rotten_tomatoes"
 _PARALLELISM: dict[str, Object] = {
@@ -73,13 +73,13 @@ Fate = Literal["", "spot, taken away, gate", "spot", "spot, taken away", "memory
 
 @dataclass(frozen=True)
 class Act:
-    """A job, when it comes, and what happens to it."""
+    """A job, its start, and its fate."""
 
     at: float
     """Seconds from the first scrape."""
     name: str
     run: int
-    """Which of the given runs it plays again: the first, the second, ..."""
+    """Index of the given run that it replays."""
     fate: Fate = ""
     gpus: int = 0
 
@@ -122,7 +122,7 @@ HUB_AWAY = fails(FailureClass.HUB_UNAVAILABLE, "HubTimeout", "huggingface.co did
 
 @dataclass
 class Stagehand:
-    """Gives jobs, and lets their pods tell what their runs told."""
+    """Applies jobs, and lets their pods report the progress of their runs."""
 
     world: World
     runs: list[Run]
@@ -165,7 +165,7 @@ class Stagehand:
         self._set(act.name, Stage.PREPARE, 1, Attempt(HUB_AWAY) if act.fate == "hub" else prepare)
         self._set(act.name, Stage.PREPARE, 2, prepare)
         self._set(act.name, Stage.TRAIN, 1, first)
-        # A trainer that is told to stop writes a checkpoint first, and one that ran out of memory had none yet.
+        # A trainer writes a checkpoint before it stops on request; one that ran out of memory had none yet.
         self._set(act.name, Stage.TRAIN, 2, attempt(run, act.name, Stage.TRAIN, after_step=step))
         self._set(act.name, Stage.EVALUATE, 1, evaluate)
 
@@ -175,7 +175,7 @@ class Stagehand:
         self.attempts[job, stage.value, number] = made
 
     def tell(self) -> None:
-        """What the running pods would have told since the last time, as their trainers post it."""
+        """Post the running pods' progress since the last call, like their trainers."""
         for pod in self.world.api.items(self.world.path("v1", "pods"), fieldSelector="status.phase=Running"):
             meta = pod["metadata"]
             labels, uid = meta["labels"], meta["uid"]
@@ -194,7 +194,7 @@ class Stagehand:
 
 
 def _below(run: Run) -> FailureReport:
-    """What evaluate says of a model that is not good enough."""
+    """Return the failure of evaluate for a model below its gate."""
     section = run.reports[Stage.EVALUATE].metrics["evaluate"]
     assert isinstance(section, dict)
     return FailureReport(
@@ -210,7 +210,7 @@ def _below(run: Run) -> FailureReport:
 
 @contextmanager
 def fleet() -> Iterator[World]:
-    """An API server with controllers, nodes without machines, and the operator as a process."""
+    """Run an API server with controllers, nodes without machines, and the operator as a process."""
     with tempfile.TemporaryDirectory() as name, running_cluster(Path(name)) as cluster:
         needs_controllers(cluster)
         install_kinds(cluster)
@@ -253,7 +253,7 @@ def _equip(api: Api, number: int, cores: int, gpus: int, spot: bool) -> None:
 
 
 def scrape(world: World, wanted: Callable[[str], bool]) -> dict[str, float]:
-    """What Prometheus would have of the operator and of kube-state-metrics now, as far as it is wanted."""
+    """Return the wanted current metrics of the operator and of kube-state-metrics, as in Prometheus."""
     found: dict[str, float] = {}
     target = {"namespace": NAMESPACE, "pod": OPERATOR, "instance": f"{OPERATOR}:8080"}
     for family in text_string_to_metric_families(world.operator.metrics()):
@@ -262,7 +262,7 @@ def scrape(world: World, wanted: Callable[[str], bool]) -> dict[str, float]:
                 found[notation(sample.name, {**sample.labels, **target})] = float(sample.value)
     config = state_config()
     for job in world.api.items(world.path(API_VERSION, PLURAL)):
-        # Of the other jobs too, there are some dozens of series each; one is enough for a picture of one.
+        # Each job has some dozens of series; those of one are enough for a picture of one.
         if job["metadata"]["name"] == SHOWN:
             for name, labels, value in state(job, config):
                 if wanted(name):
@@ -271,7 +271,7 @@ def scrape(world: World, wanted: Callable[[str], bool]) -> dict[str, float]:
 
 
 def metrics_of(dashboards: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """All metrics that a panel or a variable asks for."""
+    """Return all metrics that a panel or a variable queries."""
     asked: set[str] = set()
     for dashboard in dashboards.values():
         for panel in dashboard["panels"]:
@@ -283,7 +283,7 @@ def metrics_of(dashboards: Mapping[str, Mapping[str, Any]]) -> set[str]:
 def record(
     runs: list[Run], out: Path, minutes: float, every: int, asked: set[str], say: Callable[[str], None]
 ) -> Samples:
-    """Let the acts take place, and write what is scraped meanwhile to `out`."""
+    """Play the acts, and write the scrapes to `out`."""
     with fleet() as world:
         hand, acts = Stagehand(world, runs), list(ACTS)
         samples = Samples(float(int(time.time()) + 1), every, SOURCE)
@@ -291,7 +291,7 @@ def record(
             at = number * every
             late = time.time() - samples.start - at
             if late > every:
-                continue  # A scrape that was missed, as Prometheus misses one that takes too long.
+                continue  # A missed scrape, as Prometheus misses one that takes too long.
             time.sleep(max(0.0, -late))
             try:
                 samples.add(number, scrape(world, asked.__contains__))

@@ -1,7 +1,7 @@
-"""What Grafana would show in each panel of a dashboard: its variables put in, its expressions answered by Prometheus.
+"""Content of each panel of a dashboard as in Grafana: variables substituted, expressions answered by Prometheus.
 
-Only what the dashboards of the chart use is known here; anything else fails, so that a picture never shows a panel
-otherwise than Grafana would.
+Only features used by the chart's dashboards are supported; anything else fails, so that a picture never differs from
+Grafana.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from picture_support.samples import Answer, Engine
 
 MIN_STEP_SECONDS = 15
-"""The scrape interval that Grafana takes for a Prometheus of which it is told none; it never asks more finely."""
+"""Scrape interval that Grafana assumes by default for a Prometheus; it never queries at a finer step."""
 _STEPS = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600)
-"""Seconds: to these Grafana rounds."""
+"""Steps in seconds to which Grafana rounds."""
 TYPES = ("stat", "timeseries", "table")
 
 
 @dataclass(frozen=True)
 class View:
-    """What is chosen at the top of the dashboard."""
+    """Selection at the top of the dashboard."""
 
     start: float
     end: float
     """Unix times."""
     variables: Mapping[str, str]
-    """Values as they go into an expression: `.*` for all."""
+    """Values as inserted into an expression: `.*` for all."""
     chosen: Mapping[str, str]
-    """The same as people read them, by the variable's label."""
+    """Displayed values, by the variable's label."""
 
     @property
     def seconds(self) -> float:
@@ -64,7 +64,7 @@ class Shown:
         return not self.lines
 
     def table(self) -> tuple[list[str], list[list[str | float]]]:
-        """Column names and rows of a table panel: labels in order, then the value, less what is hidden."""
+        """Return column names and rows of a table panel: labels in order, then the value, without hidden ones."""
         hidden: set[str] = set()
         for change in self.panel["transformations"]:
             assert change["id"] == "organize", change["id"]
@@ -78,12 +78,12 @@ class Shown:
 
 
 def step_of(seconds: float, pixels: float) -> float:
-    """Seconds between two points of a panel that is so wide."""
+    """Return seconds between two points of a panel with this width."""
     return next((step for step in _STEPS if step >= max(MIN_STEP_SECONDS, seconds / pixels)), float(_STEPS[-1]))
 
 
 def ask(engine: Engine, panel: Mapping[str, Any], view: View, pixels: float) -> Shown:
-    """The panel's answers; `pixels` is its width."""
+    """Return the panel with its answers; `pixels` is its width."""
     assert panel["type"] in TYPES, f"{panel['title']}: a panel of type {panel['type']} cannot be drawn"
     step, lines = step_of(view.seconds, pixels), []
     for target in panel["targets"]:
@@ -91,7 +91,7 @@ def ask(engine: Engine, panel: Mapping[str, Any], view: View, pixels: float) -> 
         if target["instant"]:
             answers = engine.at(expression, view.end)
         else:
-            # Grafana asks at whole steps, so that a picture does not tremble as time goes by.
+            # Grafana queries at whole steps, so that a picture does not jitter over time.
             start, end = (math.floor(moment / step) * step for moment in (view.start, view.end))
             answers = engine.over(expression, start, end, step)
         found = [_line(target["legendFormat"], answer) for answer in answers]
@@ -100,7 +100,7 @@ def ask(engine: Engine, panel: Mapping[str, Any], view: View, pixels: float) -> 
 
 
 def put_in(expression: str, view: View, step: float) -> str:
-    """The expression as Grafana sends it."""
+    """Return the expression as sent by Grafana."""
     rate = max(step + MIN_STEP_SECONDS, 4 * MIN_STEP_SECONDS)
     values = {"__rate_interval": f"{rate:g}s", "__range": f"{view.seconds:.0f}s", **view.variables}
     return re.sub(r"\$(\w+)", lambda found: values[found[1]], expression)
@@ -115,7 +115,7 @@ def _line(legend: str, answer: Answer) -> Line:
 
 
 def in_words(value: float, unit: str, decimals: int | None = None, now: float = 0.0) -> tuple[str, str]:
-    """A value and its unit as Grafana writes them; `now` is the end of the range, for times ago."""
+    """Return a value and its unit as written by Grafana; `now` is the end of the range, for relative times."""
     match unit:
         case "none":
             return _number(value, decimals), ""
@@ -156,7 +156,7 @@ def _duration(value: float, decimals: int | None) -> tuple[str, str]:
 
 
 def _number(value: float, decimals: int | None) -> str:
-    """With three digits where nothing else is asked for."""
+    """Format with three digits by default."""
     if decimals is not None:
         return f"{value:.{decimals}f}"
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2 if abs(value) >= 0.0995 else 3
@@ -165,7 +165,7 @@ def _number(value: float, decimals: int | None) -> str:
 
 
 def colour(value: float, defaults: Mapping[str, Any]) -> str:
-    """Name of the threshold's colour that holds for the value."""
+    """Return the name of the value's threshold colour."""
     assert defaults["thresholds"]["mode"] == "absolute"
     steps = defaults["thresholds"]["steps"]
     return str([step["color"] for step in steps if step["value"] is None or value >= step["value"]][-1])

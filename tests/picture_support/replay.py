@@ -1,7 +1,7 @@
-"""Trainings that have taken place, for pods that have no machine: what they said, when, and what they ended with.
+"""Recorded trainings for pods without machines: their reports with times, and their ends.
 
-A run is the folder that `finetune run` leaves behind. Its progress reports, termination messages, measured facts and
-times are taken over as they are; only names, and the time of day, are those of the job that plays it again.
+A run is the output folder of `finetune run`. Its progress reports, termination messages, measured facts and times are
+used unchanged; only names, and the time of day, are those of the job that replays it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune_contract.report import FailureReport, MeasuredFacts, Progress, Tra
 
 @dataclass(frozen=True)
 class Run:
-    """One training that has taken place."""
+    """One recorded training."""
 
     strategy: str
     progress: dict[Stage, tuple[Progress, ...]]
@@ -45,23 +45,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one attempt at a stage says, and how it ends."""
+    """Reports of one attempt at a stage, and its end."""
 
     play: Play
     lines: Sequence[tuple[float, Progress]] = ()
-    """With the seconds since its pod began to run."""
+    """Reports with the seconds since their pod started to run."""
 
     def newest(self, seconds: float) -> Progress | None:
-        """What it has told last, so many seconds after its start."""
+        """Return the last report `seconds` after the start."""
         return next((line for at, line in reversed(self.lines) if at <= seconds), None)
 
 
 def attempt(run: Run, job: str, stage: Stage, after_step: int = 0, failure: FailureReport | None = None) -> Attempt:
-    """The stage as it went in `run`, from the step where an attempt before had its checkpoint; `failure` instead of its
+    """Return the stage as recorded in `run`, from the step of an earlier attempt's checkpoint; `failure` replaces its
     success.
     """
     report, told = run.reports[stage], run.progress[stage]
-    # Before its first report a process loads its libraries and the model: an attempt that resumes does that again.
+    # Before its first report a process loads its libraries and the model: a resuming attempt does that again.
     load = max(0.0, report.seconds - (told[-1].time - told[0].time))
     rest = [line for line in told if line.step >= after_step]
     lines = [(load + line.time - rest[0].time, line) for line in rest]
@@ -79,6 +79,6 @@ def attempt(run: Run, job: str, stage: Stage, after_step: int = 0, failure: Fail
 
 
 def cut(whole: Attempt, seconds: float, end: Play) -> tuple[Attempt, int]:
-    """The attempt as far as it comes in so many seconds, where `end` happens; and the step it has reached."""
+    """Return the attempt cut after `seconds`, with the end `end`; and its last step."""
     lines = [(at, line) for at, line in whole.lines if at <= seconds]
     return Attempt(replace(end, lasts=seconds), lines), lines[-1][1].step if lines else 0

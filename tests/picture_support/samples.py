@@ -1,7 +1,7 @@
-"""Samples in a file that people can read, and in a real Prometheus that answers questions about them.
+"""Samples in a readable file, and in a real Prometheus that answers queries about them.
 
 The file is YAML with series in the notation of promtool's rule tests: `1x4` is five times 1, `_` a scrape without the
-series. Most figures of an operator stand still most of the time, so that minutes of scrapes fit into a few dozen KB.
+series. Most figures of an operator rarely change, so minutes of scrapes fit into a few dozen KB.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PROGRAMS = ("prometheus", "promtool")
 
 @dataclass
 class Samples:
-    """Scrapes at even times. Each series has one value a scrape; None where the scrape did not have it."""
+    """Scrapes at even times. Each series has one value per scrape; None if the scrape lacks it."""
 
     start: float
     """Unix time of the first scrape."""
     every: int
     """Seconds from one scrape to the next."""
     source: str
-    """Where they come from, in a sentence or two for the reader of the file."""
+    """Origin of the samples, in a sentence or two for the reader of the file."""
     scrapes: int = 0
     series: dict[str, list[float | None]] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class Samples:
         return self.start + (self.scrapes - 1) * self.every
 
     def add(self, number: int, found: Mapping[str, float]) -> None:
-        """The scrape `number`; those between it and the one before were missed."""
+        """Add the scrape `number`; those between it and the one before were missed."""
         for name in {*self.series, *found}:
             column = self.series.setdefault(name, [])
             column.extend([None] * (number - len(column)))
@@ -80,7 +80,7 @@ class Samples:
         return found
 
     def open_metrics(self) -> Iterator[str]:
-        """Lines of OpenMetrics with times."""
+        """Yield lines of OpenMetrics with times."""
         for name, values in self.series.items():
             for number, value in enumerate(values):
                 if value is not None:
@@ -89,7 +89,7 @@ class Samples:
 
 
 def notation(name: str, labels: Mapping[str, str]) -> str:
-    """A series as text, its labels in order."""
+    """Return a series as text, with sorted labels."""
     quoted = (f'{key}="{_escaped(value)}"' for key, value in sorted(labels.items()))
     return f"{name}{{{','.join(quoted)}}}"
 
@@ -105,7 +105,7 @@ def _notation(values: Iterable[float | None]) -> Iterator[str]:
         if value is None:
             yield "_" if count == 1 else f"_x{count}"
         else:
-            word = f"{value:.10g}"  # Ten digits are enough for Unix times, and for what can be seen of the rest.
+            word = f"{value:.10g}"  # Ten digits are enough for Unix times, and for visible differences of the rest.
             yield word if count == 1 else f"{word}x{count - 1}"
 
 
@@ -158,7 +158,7 @@ def missing_programs() -> list[str]:
 
 @contextmanager
 def engine(samples: Samples) -> Iterator[Engine]:
-    """A Prometheus server that has these samples."""
+    """Run a Prometheus server with these samples."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text, database = folder / "samples.om", folder / "data"
@@ -176,12 +176,12 @@ def engine(samples: Samples) -> Iterator[Engine]:
             f"--storage.tsdb.path={database}",
             f"--web.listen-address=127.0.0.1:{port}",
             "--storage.tsdb.retention.time=100y",
-            # Prometheus marks the end of a series that a target no longer has, and text cannot carry the marks: a
-            # series that the last scrape did not have is over.
+            # Prometheus marks the end of a series that a target no longer has, and text cannot have the marks: a
+            # series that the last scrape lacks has ended.
             f"--query.lookback-delta={samples.every}s",
             "--log.level=warn",
         ]
-        # One thread: what it has to do is little, and other work goes on beside it.
+        # One thread: it has little to do, and other work runs beside it.
         environment = {**os.environ, "GOMAXPROCS": "1"}
         with (folder / "log").open("wb") as log:
             server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)

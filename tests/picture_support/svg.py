@@ -69,7 +69,7 @@ def box_of(panel: Mapping[str, Any]) -> Box:
 
 
 def dashboard_svg(dashboard: Mapping[str, Any], shown: Mapping[int, Shown], view: View, about: str, mark: str) -> str:
-    """The picture; `shown` by the ids of panels, `about` for who does not see it, `mark` what it was made from."""
+    """Return the picture; `shown`: content by panel id, `about`: alternative text, `mark`: digest of its sources."""
     height = max(box_of(panel).bottom for panel in dashboard["panels"]) + MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(WIDTH)} {_n(height)}" role="img">',
@@ -130,7 +130,7 @@ def _inside(shown: Shown, box: Box, view: View) -> Iterable[str]:
 
 
 def _stat(shown: Shown, box: Box, view: View) -> Iterator[str]:
-    """One value, or as many as there are beside each other."""
+    """Draw one value, or several beside each other."""
     defaults = shown.panel["fieldConfig"]["defaults"]
     mode = shown.panel["options"]["textMode"]
     part = box.w / len(shown.lines)
@@ -187,7 +187,7 @@ def _table(shown: Shown, box: Box) -> Iterator[str]:
 
 
 def _shared(room: float, needs: Sequence[float]) -> list[float]:
-    """Widths of columns: what each needs, and where that is too much the widest give way."""
+    """Return widths of columns: the needed ones, with the widest reduced if there is no room."""
     most = room
     while sum(min(need, most) for need in needs) > room:
         most -= 1
@@ -238,7 +238,7 @@ def _timeseries(shown: Shown, box: Box, view: View) -> Iterator[str]:
 def _drawn(
     points: Sequence[tuple[float, float, float]], custom: Mapping[str, Any], fill: str, wide: float, right: float
 ) -> Iterator[str]:
-    """One series: x, lower and upper y of its points, `wide` pixels apart where none is missing."""
+    """Draw one series: x, lower and upper y of its points, `wide` pixels apart if none is missing."""
     opacity = custom["fillOpacity"] / 100
     if custom["drawStyle"] == "bars":
         bars = "".join(
@@ -264,7 +264,7 @@ def _drawn(
 
 
 def _runs(points: Sequence[tuple[float, float, float]], wide: float) -> Iterator[list[tuple[float, float, float]]]:
-    """The points without gaps between them."""
+    """Yield runs of points without gaps between them."""
     run: list[tuple[float, float, float]] = []
     for point in points:
         if run and point[0] - run[-1][0] > wide * 1.5:
@@ -276,7 +276,7 @@ def _runs(points: Sequence[tuple[float, float, float]], wide: float) -> Iterator
 
 
 def _path(points: Sequence[tuple[float, float]], steps: bool, until: float | None) -> list[str]:
-    """Corners of a line; those that change nothing are left out."""
+    """Return the corners of a line, without redundant ones."""
     corners: list[tuple[float, float]] = []
     for before, (x, y) in pairwise([(points[0][0], points[0][1]), *points]):
         if steps and corners and abs(y - before[1]) > 0.05:
@@ -290,13 +290,13 @@ def _path(points: Sequence[tuple[float, float]], steps: bool, until: float | Non
         if index in (0, len(corners) - 1)
         or not (abs(corners[index - 1][1] - point[1]) < 0.05 and abs(corners[index + 1][1] - point[1]) < 0.05)
     ]
-    if len(kept) == 1:  # Of a single point Grafana draws nothing; a hair's breadth shows that it is there.
+    if len(kept) == 1:  # Grafana draws nothing for a single point; a short line makes it visible.
         kept.append((kept[0][0] + 1.5, kept[0][1]))
     return [f"{_n(x)} {_n(y)}" for x, y in kept]
 
 
 def _stacked(lines: Sequence[Line]) -> list[list[tuple[float, float, float]]]:
-    """Time, lower and upper edge of each series upon those before it."""
+    """Return time, lower and upper edge of each series, stacked on those before it."""
     sums: dict[float, float] = {}
     bands = []
     for line in lines:
@@ -314,7 +314,7 @@ def _colour(number: int) -> str:
 
 
 def _legend(names: Sequence[str], box: Box) -> list[list[tuple[float, int | None, str]]]:
-    """Rows of entries: place, number and name of a series. Where Grafana's would scroll, how many more there are."""
+    """Return rows of entries: place, number and name of a series; the last one counts those that do not fit."""
     rows: list[list[tuple[float, int | None, str]]] = [[]]
     x = box.x + 14
     for number, name in enumerate(names):
@@ -334,7 +334,7 @@ def _legend(names: Sequence[str], box: Box) -> list[list[tuple[float, int | None
 
 
 def value_ticks(highest: float, unit: str, most: int = 5) -> list[float]:
-    """From 0 to a round value that nothing goes over."""
+    """Return ticks from 0 to a round value above the highest one."""
     if highest <= 0:
         return [0.0, 1.0]
     rough = highest / most
@@ -364,7 +364,7 @@ def _tick_labels(ticks: Sequence[float], unit: str) -> list[str]:
 
 
 def time_ticks(view: View, most: int) -> Iterator[tuple[float, str]]:
-    """Whole minutes or hours, as many as there is room for."""
+    """Yield whole minutes or hours, at most `most`."""
     sizes = (60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 86_400)
     step = next((size for size in sizes if view.seconds / size <= most), sizes[-1])
     at = math.ceil((view.start + view.seconds * 0.02) / step) * step
@@ -379,7 +379,7 @@ _NARROW, _SLIM, _WIDE = frozenset("iljI.,:;'|! "), frozenset('frt()[]/-"{}*'), f
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """Pixels, of DejaVu Sans, which is the widest that a browser chooses where none of the others is installed."""
+    """Return the width in pixels in DejaVu Sans, the widest fallback font of a browser."""
     units = sum(
         0.34 if one in _NARROW else 0.42 if one in _SLIM else 0.97 if one in _WIDE else 0.70 if one.isupper() else 0.61
         for one in text
@@ -388,7 +388,7 @@ def text_width(text: str, size: float, bold: bool = False) -> float:
 
 
 def fitting(text: str, width: float, size: float, bold: bool = False, middle: bool = False) -> str:
-    """The text, or as much of it as there is room for: its beginning, or with `middle` both of its ends."""
+    """Return the text, shortened to the width: its start, or with `middle` both of its ends."""
     told, kept = text, len(text)
     while kept and text_width(told, size, bold) > width:
         kept -= 1
@@ -408,6 +408,6 @@ def _rect(box: Box, fill: str, stroke: str = "", rx: float = 0) -> str:
 
 
 def _n(value: float) -> str:
-    """A tenth of a pixel is fine enough."""
+    """Format a length to a tenth of a pixel."""
     text = f"{value:.1f}".removesuffix(".0")
     return "0" if text == "-0" else text

@@ -1,4 +1,4 @@
-"""What plans are made from in tests: the facts of an encoder, and a job."""
+"""Inputs of plans in tests: the facts of an encoder, and a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune_operator.planning.architectures import model_facts
 
 
 def encoder(h: int, layers: int, vocabulary: int = 30522) -> ModelFacts:
-    """A BERT whose hidden states are `h` wide, for text classification."""
+    """Return the facts of a BERT with hidden size `h`, for text classification."""
     config = {
         "model_type": "bert",
         "hidden_size": h,
@@ -27,11 +27,11 @@ def encoder(h: int, layers: int, vocabulary: int = 30522) -> ModelFacts:
 
 
 BERT = encoder(768, 12)
-"""The base size."""
+"""BERT of base size."""
 
 
 def llama_1b(task: Task, **config: Any) -> ModelFacts:
-    """The shape of Llama 3.2 1B; `config`: further fields of its config."""
+    """Return the facts of Llama 3.2 1B; `config`: further fields of its config."""
     shape = {
         "model_type": "llama",
         "hidden_size": 2048,
@@ -45,7 +45,7 @@ def llama_1b(task: Task, **config: Any) -> ModelFacts:
 
 
 def job(spec: Mapping[str, Any] | None = None, name: str = "job") -> FineTuneJob:
-    """Text classification with nothing set; `spec`: its fields, where None takes one away."""
+    """Return a text classification with nothing set; `spec`: its fields, where None removes one."""
     whole = {
         "task": "text-classification",
         "model": {"uri": "hf://org/model"},

@@ -1,7 +1,7 @@
 """A git host for programs of this machine: real repositories over real HTTPS.
 
-They fetch from `https://git.example.com/NAME`. That name leads here because the host is also the proxy that they are
-told to use, so that neither DNS nor port 443 of this machine is needed.
+They fetch from `https://git.example.com/NAME`. The host is also their configured proxy, so that name needs neither DNS
+nor port 443 of this machine.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ HOST = "git.example.com"
 
 @dataclass(frozen=True)
 class GitHost(Repositories):
-    """A host that runs."""
+    """A running host."""
 
     port: int = 0
     certificate: Path = Path()
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a process that is to find the host by its name."""
+        """Environment of a process that finds the host by its name."""
         return {"https_proxy": f"http://127.0.0.1:{self.port}", "GIT_SSL_CAINFO": str(self.certificate)}
 
     def url(self, repository: str) -> str:
@@ -37,7 +37,7 @@ class GitHost(Repositories):
 
 @contextmanager
 def git_host(folder: Path) -> Iterator[GitHost]:
-    """A host with no repositories yet, in a new folder."""
+    """Run a host without repositories, in a new folder."""
     (folder / "repositories").mkdir(parents=True)
     pair = self_signed.for_hosts(folder, "git", names=(HOST,))
     served = Repositories(folder / "repositories")

@@ -1,6 +1,6 @@
 """Serves git repositories over HTTPS by git's own http-backend. Standard library only: it also runs alone, in a pod.
 
-`python git_server.py --port 8443 --certificate FILE --key FILE --commit REPOSITORY=FOLDER ...` makes a
+`python git_server.py --port 8443 --certificate FILE --key FILE --commit REPOSITORY=FOLDER ...` creates a
 repository of one commit on main from each folder and serves them.
 """
 
@@ -29,16 +29,16 @@ IDENTITY = {
 
 @dataclass(frozen=True)
 class Repositories:
-    """What is served, and what was asked of it."""
+    """Served repositories, and the requests for them."""
 
     folder: Path
     requests: list[str] = field(default_factory=list)
     """`METHOD path` of each request, and `CONNECT host:port`."""
     answers: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)
-    """Repository -> status and headers of the answer in place of git's."""
+    """Repository -> status and headers of an answer that replaces git's."""
 
     def commit(self, repository: str, files: Mapping[str, str], *, tag: str = "", branch: str = "main") -> str:
-        """Adds a commit that holds just `files`; a value that begins with `-> ` is a link to the rest of it."""
+        """Add a commit with only `files`; a value that begins with `-> ` is a link to the rest of it."""
         place = self.folder / repository
         if not place.exists():
             git(self.folder, "init", "--quiet", f"--initial-branch={branch}", repository)
@@ -63,14 +63,14 @@ class Repositories:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git prints; it obeys nobody's configuration."""
+    """Run git without any user's configuration; return its output."""
     ours = {**os.environ, **IDENTITY}
     return subprocess.run(["git", *arguments], cwd=folder, env=ours, capture_output=True, text=True, check=True).stdout
 
 
 def handler(repositories: Repositories, tls: Callable[[], ssl.SSLContext]) -> type[BaseHTTPRequestHandler]:
-    """Answers requests for repositories. After CONNECT to any host it speaks TLS as that host on the same connection,
-    so that a client which takes it for its proxy finds it by any name.
+    """Return a handler of requests for repositories. After CONNECT to any host it speaks TLS as that host on the same
+    connection, so a client with this proxy finds it by any name.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -113,13 +113,13 @@ def handler(repositories: Repositories, tls: Callable[[], ssl.SSLContext]) -> ty
             self.wfile.flush()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Requests are kept in `requests`."""
+            """Log nothing: requests are recorded in `requests`."""
 
     return Handler
 
 
 def _backend(root: Path, request: BaseHTTPRequestHandler, path: str, query: str, body: bytes) -> bytes:
-    """What git's CGI program answers. A repository is its working copy's `.git`."""
+    """Return the answer of git's CGI program. A repository is its working copy's `.git`."""
     name, _, rest = path.strip("/").partition("/")
     environment = {
         **os.environ,
@@ -134,12 +134,12 @@ def _backend(root: Path, request: BaseHTTPRequestHandler, path: str, query: str,
         "HTTP_CONTENT_ENCODING": request.headers.get("Content-Encoding", ""),
         "GIT_PROTOCOL": request.headers.get("Git-Protocol", ""),
     }
-    # It ends with an error, too, when it has answered that something is not there.
+    # It also ends with an error if its answer is "not found".
     return subprocess.run(["git", "http-backend"], env=environment, input=body, capture_output=True, check=False).stdout
 
 
 def main() -> None:
-    """Serves HTTPS until it is ended."""
+    """Serve HTTPS until the process ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--certificate", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Programs of users: the one of docs/scripts.md, and one that only tells what it was given."""
+"""Programs of users: the one of docs/scripts.md, and one that only records its inputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if given.get("RANK", "0") == "0":
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_text("")
 """
-"""Leaves `seen-RANK.json` and what looks like a model. Takes a hundredth of a second."""
+"""Program that writes `seen-RANK.json` and the files of a fake model. Takes a hundredth of a second."""
 TELLTALE_FILES = {"train.py": TELLTALE, "helper.py": ""}
 
 
 def documented(kind: str) -> str:
-    """The one block of this kind in docs/scripts.md that stands for itself."""
+    """Return the first block of this kind in docs/scripts.md."""
     blocks = re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert blocks, f"{PAGE} has no {kind} block"
     return str(blocks[0])

@@ -1,15 +1,14 @@
-"""Covering selections: few cases of a grid that together have all that its cases have.
+"""Covering selections: few cases of a grid that together cover its values and neighbouring pairs.
 
 A case is described by its axes, a value for each: family, engine, sharding, checkpointing and so on, in an order in
-which neighbours are those that interact.
+which interacting axes are neighbours.
 
 Guarantee: each value of each axis, and each pair of values on neighbouring axes that occurs in the grid, occurs in a
-case that is chosen. A fault that needs three values at once, or two on axes that are no neighbours, can hide in a case
-that is left: that is what runs of the whole grid are for.
+chosen case. A fault that needs three values at once, or two on axes that are not neighbours, can hide in a case that is
+left out; runs of the whole grid find it.
 
-The choice is greedy: always the case with the most that is new for its cost, the first of the grid where several are
-equal; in the end, from the dearest to the cheapest, those that the others make superfluous are left. The same grid
-gives the same choice.
+The choice is greedy: always the case with the most new pairs for its cost, the first of the grid among equals; in the
+end redundant cases are dropped, the most expensive first. The same grid gives the same choice.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 Axes = Mapping[str, Hashable]
-"""At least two, in their order."""
+"""Axis -> value; at least two, in order."""
 Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
 """Two neighbouring axes with their values."""
 
@@ -34,13 +33,13 @@ class Case:
 
     @property
     def pairs(self) -> frozenset[Pair]:
-        """Pairs of values on neighbouring axes; each value is in one of them."""
+        """Pairs of values on neighbouring axes; each value is in at least one."""
         return frozenset(pairwise(self.axes.items()))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The cases of a grid, and the names of those that cover it."""
+    """Cases of a grid, and the names of those that cover it."""
 
     cases: tuple[Case, ...]
     chosen: frozenset[str]
@@ -50,8 +49,8 @@ class Choice:
         return tuple(case for case in self.cases if case.name not in self.chosen)
 
     def covering(self, case: Case) -> dict[str, list[Pair]]:
-        """Name chosen cases that together have all pairs of `case`, with those that each of them has. ValueError when
-        there are none.
+        """Return chosen cases that together have all pairs of `case`, each with its pairs. ValueError if there are
+        none.
         """
         needed, found = set(case.pairs), {}
         chosen = [each for each in self.cases if each.name in self.chosen]
@@ -67,7 +66,7 @@ class Choice:
 def choose(cases: Iterable[Case]) -> Choice:
     """Choose cases that cover all of them.
 
-    ValueError where axes differ or are fewer than two, or a name comes twice.
+    ValueError if axes differ or are fewer than two, or if a name occurs twice.
     """
     grid = tuple(cases)
     _refuse_uneven(grid)

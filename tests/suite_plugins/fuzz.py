@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 FUZZ_FACTOR = 25
 """Examples of a test in `fuzz` for each one in `ci`."""
 
-# The duration of an example, or of the search for one, depends on the machine and on what else it does.
+# The duration of an example, or of the search for one, depends on the machine and on its other load.
 _COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", _COMMON, derandomize=True, database=None, max_examples=100)
 settings.register_profile("fuzz", _COMMON, derandomize=False, print_blob=True, max_examples=100 * FUZZ_FACTOR)

@@ -1,7 +1,7 @@
-"""Garbage collection in the processes of pytest: none while test files are imported, later none of what they imported.
+"""Garbage collection in the processes of pytest: none while test files are imported, later none of imported objects.
 
-A search of torch, transformers and thousands of collected tests takes half a second, and many a test of a tiny model
-causes one. What tests make themselves is collected as ever.
+A full collection over torch, transformers and thousands of collected tests takes half a second, and many tests of a
+tiny model trigger one. Objects created by tests are collected as usual.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ gc.disable()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Begin with what is there by now exempt."""
+    """Exempt all current objects before the tests start."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """The interpreter's last search finds everything: nanobind reports what it leaves as leaks."""
+    """Unfreeze for the interpreter's last collection: nanobind reports remaining objects as leaks."""
     gc.unfreeze()

@@ -33,7 +33,7 @@ REFERENCE_SECONDS = {
     "cpu": 0.07,  # Add up a million squares in each of 2 processes: 0.035 s each.
 }
 
-# A machine this slow is better found out by a failure than by limits of hours.
+# On a slower machine a failure is better than limits of hours.
 MAX_FACTOR = 12.0
 
 ROUNDS = 3
@@ -79,7 +79,7 @@ seconds = {"import": imported - float(sys.argv[1]), "fork": forked - imported}
 print(json.dumps({**seconds, "disk": written - forked, "cpu": computed - written}))
 """
 
-# The factor of this process where its environment lost it, and the ratios if it was measured here.
+# The factor of this process if its environment lost it, and the ratios if it was measured here.
 _factor: float | None = None
 _ratios: dict[str, float] = {}
 

@@ -1,16 +1,16 @@
 """Choose which cases of a grid run in CI and which only in `make test-everything`.
 
-A test over a grid of dear cases (strategy x model x option) describes each case by its axes:
+A test over a grid of expensive cases (strategy x model x option) describes each case by its axes:
 
     @pytest.mark.parametrize("case", covering("strategies", CASES, axes_of))
 
-CI runs a choice that has every value and every pair of values on neighbouring axes; `suite_plugins.covering` says how
-it is made and what it guarantees. The other cases get the marker `everything` and are deselected, unless pytest is
-called with --everything, or with the node id of a test. `pytest tests/trainer --grids` runs nothing and prints which
-cases are left, and in which of the chosen cases all that they have is tested.
+CI runs a choice with every value and every pair of values on neighbouring axes; `suite_plugins.covering` has its
+algorithm and guarantee. The other cases get the marker `everything` and are deselected, unless pytest is called with
+--everything, or with the node id of a test. `pytest tests/trainer --grids` runs nothing and prints the cases left out,
+and the chosen cases that cover their pairs.
 
-`pytest -m slow` imports the files that have the marker and no others, as does -m with the other markers of MARKERS:
-importing all test files takes each worker longer than most tests.
+`pytest -m slow` imports only the files with the marker, as does -m with the other markers of MARKERS: importing all
+test files takes each worker longer than most tests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from suite_plugins.covering import Axes, Case, Choice, choose
 
 T = TypeVar("T")
 MARKERS = frozenset({"slow", "bare", "alone", "last"})
-"""Markers that tests write as `pytest.mark.NAME`, in the file with the test."""
+"""Markers set as `pytest.mark.NAME` in the file with the test."""
 GRIDS: dict[str, Choice] = {}
-"""By name, those of the modules that were imported."""
+"""Name of a grid -> its choice, for the imported modules."""
 
 
 def covering(
@@ -38,10 +38,10 @@ def covering(
     cost: Callable[[T], float] = lambda case: 1.0,
     marks: Callable[[T], Any] = lambda case: (),
 ) -> list[Any]:
-    """Names of cases as parameters, those that are not chosen with the marker `everything`.
+    """Return names of cases as parameters, with the marker `everything` on those that are not chosen.
 
-    grid: a name for the printed choice; axes: of a case, in the order of `suite_plugins.covering`; cost: about how long
-    a case takes; marks: of a case, besides.
+    grid: name for the printed choice; axes: axes of a case, in the order of `suite_plugins.covering`; cost: approximate
+    time of a case; marks: further marks of a case.
     """
     choice = choose(Case(name, axes(case), cost(case)) for name, case in cases.items())
     GRIDS[grid] = choice
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without a test that -m asks for."""
+    """Ignore files without a test that -m selects."""
     asked = re.split(r"\s+or\s+", config.option.markexpr.strip())
     if not MARKERS.issuperset(asked) or not re.fullmatch(r"test_.*\.py", collection_path.name):
         return None
@@ -74,7 +74,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what the choice leaves."""
+    """Deselect cases that are not chosen."""
     if config.getoption("--grids"):
         config.hook.pytest_deselected(items=items[:])
         items[:] = []
@@ -101,7 +101,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def explained(grids: Mapping[str, Choice]) -> list[str]:
-    """Lines about each grid: its cases, those that are left, and where the others have what these have."""
+    """Return lines about each grid: its chosen cases, those left out, and the chosen ones that cover them."""
     lines = []
     for grid, choice in grids.items():
         lines.append(f"{grid}: {len(choice.chosen)} of {len(choice.cases)} cases run, {len(choice.left)} are left")

@@ -1,4 +1,4 @@
-"""The folder beside the repository that some tests use: real data, other projects' kinds, tools that make clusters."""
+"""Folder beside the repository that some tests use: real data, other projects' CRDs, tools that create clusters."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ TOOLS = SHARED / "tools"
 
 
 def missing(part: Path) -> str:
-    """Return the reason why a test that needs this part is skipped."""
+    """Return the reason for skipping a test that needs this part."""
     return f"{part} is not there; set {VARIABLE} to a folder that has {part.relative_to(SHARED)}"

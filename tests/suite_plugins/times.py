@@ -1,24 +1,24 @@
-"""Record in the JUnit report where the time of each test goes.
+"""Record in the JUnit report how the time of each test is spent.
 
-Each test case gets properties, in seconds; what rounds to 0.000 is left out:
+Each test case gets properties, in seconds, without those that round to 0.000:
 
     nodeid                  the argument with which pytest runs this test alone
     seconds.setup, .call, .teardown
     cpu.process             CPU time of the test process
     cpu.children            CPU time of the processes below it, running or reaped; not of daemons
-    cpu.daemons             CPU time of what it has started and no longer has below it, where a control group counts it
+    cpu.daemons             CPU time of its detached processes, if a control group counts it
     fixture.NAME            set-up of a fixture, without the fixtures that it requests
     kind.NAME               time inside `spent(NAME)`, see KINDS
     before                  start of this process to its first test: imports and collection
     before.kind.NAME        the part of it inside `spent(NAME)`
 
-A support module marks where it spends time with `spent`, as a context manager or a decorator:
+A support module marks its time with `spent`, as a context manager or a decorator:
 
     @spent("waiting")
     def wait_until(...): ...
 
-Beside REPORT.xml, REPORT.exit holds pytest's exit status and the number of collected tests, so that a report which was
-cut short is not mistaken for a whole one. `make test-times` prints the sums.
+Beside REPORT.xml, REPORT.exit has pytest's exit status and the number of collected tests, so that a truncated report is
+not mistaken for a whole one. `make test-times` prints the sums.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class Clock:
-    """Seconds by name. Time inside an inner name does not count for the outer one."""
+    """Counts seconds by name. Time inside an inner name does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -77,7 +77,7 @@ _fixtures = Clock()
 
 
 class spent(ContextDecorator):  # noqa: N801 (reads as a function)
-    """Count the time inside as that kind, if the thread that runs the tests spends it."""
+    """Count the time inside as `kind`, if spent by the thread that runs the tests."""
 
     def __init__(self, kind: str) -> None:
         assert kind in KINDS, f"{kind!r} is not in suite_plugins.times.KINDS"
@@ -93,7 +93,7 @@ class spent(ContextDecorator):  # noqa: N801 (reads as a function)
 
 
 class _TimedImport:
-    """Count the first import of torch in this process."""
+    """Import hook that times the first import of torch in this process."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
@@ -114,7 +114,7 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 def _ticks_below(process: int, itself: bool = True) -> int:
-    """CPU time in ticks of the processes below one that run, and of those that they have reaped."""
+    """Return CPU time in ticks of the running processes below `process`, and of those that they have reaped."""
     ticks = 0
     try:
         if itself:
@@ -129,10 +129,10 @@ def _ticks_below(process: int, itself: bool = True) -> int:
 
 
 class ControlGroup:
-    """A control group that counts the CPU time of this process and of all that it starts, daemons too.
+    """A control group that counts the CPU time of this process and of all its descendants, including daemons.
 
-    Only root can make one, and only where counting (cpuacct of version 1) is apart from sharing out the processor: a
-    group of its own must not change how much of it a test gets.
+    Only root can create one, and only where accounting (cpuacct of version 1) is separate from scheduling: a group of
+    its own must not change a test's share of the processor.
     """
 
     PARENT = Path("/sys/fs/cgroup/cpuacct")
@@ -161,12 +161,12 @@ class ControlGroup:
             self._folder = None
 
     def seconds(self) -> float | None:
-        """CPU seconds since it was joined; None where there is no such group."""
+        """Return CPU seconds since it was joined; None without such a group."""
         return int((self._folder / "cpuacct.usage").read_text()) / 1e9 if self._folder else None
 
 
 class Recorder:
-    """The times of the test that runs."""
+    """Records the times of the running test."""
 
     def __init__(self) -> None:
         self.group = ControlGroup()
@@ -209,7 +209,7 @@ _recorder = Recorder()
 
 
 def node_id(item: pytest.Item) -> str:
-    """The id without the group that pytest-xdist appends under `--dist loadgroup`, which pytest does not find again."""
+    """Return the id without the group that pytest-xdist appends under `--dist loadgroup`, which pytest cannot find."""
     whole: str = item.nodeid
     grouped = next(item.iter_markers("xdist_group"), None) and item.config.getoption("dist", None) == "loadgroup"
     return whole.rpartition("@")[0] if grouped and "@" in whole else whole
@@ -255,7 +255,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, Any, Any]:
-    """Write the exit status once the report is there."""
+    """Write the exit status once the report is written."""
     result = yield
     if (report := _report(session.config)) and report.parent.is_dir():
         ended = {"status": int(session.exitstatus), "collected": session.testscollected}
@@ -264,7 +264,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, Any, Any]:
 
 
 def _report(config: pytest.Config) -> Path | None:
-    """The file of `--junitxml`, in the process that writes it."""
+    """Return the file of `--junitxml` in the process that writes it; None elsewhere."""
     given = None if hasattr(config, "workerinput") else config.getoption("xmlpath", None)
     return Path(os.path.expandvars(given)).expanduser() if given else None
 

@@ -1,4 +1,4 @@
-"""Wait for an event, for as long as the speed of the machine makes reasonable."""
+"""Wait for an event, with a limit scaled to the machine's speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from suite_plugins.times import spent
 
 T = TypeVar("T")
 
-# Ample for anything that tests wait for on the reference machine, next to other tests.
+# Ample for any wait of the tests on the reference machine, next to other tests.
 WAIT_SECONDS = 240.0
 
 

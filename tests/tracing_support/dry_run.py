@@ -1,6 +1,6 @@
 """One traced run, in a process that has the CUDA stub loaded: the trainer's own loop, on fake tensors.
 
-Called by `process_support.forked` in a fork of its own, as it leaves switched off what `switched_off` names.
+Called by `process_support.forked` in a fork of its own, as the functions in `switched_off` stay replaced.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class _Rows(torch.utils.data.Dataset[Any]):
         return self.without_reference(picks)
 
     def without_reference(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
-        """As `TrainRows` has them; no case here asks a reference."""
+        """Return rows like `TrainRows`; no case here needs a reference model."""
         ids = np.arange(traced_cases.TOKENS) % 1000 + 1
         return [{"input_ids": ids, "labels": ids} for _ in picks]
 
 
 class _RealBatches(Collate):
-    """Makes the batches of the loader real tensors, as they are in a training until they go to the device."""
+    """Makes the loader's batches real tensors, as they are in a training before they go to the device."""
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         with _disable_current_modes():
@@ -74,7 +74,7 @@ class _RealBatches(Collate):
 
 
 class _NoCheckpoints:
-    """The Saver."""
+    """Saver that never saves."""
 
     def wants(self) -> bool:
         return False
@@ -85,13 +85,13 @@ class _NoCheckpoints:
 
 @dataclass
 class _Observer:
-    """Takes the figures of the second step, when all that is made once is there."""
+    """Records the figures of the second step, when all one-time allocations are done."""
 
     trace: Trace
     waits: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     stub_waits: int = 0
-    """Of streams, events and devices."""
+    """Waits for streams, events and devices."""
     seen: int = 0
     _before: int = 0
 
@@ -104,13 +104,13 @@ class _Observer:
 
 
 class _Clock(PartClock):
-    """Has the trace know which part of a step is under way."""
+    """Clock that reports the current part of a step to the trace."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(CudaMoments())
         self._trace = trace
         self.kept = 0
-        """Bytes on the GPU that the last forward pass has left for its backward pass."""
+        """Bytes on the GPU that the last forward pass keeps for its backward pass."""
         self._before = 0
 
     def enter(self, part: Any) -> None:
@@ -131,7 +131,7 @@ def run(name: str, result: str) -> None:
     world = distributed.ProcessWorld(case.rank, case.size, local, training.world.processes_per_node, "environment")
     distributed.settle_environment(os.environ, world, device="cuda", threads=1, strategy=training.strategy.name)
     os.environ["STUB_CUDA_DEVICES"] = str(len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
-    torch.cuda._is_in_bad_fork = lambda: False  # libraries have asked for the devices before the fork; the stub's stay
+    torch.cuda._is_in_bad_fork = lambda: False  # libraries queried the devices before the fork; the stub's stay valid
     distributed.connect(world, "cuda", 1, training.strategy.name, NO_GROUPS)
     for row in switched_off.ROWS:
         row.apply()
@@ -139,7 +139,7 @@ def run(name: str, result: str) -> None:
     _meshes_of_real_numbers()
     fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     trace = Trace(fakes)
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` begins in host memory
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` starts in host memory
     with tempfile.TemporaryDirectory() as folder, fakes, trace:
         loop, observer, clock = _loop(case, training, trace, Path(folder))
         loop.train()
@@ -205,7 +205,7 @@ def _deepspeed(training: Training, config: LlamaConfig) -> dict[str, Any] | None
 
 
 def _meshes_of_real_numbers() -> None:
-    """The numbers of ranks in a mesh are read as it is made."""
+    """Create meshes outside the fake modes, as their rank numbers are read at creation."""
     from torch.distributed import device_mesh
 
     make = device_mesh.init_device_mesh

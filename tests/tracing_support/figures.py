@@ -1,4 +1,4 @@
-"""The figures of a traced run, and the text that a golden file keeps of them."""
+"""Figures of a traced run, and their text in a golden file."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any
 
 _MIB = 1 << 20
 _DEEPSPEED = "deepspeed/"
-"""How the paths of DeepSpeed's own code begin."""
+"""Prefix of the paths of DeepSpeed's own code."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one process: of its second step, and of the peak over both."""
+    """Figures of one process: of its second step, and the peak over both."""
 
     waits: Mapping[str, int]
-    """Kind and place -> how often the host reads from the device, or copies to it and waits."""
+    """Kind and place -> number of reads from the device, or of blocking copies to it."""
     stub_waits: int
-    """How often it waits for a stream, an event or the device besides."""
+    """Number of further waits for a stream, an event or the device."""
     sent: Mapping[str, int]
-    """Collective operation and type -> bytes that this process brings to it."""
+    """Collective operation and type -> bytes that this process sends."""
     peaks: Mapping[str, int]
     """Phase -> most bytes on the GPU."""
     kept: int
-    """Bytes on the GPU that a forward pass has left for its backward pass."""
+    """Bytes on the GPU that a forward pass keeps for its backward pass."""
     moved: int
     """Bytes of activations that were moved to host memory, over all steps."""
 
     @classmethod
     def read(cls, file: Path) -> Figures:
-        """Return what a run has written."""
+        """Read the figures that a run has written."""
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return cls(**values)
 
     @property
     def waits_of_the_loop(self) -> int:
-        """`waits` without those that DeepSpeed's engine has by itself."""
+        """Total of `waits` without those in DeepSpeed's own code."""
         return sum(count for place, count in self.waits.items() if _DEEPSPEED not in place)
 
     def __str__(self) -> str:

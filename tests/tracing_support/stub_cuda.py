@@ -1,8 +1,8 @@
 """A CUDA runtime without GPUs, which lets torch run its CUDA paths on fake tensors.
 
-`build` compiles `stub/*.c` and, from the symbols that torch's libraries ask for, a function that returns 0 for each one
-that those files do not define. `environment` has a process load the result in place of CUDA's own libraries. It
-computes nothing and refuses device memory, so a real CUDA tensor is an error.
+`build` compiles `stub/*.c` and, for each symbol that torch's libraries need and those files do not define, a function
+that returns 0. `environment` has a process load the result in place of CUDA's own libraries. It computes nothing and
+refuses device memory, so a real CUDA tensor is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RUNTIME, _DRIVER = "libcuda-runtime-stub.so", "libcuda.so.1"
 _NAMES = {"runtime": re.compile(r"(__)?cuda[A-Z]\w*"), "driver": re.compile(r"cu[A-Z]\w*")}
 _OTHER_LIBRARIES = re.compile(r"cu(File|blas|dnn|fft|rand|solver|sparse|pti|dss)", re.IGNORECASE)
 """Symbols of NVIDIA's libraries, which are loaded and never called."""
-# The wheels of CUDA's headers leave out this one, which is the compiler's.
+# The wheels of CUDA's headers lack this one, which belongs to the compiler.
 _HOST_DEFINES = """
 #pragma once
 #define __host__
@@ -47,7 +47,7 @@ _HOST_DEFINES = """
 
 
 def why_not() -> str | None:
-    """Return what this machine lacks for a dry run; None: nothing."""
+    """Return the missing requirements for a dry run on this machine; None if there are none."""
     missing = [program for program in ("gcc", "nm") if shutil.which(program) is None]
     if missing:
         return f"needs {' and '.join(missing)} to compile the CUDA stub"
@@ -82,9 +82,7 @@ def environment(folder: Path) -> Mapping[str, str]:
 
 
 def waits() -> int:
-    """Return how often this process, which has the stub loaded, would have waited for a stream, an event or a
-    device.
-    """
+    """Return how often this process, with the stub loaded, would have waited for a stream, an event or a device."""
     count = ctypes.CDLL(None).stub_cuda_waits
     count.restype = ctypes.c_ulong
     return int(count())

@@ -1,4 +1,4 @@
-"""What a dry run leaves off or answers by itself, and why. docs/gpu.md shows this table."""
+"""Functions that a dry run switches off or replaces, and why. docs/gpu.md shows this table."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A function that has another body in a dry run."""
+    """A function with another body in a dry run."""
 
     targets: tuple[str, ...]
     """`module:attribute`, the first of which names it."""
     what: str
-    """What it does in a training."""
+    """Its work in a training."""
     instead: str
-    """What happens in a dry run."""
+    """Its replacement in a dry run."""
     why: str
     body: Any
 
@@ -60,7 +60,7 @@ def _average(_, bucket):  # torch compares annotations, which would be texts her
 
 
 class _FirstBuckets:
-    """A reducer that keeps the buckets that it begins with."""
+    """A reducer that keeps its initial buckets."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -161,7 +161,7 @@ ANSWERED = (
     ),
     ("the loss is finite, and overflow of gradients", "every number read from a device is 1", "nothing is computed"),
 )
-"""Checks that run and cannot fail: what, what happens, why."""
+"""Checks that run and cannot fail: name, behaviour in a dry run, reason."""
 
 
 def table() -> str:
@@ -174,7 +174,7 @@ def table() -> str:
 
 def follow_devices() -> None:
     """Have fake tensors follow `tensor.data = other`, by which modules and strategies move parameters; torch changes
-    the memory and leaves the device of a fake tensor as it was. `Module.to` would swap tensors that others refer to.
+    the memory but not the device of a fake tensor. `Module.to` would swap tensors with other references.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -1,7 +1,7 @@
-"""What a run on fake tensors does to host and device: where the host waits, and how much memory is live.
+"""Effects of a run on fake tensors on host and device: places where the host waits, and live memory.
 
-A FakeTensorMode below this mode computes shapes; this one answers what only values could (`.item()`), counts each
-moment at which the host would wait for the device, and adds up the storages that are alive.
+A FakeTensorMode below this mode computes shapes; this one returns values where they are needed (`.item()`), counts each
+wait of the host for the device, and sums up live storages.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 _BLOCK_BYTES = 512
-"""Torch's caching allocator rounds sizes up to multiples of it."""
+"""Unit to which torch's caching allocator rounds sizes up."""
 _VALUES = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0, torch.bfloat16: 1.0, torch.float16: 1.0}
-"""What `.item()` answers; of other types 1."""
+"""Results of `.item()`; 1 for other types."""
 _YES = (_aten.allclose.default, _aten.equal.default, _aten.is_nonzero.default)
-"""Comparisons, which come out equal."""
+"""Comparisons, which return equal."""
 _BETWEEN = ("/torch/", "/tracing_support/", "<")
-"""Parts of the paths of code that only passes a wait on."""
+"""Parts of the paths of code between a wait and its cause."""
 
 
 class Trace(TorchDispatchMode):
-    """Counts waits and live bytes of all fake tensors that are made within it."""
+    """Counts waits and live bytes of all fake tensors created within it."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self._fakes = fakes
         self.waits: Counter[str] = Counter()
-        """Place in the code -> how often the host waits there for the device."""
+        """Place in the code -> number of the host's waits for the device."""
         self.sent: Counter[str] = Counter()
-        """Collective operation and type -> bytes that this process brings to it."""
+        """Collective operation and type -> bytes that this process sends."""
         self.live: Counter[str] = Counter()
-        """Device -> bytes of storages that are alive."""
+        """Device -> bytes of live storages."""
         self.peaks: dict[str, int] = {}
         """Phase -> most bytes on a GPU."""
         self.phase = "start"
@@ -103,7 +103,7 @@ class Trace(TorchDispatchMode):
         return made
 
     def _without_value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return it as a fake tensor that knows no value: of the others torch makes a real copy."""
+        """Return it as a fake tensor without a constant value: torch makes real copies of others."""
         if not isinstance(tensor, FakeTensor):
             return self._fakes.from_tensor(tensor)
         tensor.constant = None
@@ -126,7 +126,7 @@ class Trace(TorchDispatchMode):
         name = func.overloadpacket.__name__.strip("_")
         if name.startswith(("recv", "barrier", "wait")):
             return
-        # Of those that take both, the input follows the output.
+        # In operations that take both, the input follows the output.
         given = args[1] if name.startswith(("allgather", "reduce_scatter", "alltoall", "gather")) else args[0]
         for each in tree_leaves(given):
             if isinstance(each, torch.Tensor):

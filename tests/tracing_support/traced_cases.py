@@ -1,4 +1,4 @@
-"""The runs that are traced: each strategy at the width of Llama 3.1 8B, as one process in the middle of its world."""
+"""Traced runs: each strategy at the width of Llama 3.1 8B, as one process in the middle of its world."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WIDTH = {
 }
 """Fields of the config of Llama 3.1 8B, without its number of layers."""
 BLOCK_WEIGHTS = (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096
-"""Of the linear layers of a block: queries and output, keys and values, and the three of the feed-forward part."""
+"""Weights of a block's linear layers: queries and output, keys and values, and the three of the feed-forward part."""
 HEAD_WEIGHTS = 128256 * 4096
 TOKENS = 8192
-"""Of each row; a micro-batch has one row."""
+"""Tokens of each row; a micro-batch has one row."""
 STEPS = 2
 GPUS_PER_NODE = 8
 
@@ -41,7 +41,7 @@ class Case:
     name: str
     strategy: Strategy
     size: int = 8
-    """Processes."""
+    """Number of processes."""
     rank: int = 3
     precision: Precision = "bf16"
     layers: int = 2
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def training(self) -> Training:
-        """As a plan decides it."""
+        """Settings as decided by a plan."""
         data_parallel = self.size // self.strategy.replica_ranks
         rows = self.accumulation * data_parallel
         nodes = -(-self.size // GPUS_PER_NODE)
@@ -80,7 +80,7 @@ class Case:
         )
 
     def of_world(self, size: int) -> Case:
-        """Return the same process as one of the middle of a world of `size`."""
+        """Return the case for a process in the middle of a world of `size`."""
         return replace(self, name=f"{self.name}, {size} processes", size=size, rank=size // 2 - 1)
 
 
@@ -100,7 +100,7 @@ CASES = (
     Case("ZeRO-2", _zero(2)),
     Case("ZeRO-3", _zero(3)),
     Case("tensor", Strategy(name="ddp", tensor=4)),
-    # A stage of the middle: neither the embeddings nor the head.
+    # A stage in the middle: neither the embeddings nor the head.
     Case(
         "pipeline", Strategy(name="ddp", pipeline=Pipeline(degree=4, micro_batches=4)), layers=4, rank=2, accumulation=4
     ),
@@ -113,6 +113,6 @@ LARGER_WORLDS = (16, 64)
 
 
 def named(name: str) -> Case:
-    """Return the case of that name, also of a larger world."""
+    """Return the case of that name, including those of larger worlds."""
     larger = (case.of_world(size) for case in CASES if case.size > 1 for size in LARGER_WORLDS)
     return next(case for case in (*CASES, *larger) if case.name == name)

@@ -1,13 +1,12 @@
-"""What DeepSpeed compiles for tests: its optimizer in host memory, once for all processes, and where it is kept.
+"""DeepSpeed's compiled optimizer in host memory for tests: built once for all processes, in a shared folder.
 
     python -m trainer_support.compiled     (with PYTHONPATH=tests)
 
-compiles ahead what a test with that optimizer waits for otherwise, and ends at once when it is there. May run beside
-itself and beside tests: DeepSpeed's build folder has a lock.
+compiles it ahead of tests that would otherwise wait for it, and ends at once if it exists. May run in parallel with
+itself and with tests: DeepSpeed's build folder has a lock.
 
-A build is repeated when another ninja or another command than before comes along. So all tests share one environment:
-the ninja beside the interpreter first, as the trainer's launcher has it, and a folder for this installation of
-DeepSpeed.
+Another ninja or another command triggers a rebuild. So all tests share one environment: the ninja beside the
+interpreter first, as in the trainer's launcher, and a folder for this installation of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def settle(environment: MutableMapping[str, str]) -> None:
 
 
 def main() -> None:
-    """Compile what is not there yet."""
+    """Compile it if it is missing."""
     settle(os.environ)
-    os.environ["DS_ACCELERATOR"] = "cpu"  # as the fork servers of tests have it
+    os.environ["DS_ACCELERATOR"] = "cpu"  # as in the tests' fork servers
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     CPUAdamBuilder().load(verbose=False)

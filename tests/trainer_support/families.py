@@ -1,5 +1,5 @@
-"""Tiny models of the families that examples and docs name: a config of the family's own class, random weights, and a
-tokenizer of the family's real kind, learnt from the product reviews and saved in the files that the family ships.
+"""Tiny models of the families in examples and docs: a config of the family's own class, random weights, and a tokenizer
+of the family's real kind, trained on the product reviews and saved in the files that the family ships.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 REVIEWS = Path(__file__).parents[2] / "manifests" / "examples" / "data" / "product-reviews"
 VOCABULARY = 700
-"""Tokens, of which 256 are bytes where a tokenizer has these."""
+"""Number of tokens, of which 256 are bytes if a tokenizer has these."""
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,20 +31,20 @@ class Family:
     """One family of models."""
 
     task: str
-    """Task that its example or page of docs has it for."""
+    """Task in its example or page of docs."""
     head: str
-    """Class of transformers that the checkpoint on the Hub was saved from."""
+    """Class of transformers of the checkpoint on the Hub."""
     config: Mapping[str, Any]
     tokenizer: Callable[[Path], Mapping[str, int | None]]
-    """Writes the tokenizer's files into a folder; returns what the config says of its tokens."""
+    """Writes the tokenizer's files into a folder; returns the config's fields about its tokens."""
     ships: frozenset[str]
-    """Files of the tokenizer, none beside them."""
+    """All files of the tokenizer."""
     halves: bool = False
-    """Weights in fp16 in a file of pickled tensors, as some older checkpoints have them."""
+    """True for fp16 weights in a file of pickled tensors, as in some older checkpoints."""
 
 
 def reviews(split: str, most: int | None = None) -> list[dict[str, str]]:
-    """The first rows of a split: `text` and `label`."""
+    """Return the first rows of a split: `text` and `label`."""
     with (REVIEWS / f"{split}.jsonl").open(encoding="utf-8") as file:
         return [json.loads(line) for line in file][:most]
 
@@ -59,8 +59,8 @@ def _write_json(folder: Path, name: str, content: object) -> None:
 
 
 def write_family(folder: Path, name: str, **changes: Any) -> Path:
-    """Write the tiny model of a family as its checkpoint lies on the Hub; return the folder. `changes`: further fields
-    of its config.
+    """Write the tiny model of a family in the form of its checkpoint on the Hub; return the folder. `changes`: further
+    fields of its config.
     """
     import torch
     import transformers
@@ -85,7 +85,7 @@ def write_family(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def _learn_pieces(file: Path, kind: str, size: int = VOCABULARY, **options: Any) -> None:
-    """Write a model of sentencepiece that was learnt from the reviews; `kind`: unigram or bpe."""
+    """Write a sentencepiece model trained on the reviews; `kind`: unigram or bpe."""
     import sentencepiece
 
     model = BytesIO()
@@ -102,7 +102,7 @@ def _learn_pieces(file: Path, kind: str, size: int = VOCABULARY, **options: Any)
 
 
 def _deberta_v3(folder: Path) -> Mapping[str, int | None]:
-    """`spm.model` alone; the mask token lies behind its pieces, as `added_tokens.json` has it."""
+    """Write `spm.model` alone; the mask token follows its pieces, as in `added_tokens.json`."""
     _learn_pieces(
         folder / "spm.model",
         "unigram",
@@ -133,7 +133,7 @@ def _mt5(folder: Path) -> Mapping[str, int | None]:
 
 
 def _mistral(folder: Path) -> Mapping[str, int | None]:
-    """`tokenizer.model` alone: pairs of pieces, bytes for what is no piece, no padding token."""
+    """Write `tokenizer.model` alone: pairs of pieces, byte fallback, no padding token."""
     _learn_pieces(folder / "tokenizer.model", "bpe", byte_fallback=True, unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     _write_json(folder, "special_tokens_map.json", special)
@@ -143,7 +143,7 @@ def _mistral(folder: Path) -> Mapping[str, int | None]:
 
 
 def _gemma(folder: Path) -> Mapping[str, int | None]:
-    """`tokenizer.model`, and the `tokenizer.json` that was made from it."""
+    """Write `tokenizer.model`, and the `tokenizer.json` derived from it."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from tokenizers import decoders as back
     from transformers.convert_slow_tokenizer import SentencePieceExtractor
@@ -216,7 +216,7 @@ def _gpt2(folder: Path) -> Mapping[str, int | None]:
 
 
 def _phi(folder: Path) -> Mapping[str, int | None]:
-    """As GPT-2, with the tokens of CodeGen for runs of spaces."""
+    """Write a tokenizer as of GPT-2, with CodeGen's tokens for runs of spaces."""
     whole = _vocabulary_and_merges(folder, ["<|endoftext|>"])
     spaces = {" " * width: VOCABULARY + number for number, width in enumerate(range(31, 1, -1))}
     _write_json(folder, "added_tokens.json", spaces)
@@ -230,7 +230,7 @@ def _phi(folder: Path) -> Mapping[str, int | None]:
 
 
 def _qwen(folder: Path) -> Mapping[str, int | None]:
-    """Vocabulary, merges and `tokenizer.json`; another token ends a turn than pads."""
+    """Write vocabulary, merges and `tokenizer.json`; the end of a turn and padding are different tokens."""
     from tokenizers import normalizers
 
     split = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -250,7 +250,7 @@ def _qwen(folder: Path) -> Mapping[str, int | None]:
 
 
 def _llama3(folder: Path) -> Mapping[str, int | None]:
-    """`tokenizer.json`, converted from a list of tiktoken's: bytes of a token, and its rank."""
+    """Write `tokenizer.json`, converted from a tiktoken list: bytes of a token, and its rank."""
     from tokenizers import processors
     from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
@@ -436,7 +436,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_rows(task: str, split: str, most: int) -> list[dict[str, Any]]:
-    """Rows of the product reviews, as a task reads them."""
+    """Return rows of the product reviews, in the form of a task."""
     return [_row(task, row) for row in reviews(split, most)]
 
 
@@ -460,5 +460,5 @@ def _row(task: str, row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def columns_of(task: str) -> Iterable[str]:
-    """The columns of `family_rows`."""
+    """Return the columns of `family_rows`."""
     return family_rows(task, "test", 1)[0].keys()

@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 
 @cache
 def fork_server() -> ForkServer:
-    """The one of this process, which ends with it."""
+    """Return the fork server of this process, which ends with it."""
     server = ForkServer()
     atexit.register(server.stop)
     return server
@@ -33,16 +33,16 @@ def fork_server() -> ForkServer:
 
 @cache
 def start_server() -> StartServer:
-    """The one of this process, which ends with it."""
+    """Return the start server of this process, which ends with it."""
     stack = ExitStack()
     atexit.register(stack.close)
-    # Not pytest's folder: a socket's path is short.
+    # Not pytest's folder: a socket's path must be short.
     return stack.enter_context(StartServer(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
 
 
 class ForkServer:
-    """Runs cases one after the other; started with the first of them. `sources`: folders that packages come from, in
-    place of the installed ones.
+    """Runs cases one after another; starts with the first of them. `sources`: folders of packages that replace the
+    installed ones.
     """
 
     def __init__(self, *sources: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -54,7 +54,7 @@ class ForkServer:
 
     @spent("training")
     def run(self, case: Mapping[str, Any], seconds: float = 540) -> tuple[list[int], str]:
-        """The exit codes of its processes, and what they printed. TimeoutError after `seconds`, scaled by `patient`."""
+        """Return the processes' exit codes, and their output. TimeoutError after `seconds`, scaled by `patient`."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -73,7 +73,7 @@ class ForkServer:
         return json.loads(answer), log.read_text(encoding="utf-8", errors="replace")
 
     def stop(self) -> None:
-        """With all that it has started."""
+        """Kill the server with all its processes."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()

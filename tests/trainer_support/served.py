@@ -1,4 +1,4 @@
-"""A model server in the process of a test, and questions to it."""
+"""A model server in the process of a test, and requests to it."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Reply:
 
 @dataclass(frozen=True)
 class Served:
-    """A server that listens."""
+    """A listening server."""
 
     port: int
     state: ServerState
     listener: Any = None
-    """Socket that listens."""
+    """Listening socket."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def ask(self, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """GET without a body, else POST; a body that is no bytes is sent as JSON."""
+        """Send a GET without a body, else a POST; a body other than bytes is sent as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(60))
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("GET" if body is None else "POST", path, content, dict(headers or {}))
@@ -58,7 +58,7 @@ class Served:
         return reply
 
     def infer(self, **inputs: list[Any]) -> Reply:
-        """By the Open Inference Protocol."""
+        """Request predictions by the Open Inference Protocol."""
         tensors = [
             {"name": name, "datatype": "BYTES", "shape": [len(data)], "data": data} for name, data in inputs.items()
         ]
@@ -73,7 +73,7 @@ def loading(
     idle_seconds: float = IDLE_SECONDS,
     unread_seconds: float = UNREAD_SECONDS,
 ) -> Iterator[Served]:
-    """A server of `job` on a free port, which may not have its model yet."""
+    """Run a server of `job` on a free port, which may not have its model yet."""
     engine = ServingEngine.of(job, paths)
     metrics = ServingMetrics(engine.name, job.task, "r1")
     state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1", "3")
@@ -90,7 +90,7 @@ def loading(
 
 @contextmanager
 def served(job: TrainerJob, paths: JobPaths, token: str | None = None, **seconds: float) -> Iterator[Served]:
-    """A server of `job` on a free port, warmed up. The error of its model where it cannot be loaded."""
+    """Run a warmed-up server of `job` on a free port; raise the error of a model that cannot be loaded."""
     with loading(job, paths, token, **seconds) as server:
         batcher = server.state.batcher
         wait_until(lambda: batcher.ready or batcher.failed is not None, "the server is warm")

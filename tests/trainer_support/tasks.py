@@ -24,8 +24,8 @@ INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 512}
 def training_of(
     *, steps: int, batch: int = 16, micro: int = 8, learning_rate: float = 3e-3, threads: int = 2, **changes: Any
 ) -> dict[str, Any]:
-    """One process, no dropout of the optimizer's own: what a plain loop can repeat. `batch`: rows of a step, `micro` at
-    a time; `changes`: fields of the section, in place of those here.
+    """Return settings for one process that a plain loop can reproduce. `batch`: rows of a step, `micro` at a time;
+    `changes`: fields that replace those here.
     """
     return {
         "max_steps": steps,
@@ -61,7 +61,7 @@ def task_job(
     training: dict[str, Any] | None = None,
     **changes: Any,
 ) -> TrainerJob:
-    """`model`: a folder or a URI; `columns`: their names by role, or roles that are called as themselves; `changes`:
+    """Return a job. `model`: a folder or a URI; `columns`: names by role, or roles that are also the names; `changes`:
     further sections.
     """
     named = columns if isinstance(columns, dict) else {role: role for role in columns}
@@ -80,8 +80,8 @@ def task_job(
 
 @spent("training")
 def train_here(job: TrainerJob, paths: JobPaths, **how: Any) -> None:
-    """Trains in this process: strategy single alone, and without what `__main__` adds. Start-up is the dear part of a
-    stage. `how`: further arguments of `train`.
+    """Train in this process: strategy single only, and without the additions of `__main__`, as start-up is the slowest
+    part of a stage. `how`: further arguments of `train`.
     """
     from finetune_trainer.distributed import ProcessWorld
     from finetune_trainer.progress import NoProgress
@@ -94,7 +94,7 @@ def train_here(job: TrainerJob, paths: JobPaths, **how: Any) -> None:
 
 @cache
 def freeze_heap() -> None:
-    """Exempt what is imported by now from garbage collection: each training collects its garbage, and a search of the
+    """Exempt current imports from garbage collection: each training collects its garbage, and a search of the
     libraries' objects takes longer than the steps of a tiny model.
     """
     gc.collect()
@@ -102,7 +102,7 @@ def freeze_heap() -> None:
 
 
 def trained(job: TrainerJob, paths: JobPaths, **how: Any) -> TrainerJob:
-    """After its stages prepare and train; `how`: further arguments of `train`."""
+    """Run the stages prepare and train, and return the job; `how`: further arguments of `train`."""
     from finetune_trainer.data.prepare import prepare
     from finetune_trainer.progress import NoProgress
 
@@ -114,45 +114,45 @@ def trained(job: TrainerJob, paths: JobPaths, **how: Any) -> TrainerJob:
 
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What `write_lines` has written."""
+    """Read lines written by `write_lines`."""
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
 def predictions(paths: JobPaths) -> list[dict[str, Any]]:
-    """What the stage predict has written."""
+    """Read the output of the stage predict."""
     return read_lines(paths.predictions_jsonl)
 
 
 def told(paths: JobPaths, figure: str) -> list[dict[str, Any]]:
-    """The lines of the history that have `figure`."""
+    """Return the lines of the history that have `figure`."""
     return [line for line in read_lines(paths.history) if figure in line]
 
 
 def losses(paths: JobPaths) -> list[float]:
-    """Of each training step."""
+    """Return the loss of each training step."""
     return [line["loss"] for line in told(paths, "loss")]
 
 
 def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Of all elements of tensors of the same names."""
+    """Return the largest difference over all elements of tensors with the same names."""
     assert one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 CARD_TEXTS = ("a text", "a text with names in it", "first text", "It is on the table.", "A long text.", "This is ")
-"""What the cards of tasks give their models to read, but for those that write on behind a text."""
+"""Texts in the model cards of tasks, except those that continue a text."""
 
 
 def run_card(job: TrainerJob, paths: JobPaths) -> str:
-    """Runs the Python lines of the model card as they are, and with 800 words more to read; returns the card."""
+    """Run the Python lines of the model card, unchanged and with 800 further words of input; return the card."""
     card = (paths.model / "README.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code is not None
@@ -160,7 +160,7 @@ def run_card(job: TrainerJob, paths: JobPaths) -> str:
     exec(lines, {})
     if job.task not in ("text-generation", "preference-tuning"):
         quoted = next(text for text in sorted(CARD_TEXTS, key=len, reverse=True) if f'"{text}' in lines)
-        # Behind the text, for a mask has to stay where the model reads it.
+        # After the text, as a mask must stay within the model's input.
         end = lines.index('"', lines.index(f'"{quoted}') + 1)
         exec(f"{lines[:end]}{' the cat sees' * 267}{lines[end:]}", {})
     return card
@@ -194,19 +194,19 @@ WITHOUT_DATA = missing(DATA)
 
 
 def real_rows(name: str, most: int) -> list[dict[str, Any]]:
-    """The first rows of a file below `DATA`."""
+    """Return the first rows of a file below `DATA`."""
     with (DATA / name).open(encoding="utf-8") as file:
         return [json.loads(line) for line, _ in zip(file, range(most), strict=False)]
 
 
 def common_words(texts: Iterable[str], most: int = 2000) -> list[str]:
-    """The most frequent words, between blanks, but those that every tokenizer here has."""
+    """Return the most frequent words, split at blanks, without those that every tokenizer here has."""
     counts = Counter(word for text in texts for word in text.split())
     return [word for word, _ in counts.most_common(most) if word not in SPECIAL]
 
 
 def word_tokenizer(words: Sequence[str] = WORDS, *, ends: bool = False) -> Any:
-    """A fast tokenizer whose tokens are words, with a chat template; `ends`: puts the end token behind each text."""
+    """Return a fast tokenizer of words, with a chat template; `ends`: True to append the end token to each text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -227,7 +227,7 @@ def word_tokenizer(words: Sequence[str] = WORDS, *, ends: bool = False) -> Any:
 
 
 def texts(count: int, seed: int, most: int = 20) -> list[dict[str, Any]]:
-    """Sentences in which a noun always follows an article."""
+    """Return sentences in which a noun always follows an article."""
     draw, rows = random.Random(seed), []
     for _ in range(count):
         words: list[str] = []
@@ -240,8 +240,8 @@ def texts(count: int, seed: int, most: int = 20) -> list[dict[str, Any]]:
 def write_decoder(
     folder: Path, family: str = "llama", positions: int = 128, words: Sequence[str] = WORDS, **config: Any
 ) -> Path:
-    """A random decoder of 2 layers that knows `words`; families llama, gpt2, qwen3, mistral. `config`: further fields
-    of its config.
+    """Write a random decoder of 2 layers that knows `words`; families llama, gpt2, qwen3, mistral. `config`: further
+    fields of its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -270,7 +270,7 @@ def write_decoder(
 
 
 def write_encoder_decoder(folder: Path, family: str = "t5", words: Sequence[str] = WORDS) -> Path:
-    """A random encoder and decoder of 2 layers each that know `words`; families t5, bart."""
+    """Write a random encoder and decoder of 2 layers each that know `words`; families t5, bart."""
     import torch
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 

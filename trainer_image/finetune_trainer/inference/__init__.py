@@ -1,1 +1,1 @@
-"""Running a model without training it: logits, the `evaluate` stage, the `predict` stage."""
+"""Inference: logits, the `evaluate` stage, the `predict` stage."""

@@ -1,6 +1,6 @@
 """Predictions for the rows of one shard at a time.
 
-A row that the task cannot take or that cannot be encoded is set aside with the reason; all other rows are answered.
+A row that the task rejects or that cannot be encoded is set aside with the reason; all other rows are answered.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ ROW = "row"
 
 @dataclass(frozen=True)
 class Asked:
-    """Columns that are read from the data."""
+    """Columns to read from the data."""
 
     columns: Columns
     setting: str
     """Path of the data source in the job file."""
     copies: Mapping[str, str]
-    """Column of the predictions -> column of the data that it repeats."""
+    """Column of the predictions -> column of the data that it copies."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class ShardAnswers:
     """Predictions for one shard."""
 
     table: pa.Table
-    """Column `row` (index in the shard), copies, and the columns of the task."""
+    """Columns: `row` (index in the shard), copied ones, and those of the task."""
     aside: tuple[AsideRow, ...]
     truncated: int
-    """Rows that have lost text."""
+    """Number of truncated rows."""
 
 
 @dataclass(frozen=True)
 class Answerer:
-    """A model and how rows become predictions."""
+    """Turns rows into predictions with a model."""
 
     job: TrainerJob
     encoder: Encoder
@@ -72,12 +72,12 @@ class Answerer:
     means: Means
     asked: Asked
     forward: ForwardPass | None = None
-    """What computes in the model's place."""
+    """Forward pass that replaces the model's; None: the model's own."""
     settled: bool = False
-    """Whether the model is on its device and in evaluation mode for good."""
+    """True if the model stays on its device and in evaluation mode."""
 
     def answers(self, shard: RowShard, rows: ShardRows, progress: ProgressSink) -> ShardAnswers:
-        """Predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` when the rows
+        """Return predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` if rows
         that are readable one by one have no common type.
         """
         aside: dict[int, StageError] = {}
@@ -108,8 +108,8 @@ class Answerer:
         self.encoder.task.check(split, self.asked.columns, self.asked.setting)
 
     def sample(self, shards: Iterable[RowShard], rows: int) -> tuple[Sample, int]:
-        """Return about as many of the first rows that can be answered, to measure rungs with, and the weight of the
-        shards that have them. StageError DATA `EmptySplit` without any.
+        """Return about `rows` of the first rows that can be answered, to measure rungs with, and the weight of their
+        shards. StageError DATA `EmptySplit` if there are none.
         """
         inputs = self.encoder.task.inputs(self.asked.columns)
         tables: list[pa.Table] = []
@@ -155,12 +155,12 @@ class Answerer:
         return Sample(split.rows, collated, answers)
 
     def predicted(self, key: ShardKey, split: PreparedSplit, progress: ProgressSink) -> pa.Table:
-        """The task's columns of the predictions for all rows of `split`, which draw by `key`."""
+        """Return the task's columns of the predictions for all rows of `split`; `key` seeds the sampling."""
         answers = self.answered(split, progress, self.forward, seed_of(self.job.seed, key))
         return self.encoder.task.predictions(answers, split, slice(0, split.rows))
 
     def split(self, table: pa.Table, features: FeatureSet, inputs: Mapping[str, str]) -> PreparedSplit:
-        """Rows and their features, as the stages' code reads them. `inputs`: see `TaskModule.inputs`."""
+        """Return rows and their features as a split of prepared data. `inputs`: see `TaskModule.inputs`."""
         tokenizer = self.encoder.coding.tokenizer
         assert isinstance(tokenizer.pad_token_id, int)
         facts = DataFacts(
@@ -194,14 +194,14 @@ class Answerer:
 
 
 def coding_of(job: TrainerJob) -> Coding:
-    """Load how the job's model reads rows. StageError MODEL or CONFIG."""
+    """Load the tokenizer and lengths with which the job's model reads rows. StageError MODEL or CONFIG."""
     config = load_config(job)
     length = truncation_length(job, config)
     return Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
 
 
 def seed_of(seed: int, key: ShardKey) -> int:
-    """Seed of one shard: whoever answers it draws the same, and equal rows of two shards get different texts."""
+    """Return the seed of one shard: every worker draws the same, and equal rows of two shards get different texts."""
     return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:7], "big")
 
 

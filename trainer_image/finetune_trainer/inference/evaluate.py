@@ -1,4 +1,4 @@
-"""The `evaluate` stage: metrics of the model and of the majority class on rows that it was not trained on."""
+"""The `evaluate` stage: metrics of the model and of the majority class on rows outside training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAMPLES = 20
 
 
 def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
-    """Writes `evaluate` and `majority` into metrics.json and returns both.
+    """Write `evaluate` and `majority` into metrics.json and return both.
 
     StageError DATA `NoLabels` without labelled rows, CONFIG `UnknownMetric`, STRATEGY_NOT_IN_EFFECT `DeviceMissing`,
     GATE_NOT_MET after the metrics are written.
@@ -74,7 +74,7 @@ def _of_reference(answer: Answer) -> Answer:
 
 
 def labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
-    """Return test, or validation when there is no test split or it has no labels. StageError DATA `NoLabels`."""
+    """Return the test split, or validation if test is missing or has no labels. StageError DATA `NoLabels`."""
     for role in ("test", "validation"):
         if role in prepared.facts.splits and task.labelled(split := prepared.of(role)):
             return split
@@ -113,19 +113,19 @@ def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
 def _samples(
     job: TrainerJob, task: TaskModule, split: PreparedSplit, answers: Sequence[Answer]
 ) -> list[dict[str, Any]]:
-    """Rows for the report, with the inputs that they were judged by."""
+    """Return rows for the report, with the inputs that they were judged by."""
     found = task.samples(answers, split, _SAMPLES)
     if not found:
         return []
     assert job.dataset is not None
-    # Not all columns of the split: those that predictions copy are there too.
+    # Not all columns of the split, which also holds those that predictions copy.
     names = list(task.inputs(job.dataset.columns).values())
     raw = split.raw().select_columns(names)
     return [{**sample, "text": [_shown(raw[sample["row"]][name]) for name in names]} for sample in found]
 
 
 def _shown(value: object) -> str:
-    """Words of a list one after the other, and of a conversation who says what."""
+    """Join the words of a list; write a conversation as `role: content`."""
     if isinstance(value, list):
         return " ".join(f"{each['role']}: {each['content']}" if _is_message(each) else str(each) for each in value)
     return str(value)

@@ -1,15 +1,15 @@
 """The `predict` stage: one prediction for each row that can be answered, in the order of the rows.
 
-Rows are answered shard by shard, and each shard is written as a part that outlives the attempt: who was killed goes on
-where it was. Several workers share the shards (`prediction_workers`). When all parts are there worker 0 makes the
-output of them: a file, which appears whole or not at all, or a folder (`prediction_output`). Rows that cannot be read
-or answered go to a file beside it with the reason; too many of them fail the stage.
+Rows are answered shard by shard, and each shard is written as a part that outlives the attempt: a killed worker resumes
+from there. Several workers share the shards (`prediction_workers`). From the complete parts worker 0 writes the output:
+a file, which appears whole or not at all, or a folder (`prediction_output`). Rows that cannot be read or answered go to
+a file beside it with the reason; too many of them fail the stage.
 
-The bytes of the output depend on the data, the model, the settings and `manifest.json` of the parts alone: not on the
-number of workers, on who has answered a shard, or on how often one was killed.
+The bytes of the output depend only on the data, the model, the settings and `manifest.json` of the parts: not on the
+number of workers, their shares, or restarts.
 
-A copied column that is called like a column of the predictions (`label`, say) is written as `input_<name>`; nothing
-is overwritten. The column `predict.idColumn` is written as `id`; rows of one id are all answered.
+A copied column with the name of a column of the predictions (`label`, say) is written as `input_<name>`; nothing is
+overwritten. The column `predict.idColumn` is written as `id`; rows with the same id are all answered.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from finetune_trainer.tasks.task_registry import task_of
 log = logging.getLogger(__name__)
 
 _FORMAT = 2
-"""Counts up when parts change."""
+"""Version of the parts' format; raise it when parts change."""
 _PARTS = "predictions.parts"
 _OVER = "predictions.over-"
-"""Begin of the name that the parts get before they are removed."""
+"""Prefix of the name that the parts get before they are removed."""
 _LEAST_TO_JUDGE = 1000
 """Rows after which too many bad ones end the stage early."""
 GIVE_BACK_EVERY = 2
-"""Parts after which freed memory goes back to the kernel. Buffers of batches differ in size, so that more and more of
-the heap is fragments: of parts with 4,000 short rows each, 8 leave 270 MiB beside the 200 that are in use.
+"""Parts after which freed memory goes back to the kernel. Buffers of batches differ in size and fragment the heap: 8
+parts of 4,000 short rows each leave 270 MiB beside the 200 MiB in use.
 """
 LOOK_SECONDS = 1.0
-"""Between two looks at the parts of others, at least."""
+"""Shortest time between two listings of other workers' parts."""
 RUNG = "rung"
 _CHOICE = "choice"
 """Claim on choosing a rung."""
@@ -78,12 +78,12 @@ def predict(
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Write the predictions and return `rows`, `path` (file, folder or URI), `split`, `bad_rows` and `bad_rows_path`
-    where there are any, `parts` of a folder, and what was computed in unless fp32. A worker that does not lead returns
-    the `rows` that it has answered.
+    if there are any, `parts` of a folder, and `computed_in` unless fp32. A worker other than 0 returns the `rows` that
+    it answered.
 
-    StageError DATA (`TooManyBadRows` when the rest is written nowhere), MODEL, STRATEGY_NOT_IN_EFFECT `DeviceMissing`,
-    COLLECTIVE when another worker has failed, WORLD_SIZE, or CONFIG for an output that cannot be written; an earlier
-    result stays when it fails.
+    StageError DATA (`TooManyBadRows`: no output is written), MODEL, STRATEGY_NOT_IN_EFFECT
+    `DeviceMissing`, COLLECTIVE if another worker failed, WORLD_SIZE, or CONFIG for an output that cannot be written; an
+    earlier result stays on failure.
     """
     return predict_as(Worker.of(job, world, environment), job, paths, progress)
 
@@ -95,8 +95,8 @@ def predict_as(
     progress: ProgressSink,
     watch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Do what `worker` does of a prediction, or the whole of it where there is none; `watch` as of a `Crew`. Result and
-    errors as of `predict`.
+    """Do the share of `worker` in a prediction, or all of it if None; `watch`: see `Crew`. Result and errors as of
+    `predict`.
     """
     output = output_of(job, paths)
     if job.predict is None or job.predict.optimization == "none":
@@ -119,7 +119,7 @@ def predict_as(
 
 
 def _followed(given: _Given, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
-    """What a worker that does not lead does; returns the rows that it has answered."""
+    """Do the work of a worker other than 0; return the number of rows that it answered."""
     done = _Own(progress)
     try:
         _answer(given, parts, crew, done, paths)
@@ -138,7 +138,7 @@ def _led(
     output: Output,
     tell_done: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
-    """Answers and joins."""
+    """Answer rows, then join the parts into the output."""
     job = given.job
     done.collect()
     reused = done.rows
@@ -171,7 +171,7 @@ def _led(
 
 @dataclass(frozen=True)
 class _Given:
-    """What predictions depend on."""
+    """Inputs that predictions depend on."""
 
     job: TrainerJob
     source: RowSource
@@ -181,7 +181,7 @@ class _Given:
 
     @classmethod
     def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str]) -> _Given:
-        """StageErrors of the data source and of the task's columns."""
+        """Return the inputs of the job; StageErrors of the data source and of the task's columns."""
         task, means = task_of(job), Means.of(job.predict)
         part = predict_part(job, task)
         if part is not None:
@@ -207,7 +207,7 @@ class _Given:
         return coding_of(self.job)
 
     def key(self, paths: JobPaths) -> str:
-        """Digest of all that a part depends on."""
+        """Return a digest of everything that a part depends on."""
         job = self.job
         basis = {
             "format": _FORMAT,
@@ -238,22 +238,22 @@ def _refuse_missing_id(job: TrainerJob, split: PreparedSplit) -> None:
 
 
 class _Own:
-    """Rows that this worker has answered."""
+    """Counts the rows that this worker answered."""
 
     def __init__(self, progress: ProgressSink) -> None:
         self.rows = 0
         self._progress = progress
 
     def add(self, key: ShardKey, facts: PartFacts) -> None:
-        """This worker has written a part."""
+        """Count a part that this worker wrote."""
         self.rows += facts.rows
 
     def within(self, rows: int, weight: int, share: float) -> None:
-        """A share of a shard of this worker is answered."""
+        """Report the progress within a shard of this worker."""
         self._progress.update(self.rows + round(rows * share), self.rows + rows)
 
     def collect(self) -> None:
-        """Do nothing: worker 0 counts what others have answered."""
+        """Do nothing: worker 0 counts the rows of the others."""
 
     def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
         """Leave it to worker 0."""
@@ -261,7 +261,7 @@ class _Own:
 
 
 class _Done:
-    """Parts that are there, of all workers; tells progress in rows, of how many is an estimate until the last part."""
+    """Parts of all workers so far; reports progress in rows, whose total is an estimate until the last part."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class _Done:
         self._prefix = self._prefix_rows = self._prefix_bad = 0
 
     def collect(self) -> None:
-        """Count the parts of others; looks in at most 5 % of the time."""
+        """Count the parts of others; listing takes at most 5 % of the time."""
         began = self._clock()
         if began < self._next_look:
             return
@@ -303,19 +303,19 @@ class _Done:
             self._tell(self.rows, self._total(0, 0))
 
     def add(self, key: ShardKey, facts: PartFacts) -> None:
-        """This worker has written a part."""
+        """Count a part that this worker wrote."""
         if str(key) not in self._facts:
             self._count(str(key), facts)
         self._tell(self.rows, self._total(0, 0))
         self.collect()
 
     def within(self, rows: int, weight: int, share: float) -> None:
-        """A share of a shard of this worker is answered."""
+        """Report the progress within a shard of this worker."""
         self._tell(self.rows + round(rows * share), self._total(rows, weight))
         self.collect()
 
     def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
-        """Return whether the rows up to the first part that is missing are enough to tell that too many are bad."""
+        """Return whether the rows before the first missing part already show that too many are bad."""
         while self._prefix < len(keys) and (facts := self._facts.get(str(keys[self._prefix]))) is not None:
             self._prefix += 1
             self._prefix_rows += facts.rows
@@ -324,12 +324,12 @@ class _Done:
         return self._prefix_rows >= _LEAST_TO_JUDGE and self._prefix_bad > _allowed(given.job, total)
 
     def begin_with(self, keys: Sequence[ShardKey]) -> Sequence[ShardKey]:
-        """Count the rows up to the first part that is missing alone, and return the keys of their parts."""
+        """Count only the rows before the first missing part, and return the keys of their parts."""
         self.rows, self.bad = self._prefix_rows, self._prefix_bad
         return keys[: self._prefix]
 
     def end(self, keys: Sequence[ShardKey]) -> bool:
-        """Return whether all parts are there and whole."""
+        """Return whether all parts are complete."""
         self._next_look = self._clock()
         self.collect()
         if any(str(key) not in self._facts for key in keys):
@@ -345,7 +345,7 @@ class _Done:
         self._weight += facts.weight
 
     def _total(self, rows: int, weight: int) -> int:
-        """Rows that there may be, by the share of the data that those so far and `rows` more of `weight` are."""
+        """Estimate the total rows from the weight of the rows so far and of `rows` more with `weight`."""
         seen = self.rows + rows
         whole = seen if not self._all else round(seen * self._all / max(1, self._weight + weight))
         return max(seen, whole)
@@ -360,7 +360,7 @@ class _Done:
 
 
 class _Within(NoProgress):
-    """Takes the progress inside of a shard, and looks at the other workers."""
+    """Receives the progress within a shard, and checks on the other workers."""
 
     def __init__(self, done: _Done | _Own, sharing: Sharing, rows: int, weight: int) -> None:
         self._done = done
@@ -369,14 +369,14 @@ class _Within(NoProgress):
         self._weight = weight
 
     def update(self, step: int, total: int, **values: float) -> None:
-        """A share of the shard."""
+        """Report the progress within the shard."""
         self._done.within(self._rows, self._weight, step / max(1, total))
         self._sharing.check()
 
 
 def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, paths: JobPaths) -> Sequence[ShardKey]:
-    """Answer what this process takes, and return the keys of all parts in the order of the rows; of those up to the
-    first missing one when too many rows are bad.
+    """Answer the shards that this process takes, and return the keys of all parts in the order of the rows; of those
+    before the first missing one if too many rows are bad.
     """
     answerer: Answerer | None = None
     keys: list[ShardKey] = []
@@ -394,7 +394,7 @@ def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, p
                 if not written % GIVE_BACK_EVERY:
                     give_back_freed_memory()
                 if isinstance(done, _Done) and done.judge(given, keys):
-                    return done.begin_with(keys)  # the rest would not make it right
+                    return done.begin_with(keys)  # the rest cannot change that
             if sharing.through:
                 break
         passes += 1
@@ -420,7 +420,7 @@ def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) ->
         optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
         return PartsManifest(version=_FORMAT, means=means, threads=threads, optimization=optimization)
 
-    # Measuring is left to one worker; where there is nothing to measure, nobody waits for anybody.
+    # One worker measures for all; if there is nothing to measure, no worker waits.
     first = (lambda there: not there()) if rungs.wish.optimization == "none" else partial(sharing.first, _CHOICE)
     agreed = parts.agreed(_FORMAT, means, choose, first)
     torch.set_num_threads(agreed.threads)
@@ -428,7 +428,7 @@ def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) ->
 
 
 def _forget_table(paths: JobPaths) -> None:
-    """Of an earlier prediction, which was computed otherwise."""
+    """Remove the table of an earlier prediction, which was computed otherwise."""
     if paths.optimization.exists():
         paths.optimization.unlink(missing_ok=True)
         merge_metrics(paths, {}, without=["predict"])
@@ -438,7 +438,7 @@ def _keep_table(paths: JobPaths, used: str) -> None:
     try:
         table = json.loads(paths.optimization.read_bytes())
     except OSError:
-        return  # another worker has measured, and this one may not see its file yet
+        return  # another worker measured, and its file may not be visible yet
     merge_metrics(paths, {"predict": {"optimization": used, "reason": table["reason"], "rungs": table["rungs"]}})
 
 
@@ -460,7 +460,7 @@ def _too_many(job: TrainerJob, done: _Done, path: str, aside: Iterator[Mapping[s
 
 
 def _copies(job: TrainerJob, output: Output) -> dict[str, str]:
-    """Column of the predictions -> column of the data that it repeats."""
+    """Return the column of the predictions -> the column of the data that it copies."""
     asked = job.predict
     if asked is None:
         return {}
@@ -472,7 +472,7 @@ def _copies(job: TrainerJob, output: Output) -> dict[str, str]:
 
 
 def _output_names(columns: Sequence[str], own: Collection[str]) -> dict[str, str]:
-    """Column of the output -> column of the input, where `own` are taken."""
+    """Return the column of the output -> the column of the input; names in `own` are taken."""
     names = {f"input_{column}" if column in own else column: column for column in columns}
     if len(names) < len(set(columns)):
         raise StageError(

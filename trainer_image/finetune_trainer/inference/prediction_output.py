@@ -1,9 +1,9 @@
-"""Where predictions go: one file, or a folder of parts (`predict.output` that ends in `/`), on this machine or behind
+"""Output of predictions: one file, or a folder of parts (`predict.output` that ends in `/`), on this machine or behind
 fsspec.
 
-A file appears whole or not at all. A folder gets one part for each shard that has predictions, `part-00000.jsonl` and
-so on, and last `_manifest.json`, which names them: what it does not name is not of this result. Rows that have no
-prediction go to a side file.
+A file appears whole or not at all. A folder gets one part for each shard with predictions, `part-00000.jsonl` and so
+on, and last `_manifest.json`, which names them: other files are not part of the result. Rows without a prediction go to
+a side file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FolderManifest(Message):
 
 
 class Place(Protocol):
-    """A file that does not need to be there."""
+    """Place of a file, which may not exist."""
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Place(Protocol):
         """Let `write` fill a file, put that here in one step, and return its bytes and sha256."""
 
     def text(self) -> str | None:
-        """Return the content; None where there is no file."""
+        """Return the content; None if there is no file."""
 
     def discard(self) -> None:
         """Remove the file if it is there."""
@@ -101,7 +101,7 @@ class _LocalPlace:
 
 @dataclass(frozen=True)
 class _RemotePlace:
-    """An object behind fsspec; object stores show an upload only when it is whole."""
+    """An object behind fsspec; object stores show an upload only once it is complete."""
 
     uri: str
     scratch: Path
@@ -141,13 +141,13 @@ class _RemotePlace:
 
 
 class JoinedRows(Protocol):
-    """Predictions of which all parts are there."""
+    """Predictions with all parts present."""
 
     def joined(self) -> Iterator[pa.Table]:
         """Yield all rows with their numbers, in tables of one schema, at least one."""
 
     def apart(self) -> Iterator[pa.Table]:
-        """Yield the rows of each shard that has any, with their file and position, in tables of one schema."""
+        """Yield the rows of each shard that has some, with their file and position, in tables of one schema."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class FileOutput:
         return self.place.sibling(f"{stem}.{_BAD_ROWS}")
 
     def write(self, rows: JoinedRows) -> Mapping[str, Any]:
-        """Write all rows; returns nothing that the report adds."""
+        """Write all rows; return nothing to add to the report."""
         self.place.put(lambda path: write_rows(path, rows.joined(), self.format))
         return {}
 
@@ -187,12 +187,12 @@ class FolderOutput:
 
     @property
     def aside(self) -> Place:
-        """Place for rows without a prediction: `_bad-rows.jsonl`. Readers of folders pass names with `_` over."""
+        """Place for rows without a prediction: `_bad-rows.jsonl`. Readers of folders skip names with `_`."""
         return self.manifest.sibling(f"_{_BAD_ROWS}")
 
     def write(self, rows: JoinedRows) -> Mapping[str, Any]:
-        """Write the parts, then the manifest, then remove the parts that only an earlier manifest names; returns
-        `parts`, their number.
+        """Write the parts, then the manifest, then remove parts that only an earlier manifest names; return `parts`,
+        their number.
         """
         earlier = self._earlier()
         entries = [self._put(number, table) for number, table in enumerate(rows.apart())]
@@ -215,7 +215,7 @@ class FolderOutput:
             found = FolderManifest.model_validate_json(text)
         except ValidationError:
             return set()
-        # Others may write into the folder: nothing but parts is removed for what its manifest says.
+        # Others may write into the folder, and into its manifest: remove parts only.
         return {entry.name for entry in found.parts if entry.name.startswith("part-") and "/" not in entry.name}
 
 
@@ -223,7 +223,7 @@ Output: TypeAlias = FileOutput | FolderOutput
 
 
 def output_of(job: TrainerJob, paths: JobPaths) -> Output:
-    """Where predictions go; called before the model is loaded, so that a bad URI costs no time. StageError CONFIG."""
+    """Return the output; called before the model is loaded, so that a bad URI fails early. StageError CONFIG."""
     asked = job.predict
     text = asked.output if asked else None
     chosen = asked.format if asked else None
@@ -281,9 +281,9 @@ def write_rows(path: Path, rows: Iterable[pa.Table], form: Format) -> None:
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write a JSON object a line."""
+    """Write one JSON object per line."""
     with path.open("w", encoding="utf-8") as file:
-        # default=str: dates and the like, which only Parquet input can hold.
+        # default=str: for dates and the like, which only Parquet input can hold.
         file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 

@@ -1,11 +1,10 @@
 """Parts of the predictions: one for each shard of the rows, in a folder that outlives attempts.
 
-A part is written beside its place and moved there, and its facts are written after it: where the facts are, the part is
-whole, and nobody computes it again. When all parts are there they are joined in the order of the rows, which get their
-numbers then.
+A part is written beside its place and moved there, and its facts are written after it: a part with facts is complete,
+and is not computed again. Complete parts are joined in the order of the rows, which get their numbers then.
 
-What a result depends on beside the data and the model stands in `manifest.json`, which the first worker writes and all
-others obey, of later attempts, too: sums in fp32 depend on the number of threads.
+Further inputs of a result, beside the data and the model, are in `manifest.json`, which the first worker writes and all
+others follow, in later attempts too: sums in fp32 depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from finetune_trainer.files import create_whole, replaced, write_atomically
 from finetune_trainer.inference.answering import ROW, ShardAnswers
 
 FILE, POSITION = "file", "position"
-"""Columns that predictions in a folder of parts have in place of `row`."""
+"""Columns that replace `row` in a folder of parts."""
 _MANIFEST = "manifest.json"
 
 
 class PartFacts(Message):
-    """Facts of a part that is whole."""
+    """Facts of a complete part."""
 
     origin: str
     rows: int = Field(ge=0)
@@ -43,12 +42,12 @@ class PartFacts(Message):
     answered: int = Field(ge=0)
     truncated: int = Field(ge=0)
     lines: int = Field(ge=0)
-    """Lines of text that the shard has."""
+    """Lines of text in the shard."""
     weight: int = Field(ge=0)
 
 
 class PartsManifest(Message):
-    """How all parts are computed."""
+    """Settings with which all parts are computed."""
 
     version: int
     """Format of the parts."""
@@ -57,7 +56,7 @@ class PartsManifest(Message):
     threads: int = Field(ge=1)
     """CPU threads of a worker."""
     optimization: dict[str, JsonValue] = Field(default_factory=dict)
-    """Way of computing that was chosen by measuring; empty: the plain loop."""
+    """Rung that was chosen by measuring; empty: the plain loop."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Parts:
     folder: Path
 
     def open(self) -> Parts:
-        """Make the folder; it is not made again when worker 0 has taken it away."""
+        """Create the folder; it is not created again after worker 0 removed it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return self
 
@@ -78,8 +77,8 @@ class Parts:
         choose: Callable[[], PartsManifest],
         first: Callable[[Callable[[], bool]], bool],
     ) -> PartsManifest:
-        """Return what the first worker has chosen. `first` waits until that is there, or has this worker choose.
-        StageError CONFIG `WorkersDiffer` when a worker with this version and these means cannot compute so.
+        """Return the manifest of the first worker. `first` waits until that exists, or has this worker choose.
+        StageError CONFIG `WorkersDiffer` if it differs from this worker's version and means.
         """
         place = self.folder / _MANIFEST
         if first(place.exists):
@@ -107,27 +106,27 @@ class Parts:
         return found
 
     def optimization(self) -> dict[str, JsonValue]:
-        """Return what the first worker has chosen."""
+        """Return the rung that the first worker chose."""
         return PartsManifest.model_validate_json((self.folder / _MANIFEST).read_bytes()).optimization
 
     def there(self) -> list[str]:
-        """Return the keys of the parts that are there, as text."""
+        """Return the keys of the complete parts, as text."""
         names = (path.name for path in self.folder.iterdir())
         return [name.removesuffix(".json") for name in names if is_facts(name)]
 
     def forget(self, key: ShardKey) -> None:
-        """Have a part that is not whole computed again."""
+        """Have a damaged part computed again."""
         self._facts(key).unlink(missing_ok=True)
 
     def facts(self, key: ShardKey) -> PartFacts | None:
-        """Facts of a part; None when it is not there, or not whole."""
+        """Return the facts of a part; None if it is missing or incomplete."""
         try:
             return PartFacts.model_validate_json(self._facts(key).read_bytes())
         except (OSError, ValidationError):
             return None
 
     def write(self, shard: RowShard, rows: ShardRows, answers: ShardAnswers) -> PartFacts:
-        """Write the part, and then its facts. FileNotFoundError when the folder is gone."""
+        """Write the part, and then its facts. FileNotFoundError if the folder was removed."""
         with replaced(self._table(shard.key), folder=False) as place:
             write_tables(place, [answers.table])
         told = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in answers.aside]
@@ -144,7 +143,7 @@ class Parts:
         return facts
 
     def schema(self, keys: Sequence[ShardKey]) -> pa.Schema:
-        """Schema that all parts fit. StageError DATA `MixedTypes` when a copied column has several types."""
+        """Return a schema that fits all parts. StageError DATA `MixedTypes` if a copied column has several types."""
         found: list[pa.Schema] = []
         for key in keys:
             with pa.memory_map(str(self._table(key))) as file, pa.ipc.open_stream(file) as reader:
@@ -163,8 +162,8 @@ class Parts:
     def joined(
         self, keys: Sequence[ShardKey], numbered: Callable[[NDArray[np.int64]], NDArray[np.int64]]
     ) -> Iterator[pa.Table]:
-        """Tables of one schema, at least one, in the order of `keys`; `numbered` makes a row's number of its position
-        among all of them.
+        """Yield tables of one schema, at least one, in the order of `keys`; `numbered` maps a row's position among all
+        rows to its number.
         """
         schema = self.schema(keys)
         yield schema.empty_table()
@@ -176,7 +175,7 @@ class Parts:
     def apart(
         self, keys: Sequence[ShardKey], numbered: Callable[[NDArray[np.int64]], NDArray[np.int64]]
     ) -> Iterator[pa.Table]:
-        """A table of each part that has rows, of one schema. In place of their number rows have the file, and their
+        """Yield a table for each part with rows, of one schema. Instead of a number, rows have their file and their
         number in it.
         """
         whole = self.schema(keys)
@@ -204,7 +203,7 @@ class Parts:
                 yield pa.concat_tables(tables)
 
     def _placed(self, keys: Sequence[ShardKey]) -> Iterator[tuple[ShardKey, PartFacts, int]]:
-        """Each part with its facts and the position of its first row among all rows."""
+        """Yield each part with its facts and the position of its first row among all rows."""
         first = 0
         for key in keys:
             facts = self.facts(key)
@@ -213,7 +212,7 @@ class Parts:
             first += facts.rows
 
     def aside(self, keys: Sequence[ShardKey]) -> Iterator[dict[str, object]]:
-        """Rows that were set aside: `row`, `file`, `line` (None without lines), `reason`, `message`, `content`."""
+        """Yield the rows set aside: `row`, `file`, `line` (None without lines), `reason`, `message`, `content`."""
         lines = 0
         file = None
         for key, facts, first in self._placed(keys):
@@ -242,12 +241,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Joined:
-    """All parts, as an output takes them."""
+    """All parts, as `JoinedRows` for an output."""
 
     parts: Parts
     keys: Sequence[ShardKey]
     numbered: Callable[[NDArray[np.int64]], NDArray[np.int64]]
-    """Numbers of rows by their position among all of them."""
+    """Function from positions among all rows to row numbers."""
 
     def joined(self) -> Iterator[pa.Table]:
         """See `Parts.joined`."""
@@ -259,7 +258,7 @@ class Joined:
 
 
 def is_facts(name: str) -> bool:
-    """Whether a file of that name in a folder of parts holds the facts of a part."""
+    """Return whether a file named `name` in a folder of parts holds the facts of a part."""
     return name.endswith(".json") and name[:1].isdecimal()
 
 

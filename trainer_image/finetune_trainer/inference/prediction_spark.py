@@ -1,12 +1,12 @@
 """Prediction by Spark: the stage's own process, Spark's driver, is worker 0, and each other worker a task of one Spark
 job.
 
-The workers are those of an Indexed Job (`prediction_workers`): they meet in the job's folder, which executors have to
-see under the same path, and nothing of the rows passes through Spark. Spark starts the task of an executor that is lost
-again, under the same number, as a Job replaces a pod, and gives up when one task is lost for the fourth time. Worker 0
-needs nobody: it answers what the tasks leave, also before the first of them runs.
+The workers are those of an Indexed Job (`prediction_workers`): they meet in the job's folder, which executors must see
+under the same path, and no rows pass through Spark. Spark restarts the task of a lost executor under the same number,
+as a Job replaces a pod, and gives up when one task is lost for the fourth time. Worker 0 depends on no task: it answers
+the remaining rows, also before the first task runs.
 
-Executors make no report. What fails in one, and would fail in any other, is the driver's own failure.
+Executors write no report. An error in one that would occur in any other is reported as the driver's own.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TRIES = 4
-"""Times that Spark starts one task, as of spark.task.maxFailures, which is 1 on one machine unless it is named."""
+"""Times that Spark starts one task (spark.task.maxFailures), which is 1 in local mode unless set."""
 LOOK_SECONDS = 5.0
-"""Between two looks at what Spark tells of its tasks, at least."""
+"""Shortest time between two queries of Spark's task status."""
 END_SECONDS = 30.0
 """Time that cancelled tasks may take to end."""
 REPLACED = "replaced_pods"
-"""Figure of the progress: executors that were lost, whose workers Spark has started again."""
+"""Progress figure: lost executors whose workers Spark restarted."""
 
 
 def predict_by_spark(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
-    """Predict with as many workers as `predict.workers` says; result and errors as of `predict`. StageError CONFIG
-    `SparkMissing` without pyspark or Java, COLLECTIVE `ExecutorsLost` when Spark gives up a task.
+    """Predict with `predict.workers` workers; result and errors as of `predict`. StageError CONFIG `SparkMissing`
+    without pyspark or Java, COLLECTIVE `ExecutorsLost` if Spark gives up on a task.
     """
     import torch
 
@@ -73,7 +73,7 @@ def predict_by_spark(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -
 
 
 class Tasks:
-    """All workers but the first, which run while it is entered."""
+    """Context manager that runs all workers but the first as Spark tasks."""
 
     def __init__(self, session: SparkSession, job: TrainerJob, paths: JobPaths, worker: Worker, threads: int) -> None:
         self._context = session.sparkContext
@@ -93,12 +93,12 @@ class Tasks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._workers:
-            with suppress(Exception):  # Spark itself may be gone, which another error tells
+            with suppress(Exception):  # Spark itself may have ended, which another error reports
                 self._context.cancelJobGroup(self._group)
             self._thread.join(END_SECONDS)
 
     def check(self) -> None:
-        """StageError COLLECTIVE `ExecutorsLost` when Spark has given up."""
+        """Raise StageError COLLECTIVE `ExecutorsLost` if Spark has given up."""
         if self._error is not None:
             raise StageError(
                 FailureClass.COLLECTIVE,
@@ -109,7 +109,7 @@ class Tasks:
             ) from self._error
 
     def replaced(self) -> int:
-        """Return how many tasks were lost, as far as Spark tells."""
+        """Return the number of lost tasks, as far as Spark reports it."""
         with suppress(Exception):
             tracker = self._context.statusTracker()
             jobs = [tracker.getJobInfo(each) for each in tracker.getJobIdsForGroup(self._group)]
@@ -126,14 +126,14 @@ class Tasks:
 
 
 def _last_words(error: Exception) -> str:
-    """Own error of a task in what Spark says of it; else its first line."""
+    """Return the task's own error in Spark's message; else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     own = (line.rpartition("StageError: ")[2] for line in lines if "StageError: " in line)
     return next(own, lines[0] if lines else type(error).__name__)
 
 
 class _Told:
-    """Progress that also tells of replaced executors."""
+    """Progress that also reports replaced executors."""
 
     def __init__(self, progress: ProgressSink, tasks: Tasks, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress = progress
@@ -143,14 +143,14 @@ class _Told:
         self._replaced = 0
 
     def update(self, step: int, total: int, **values: float) -> None:
-        """As of worker 0, which counts the rows of all."""
+        """Report the progress of worker 0, which counts the rows of all."""
         if self._clock() >= self._next_look:
             self._look()
         figures = {REPLACED: float(self._replaced)} if self._replaced else {}
         self._progress.update(step, total, **values, **figures)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the progress."""
         self._progress.close()
 
     def _look(self) -> None:
@@ -164,10 +164,10 @@ class _Told:
 
 
 class Work:
-    """What a task runs: one worker, by its number; returns the rows that it has answered.
+    """Function of a task: runs one worker, by its number, and returns the number of rows that it answered.
 
-    Raises what another executor may not meet, so that Spark starts the task again. What it would meet is left in the
-    job's folder, where all workers read it and end.
+    Raises errors that another executor may not meet, so that Spark restarts the task. Others are written to the job's
+    folder, where all workers read them and end.
     """
 
     def __init__(self, job: str, root: str, count: int, attempt: str, threads: int) -> None:
@@ -201,11 +201,11 @@ class Work:
             return 0
 
     def _settle(self, index: int, job: TrainerJob) -> None:
-        """What the start of a stage's own process does; Spark sets OMP_NUM_THREADS to the cores of its task."""
+        """Set up the process like a stage's own; Spark sets OMP_NUM_THREADS to the cores of its task."""
         settle_console(index)
         quiet_libraries()
         leave_out_unused(job)
-        os.environ["RAYON_NUM_THREADS"] = str(self._threads)  # of the tokenizer
+        os.environ["RAYON_NUM_THREADS"] = str(self._threads)  # for the tokenizer
         import torch
 
         torch.set_num_threads(self._threads)

@@ -1,23 +1,22 @@
-"""Workers that answer the shards of one set of rows together: the pods of an Indexed Job, which share nothing but the
-job's folder.
+"""Workers that answer the shards of one set of rows together: the pods of an Indexed Job, which share only the job's
+folder.
 
-Each worker lists the shards by itself and takes every `count`-th of them. It claims a shard by a file that only one of
-them can create, so nobody keeps a list. A worker without shards of its own takes those that others have not begun, then
-those of workers that are dead or silent, and then those that take much longer than its own did. Two workers that answer
-the same shard do no harm: both write the same bytes, and a part is replaced in one step. A pod that is replaced has the
-same index and another incarnation, so the claims of the one before it are known to be dead.
+Each worker lists the shards by itself and takes every `count`-th of them. It claims a shard by a file that only one
+worker can create, so there is no central list. A worker without shards of its own takes those that others have not
+begun, then those of dead or silent workers, then those that take much longer than its own did. Two workers may safely
+answer the same shard: both write the same bytes, and a part is replaced in one step. A replaced pod has the same index
+and another incarnation, so its predecessor's claims are known to be dead.
 
-Worker 0 joins the parts and waits for nobody for ever: it answers what the others leave. Any other worker ends when
-nothing is left to take. A worker that fails in a way that would happen again ends all; the others say so. One that is
-preempted, or has lost its storage, ends alone.
+Worker 0 joins the parts and never waits for ever: it answers the shards that others leave. Any other worker ends when
+no shard is left to take. A worker whose failure would recur ends all; the others report it. One that is preempted, or
+has lost its storage, ends alone.
 
-Requests to the file system, so that a thousand workers do not stop each other:
-- for each shard that a worker answers: one claim, and one look at whether another worker has failed; never a look at
-  the claims of others.
-- for each worker: a beat every 10 s; a listing of the parts when it begins, one of parts and one of claims each time
+File system requests are bounded, so that a thousand workers do not stall each other:
+- for each shard that a worker answers: one claim, and one check for a failed worker; never a look at others' claims.
+- for each worker: a heartbeat every 10 s; a listing of the parts at the start, one of parts and one of claims each time
   that its shards are done; while it waits, one listing and at most 8 short reads at intervals that double up to 10 s.
-- for the choice of a way to compute, unless predict.optimization is none: one claim of each worker, and while another
-  one measures, a few short requests at intervals that double up to 10 s.
+- for the choice of a rung, unless predict.optimization is none: one claim of each worker, and while another one
+  measures, a few short requests at intervals that double up to 10 s.
 - worker 0 reads the facts of each part once, for its progress, and lists the parts in at most 5 % of its time.
 """
 
@@ -56,43 +55,43 @@ POLL_SECONDS = 0.5
 """First wait for other workers; each next one is twice as long."""
 MOST_POLL_SECONDS = 10.0
 BEAT_SECONDS = 10.0
-"""Between two signs of life."""
+"""Time between two heartbeats."""
 SILENT_SECONDS = 300.0
-"""After so long without a sign of life a worker's shards are taken over. NFS shows a file up to a minute late."""
+"""Time without a heartbeat after which a worker's shards are taken over. NFS shows a file up to a minute late."""
 STRAGGLER_SECONDS = 30.0
-"""Time that another worker's shard may take at least before an idle worker takes it over, too."""
+"""Shortest time after which an idle worker takes over another worker's shard, too."""
 STRAGGLER_FACTOR = 3.0
-"""The same in times of the longest shard of the idle worker itself."""
+"""The same, as a multiple of the idle worker's own longest shard."""
 CHOOSING_SECONDS = 1800.0
-"""Time that a worker which lives may take for what one does for all, before the others do it, too. Measuring all ways
-to compute takes minutes.
+"""Time that a live worker may take for a task that it does for all, before the others do it too. Measuring all rungs
+takes minutes.
 """
 WATCHED = 4
-"""Shards under way that an idle worker looks at in one poll."""
+"""Shards in progress that an idle worker checks in one poll."""
 
 WORD = "state/predict.workers.json"
 
 
 class Word(Message):
-    """How an attempt has ended, for workers that still run or start late."""
+    """End of an attempt, for workers that still run or start late."""
 
     attempt: str
     state: Literal["done", "failed"]
     worker: int
     failure: FailureReport | None = None
     result: dict[str, JsonValue] = Field(default_factory=dict)
-    """What worker 0 reports, with `done`: one that is killed before its report is out is replaced."""
+    """Result of worker 0, with `done`; a worker 0 that replaces one killed before its report returns it."""
 
 
 class Claim(Message):
-    """Who answers a shard."""
+    """Worker that answers a shard."""
 
     worker: int
     incarnation: str
 
 
 class Beat(Message):
-    """A worker's sign of life."""
+    """A worker's heartbeat."""
 
     incarnation: str
     beat: int
@@ -100,16 +99,16 @@ class Beat(Message):
 
 
 class SharedFiles(Protocol):
-    """Small files in the job's folder, by their path from there."""
+    """Small files in the job's folder, by their path relative to it."""
 
     def create(self, name: str, text: str) -> bool:
-        """Write a file that was not there; return False where one is."""
+        """Create a file; return False if it exists."""
 
     def write(self, name: str, text: str) -> None:
         """Write a file that readers see whole or not at all."""
 
     def read(self, name: str) -> str | None:
-        """Return the text of a file; None where there is none."""
+        """Return the text of a file; None if it does not exist."""
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder."""
@@ -117,7 +116,7 @@ class SharedFiles(Protocol):
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """`SharedFiles` of a folder that all workers mount."""
+    """`SharedFiles` in a folder that all workers mount."""
 
     root: Path
 
@@ -144,18 +143,18 @@ class FolderFiles:
 
 @dataclass(frozen=True)
 class Worker:
-    """This worker among all of an attempt."""
+    """This worker among all workers of an attempt."""
 
     index: int
     count: int
     attempt: str
-    """The same in all workers of this attempt, and in none of another."""
+    """Name shared by all workers of this attempt, and by no other attempt."""
 
     @classmethod
     def of(cls, job: TrainerJob, world: ProcessWorld, environment: Mapping[str, str]) -> Worker | None:
-        """Return the worker that the environment describes; None when one process answers all rows.
+        """Return the worker that the environment describes; None if one process answers all rows.
 
-        StageError WORLD_SIZE, or CONFIG when the attempt has no name.
+        StageError WORLD_SIZE, or CONFIG if the attempt has no name.
         """
         planned = 1 if job.predict is None else job.predict.workers
         if world.size != planned:
@@ -180,44 +179,44 @@ class Worker:
 
     @property
     def leads(self) -> bool:
-        """Whether it joins the parts."""
+        """True if it joins the parts."""
         return self.index == 0
 
     def folder(self, parts: str) -> str:
-        """Return the folder of this attempt's claims and beats below that of the parts."""
+        """Return the folder of this attempt's claims and heartbeats below that of the parts."""
         return f"{parts}/attempt-{hashlib.sha256(self.attempt.encode()).hexdigest()[:16]}"
 
 
 class Sharing(Protocol):
-    """Which shards this process answers."""
+    """Division of the shards among workers."""
 
     leads: bool
 
     def takes(self, number: int, key: ShardKey) -> bool:
-        """Return whether this process answers the shard, the `number`-th of all, now. StageError COLLECTIVE when
-        another worker has failed.
+        """Return whether this process answers the shard, the `number`-th of all, now. StageError COLLECTIVE if another
+        worker has failed.
         """
 
     @property
     def through(self) -> bool:
-        """Whether no later shard will be taken before `again` is called."""
+        """True if no later shard will be taken before `again` is called."""
 
     def again(self, keys: Sequence[ShardKey], idle: Callable[[], None]) -> bool:
-        """After all shards `keys` were passed: return True to pass them once more, False when nothing is left to take.
-        Waits for other workers, with calls of `idle`; worker 0 gets False when all parts are there.
+        """Return, after all shards `keys` were offered, True to offer them once more, False if none is left to take.
+        Waits for other workers, with calls of `idle`; worker 0 gets False once all parts exist.
         """
 
     def first(self, name: str, there: Callable[[], bool]) -> bool:
-        """Return whether this worker does what one does for all. False: it is `there`, and another one has made it;
-        waits for that while the other one lives. StageError COLLECTIVE when another worker has failed.
+        """Return whether this worker does the task `name`, which one does for all. False: another worker did, as
+        `there` shows; waits for that while the other one is alive. StageError COLLECTIVE if another worker has failed.
         """
 
     def check(self) -> None:
-        """StageError COLLECTIVE when another worker has failed; looks at most every few seconds."""
+        """Raise StageError COLLECTIVE if another worker has failed; checks at most every few seconds."""
 
 
 class Alone:
-    """One process answers all shards that are not there yet."""
+    """`Sharing` of one process, which answers all missing shards."""
 
     leads = True
     through = False
@@ -237,7 +236,7 @@ class Alone:
         return not there()
 
     def check(self) -> None:
-        """Do nothing: there is no other."""
+        """Do nothing: there is no other worker."""
 
 
 # ---------------------------------------------------------------------------------------------------------- decisions
@@ -245,22 +244,22 @@ class Alone:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to take now."""
+    """Result of `Taker.look`: no shard to take now."""
 
     seconds: float
 
 
 @dataclass
 class _Seen:
-    """What a worker knows of a claim."""
+    """A claim as this worker has seen it."""
 
     claim: Claim | None
     since: float
-    """When it saw the claim first."""
+    """Time at which it first saw the claim."""
 
 
 class Taker:
-    """Decides which shards a worker takes; knows no clock and sleeps never, so that a thousand can be simulated."""
+    """Decides which shards a worker takes; has no clock and never sleeps, so that a thousand can be simulated."""
 
     def __init__(self, worker: Worker, parts: str, files: SharedFiles, incarnation: str) -> None:
         self._worker = worker
@@ -270,27 +269,27 @@ class Taker:
         self._claim = Claim(worker=worker.index, incarnation=incarnation).to_json()
         self._incarnation = incarnation
         self._wanted: dict[str, int] | None = None
-        """Generation of the claim to make, by shard; None: the first pass, over the worker's own share."""
+        """Generation of the claim to create, by shard; None: the first pass, over the worker's own share."""
         self._done = self.there()
         self._missing: list[str] | None = None
         self._claimed: dict[str, int] = {}
-        """Generation of the newest claim that is known, by shard."""
+        """Generation of the newest known claim, by shard."""
         self._claims_changed = True
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._turns: dict[str, int] = {}
-        """Generation of the newest claim that is known, by what one worker does for all."""
+        """Generation of the newest known claim, by task that one worker does for all."""
         self._polls = 0
         self._waited = 0.0
         self.longest = 0.0
-        """Seconds of the longest shard that this worker has answered."""
+        """Seconds of the longest shard that this worker answered."""
 
     def there(self) -> set[str]:
-        """Return the shards whose parts are whole."""
+        """Return the shards with complete parts."""
         return {name.removesuffix(".json") for name in self._files.names(self._parts) if is_facts(name)}
 
     def takes(self, number: int, key: ShardKey) -> bool:
-        """Claim the shard if it is to be taken; return False when another worker was faster."""
+        """Claim the shard if it is wanted; return False if not, or if another worker was faster."""
         name = str(key)
         if self._wanted is None:
             mine = number % self._worker.count == self._worker.index and name not in self._done
@@ -300,7 +299,7 @@ class Taker:
 
     @property
     def through(self) -> bool:
-        """Whether all wanted shards were passed."""
+        """True once all wanted shards were offered."""
         return self._wanted is not None and not self._wanted
 
     def _claims(self, name: str, generation: int) -> bool:
@@ -311,7 +310,7 @@ class Taker:
         return taken
 
     def first(self, name: str, now: float) -> bool:
-        """Claim what one worker does for all; False while another one that lives has claimed it."""
+        """Claim a task that one worker does for all; False while a live worker has claimed it."""
         generation = self._turns.get(name, 0)
         while not self._files.create(f"{self._folder}/claims/{name}.{generation}", self._claim):
             if not self._left_behind(name, generation, now, CHOOSING_SECONDS):
@@ -320,7 +319,7 @@ class Taker:
         return True
 
     def look(self, keys: Sequence[ShardKey], now: float) -> Wait | bool:
-        """Find shards to take of those that others have not answered. True: there are some; False: this worker ends."""
+        """Find missing shards to take. True: there are some; False: this worker ends."""
         if self._missing is None:
             self._missing = [str(key) for key in keys]
         done = self.there()
@@ -358,27 +357,27 @@ class Taker:
         return max(STRAGGLER_SECONDS, STRAGGLER_FACTOR * self.longest)
 
     def _share(self, left: Sequence[str]) -> Sequence[str]:
-        """Part of these for this worker, at least one: workers that look at the same time rarely want the same."""
+        """Return a part of `left`, at least one, so that workers that look at the same time rarely want the same."""
         count, index = self._worker.count, self._worker.index
         return left[index::count] if index < len(left) else [left[index % len(left)]]
 
     def _watched(self, missing: Sequence[str]) -> Sequence[str]:
-        """Another part of these at each poll."""
+        """Return the shards to check in this poll; each poll has others."""
         first = (self._worker.index + self._polls * WATCHED) % len(missing)
         return [*missing[first:], *missing[:first]][:WATCHED]
 
     def _left_behind(self, name: str, generation: int, now: float, patience: float) -> bool:
-        """Whether the worker that has claimed it is gone, or takes too long."""
+        """Return whether the worker that claimed it is dead, or takes too long."""
         seen = self._seen.get((name, generation))
         if seen is None or seen.claim is None:
             found = _parsed(Claim, self._files.read(f"{self._folder}/claims/{name}.{generation}"))
             seen = _Seen(found, now if seen is None else seen.since)
             self._seen[name, generation] = seen
-        # A claim that stays empty is of a worker that ended while it wrote it.
+        # A claim stays empty if its worker ended while writing it.
         if now - seen.since > (patience if seen.claim is not None else min(patience, SILENT_SECONDS)):
             return True
         if seen.claim is None or seen.claim.incarnation == self._incarnation:
-            return False  # what this worker has written may not be listed yet
+            return False  # this worker's own part may not be listed yet
         if seen.claim.worker == self._worker.index:
             return True  # an earlier incarnation of this worker
         return not self._lives(seen.claim, now)
@@ -396,12 +395,12 @@ class Taker:
 
 
 def beat_name(folder: str, worker: int) -> str:
-    """Return where a worker gives signs of life."""
+    """Return the file of a worker's heartbeat."""
     return f"{folder}/beat-{worker}.json"
 
 
 def _parsed(kind: type[M], text: str | None) -> M | None:
-    """None for a file that is missing, or still empty."""
+    """Parse a file; None if it is missing, or still empty."""
     try:
         return None if text is None else kind.model_validate_json(text)
     except ValidationError:
@@ -412,10 +411,10 @@ def _parsed(kind: type[M], text: str | None) -> M | None:
 
 
 class Crew:
-    """`Sharing` with the other workers; gives signs of life while it is entered, and at its end tells how it ended."""
+    """`Sharing` with the other workers; sends heartbeats while entered, and reports its end on exit."""
 
     def __init__(self, worker: Worker, paths: JobPaths, parts: Path, watch: Callable[[], None] = lambda: None) -> None:
-        """`watch` is called now and then, as `check` is, to raise what else ends the attempt."""
+        """`watch` is called with each effective `check`, to raise other errors that end the attempt."""
         self.leads = worker.leads
         self._watch = watch
         self._worker = worker
@@ -428,7 +427,7 @@ class Crew:
         paths.state.mkdir(parents=True, exist_ok=True)
         self._incarnation = uuid.uuid4().hex
         self._beats = 0
-        self._beat()  # before the first claim: who finds that knows that this worker lives
+        self._beat()  # before the first claim, so that its readers find this worker alive
         self._taker = Taker(worker, place, self._files, self._incarnation)
         self._began: float | None = None
         self._checked = 0.0
@@ -444,7 +443,7 @@ class Crew:
     ) -> None:
         self._over.set()
         self._thread.join()
-        # A folder that is gone needs no word, and without a word the others miss the signs of life.
+        # A removed folder needs no last heartbeat; without one the others miss the next ones.
         with suppress(OSError):
             self._beat(ended=True)
         if error is None or isinstance(error, OtherFailedError):
@@ -484,7 +483,7 @@ class Crew:
             time.sleep(seconds)
             seconds = min(MOST_POLL_SECONDS, 2 * seconds)
         if self._began is not None:
-            self._began = time.monotonic()  # the shard that was taken begins now
+            self._began = time.monotonic()  # the taken shard begins now
         return False
 
     def check(self) -> None:
@@ -495,11 +494,11 @@ class Crew:
         self._watch()
 
     def ended_by_leader(self) -> bool:
-        """Return whether the folder of the parts is gone since worker 0 has joined them. StageError COLLECTIVE when it
-        has failed.
+        """Return whether the folder of the parts was removed because worker 0 has joined them. StageError COLLECTIVE if
+        a worker has failed.
         """
         until = time.monotonic() + SILENT_SECONDS
-        # Path.exists raises where a folder is gone from a share (ESTALE).
+        # Path.exists raises if a folder was removed from a share (ESTALE).
         while not os.path.exists(self._parts) and time.monotonic() < until:  # noqa: PTH110
             if result_of(self._worker, self._paths) is not None:
                 return True
@@ -507,12 +506,12 @@ class Crew:
         return False
 
     def tell_done(self, result: Mapping[str, JsonValue]) -> None:
-        """Tell the others that the parts are joined and will be gone."""
+        """Report to the others that the parts are joined and will be removed."""
         word = Word(attempt=self._worker.attempt, state="done", worker=self._worker.index, result=dict(result))
         self._files.write(WORD, word.to_json())
 
     def _measure(self) -> None:
-        """The shard that was taken before, if any, is answered."""
+        """Record the time of the shard that was taken before, if any."""
         if self._began is not None:
             self._taker.longest = max(self._taker.longest, time.monotonic() - self._began)
         self._began = None
@@ -535,13 +534,13 @@ class Crew:
 
 
 def tell_failure(worker: Worker, paths: JobPaths, failure: FailureReport) -> None:
-    """Have all workers of the attempt end, as another one would fail in the same way."""
+    """Have all workers of the attempt end, as any of them would fail in the same way."""
     word = Word(attempt=worker.attempt, state="failed", worker=worker.index, failure=failure)
     FolderFiles(paths.root).write(WORD, word.to_json())
 
 
 def result_of(worker: Worker, paths: JobPaths) -> Mapping[str, JsonValue] | None:
-    """Return what worker 0 of this attempt reports; None while it has not made the output. StageError COLLECTIVE when a
+    """Return the result of worker 0 of this attempt; None until the output is written. StageError COLLECTIVE if a
     worker has failed.
     """
     word = _parsed(Word, FolderFiles(paths.root).read(WORD))
@@ -553,7 +552,7 @@ def result_of(worker: Worker, paths: JobPaths) -> Mapping[str, JsonValue] | None
 
 
 class OtherFailedError(StageError):
-    """The error of a worker that ends as another one has failed; it is never taken for the cause."""
+    """Error of a worker that ends because another one failed; never taken for the cause."""
 
     def __init__(self, worker: Worker, index: int, failure: FailureReport) -> None:
         super().__init__(
@@ -566,5 +565,5 @@ class OtherFailedError(StageError):
 
 
 def would_help(failure: FailureReport) -> bool:
-    """Whether another worker can do what this one could not. A row that does not fit the memory fits none of them."""
+    """Return whether another worker may succeed after this failure. A row too large for memory fits none of them."""
     return retryable(failure.exit_code) and failure.failure_class is not FailureClass.OUT_OF_MEMORY

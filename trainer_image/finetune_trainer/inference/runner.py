@@ -1,4 +1,4 @@
-"""Answers for a whole split, in as few padded tokens as the memory budget allows."""
+"""Answers for a whole split, in batches bounded by padded tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Answering: TypeAlias = Callable[[Sequence[Feature]], list[Answer]]
 
 @dataclass(frozen=True)
 class Means:
-    """What a stage computes with; as here when the job has no settings for it."""
+    """Device, batch size and precision of a stage; the defaults apply if the job has no settings for it."""
 
     device: Device = "cpu"
     batch_tokens: int = 8192
@@ -44,22 +44,22 @@ class Means:
 
     @classmethod
     def of(cls, asked: Evaluation | Prediction | None) -> Means:
-        """As the job has it."""
+        """Return the settings of the job."""
         return cls() if asked is None else cls(asked.device, asked.batch_tokens, asked.precision)
 
     @property
     def told(self) -> dict[str, str]:
-        """What a stage's result says of it: nothing of fp32. `precision` would be the metric of that name."""
+        """Entry in a stage's result: none for fp32. The key `precision` would collide with the metric."""
         return {} if self.precision == "fp32" else {"computed_in": self.precision}
 
 
 def model_to_use(
     job: TrainerJob, paths: JobPaths, prepared: PreparedData, precision: InferencePrecision
 ) -> PreTrainedModel:
-    """The model that the job trained, or `model.uri` when it trains nothing; in `precision`.
+    """Return the model that the job trained, or `model.uri` if it trains nothing; in `precision`.
 
-    StageError MODEL `ModelNotTrained` when training has not ended with a model, `LabelsChanged` when the model was
-    trained for other labels than the prepared data have.
+    StageError MODEL `ModelNotTrained` if training has not ended with a model, `LabelsChanged` if the model was trained
+    for other labels than those of the prepared data.
     """
     model, name = used_model(job, paths, precision)
     labels = task_of(job).model_labels(model.config)
@@ -75,7 +75,7 @@ def model_to_use(
 
 
 def used_model(job: TrainerJob, paths: JobPaths, precision: InferencePrecision) -> tuple[PreTrainedModel, str]:
-    """As `model_to_use`, whatever labels it has, and its name."""
+    """Return the model of `model_to_use` with any labels, and its name."""
     task = task_of(job)
     if job.training is None:
         name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
@@ -103,7 +103,7 @@ def weights_version(job: TrainerJob, paths: JobPaths) -> object:
 
 
 def reference_model(job: TrainerJob, task: TaskModule, precision: InferencePrecision) -> PreTrainedModel:
-    """The model that the job began with, in `precision`; StageError CONFIG when it has trained none."""
+    """Return the model that the job started from, in `precision`; StageError CONFIG if it trains none."""
     if job.training is None:
         raise StageError(
             FailureClass.CONFIG,
@@ -141,15 +141,15 @@ def answers_of(
     seed: int | None = None,
     settled: bool = False,
 ) -> list[Answer]:
-    """One answer for each feature of the split and in its order; what the model writes is in that of each row's last
-    feature. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` counts on.
+    """Return one answer for each feature of the split, in order; the answer of each row's last feature has the text
+    that the model writes. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` requires.
 
-    `batch_tokens` bounds the padded tokens of a batch; batches that the GPU's memory does not hold are halved until it
-    does, and StageError OUT_OF_MEMORY tells of a single row that it does not hold. The model keeps its dtype;
-    `progress` counts features, twice where they are both judged and written to. Drawing begins with `seed`, the job's
-    where it is None. `tokenizer`: the job's, where the caller has loaded it. `forward`: what computes in the model's
-    place, but for what the model writes. `settled`: the model is on `device` and in evaluation mode; walking through
-    its modules takes longer than a small model takes for a row.
+    `batch_tokens` bounds the padded tokens of a batch; batches that exceed the GPU's memory are halved until they fit,
+    and a single row that does not fit is StageError OUT_OF_MEMORY. The model keeps its dtype; `progress` counts
+    features, twice if they are both judged and written to. `seed` starts the sampling; None: the job's. `tokenizer`:
+    the job's, if the caller has loaded it. `forward`: forward pass that replaces the model's, except for writing.
+    `settled`: True if the model is on `device` and in evaluation mode; walking through its modules takes longer than a
+    small model takes for a row.
     """
     import torch
 
@@ -176,18 +176,18 @@ def answers_of(
 
 
 def _seed(seed: int, device: Device) -> None:
-    """Begin to draw anew, on the CPU and on the device that computes."""
+    """Seed the generators of the CPU and of the device that computes."""
     import torch
 
     if device == "cpu":
-        # `torch.manual_seed` seeds all kinds of devices: it formats a stack for each that is not there, 1 ms in sum.
+        # `torch.manual_seed` seeds all kinds of devices, and formats a stack for each missing one: 1 ms in sum.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
 
 
 def settle(model: PreTrainedModel, device: Device) -> None:
-    """Move the model to `device`, in evaluation mode; StageError `DeviceMissing` without the GPU that is asked for."""
+    """Move the model to `device`, in evaluation mode; StageError `DeviceMissing` without the requested GPU."""
     from torch import nn
 
     if device == "cuda":
@@ -206,7 +206,7 @@ def _rounds(
     tokenizer: PreTrainedTokenizerBase | None,
     forward: ForwardPass | None,
 ) -> list[tuple[_Answering, list[NDArray[np.int64]]]]:
-    """What is asked of which features: a forward pass over all of them, but where writing is all that is wanted."""
+    """Return functions with their batches: a forward pass over all features, unless writing suffices; and writing."""
     task, lengths = task_of(job), split.data.lengths(split.role)
     writer = task.writer if task.writer is not None and stage in task.writer.stages else None
     rounds: list[tuple[_Answering, list[NDArray[np.int64]]]] = []
@@ -225,8 +225,8 @@ def _rounds(
 def _asked(
     answering: _Answering, batches: Sequence[NDArray[np.int64]], split: PreparedSplit
 ) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:
-    """Each batch with its answers. Batches are of about as many padded tokens each, so that with one that does not fit
-    those after it are halved, too.
+    """Yield each batch with its answers. Batches have about as many padded tokens each, so if one does not fit, those
+    after it are halved too.
     """
     import numpy as np
     import torch
@@ -242,7 +242,7 @@ def _asked(
         if said is not None:
             yield wanted, said
             continue
-        # Not before the error is gone, which holds the tensors of the pass.
+        # Only now, after the error, which holds the tensors of the pass, is released.
         torch.cuda.empty_cache()
         log.warning("%d rows at once do not fit the GPU's memory: batches are half as large from here on.", len(wanted))
         halves = (half for batch in (wanted, *waiting) for half in np.array_split(batch, 2))
@@ -260,7 +260,7 @@ def _too_long(tokens: int, error: Exception) -> StageError:
 
 
 def _reading(task: TaskModule, model: PreTrainedModel, forward: ForwardPass | None, pad_token_id: int) -> _Answering:
-    """One forward pass over features."""
+    """Return a function that does one forward pass over features."""
     from torch import nn
 
     answers = cast(nn.Module, model if forward is None else forward)

@@ -1,1 +1,1 @@
-"""How a stage's processes are started, in a pod and on a laptop, and what their ends add up to."""
+"""Start of a stage's processes, in a pod and on a laptop, and one report of their ends."""

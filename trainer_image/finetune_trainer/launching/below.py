@@ -1,9 +1,9 @@
-"""One program and everything below it: started, passed the signal to end, waited for, and never left behind.
+"""Supervision of one program and all its descendants: start it, pass on the stop signal, wait, leave none behind.
 
 The first process of a container gets the kubelet's SIGTERM and inherits every orphan. torchrun puts its ranks into
 sessions of their own and tokenisers start pools, so neither a process group nor a parent's death reaches all of them:
-this process adopts what loses its parent and at the end kills whatever is still there. What it needs only then (psutil)
-is imported then, so that the program starts at once.
+this process adopts orphans and at the end kills all remaining descendants. psutil is imported only then, so that the
+program starts at once.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
     import psutil
 
 MARGIN_SECONDS = 5
-"""What each layer keeps of the grace period for its own end: the agent of the launcher's, the launcher of the pod's."""
+"""Share of the grace period for a layer's own end: the agent's in the launcher's, the launcher's in the pod's."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-"""From linux/prctl.h: processes that lose their parent become children of this one."""
+"""From linux/prctl.h: orphaned descendants become children of this process."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""mpirun passes SIGUSR1 on to its ranks, and no other before the one that kills."""
+"""mpirun passes SIGUSR1 on to its ranks, and no other signal before SIGKILL."""
 _TAIL_BYTES = 8192
 _KILL_AGAIN_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class End:
-    """How the program ended."""
+    """End of the program."""
 
     code: int
-    """Minus the signal when it was killed."""
+    """Exit code; minus the signal if it was killed."""
     asked_at: float | None
-    """Unix time in seconds at which it was told to stop; None: nobody told it."""
+    """Unix time in seconds of the request to stop; None: there was none."""
     last_words: str
-    """The end of what it and its children wrote to stderr."""
+    """End of the stderr of the program and its children."""
 
 
 def grace_seconds() -> int:
-    """What the ranks have to save and end; the pod's own grace period is two margins longer. StageError CONFIG."""
+    """Return the time for ranks to save and end; the pod's grace period is two margins longer. StageError CONFIG."""
     text = os.environ.get(ENV_GRACE_SECONDS, str(DEFAULT_GRACE_SECONDS))
     if not text.isdecimal():
         from finetune_trainer.failures import StageError
@@ -68,9 +68,7 @@ def grace_seconds() -> int:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies: nobody else would, where the parent itself was killed.
-    Linux only.
-    """
+    """Have the kernel kill this process when its parent dies, as a killed parent cannot. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -81,9 +79,9 @@ class Below:
     def __init__(
         self, ask: Callable[[int], None] | None = None, grace_seconds: float = 60.0, attached: bool = False
     ) -> None:
-        """`ask` tells the program (by its process id) to stop, by SIGTERM when None; `grace_seconds` later everything
-        is killed. `attached`: everything is killed as well when our standard input ends, as whoever holds its other
-        end is gone or wants that; and the program when we are killed.
+        """`ask` requests the program (by its process id) to stop, by SIGTERM if None; `grace_seconds` later everything
+        is killed. `attached`: everything is also killed when our standard input ends, as its writer has ended or wants
+        that; and the program when we are killed.
         """
         self._ask = ask or _terminate
         self._grace = grace_seconds
@@ -92,18 +90,18 @@ class Below:
         self._asked_at: float | None = None
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> End:
-        """`start`, then `wait`."""
+        """Call `start`, then `wait`."""
         self.start(command, environment, folder)
         return self.wait()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> None:
-        """Start it in `folder`, else in our own. OSError when it cannot be started."""
+        """Start the program in `folder`, else in our own. OSError if it cannot be started."""
         if _LIBC is not None:
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in _STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
-        # A session of its own: a terminal's Ctrl-C would reach it a second time.
+        # A session of its own, or a terminal's Ctrl-C would reach it a second time.
         program = subprocess.Popen(
             command,
             cwd=folder,
@@ -116,23 +114,23 @@ class Below:
         assert program.stderr is not None
         self._tail = _Tail(program.stderr)
         self._program = program
-        if self._asked_at is not None:  # the signal came while it was being started
+        if self._asked_at is not None:  # the signal came during the start
             self._ask(program.pid)
         if self._attached:
             threading.Thread(target=_kill_at_end_of_input, name="stdin", daemon=True).start()
 
     def wait(self) -> End:
-        """Wait for its end, and end what it leaves."""
+        """Wait for the program's end, and kill its remaining descendants."""
         assert self._program is not None, "nothing was started"
         code = _wait_for(self._program)
-        # What is left to do takes a moment, and a signal must not take the report away.
+        # The rest takes a moment, and a signal must not prevent the report.
         for number in (*_STOP_SIGNALS, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
         kill_everything_below()
         return End(code, self._asked_at, self._tail.text())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Only the first one counts: a launcher that is told twice kills at once."""
+        """Pass on the first signal only: a launcher that gets a second one kills at once."""
         if self._asked_at is not None:
             return
         self._asked_at = time.time()
@@ -150,7 +148,7 @@ def _terminate(pid: int) -> None:
 
 
 def _leave_signals_to_the_main_thread() -> None:
-    """For any other thread: it could take a signal that comes while the process stands still (SIGSTOP, a frozen
+    """Block signals in another thread: it could take one that comes while the process is stopped (SIGSTOP, a frozen
     container), and the main thread, which waits for the program, would not wake up to handle it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGALRM})
@@ -160,12 +158,12 @@ def _kill_at_end_of_input() -> None:
     _leave_signals_to_the_main_thread()
     while os.read(0, 1):
         pass
-    # To the main thread, which waits for the program and would otherwise not wake up.
+    # Sent to the main thread, which waits for the program and would otherwise not wake up.
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
 
 def _wait_for(program: subprocess.Popen[bytes]) -> int:
-    """Its exit code. Takes note of every other child's end too: orphans that came to us would stay as zombies."""
+    """Return its exit code. Reaps every other child too: adopted orphans would stay as zombies."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == program.pid:
@@ -174,7 +172,7 @@ def _wait_for(program: subprocess.Popen[bytes]) -> int:
 
 
 def kill_everything_below() -> None:
-    """Until nobody is left: what is killed may have started another before, and its children come to us."""
+    """Kill descendants until none is left: a killed one may have started another, which becomes our child."""
     while below := _alive_below():
         _kill(below)
         _bury()
@@ -209,7 +207,7 @@ def _alive_below() -> list[psutil.Process]:
 
 
 class _Tail:
-    """Passes a stream on to stderr and keeps its end."""
+    """Copies a stream to stderr and keeps its end."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -221,7 +219,7 @@ class _Tail:
     def _copy(self) -> None:
         _leave_signals_to_the_main_thread()
         while block := os.read(self._stream.fileno(), 1 << 16):
-            with contextlib.suppress(OSError):  # nobody reads our stderr: what runs must not stop for that
+            with contextlib.suppress(OSError):  # our stderr is closed: the program must not stop for that
                 sys.stderr.buffer.write(block)
                 sys.stderr.buffer.flush()
             self._kept.append(block)
@@ -230,6 +228,6 @@ class _Tail:
                 self._size -= len(self._kept.popleft())
 
     def text(self) -> str:
-        """Waits for the end of the stream; everybody who could write to it is gone by now."""
+        """Wait for the end of the stream, whose writers have all ended by now, and return its tail."""
         self._thread.join(timeout=5)
         return b"".join(self._kept)[-_TAIL_BYTES:].decode(errors="replace").strip()

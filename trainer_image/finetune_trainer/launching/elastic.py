@@ -1,8 +1,8 @@
 """torch's elastic agent for one pod or this machine, as a program of its own below `launch`.
 
-It agrees with the agents of the other pods who has which ranks (the rendezvous), starts this pod's ranks, and passes
-SIGTERM on to them. There are no restarts here: the operator restarts the whole gang. What it alone knows (how ranks
-ended that could not report, why the pods did not come together) it writes to a file for `launch`.
+It agrees with the agents of the other pods on the ranks (the rendezvous), starts this pod's ranks, and passes SIGTERM
+on to them. There are no restarts here: the operator restarts the whole gang. The ends of ranks that could not report,
+and a failed rendezvous, are known to the agent alone: it writes them to a file for `launch`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _POLL_SECONDS = 1.0
 
 
 class AgentReport(Message):
-    """What the agent tells `launch`."""
+    """Report of the agent to `launch`."""
 
     ends: dict[int, int] = {}  # noqa: RUF012  # a pydantic field, copied for each value
     """Rank -> exit code of the ranks of this pod that failed, minus the signal for a killed one."""
     failure: FailureReport | None = None
-    """Why no rank was started, or why the agent gave up."""
+    """Reason why no rank was started, or why the agent gave up."""
 
     @classmethod
     def read(cls, file: Path) -> AgentReport:
-        """What it has told; nothing when it was killed itself, which its exit code tells."""
+        """Return the agent's report; an empty one if the agent was killed, which its exit code shows."""
         try:
             return cls.model_validate_json(file.read_bytes())
         except (OSError, ValidationError):
@@ -51,7 +51,7 @@ class AgentReport(Message):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and how the pods of one gang meet."""
+    """Place and settings with which the pods of one gang meet."""
 
     backend: str
     endpoint: str
@@ -60,7 +60,7 @@ class Rendezvous:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], nodes: int) -> Rendezvous:
-        """From torchrun's own variables; alone on this machine without them. StageError CONFIG."""
+        """Read torchrun's own variables; without them, this machine alone. StageError CONFIG."""
         timeout = environment.get("PET_RDZV_TIMEOUT", str(START_SECONDS))
         if not timeout.isdecimal() or int(timeout) == 0:
             raise StageError(
@@ -101,12 +101,12 @@ class Rendezvous:
 
 
 def is_own_name(host: str) -> bool:
-    """Whether `host` is this pod: its short name decides, for the full one may not be in the DNS yet."""
+    """Return whether `host` is this pod, by its short name: the full one may not be in the DNS yet."""
     return host.partition(".")[0] == socket.gethostname().partition(".")[0]
 
 
 def _is_own_address(host: str) -> bool:
-    """Whether `host` resolves to an address of this machine: only those can be bound to."""
+    """Return whether `host` resolves to an address of this machine: only those can be bound to."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with closing(socket.socket(family, kind, protocol)) as probe:
@@ -118,7 +118,7 @@ def _is_own_address(host: str) -> bool:
 
 
 def wait_for_host(rendezvous: Rendezvous) -> None:
-    """Waits until the first pod listens: torch itself would give up after a minute. StageError COLLECTIVE."""
+    """Wait until the first pod listens: torch itself would give up after a minute. StageError COLLECTIVE."""
     host, port = rendezvous.address
     if is_own_name(host) or _is_own_address(host):
         return
@@ -140,7 +140,7 @@ def wait_for_host(rendezvous: Rendezvous) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs this pod's ranks to their end; writes the AgentReport and returns the exit code."""
+    """Run this pod's ranks to their end; write the AgentReport and return the exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -200,7 +200,7 @@ def _told(path: Path, report: AgentReport, code: int) -> int:
 
 
 def main() -> None:
-    """The program. It ends at once: torch's threads may hold up an orderly end after a failure."""
+    """Run the program and exit at once: torch's threads may hold up an orderly end after a failure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--stage", required=True)

@@ -1,11 +1,11 @@
 """`python -m finetune_trainer launch STAGE ...`: the first process of a pod, and of a stage of `finetune run`.
 
-It starts the stage's ranks, passes SIGTERM on, waits, ends what is left, and makes one TrainerReport of what the ranks
-said: the pod's termination message and its exit code. The ranks write their own reports elsewhere: with mpirun they run
-in other pods, so there into the shared workspace.
+It starts the stage's ranks, passes SIGTERM on, waits, kills remaining processes, and merges the ranks' reports into one
+TrainerReport: the pod's termination message and its exit code. The ranks write their own reports elsewhere: with mpirun
+they run in other pods, so into the shared workspace.
 
-What only judges their end is imported after they are started, while they import libraries of their own: pydantic takes
-longer than all that a launcher does before.
+Modules that only judge their end are imported after the ranks are started, while these import their own libraries:
+pydantic alone takes longer than all the work of a launcher before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the ranks ended, as their launcher knows it."""
+    """Ends of the ranks, as known to their launcher."""
 
     end: End
     reports: Sequence[TrainerReport]
@@ -40,11 +40,11 @@ class Ranks:
     expected: int
     world_size: int
     first: int = 0
-    """The lowest rank of this pod, as far as that is known without its word."""
+    """Lowest rank of this pod, as far as known without its report."""
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Run what `argv` says, report, and return the exit code."""
+    """Run the stage in `argv`, report, and return the exit code."""
     started = time.monotonic()
     arguments = _parse(argv)
     try:
@@ -88,7 +88,7 @@ def _job_name(file: Path) -> str:
 
     try:
         return read_job(file).name
-    except StageError:  # whoever needed more than the name has reported it
+    except StageError:  # code that needs more than the name has reported it
         return file.stem
 
 
@@ -105,14 +105,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:
-    """The stage as one rank runs it, behind the interpreter."""
+    """Return the arguments of the interpreter with which one rank runs the stage."""
     program = ["-m", "finetune_trainer", arguments.stage, "--job", str(arguments.job)]
     program += ["--workspace", str(arguments.workspace)]
     return program if arguments.deepspeed is None else [*program, "--deepspeed", str(arguments.deepspeed)]
 
 
 def _environment(reports: Path, stage: str) -> dict[str, str]:
-    """What ranks are started with. DeepSpeed compiles with the ninja beside the interpreter, also without a venv."""
+    """Return the ranks' environment. DeepSpeed compiles with the ninja beside the interpreter, even without a venv."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     ours = {"PATH": path, "PYTHONUNBUFFERED": "1", ENV_REPORT: str(reports / f"{stage}-{{rank}}.json")}
     return {**os.environ, **ours}
@@ -125,7 +125,7 @@ def _run(
     environment: Mapping[str, str] | None = None,
     ask: Callable[[int], None] | None = None,
 ) -> tuple[End, list[TrainerReport]]:
-    """Run what starts the ranks to its end; `environment` and the reports that they leave are theirs."""
+    """Run `command`, which starts the ranks, to its end; `environment` and the returned reports are the ranks'."""
     below = Below(ask, grace_seconds() + MARGIN_SECONDS, arguments.attached)
     below.start(command, environment or _environment(reports, arguments.stage))
     from finetune_trainer.launching.verdict import reports_in  # while the ranks import theirs
@@ -144,7 +144,7 @@ def _scratch() -> Iterator[Path]:
 
 
 def _process(arguments: argparse.Namespace) -> Ranks:
-    """One child process is the one rank."""
+    """Run the only rank as a child process."""
     return _child(arguments, 0, 1)
 
 
@@ -154,13 +154,13 @@ def _child(arguments: argparse.Namespace, rank: int, size: int) -> Ranks:
         if size > 1:
             environment |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         end, reports = _run(arguments, [sys.executable, *_program(arguments)], scratch, environment)
-    # Of a process that ended by itself without a report its last words say more than the exit code.
+    # If a process ended by itself without a report, its stderr is more informative than the exit code.
     ends = {rank: end.code} if end.code < 0 else {}
     return Ranks(end, reports, ends, None, expected=1, world_size=size, first=rank)
 
 
 def _index(arguments: argparse.Namespace) -> Ranks:
-    """One child process is the rank that this pod's number in an Indexed Job says."""
+    """Run one rank, numbered by this pod's index in an Indexed Job, as a child process."""
     from finetune_trainer.failures import StageError
     from finetune_trainer.jobs import read_job
 
@@ -179,7 +179,7 @@ def _index(arguments: argparse.Namespace) -> Ranks:
 
 
 def _torchrun(arguments: argparse.Namespace) -> Ranks:
-    """torch's elastic agent starts this pod's ranks, as many as it reads in the job."""
+    """Run torch's elastic agent, which starts this pod's ranks, as many as the job has."""
     with _scratch() as scratch:
         told = scratch / "agent.json"
         command = [sys.executable, "-m", "finetune_trainer.launching.elastic"]
@@ -195,7 +195,7 @@ def _torchrun(arguments: argparse.Namespace) -> Ranks:
 
 
 def _mpirun(arguments: argparse.Namespace) -> Ranks:
-    """mpirun starts the ranks of all pods, so all reports are read here."""
+    """Run mpirun, which starts the ranks of all pods, and read all their reports."""
     import shutil
     import socket
     import uuid
@@ -207,7 +207,7 @@ def _mpirun(arguments: argparse.Namespace) -> Ranks:
     world = world_of(job, arguments.stage)
     file, hosts = mpi.hosts_of(arguments.hostfile, os.environ, world)
     mpi.wait_for_names(hosts)
-    # Of this attempt alone: an earlier one may have left its own.
+    # A folder for this attempt alone, as an earlier one may have left reports.
     attempt = f"{arguments.stage}-{socket.gethostname()}-{uuid.uuid4().hex}"
     reports = JobPaths.of(arguments.workspace, job.name).reports / attempt
     reports.mkdir(parents=True)

@@ -1,8 +1,7 @@
-"""mpirun's command line, the variables that it takes to the other pods, and what its messages tell of the ranks' ends.
+"""mpirun's command line, the variables that it forwards to the other pods, and the ranks' ends read from its output.
 
 mpirun without a host file, or with too short a one, starts everything on this node without an error: both are refused
-here. Only names of variables stand on the command line, never a value. The form is one that Open MPI 4.1 and 5 both
-take.
+here. The command line has names of variables only, never a value. Open MPI 4.1 and 5 both accept its form.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from finetune_trainer.failures import StageError
 
 ENV_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
 NAMES_SECONDS = 120.0
-"""For a name to be known. DNS servers remember for up to 30 s that there was none."""
+"""Time for a name to resolve. DNS servers cache for up to 30 s that there was none."""
 _MASTER_PORT = "29500"
 _FORWARDED = frozenset(
     {
@@ -53,8 +52,7 @@ _SSH_OPTIONS = (
     f"-p {SSH_PORT} -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
     "-o ConnectionAttempts=10 -o LogLevel=ERROR"
 )
-"""The workers' host keys are made when they start, so there is nothing to check them against; the client's key decides.
-"""
+"""The workers' host keys are created at their start, so they cannot be checked; the client's key decides."""
 
 _KILLED = re.compile(
     r"noticed that process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)"
@@ -68,7 +66,7 @@ _UNREACHED = re.compile(
 
 
 def hosts_of(asked: Path | None, environment: Mapping[str, str], world: World) -> tuple[Path, list[str]]:
-    """The host file and its hosts, in order. StageError CONFIG without one, WORLD_SIZE for too few hosts."""
+    """Return the host file and its hosts, in order. StageError CONFIG without one, WORLD_SIZE for a wrong number."""
     file = asked or Path(environment.get(ENV_HOSTFILE) or MPI_HOSTFILE)
     try:
         lines = [line.partition("#")[0].split() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -96,10 +94,10 @@ def wait_for_names(
     seconds: float = NAMES_SECONDS,
     pause: float = 0.5,
 ) -> None:
-    """Returns when every host has an address. StageError COLLECTIVE.
+    """Wait until every host name resolves. StageError COLLECTIVE.
 
-    The MPI operator waits until the workers are ready, and their names are in the DNS a while later. ssh asks for each
-    once, and mpirun gives up with the first.
+    The MPI operator waits until the workers are ready, and their names are in the DNS a while later. ssh resolves each
+    once, and mpirun gives up at the first failure.
     """
     deadline = time.monotonic() + seconds
     for host in hosts:
@@ -119,7 +117,7 @@ def wait_for_names(
 
 
 def mpirun_command(file: Path, world: World, environment: Mapping[str, str], program: Sequence[str]) -> list[str]:
-    """The argument vector. StageError CONFIG when there is no mpirun."""
+    """Return the argument vector. StageError CONFIG if there is no mpirun."""
     mpirun = shutil.which("mpirun", path=environment.get("PATH"))
     if mpirun is None:
         raise StageError(
@@ -134,8 +132,8 @@ def mpirun_command(file: Path, world: World, environment: Mapping[str, str], pro
 
 
 def forwarded(environment: Mapping[str, str]) -> list[str]:
-    """Names of the variables that the ranks in other pods get: ours, and those of the user's that are set, as a
-    reference may be optional and lead nowhere.
+    """Return the names of the variables for ranks in other pods: ours, and those of the user's that are set, as an
+    optional reference may be unresolved.
     """
     own = [name.strip() for name in environment.get(ENV_FORWARD, "").split(",")]
     ours = [name for name in environment if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)]
@@ -143,7 +141,7 @@ def forwarded(environment: Mapping[str, str]) -> list[str]:
 
 
 def mpirun_environment(environment: Mapping[str, str], hosts: Sequence[str]) -> dict[str, str]:
-    """What mpirun is started with: where the ranks meet, and how ssh asks nobody anything.
+    """Return mpirun's environment: the ranks' meeting place, and options that keep ssh from prompting.
 
     Options that are set already come first: ssh takes the first that it sees.
     """
@@ -156,13 +154,13 @@ def mpirun_environment(environment: Mapping[str, str], hosts: Sequence[str]) -> 
 
 
 def ends_told(output: str) -> dict[int, int]:
-    """Rank -> exit code (minus the signal for a killed one) of the processes that mpirun calls the first to fail."""
+    """Return rank -> exit code (minus the signal if killed) of the processes that mpirun reports as first to fail."""
     ends = {int(found["rank"]): -int(found["signal"]) for found in _KILLED.finditer(output)}
     return ends | {int(found["rank"]): int(found["code"]) for found in _EXITED.finditer(output)}
 
 
 def trouble_told(output: str) -> FailureReport | None:
-    """The failure that mpirun's own words tell of: a worker that it could not reach or has lost."""
+    """Return the failure in mpirun's output: a worker that it could not reach or has lost; None without one."""
     line = next((line.strip() for line in output.splitlines() if _UNREACHED.search(line)), None)
     if line is None:
         return None
@@ -177,7 +175,7 @@ def trouble_told(output: str) -> FailureReport | None:
 
 
 def signal_to_stop(pid: int) -> None:
-    """SIGUSR1, which mpirun passes on to all ranks. At SIGTERM it would kill them a second later, in the middle of
+    """Send SIGUSR1, which mpirun passes on to all ranks. On SIGTERM it would kill them a second later, in the middle of
     their checkpoint.
     """
     with contextlib.suppress(ProcessLookupError):

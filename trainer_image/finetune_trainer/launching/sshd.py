@@ -1,11 +1,11 @@
-"""`python -m finetune_trainer sshd`: what an MPI worker's pod waits with, as a user without privileges.
+"""`python -m finetune_trainer sshd`: the ssh server of an MPI worker's pod, as a user without privileges.
 
-mpirun starts its daemon in here by ssh. The host key is made anew at each start; who may come in is decided by the keys
-that the MPI operator mounts into the home that passwd names. A session of ssh does not inherit the pod's variables;
-those that programs and devices are found by are set for it, and the ranks' own come with mpirun.
+mpirun starts its daemon in here by ssh. The host key is new at each start; the keys that the MPI operator mounts into
+the home in passwd decide who may log in. An ssh session does not inherit the pod's variables; those by which programs
+and devices are found are set for it, and the ranks' own come with mpirun.
 
-When this pod alone has to go, nobody tells mpirun. So SIGTERM is passed on to the ranks here: training agrees over all
-ranks to save and stop, and mpirun ends in order.
+If this pod alone is deleted, mpirun is not notified. So SIGTERM is passed on to the ranks here: training agrees over
+all ranks to save and stop, and mpirun ends in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SESSION_PREFIXES = ("NVIDIA_",)
 _RANK_VARIABLES = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK"})
 _POLL_SECONDS = 0.2
 _DAEMON_SECONDS = 3.0
-"""How long mpirun's daemon may take to end after its last rank."""
+"""Time for mpirun's daemon to end after its last rank."""
 
 _CONFIG = """\
 Port {port}
@@ -59,12 +59,12 @@ PrintLastLog no
 MaxStartups 1000
 LogLevel ERROR
 """
-# StrictModes: a mounted secret belongs to root and its group may read it. UsePAM: needs root. MaxStartups: mpirun comes
-# once for each node of a tree, and a random refusal would look like a lost worker.
+# StrictModes: a mounted secret belongs to root and its group may read it. UsePAM: needs root. MaxStartups: mpirun
+# connects once for each node of a tree, and a random refusal would look like a lost worker.
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Serves until SIGTERM; returns the exit code."""
+    """Serve until SIGTERM; return the exit code."""
     parser = argparse.ArgumentParser(prog="finetune-trainer sshd", description="Waits for mpirun in an MPI worker.")
     parser.add_argument("--port", type=int, default=SSH_PORT)
     parser.add_argument("--authorized-keys", type=Path, help="default: .ssh/authorized_keys in the home of passwd")
@@ -81,12 +81,12 @@ def serve(argv: Sequence[str]) -> int:
         return failure.exit_code
     if end.asked_at is not None:
         return EXIT_OK
-    return 128 - end.code if end.code < 0 else end.code or 1  # sshd never ends by itself when all is well
+    return 128 - end.code if end.code < 0 else end.code or 1  # sshd ends by itself only on errors
 
 
 def _command(folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """Makes the host key and the settings in `folder`. StageError CONFIG without sshd or a home."""
-    # sshd insists on being called by its whole path, and often lies outside a user's PATH.
+    """Create host key and settings in `folder`; return the command. StageError CONFIG without sshd or a home."""
+    # sshd must be called by its absolute path, and is often outside a user's PATH.
     sshd = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"]))
     keygen = shutil.which("ssh-keygen")
     if sshd is None or keygen is None:
@@ -122,13 +122,13 @@ def _session_variables(environment: Mapping[str, str]) -> str:
         for name, value in environment.items()
         if name in _SESSION_VARIABLES or name.startswith(_SESSION_PREFIXES)
     }
-    # The interpreter's folder first: orted starts what mpirun names, and that may be `python` alone.
+    # The interpreter's folder first: orted starts the program that mpirun names, which may be `python` alone.
     chosen["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     return " ".join(_quoted(name, f"{name}={value}") for name, value in sorted(chosen.items()))
 
 
 def _quoted(name: str, text: str) -> str:
-    """For sshd_config, in which a backslash escapes a quote or a backslash, and nothing a line break."""
+    """Quote for sshd_config, where a backslash escapes a quote or a backslash, and nothing escapes a line break."""
     if "\n" in text or "\r" in text:
         raise StageError(
             FailureClass.CONFIG,
@@ -144,8 +144,8 @@ def _quoted(name: str, text: str) -> str:
 
 
 def _stop(sshd: int, grace: float) -> None:
-    """Tells the ranks in here, waits for them and for mpirun's daemon, which has yet to tell mpirun of their ends, and
-    then ends the server; what is left is killed by `Below`.
+    """Stop the ranks in here, wait for them and for mpirun's daemon, which has to report their ends to mpirun, then
+    stop the server; `Below` kills remaining processes.
     """
     told = _ranks()
     for rank in told:
@@ -162,7 +162,7 @@ def _stop(sshd: int, grace: float) -> None:
 
 
 def _ranks() -> list[psutil.Process]:
-    """The processes below that mpirun's daemon has started, without those that they have started themselves."""
+    """Return the descendants started by mpirun's daemon, without their own children."""
     below = [process for process in psutil.Process().children(recursive=True) if _is_of_a_rank(process)]
     ids = {process.pid for process in below}
     return [process for process in below if _parent(process) not in ids]

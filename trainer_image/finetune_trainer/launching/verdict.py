@@ -1,4 +1,4 @@
-"""One TrainerReport out of those of a pod's ranks."""
+"""One TrainerReport from those of a pod's ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from finetune_contract.report import FailureReport, TrainerReport
 from finetune_trainer.launching.below import End
 
 _SHOWN = 1500
-"""Characters of a silent process's last words that go into the message."""
+"""Characters of the stderr of a process without a report that go into the message."""
 
 
 def reports_in(folder: Path, stage: Stage) -> list[TrainerReport]:
-    """By rank. What cannot be read is left out: a process that was killed while it wrote is told of by its signal."""
+    """Return reports by rank. Unreadable ones are skipped: a process killed while writing is reported by its signal."""
     found = []
     for file in folder.glob(f"{stage}-*.json"):
         try:
@@ -42,12 +42,12 @@ def verdict(
     seconds: float,
     first: int = 0,
 ) -> TrainerReport:
-    """What the pod as a whole says.
+    """Return the report of the pod as a whole.
 
-    Success is rank 0's report, or that of the lowest rank here. When all `expected` ranks say so it does not matter how
-    their launcher ended: after the first pod is gone, the others' agents complain of it. Failure is the first cause;
-    a peer that is lost after the pod was told to stop is none, as the peers were most often told as well. `trouble` is
-    what the launcher itself knows, `first` the rank that silence is told of.
+    Success is rank 0's report, or that of the lowest rank here. If all `expected` ranks succeeded, their launcher's end
+    does not matter: agents fail once the first pod has ended. Failure is the first cause; a peer lost after the request
+    to stop is none, as it was most often requested to stop as well. `trouble` is the launcher's own failure, `first`
+    the rank to report if there is no other.
     """
     well = [report for report in reports if report.outcome == "succeeded"]
     if len(well) == len(reports) and well and (len(well) >= expected or (end.code == EXIT_OK and not ends)):
@@ -78,8 +78,8 @@ def _lost_peers(failure: FailureReport, since: float) -> bool:
 
 
 def _stopped(asked_at: float) -> FailureReport:
-    """No rank could save after it was told to stop: it had just started, the grace period was too short, or the ranks
-    of another pod were gone before it.
+    """Return the failure of a pod whose ranks could not save after the request to stop: they had just started, the
+    grace period was too short, or the ranks of another pod had ended before.
     """
     return FailureReport(
         failure_class=FailureClass.PREEMPTED,

@@ -1,3 +1,1 @@
-"""A user's own training program in place of the built-in loop: fetched once, run by every rank, judged by what it
-leaves.
-"""
+"""A user's own training program in place of the built-in loop: fetched once, run by all ranks, judged by its output."""

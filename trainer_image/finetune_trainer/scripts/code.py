@@ -1,8 +1,8 @@
-"""The code of a user's own program, as prepare leaves it in the job's folder and every rank finds it.
+"""Code of a user's own program, which prepare fetches into the job's folder for every rank.
 
-`code/` appears whole or not at all, and belongs to one commit: a branch that moves on during the job does not change
-what a restarted attempt runs. An entry point that is missing, or that a link leads out of the repository, is refused
-before any accelerator is taken.
+`code/` appears whole or not at all, and belongs to one commit: a branch that moves during the job does not change the
+code of a restarted attempt. An entry point that is missing, or outside the repository through a link, is refused before
+any accelerator is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHOWN = 8
 
 
 class Fetched(Message):
-    """`code.json`: what lies in `repository/`."""
+    """`code.json`: origin of the files in `repository/`."""
 
     url: str
     ref: str
@@ -41,16 +41,16 @@ class Fetched(Message):
 
 @dataclass(frozen=True)
 class Program:
-    """A program that is there."""
+    """A fetched program."""
 
     folder: Path
-    """What it runs in."""
+    """Working directory of the program."""
     file: Path
     commit: str
 
 
 def fetch_code(script: Script, paths: JobPaths) -> Program:
-    """The program, fetched if it is not there yet. StageError as `git.fetch` and `open_code`."""
+    """Return the program, fetched if missing. StageError as `git.fetch` and `open_code`."""
     found = _fetched(paths)
     if found is None or (found.url, found.ref) != (script.url, script.ref):
         _fetch(script, paths)
@@ -75,7 +75,7 @@ def _fetch(script: Script, paths: JobPaths) -> None:
 
 
 def open_code(script: Script, paths: JobPaths) -> Program:
-    """The program that prepare has fetched. StageError CONFIG `NotPrepared`, `FolderNotFound`, `EntryPointNotFound`,
+    """Return the program that prepare fetched. StageError CONFIG `NotPrepared`, `FolderNotFound`, `EntryPointNotFound`,
     `LeadsOut`.
     """
     found = _fetched(paths)
@@ -97,7 +97,7 @@ def open_code(script: Script, paths: JobPaths) -> Program:
 
 
 def _fetched(paths: JobPaths) -> Fetched | None:
-    """What lies there whole; None: nothing."""
+    """Return the origin of complete code; None if there is none."""
     if not (paths.code / COMPLETION_MARKER).is_file():
         return None
     try:

@@ -1,9 +1,9 @@
 """One commit of a git repository, fetched over HTTPS.
 
 git is called with an argument vector and an environment of its own: no shell, no prompt, no protocol but HTTPS, no
-redirect to another host, no submodule, no hook, and nothing of the configuration of whoever runs it. Which hosts may be
-fetched from is the operator's to say. Large files (LFS) stay the pointers that the repository holds. git reports
-failures in words only; they are told apart here by those words, in English whatever the machine speaks.
+redirect to another host, no submodule, no hook, and no configuration of the user. The operator decides which hosts are
+allowed. Large files (LFS) stay the pointers in the repository. git reports failures as text only; they are classified
+here by that text, in English in any locale.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SETTINGS = {
     "core.hooksPath": "/dev/null",
     "credential.helper": "",
     "fetch.recurseSubmodules": "false",
-    # A host that is allowed could send us to one that is not.
+    # An allowed host could redirect to one that is not.
     "http.followRedirects": "false",
-    # Below 1 kB/s for a minute: the connection is dead, and whoever waits should know.
+    # Below 1 kB/s for a minute: the connection is dead, and the fetch fails.
     "http.lowSpeedLimit": "1000",
     "http.lowSpeedTime": "60",
     "submodule.recurse": "false",
@@ -36,18 +36,16 @@ _PASSED_ON = (
     *("GIT_SSL_CAINFO", "GIT_SSL_CAPATH", "SSL_CERT_FILE", "PATH"),
     *("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"),
 )
-"""Where certificates are, and the way out of the network; every other GIT_* variable would change what is fetched."""
+"""Places of certificates, and proxies; every other GIT_* variable would change the fetched content."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NO_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[-+/.]|[/.]$|\.lock$|//")
-"""What no branch, tag or commit has in its name (git-check-ref-format), and what git would take for an option or a
-refspec.
-"""
+"""Pattern of invalid names of branches, tags and commits (git-check-ref-format), and of options and refspecs."""
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What some of git's words mean."""
+    """Failure that a pattern in git's output stands for."""
 
     words: re.Pattern[str]
     failure_class: FailureClass
@@ -102,10 +100,10 @@ _RULES = (
 
 
 def fetch(url: str, ref: str, target: Path) -> str:
-    """Writes the files of `ref` into the empty folder `target` and returns the commit.
+    """Write the files of `ref` into the empty folder `target` and return the commit.
 
-    StageError CONFIG for an address, a reference or an answer that another try would not change, CODE_UNAVAILABLE for
-    the rest, STORAGE_FULL.
+    StageError CONFIG for an address, a reference or an answer that a retry would not change, STORAGE_FULL, and
+    CODE_UNAVAILABLE for the rest.
     """
     if not url.startswith("https://"):
         message = f"training.script.git.url is {url!r}; code is fetched over https:// only."
@@ -129,7 +127,7 @@ def fetch(url: str, ref: str, target: Path) -> str:
 
 @dataclass(frozen=True)
 class _Repository:
-    """A repository whose own files lie in `scratch`, with its work in `target`."""
+    """A repository with its own files in `scratch` and its work tree in `target`."""
 
     scratch: Path
     target: Path
@@ -148,7 +146,7 @@ class _Repository:
         )
 
     def run(self, *arguments: str) -> str:
-        """What it prints; StageError when it fails."""
+        """Run git and return its output; StageError if it fails."""
         done = self.try_to(*arguments)
         if done.returncode:
             raise _told(f"git {arguments[0]} failed", done.stderr)
@@ -186,7 +184,7 @@ def _failed(repository: _Repository, url: str, ref: str, words: str) -> StageErr
 
 
 def _told(what: str, words: str) -> StageError:
-    """What git's words mean; unknown ones count as trouble that may pass, and restarts for it are counted."""
+    """Classify git's output; an unknown failure counts as temporary, and its restarts are counted."""
     said = " ".join(line.removeprefix("fatal: ").removeprefix("error: ") for line in words.split("\n") if line.strip())
     for rule in _RULES:
         if rule.words.search(words):

@@ -1,8 +1,8 @@
-"""One rank of a user's own program: started as `python FILE --key value ...`, told to stop when we are, and judged.
+"""One rank of a user's own program: started as `python FILE --key value ...`, stopped with this process, and judged.
 
-It runs in the folder of its code with torchrun's variables, whatever launched it, and speaks transformers' progress
-protocol by itself. Exit code 0 is not enough: the training has succeeded when the output folder holds a model. What it
-says last on stderr becomes the failure's message, for the process knows best; the contract's exit codes are understood.
+It runs in the folder of its code with torchrun's variables, under any launcher, and uses transformers' progress
+protocol by itself. Exit code 0 is not enough: training succeeded only if the output folder holds a model. The end of
+its stderr becomes the failure's message; the contract's exit codes are understood.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from finetune_trainer.training.interruption import preempted
 log = logging.getLogger(__name__)
 
 _OURS = (ENV_REPORT, ENV_PROGRESS)
-"""Files that are this process's to write."""
+"""Variables that name files which only this process writes."""
 _KUBEFLOW = (ENV_KUBEFLOW_URL, ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN)
 _WEIGHTS = (*WEIGHT_FILES, "adapter_model*.bin")
 _CONFIGS = ("config.json", "adapter_config.json")
 _TOKENIZER = "tokenizer_config.json"
 _RESULTS = "all_results.json"
-"""Where transformers' `Trainer.save_metrics` collects what was measured."""
+"""File to which transformers' `Trainer.save_metrics` writes."""
 _RAISED = re.compile(r"(?P<kind>[A-Za-z_][\w.]*)(?:: ?(?P<text>.*))?")
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _WORD = re.compile(r"[A-Za-z]\w{0,63}")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-"""torch writes it before each line of a traceback, once processes have met."""
+"""Prefix that torch writes before each line of a traceback once the process group is initialized."""
 _SHOWN = 1000
-"""Characters of the program's last words that go into a message."""
+"""Characters of the program's stderr that go into a message."""
 _HINTS = {
     FailureClass.OUT_OF_MEMORY: "The program decides by itself what it takes: lower its batch size under "
     "training.script.hyperparameters, or raise resources.memory or the GPUs.",
@@ -75,7 +75,7 @@ _HINT = "It is the program's own error; the log above has all that it said."
 
 @dataclass(frozen=True)
 class Result:
-    """What the stage adds to its report."""
+    """Additions to the stage's report."""
 
     metrics: dict[str, Any]
     artifacts: dict[str, str]
@@ -84,8 +84,8 @@ class Result:
 def run_program(
     job: TrainerJob, script: Script, paths: JobPaths, progress: ProgressSink, world: ProcessWorld
 ) -> Result:
-    """Runs this rank to its end. StageErrors: PREEMPTED, those of `open_code` and `check_origin`, what the program's
-    end means, and PROGRAM `NoModel` when it ended well and left none.
+    """Run this rank to its end. StageErrors: PREEMPTED, those of `open_code` and `check_origin`, that of the program's
+    end, and PROGRAM `NoModel` if it succeeded without a model.
     """
     started = time.monotonic()
     program = open_code(script, paths)
@@ -116,7 +116,7 @@ def run_program(
 def program_environment(
     base: Mapping[str, str], job: TrainerJob, script: Script, paths: JobPaths, program: Program, world: ProcessWorld
 ) -> dict[str, str]:
-    """What the program finds, beside what this process has itself."""
+    """Return the program's environment: that of this process, and more."""
     found = {name: value for name, value in base.items() if name not in _OURS}
     if not world.is_main:
         for name in _KUBEFLOW:
@@ -125,7 +125,7 @@ def program_environment(
         settle_rank(found, world)
     found["OMP_NUM_THREADS"] = str(script.world.threads_per_process)
     if script.world.device == "cpu":
-        # As `accelerate launch --cpu` does: without it every process would train alone, and say nothing.
+        # As `accelerate launch --cpu` does: without it every process would silently train alone.
         found["ACCELERATE_USE_CPU"] = "true"
     folders = [str(program.folder.absolute()), *filter(None, [base.get("PYTHONPATH")]), *site.__path__]
     found["PYTHONPATH"] = os.pathsep.join(folders)
@@ -133,8 +133,8 @@ def program_environment(
 
 
 def _measured(paths: JobPaths) -> dict[str, float]:
-    """What the program itself has measured, without the `train_` that the section's name says. transformers writes it
-    to the Trainer's `output_dir`, which may be either folder.
+    """Return the program's own metrics, without the prefix `train_`, which is the section's name. transformers writes
+    them to the Trainer's `output_dir`, which may be either folder.
     """
     file = next((path for folder in (paths.model, paths.checkpoints) if (path := folder / _RESULTS).is_file()), None)
     try:
@@ -154,10 +154,10 @@ def _measured(paths: JobPaths) -> dict[str, float]:
 
 
 def _check_end(end: End, program: Program, world: ProcessWorld) -> None:
-    """StageError unless it ended by itself with code 0.
+    """Raise StageError unless it ended by itself with code 0.
 
-    After a signal nothing is done, whatever the code: a Trainer that saves a checkpoint because of SIGTERM goes on to
-    save a model that is not trained to its end.
+    After a signal the training is unfinished, whatever the code: a Trainer that saves a checkpoint because of SIGTERM
+    then saves a partly trained model.
     """
     if end.asked_at is not None:
         raise preempted("while the program ran; it goes on from its newest checkpoint if it reads FINETUNE_RESUME_FROM")
@@ -171,7 +171,7 @@ def _check_end(end: End, program: Program, world: ProcessWorld) -> None:
 
 
 def _raised(end: End, program: Program, world: ProcessWorld) -> StageError:
-    """The program's own last words, and the class that they or the exit code tell of."""
+    """Return the error from the end of the program's stderr, with the class of its text or of the exit code."""
     output = _RANK_PREFIX.sub("", end.last_words)
     kind, words = last_words(output)
     place = _place(output, program)
@@ -191,8 +191,8 @@ def _raised(end: End, program: Program, world: ProcessWorld) -> StageError:
 
 
 def last_words(output: str) -> tuple[str, str]:
-    """The type's name and the message of the exception that ended a Python program, from what it wrote to stderr; an
-    empty name and its last line when there is no traceback.
+    """Return type name and message of the exception that ended a Python program, from its stderr; an empty name and the
+    last line if there is no traceback.
     """
     _, found, tail = output.rpartition(_TRACEBACK)
     lines = [line.rstrip() for line in tail.replace("\r", "\n").splitlines() if line.strip()]
@@ -208,7 +208,7 @@ def last_words(output: str) -> tuple[str, str]:
 
 
 def _place(output: str, program: Program) -> str:
-    """The last line of the program's own files in the traceback."""
+    """Return the last place in the traceback that is in the program's own files."""
     root = str(program.folder.absolute()) + os.sep
     own = [match for match in _FRAME.finditer(output.rpartition(_TRACEBACK)[2]) if match["file"].startswith(root)]
     return f" at {own[-1]['file'].removeprefix(root)}, line {own[-1]['line']}" if own else ""

@@ -1,8 +1,8 @@
 """Progress of a user's own program without a cluster.
 
-In a cluster transformers posts to the operator by itself. On a laptop nobody serves that protocol, so this process
-does, on the loopback interface for as long as the program runs, and passes on what arrives. What does not fit is
-dropped: telling must never disturb the work.
+In a cluster transformers posts to the operator by itself. On a laptop this process serves that protocol, on the
+loopback interface while the program runs, and passes updates on. Invalid ones are dropped: reporting must never disturb
+the run.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _STEP, _TOTAL = "current_step", "total_steps"
 
 @contextmanager
 def relayed(environment: Mapping[str, str], progress: ProgressSink) -> Iterator[dict[str, str]]:
-    """`environment`, with the address of a server that passes progress on to `progress` unless it names one already
-    or nobody wants to know.
+    """Yield `environment`, with the address of a server that passes progress on to `progress`, unless it names one
+    already or `progress` is a NoProgress.
     """
     if ENV_KUBEFLOW_URL in environment or isinstance(progress, NoProgress):
         yield dict(environment)
         return
     with tempfile.TemporaryDirectory(prefix="finetune-progress-") as folder:
         token = Path(folder) / "token"
-        token.write_text("local", encoding="utf-8")  # the protocol asks for one; here nobody checks it
+        token.write_text("local", encoding="utf-8")  # the protocol requires one; it is not checked here
         server = ThreadingHTTPServer((LOOPBACK, 0), _handler(progress))
         threading.Thread(target=server.serve_forever, name="relay", daemon=True).start()
         address = f"http://{LOOPBACK}:{server.server_port}/"
@@ -65,15 +65,13 @@ def _handler(progress: ProgressSink) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """The program's output is its own."""
+            """Log nothing: the output belongs to the program."""
 
     return Handler
 
 
 def pass_on(update: KubeflowUpdate, progress: ProgressSink) -> None:
-    """An update that says the step; the others (the first and the last) say nothing that the stage's own start and end
-    do not.
-    """
+    """Pass on an update with a step. The others (the first and the last) only repeat the stage's own start and end."""
     values = {metric.name: _number(metric.value) for metric in update.trainer_status.metrics}
     step, total = values.get(_STEP), values.get(_TOTAL)
     if step is None or total is None or not 0 <= step <= total:

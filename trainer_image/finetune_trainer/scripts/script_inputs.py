@@ -1,8 +1,8 @@
-"""What a user's own program is given: where the model, the data and its folders are, in the variables of
+"""Inputs of a user's own program: places of the model, the data and its folders, in the variables of
 `SCRIPT_VARIABLES`.
 
-Nothing is converted: the program reads model and data itself. Prepare only makes sure that they are there, so that a
-misspelt name costs no accelerator.
+Nothing is converted: the program reads model and data itself. Prepare only checks that they exist, so that a misspelt
+name costs no accelerator time.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from finetune_trainer.uris import Uri, local_path, package_path
 log = logging.getLogger(__name__)
 
 ORIGIN_FILE = "program.json"
-"""Beside the checkpoints: which program wrote them."""
+"""File beside the checkpoints that names the program that wrote them."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = "checkpoint-is-incomplete.txt"
-"""transformers' own mark, while it saves a checkpoint because of SIGTERM."""
+"""transformers' own marker while it saves a checkpoint because of SIGTERM."""
 _STATE = "trainer_state.json"
 """transformers' Trainer writes it into a checkpoint last."""
 
 
 class Origin(Message):
-    """What has to be equal for a program to go on from a checkpoint."""
+    """Values that must be equal for a program to resume from a checkpoint."""
 
     url: str
     commit: str
@@ -75,9 +75,9 @@ class Origin(Message):
 
 
 def check_inputs(job: TrainerJob) -> None:
-    """That the model and the data are there; StageErrors of `load_config` and of the data sources.
+    """Check that the model and the data exist; StageErrors of `load_config` and of the data sources.
 
-    A data set of the Hub that `datasets` cannot read as a table is let through: the program may know better.
+    A data set of the Hub that `datasets` cannot read as a table is accepted: the program may be able to read it.
     """
     from finetune_trainer.data.sources import source_of
 
@@ -93,7 +93,7 @@ def check_inputs(job: TrainerJob) -> None:
 
 
 def variables(job: TrainerJob, script: Script, paths: JobPaths) -> dict[str, str]:
-    """The variables of `SCRIPT_VARIABLES` that have a value."""
+    """Return the variables of `SCRIPT_VARIABLES` that have a value."""
     name, keywords = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
     found = {
         ENV_SCRIPT_MODEL: name,
@@ -136,7 +136,7 @@ def _data(dataset: DataSource) -> dict[str, str]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest `checkpoint-<step>` that transformers' Trainer has finished; None: there is none."""
+    """Return the newest complete `checkpoint-<step>` of transformers' Trainer; None if there is none."""
     if not folder.is_dir():
         return None
     named = [(int(match[1]), path) for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
@@ -154,7 +154,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def check_origin(paths: JobPaths, origin: Origin) -> None:
-    """StageError CHECKPOINT when the checkpoints there were written by another program, or with other settings."""
+    """Raise StageError CHECKPOINT if existing checkpoints are of another program, or of other settings."""
     if newest_checkpoint(paths.checkpoints) is None:
         return
     try:
@@ -167,10 +167,9 @@ def check_origin(paths: JobPaths, origin: Origin) -> None:
 
 
 def make_folders(paths: JobPaths, origin: Origin, resume: bool) -> None:
-    """An empty folder for the model, and one for checkpoints that says whose they are. For rank 0.
+    """Create an empty folder for the model, and one for checkpoints with their origin. For rank 0.
 
-    An earlier training's model stays beside it until there is a new one; half of one that an attempt before this has
-    left goes.
+    An earlier training's model stays beside it until there is a new one; an earlier attempt's partial one is removed.
     """
     former = former_model(paths)
     if paths.model.exists() and not former.exists():
@@ -183,5 +182,5 @@ def make_folders(paths: JobPaths, origin: Origin, resume: bool) -> None:
 
 
 def former_model(paths: JobPaths) -> Path:
-    """Where the model of an earlier training waits while another one runs."""
+    """Return the folder that keeps an earlier training's model while another training runs."""
     return paths.model.with_name(f"{paths.model.name}.former")

@@ -1,4 +1,4 @@
-"""The model that a user's own program has saved, as evaluate and predict take it."""
+"""The model that a user's own program has saved, as an input of evaluate and predict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from finetune_trainer.failures import StageError
 
 
 def job_of_trained_model(job: TrainerJob, paths: JobPaths) -> TrainerJob:
-    """`job` as one that trains nothing and starts from the saved model; StageError MODEL `ModelNotTrained`."""
+    """Return `job` without training, starting from the saved model; StageError MODEL `ModelNotTrained`."""
     if not (paths.state / "train.json").is_file():
         raise StageError(
             FailureClass.MODEL,

@@ -1,1 +1,1 @@
-"""The server that answers requests with a job's model."""
+"""Server that answers requests with a job's model."""

@@ -1,7 +1,7 @@
 """Batches of rows of many requests, by their tokens and by time; one thread computes at a time.
 
-A batch begins as soon as the thread is free: rows that arrive meanwhile make the next one, so that batches grow with
-the load and nobody waits without one.
+A batch starts as soon as the thread is free: rows that arrive meanwhile form the next one, so batches grow with the
+load, and without load no request waits.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _SMOOTHING = 0.2
 
 
 _WRITING = 4
-"""Batches that are written by turns: each takes memory, and makes the others slower."""
+"""Batches that are written by turns: each takes memory, and slows the others down."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that waits or is computed."""
+    """A request that is queued or computed."""
 
     form: Form
     rows: Sequence[Row]
     done: asyncio.Future[list[dict[str, Any]]]
     deadline: float | None
     put: Callable[[str], None] | None = None
-    """Takes pieces of text as they are written: the row is computed by itself."""
+    """Receives pieces of text as they are written: the row is computed by itself."""
     encoded: list[EncodedRow] = field(default_factory=list)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_of: dict[int, Finish] = field(default_factory=dict)
-    """How the text of a row ended, of models that write."""
+    """Index of a row -> end of its text, for models that write."""
     gone: bool = False
     """True once no client waits for the answer."""
     settled: bool = False
@@ -59,17 +59,17 @@ class Ticket:
 
     @property
     def finishes(self) -> list[Finish]:
-        """How the texts ended, in the order of the rows."""
+        """Ends of the texts, in the order of the rows."""
         return [self.finish_of[at] for at in sorted(self.finish_of)]
 
     @property
     def over(self) -> bool:
-        """Whether an answer is of no use any more."""
+        """True once an answer is of no use."""
         return self.gone or self.late
 
     @property
     def late(self) -> bool:
-        """Whether its deadline is over."""
+        """True once its deadline has passed."""
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
@@ -77,7 +77,7 @@ _Result: TypeAlias = list[dict[str, Any]] | Exception
 
 
 class Batcher:
-    """The queue and its thread."""
+    """Request queue and the thread that computes."""
 
     def __init__(self, engine: ServingEngine, metrics: ServingMetrics) -> None:
         self._engine = engine
@@ -97,11 +97,11 @@ class Batcher:
         self.failed: Exception | None = None
 
     def start(self) -> None:
-        """Load the model and warm up, then take requests."""
+        """Load the model and warm up, then accept requests."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what waits is not answered."""
+        """End the thread; queued requests are not answered."""
         with self._wake:
             self._stop = True
             self._wake.notify()
@@ -110,13 +110,13 @@ class Batcher:
 
     @property
     def queued(self) -> int:
-        """Rows that wait or are computed."""
+        """Number of rows that are queued or computed."""
         return self._rows
 
     def submit(
         self, form: Form, rows: Sequence[Row], deadline: float | None, put: Callable[[str], None] | None = None
     ) -> Ticket:
-        """Queue a request of the running event loop. RequestError 429 when the queue is full."""
+        """Queue a request of the running event loop. RequestError 429 if the queue is full."""
         if self._rows and self._rows + len(rows) > self._serving.max_queue:
             retry = max(1, round(self._rows * self._token_seconds * 64))
             message = f"The queue of {self._serving.max_queue} rows is full: ask again in {retry} s."
@@ -135,7 +135,7 @@ class Batcher:
         try:
             self._engine.open()
             self._token_seconds = self._engine.warm_up()
-        except Exception as error:  # whatever it is, the server must end and say so
+        except Exception as error:  # on any error the server must end and report it
             self.failed = error
             return
         self.ready = True
@@ -153,11 +153,11 @@ class Batcher:
                 self._begin()
 
     def _take(self, arrived: Sequence[Ticket]) -> None:
-        """Encode the rows of requests, those alike in one go: each call costs as much as many rows."""
+        """Encode the rows of requests, those of one form in one call: a call costs as much as many rows."""
         alike: dict[object, list[Ticket]] = {}
         for ticket in arrived:
             if not self._over(ticket):
-                # Arrow would give messages the fields that other requests' messages have.
+                # Arrow would add the fields of other requests' messages.
                 texts = all(isinstance(each, str) for row in ticket.rows for each in row.values())
                 alike.setdefault(ticket.form if texts else ticket, []).append(ticket)
         for tickets in alike.values():
@@ -192,7 +192,7 @@ class Batcher:
         return True
 
     def _chosen(self) -> list[tuple[Ticket, int]]:
-        """The oldest row and those of its form that fit beside it, the most alike in length first."""
+        """Return the oldest row and those of its form that fit beside it, the closest in length first."""
         first, at = self._waiting[0]
         width = first.encoded[at].width
         if first.put is not None or first.form.seed is not None:
@@ -201,7 +201,7 @@ class Batcher:
         alike[1:] = sorted(alike[1:], key=lambda each: abs(each[0].encoded[each[1]].width - width))
         room = self._serving.max_batch_tokens
         if self._token_seconds:
-            # Half of the bound: a row waits for the batch before its own.
+            # Half of the bound, as a row also waits for the batch before its own.
             room = min(room, int(self._serving.max_latency_seconds / 2 / self._token_seconds))
         chosen, longest = [alike[0]], width
         for each in alike[1:]:
@@ -212,7 +212,7 @@ class Batcher:
         return chosen
 
     def _begin(self) -> None:
-        """Compute the next batch; what is written takes long, and shares the model with other batches by turns."""
+        """Compute the next batch; batches that write take long, and share the model by turns."""
         with self._wake:
             chosen = self._chosen()
             taken = {(id(ticket), at) for ticket, at in chosen}
@@ -268,7 +268,7 @@ class Batcher:
         )
 
     def _settle(self, results: Sequence[tuple[Ticket, _Result]]) -> None:
-        """Answer requests; their event loop is woken once."""
+        """Answer requests, with one wake-up of their event loop."""
         with self._wake:
             # Another batch that has rows of a ticket may have settled it.
             fresh = [each for each in results if not each[0].settled]

@@ -14,13 +14,13 @@ from finetune_trainer.serving.request_rows import RequestError
 
 MAX_BODY = 4 << 20
 MOST_DISCARDED = 64 << 20
-"""Bytes of a body that is too large after which the connection is closed."""
+"""Bytes of a too large body after which the connection is closed."""
 BODY_SECONDS = 10.0
-"""Time that a client has to send a body."""
+"""Time for a client to send a body."""
 
 
 def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Compact JSON."""
+    """Return a response with compact JSON."""
     try:
         content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:  # halves of surrogate pairs that a client sent, as in its request's id
@@ -29,7 +29,7 @@ def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None 
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The body as a JSON object. RequestError 408, 413, 400, or 499 where the client is gone."""
+    """Return the body as a JSON object. RequestError 408, 413, 400, or 499 if the client disconnected."""
     parts: list[bytes] = []
     size = 0
     try:
@@ -39,7 +39,7 @@ async def read_json(request: Request) -> dict[str, Any]:
                 if size > MOST_DISCARDED:
                     raise _too_large()
                 if size > MAX_BODY:
-                    parts.clear()  # read on: a client that still sends would not see the answer
+                    parts.clear()  # keep reading: a client that still sends would not see the answer
                 else:
                     parts.append(part)
     except TimeoutError as error:
@@ -72,7 +72,7 @@ def _too_large() -> RequestError:
 
 
 def parameters_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """`parameters` of a request."""
+    """Return `parameters` of a request."""
     found = body.get("parameters") or {}
     if not isinstance(found, dict):
         raise RequestError(422, f"parameters must be an object; found {type(found).__name__}.")

@@ -1,6 +1,4 @@
-"""uvicorn as the server runs it: idle connections, and those whose clients do not read, are closed; SIGTERM lets a
-moment pass.
-"""
+"""uvicorn with guards: closes idle connections and those whose clients do not read; drains for a moment on SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,18 +18,16 @@ from finetune_trainer.serving.serving_app import make_app
 log = logging.getLogger("finetune_trainer")
 
 IDLE_SECONDS = 10.0
-"""Time that a connection may be without a request, or need for the head of one."""
+"""Time that a connection may stay without a request, or take to send the head of one."""
 UNREAD_SECONDS = 30.0
-"""Time in which a client has to read some of what it is sent: memory for it is held as long, and its request as well.
-"""
+"""Time in which a client must read some of its answer: its memory and its request are held that long."""
 LINGER_SECONDS = 3.0
-"""Time after SIGTERM in which requests are still taken: those who send them learn of it a little later."""
+"""Time after SIGTERM in which requests are still accepted: senders learn of the end a little later."""
 
 
 class GuardedProtocol(H11Protocol):
-    """Closes connections that send no whole request head for too long, while uvicorn only looks after an answer; and
-    those whose clients leave the answer unread. A request that is being answered is then over, as of a client that
-    disconnects.
+    """Closes connections that send no whole request head for too long, which uvicorn checks only after an answer; and
+    those whose clients leave the answer unread. A request in progress then ends as if its client disconnected.
     """
 
     _closing: asyncio.TimerHandle | None = None
@@ -53,12 +49,12 @@ class GuardedProtocol(H11Protocol):
         self._read_on()
 
     def pause_writing(self) -> None:
-        """Give the client a time to read."""
+        """Start the client's time to read."""
         super().pause_writing()
         self._aborting = self._aborting or self.loop.call_later(self.unread_seconds, self._abort)
 
     def resume_writing(self) -> None:
-        """Forget the time: enough was read."""
+        """Cancel the client's time: enough was read."""
         super().resume_writing()
         self._read_on()
 
@@ -78,12 +74,12 @@ class GuardedProtocol(H11Protocol):
             self._closing = self.loop.call_later(self.idle_seconds, self._close)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection whose client asks nothing more."""
+        """Close a connection whose client sends no further request."""
         super().timeout_keep_alive_handler()
         self._close()
 
     def _close(self) -> None:
-        """Send what is left of the answer if the client reads it."""
+        """Close after the rest of the answer; abort if the client does not read it."""
         self.transport.close()
         self._aborting = self._aborting or self.loop.call_later(self.unread_seconds, self._abort)
 
@@ -94,7 +90,7 @@ class GuardedProtocol(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """Goes on answering for a moment after SIGTERM; ends without a signal of its own."""
+    """Keeps answering for a moment after SIGTERM; does not re-raise the signal at its end."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, linger: float) -> None:
         super().__init__(config)
@@ -113,7 +109,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and tell where."""
+        """Listen, and log the address."""
         await super().startup(sockets)
         for server in self.servers:
             for socket in server.sockets:
@@ -128,7 +124,7 @@ def http_server(
     idle_seconds: float = IDLE_SECONDS,
     unread_seconds: float = UNREAD_SECONDS,
 ) -> DrainingServer:
-    """The server of `state`, which does not listen yet."""
+    """Return the server of `state`, which does not listen yet."""
     drain = state.engine.serving.drain_seconds
     linger = min(LINGER_SECONDS, drain / 3)
     config = uvicorn.Config(

@@ -13,13 +13,13 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def words_of(text: str) -> list[re.Match[str]]:
-    """Words and marks of a text, for models that read words."""
+    """Return words and punctuation marks of a text, for models that read words."""
     return list(_WORD.finditer(text))
 
 
 def rows_of(task: str, inputs: Any, writes: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of `inputs`, and the text of each for answers that point into it. `writes`: the role that a
-    prompt has in the model's task.
+    """Return the rows of `inputs`, and the text of each for answers that point into it. `writes`: role of a prompt in
+    the model's task.
     """
     each = inputs if isinstance(inputs, list) else [inputs]
     if task == "text-classification":
@@ -52,7 +52,7 @@ def _question(one: Any) -> dict[str, Any]:
 
 
 def generation_of(base: Generation, parameters: Mapping[str, Any]) -> Generation:
-    """How to write by a request. RequestError 422 names a value that cannot be."""
+    """Return the generation settings of a request. RequestError 422 names an invalid value."""
     if not parameters:
         return base
     changes: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def generation_of(base: Generation, parameters: Mapping[str, Any]) -> Generation
 def answer_of(
     task: str, rows: list[dict[str, Any]], texts: list[str], parameters: Mapping[str, Any], tokenizer: Any, single: bool
 ) -> Any:
-    """The answer in the form of the task's pipeline."""
+    """Return the answer in the form of the task's pipeline."""
     found: list[Any]
     if task == "text-classification":
         found = [classes(row, _top_k(parameters)) for row in rows]
@@ -105,7 +105,7 @@ def _top_k(parameters: Mapping[str, Any]) -> int | None:
 
 
 def classes(row: Row, top: int | None) -> list[dict[str, Any]]:
-    """Labels with their probabilities, the likeliest first; of a regression its value."""
+    """Return labels with their probabilities, the likeliest first; for a regression its value."""
     if "value" in row:
         return [{"label": "value", "score": row["value"]}]
     scores = row["scores"]
@@ -115,7 +115,7 @@ def classes(row: Row, top: int | None) -> list[dict[str, Any]]:
 
 
 def entities(row: Row, text: str) -> list[dict[str, Any]]:
-    """Entities with the characters where they begin and end."""
+    """Return entities with the characters where they begin and end."""
     words = words_of(text)
     found = []
     for each in row["entities"]:
@@ -126,7 +126,7 @@ def entities(row: Row, text: str) -> list[dict[str, Any]]:
 
 
 def fills(row: Row, text: str, tokenizer: Any, top: int | None) -> list[Any]:
-    """What fits at each mask; a list of lists where there are several."""
+    """Return the candidates for the mask; a list of lists if there are several masks."""
     found = []
     for mask in row["masks"]:
         fitting = []

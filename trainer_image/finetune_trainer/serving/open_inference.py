@@ -13,7 +13,7 @@ _JSON_ROLES = ("tokens", "messages")
 
 
 def rows_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an infer request: each input is a role, each element of its data a row. RequestError 400."""
+    """Return the rows of an infer request: each input is a role, each element of its data a row. RequestError 400."""
     inputs = body.get("inputs")
     if not isinstance(inputs, list) or not inputs:
         raise RequestError(400, "inputs must be a list of tensors.")
@@ -61,7 +61,7 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def answer_of(model: str, version: str, identity: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each column of predict's answers as a tensor; what is no text or number is JSON in text."""
+    """Return each column of predict's answers as a tensor; values that are no text or number become JSON in text."""
     outputs = []
     for name in rows[0]:
         values = [row[name] for row in rows]

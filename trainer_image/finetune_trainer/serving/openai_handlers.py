@@ -72,7 +72,7 @@ class OpenAIHandlers:
             return json_response(told.whole(texts, request.state.tokens, request.state.finishes))
         if len(rows) != 1:
             raise RequestError(400, "A stream has one prompt: send others in requests of their own.", param="prompt")
-        # The code of the answer goes first: wait for the first piece, or the reason why there is none.
+        # The status code is sent first: wait for the first piece, or the reason why there is none.
         ticket, pieces, first = await self._queue.begun(request, form, rows[0])
         return StreamingResponse(_events(told, first, pieces, ticket), media_type="text/event-stream")
 
@@ -80,7 +80,7 @@ class OpenAIHandlers:
 async def _events(
     told: openai_json.Told, first: str | None, pieces: TextPieces, ticket: Ticket
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; a client that goes ends the writing."""
+    """Yield server-sent events; a client that disconnects ends the writing."""
     try:
         piece = first
         while piece is not None:

@@ -21,7 +21,7 @@ _READ = {
     *("stop", "seed", "stream", "stream_options"),
 }
 _WITHOUT_EFFECT = {"user", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
-"""Fields that change nothing in what is written: about who asks, and about tools, which are refused."""
+"""Fields without effect on the text: about the user, and about tools, which are refused."""
 _NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
@@ -34,23 +34,23 @@ _NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "suffix": ("",),
 }
-"""Field -> values that ask for nothing, and are taken beside null."""
+"""Field -> values that request nothing, and are accepted beside null."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a request wants its text."""
+    """Settings of a request for its text."""
 
     generation: Generation
     stop: tuple[str, ...]
     seed: int | None
     stream: bool
     usage: bool
-    """Whether a stream ends with the tokens that were used."""
+    """True if a stream ends with the token usage."""
 
 
 def prompts(body: Mapping[str, Any]) -> list[str]:
-    """The prompts of a request for completions."""
+    """Return the prompts of a request for completions."""
     given = body.get("prompt")
     found: list[Any] = given if isinstance(given, list) else [given]
     if not found or not all(isinstance(each, str) for each in found):
@@ -59,7 +59,7 @@ def prompts(body: Mapping[str, Any]) -> list[str]:
 
 
 def messages(body: Mapping[str, Any]) -> list[Any]:
-    """The conversation of a request; parts of a content that are text are joined."""
+    """Return the conversation of a request; text parts of a content are joined."""
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise _wrong("messages", "a list of messages", given)
@@ -75,13 +75,13 @@ def _message(message: Any) -> Any:
         if not content or len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
             raise _wrong("messages", "messages whose content is text, or a list of parts of the type text", content)
         content = "".join(map(str, texts))
-    # Templates of chats know the older of the two names.
+    # Chat templates know the older of the two names.
     role = "system" if message.get("role") == "developer" else message.get("role")
     return {"role": role, "content": content}
 
 
 def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> Wanted:
-    """How to write. RequestError 400 for what is not offered, and for values that cannot be."""
+    """Return the settings for the text. RequestError 400 for unsupported fields, and for invalid values."""
     for name, value in body.items():
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
             continue
@@ -139,7 +139,7 @@ def _wrong(name: str, rule: str, value: Any) -> RequestError:
 
 
 class Told:
-    """Answers to one request. `usage`: whether a stream tells the tokens that were used."""
+    """Answers to one request. `usage`: True if a stream ends with the token usage."""
 
     def __init__(self, model: str, revision: str, chat: bool, usage: bool) -> None:
         self._chat, self._usage = chat, usage
@@ -152,7 +152,7 @@ class Told:
         self._first = True
 
     def whole(self, texts: list[str], prompt_tokens: int, finishes: Sequence[Finish]) -> dict[str, Any]:
-        """The answer without a stream."""
+        """Return the answer without a stream."""
         named = [
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text} for text in texts
         ]
@@ -165,18 +165,18 @@ class Told:
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
     def piece(self, text: str) -> bytes:
-        """An event with a piece of text."""
+        """Return an event with a piece of text."""
         return self._event(text, None)
 
     def last(self, finish: Finish, prompt_tokens: int) -> bytes:
-        """The event that says why the text ends, and one with the tokens that were used."""
+        """Return the event with the reason why the text ends, and one with the token usage if requested."""
         event = self._event("", finish.reason)
         if not self._usage:
             return event
         return event + self._chunk([], {"usage": _used(prompt_tokens, finish.tokens)})
 
     def failed(self, why: str) -> bytes:
-        """The event of an error after the stream began."""
+        """Return the event of an error after the stream began."""
         return f"data: {json.dumps({'error': {'message': why, 'type': 'server_error'}})}\n\n".encode()
 
     def _event(self, text: str, reason: str | None) -> bytes:

@@ -1,4 +1,4 @@
-"""The OpenAPI document of a server: what each path takes and answers."""
+"""OpenAPI document of a server: requests and answers of each path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PROBES = ("/v2/health/live", "/v2/health/ready", "/metrics")
 
 
 def openapi_document(title: str, task: str, routes: Sequence[tuple[str, str, str]], token: bool) -> dict[str, Any]:
-    """Describe `routes`: method, path and summary of each. `token`: whether requests need one."""
+    """Describe `routes`: method, path and summary of each. `token`: True if requests need one."""
     documented = [
         APIRoute(
             path,
@@ -56,7 +56,7 @@ _NO_MARKS = str.maketrans({"/": "_", "{": "", "}": "", ".": "_"})
 
 
 def _nothing() -> None:
-    """Stands for a handler: these routes are only described."""
+    """Placeholder for a handler: these routes are only described."""
 
 
 def _extra(task: str, method: str, path: str, token: bool) -> dict[str, Any]:

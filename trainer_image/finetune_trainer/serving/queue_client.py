@@ -1,4 +1,4 @@
-"""Requests in the queue of the model: put there, waited for, given up."""
+"""Requests in the queue of the model: submitting, waiting, giving up."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms")
 
 
 class QueueClient:
-    """The queue, as handlers use it."""
+    """Access to the queue for handlers."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
     def require_model(self) -> None:
-        """RequestError 503 while the model is being loaded."""
+        """Raise RequestError 503 while the model is being loaded."""
         if not self._state.batcher.ready:
             raise RequestError(503, "The model is being loaded.", {"Retry-After": "1"})
 
@@ -38,7 +38,7 @@ class QueueClient:
         stop: tuple[str, ...] = (),
         seed: int | None = None,
     ) -> Form:
-        """The form of rows that can be answered; RequestError for others."""
+        """Return the form of valid rows; RequestError for others."""
         self.require_model()
         check_rows(rows)
         engine = self._state.engine
@@ -47,7 +47,7 @@ class QueueClient:
         return Form(roles, generation if engine.job.task in WRITING_TASKS else engine.generation, stop, seed)
 
     async def answered(self, request: Request, form: Form, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The columns of predict for each row."""
+        """Return the columns of predict for each row."""
         ticket = self._state.batcher.submit(form, rows, _deadline(request))
         request.state.rows = len(rows)
         gone = asyncio.create_task(_disconnected(request))
@@ -68,7 +68,7 @@ class QueueClient:
             gone.cancel()
 
     async def begun(self, request: Request, form: Form, row: dict[str, Any]) -> tuple[Ticket, TextPieces, str | None]:
-        """A text that is being written, and its first piece. RequestError when it cannot be."""
+        """Start writing a text, and return its ticket, its pieces and the first piece. RequestError if it fails."""
         pieces = TextPieces()
         ticket = self._state.batcher.submit(form, [row], _deadline(request), pieces.put)
         ticket.done.add_done_callback(lambda _: pieces.end())

@@ -1,4 +1,4 @@
-"""Rows of requests: what clients ask, and the errors that they are answered with."""
+"""Rows of requests, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from finetune_contract.trainer_job import Columns, Generation
 
 MAX_ROWS = 256
-"""Rows of a request."""
+"""Most rows of a request."""
 MAX_CHARACTERS = 200_000
-"""Characters of a row: more than the context of the models that are served holds, and still tokenised within 0.1 s."""
+"""Most characters of a row: more than the context of served models, and still tokenised within 0.1 s."""
 MAX_NEW_TOKENS = 4096
 
 Row = Mapping[str, Any]
@@ -29,7 +29,7 @@ class RequestError(Exception):
         self.message = message
         self.headers = dict(headers or {})
         self.param = param
-        """Field of the request that is wrong, for clients that are told."""
+        """Invalid field of the request, for protocols that report it."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Form:
     roles: tuple[str, ...]
     generation: Generation
     stop: tuple[str, ...] = ()
-    """Texts that end what is written, and are no part of it."""
+    """Texts that end the written text, and are no part of it."""
     seed: int | None = None
     """Seed of each row's sampling; None: the job's seed, shared by the rows of a batch in their order."""
 
     @property
     def columns(self) -> Columns:
-        """Each role's column has the name of the role."""
+        """Columns, named like their roles."""
         return Columns(**{role: role for role in self.roles})
 
 
@@ -58,7 +58,7 @@ class Usage:
 
 
 def check_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Refuse what would take too long: too many rows (413), too long texts (413), wrong types (422)."""
+    """Refuse too many rows (413), too long texts (413) and wrong types (422)."""
     if not rows:
         raise RequestError(422, "The request has no rows: send at least one input.")
     if len(rows) > MAX_ROWS:

@@ -37,7 +37,7 @@ def serve(argv: Sequence[str]) -> int:
     settle_console(0)
     collection.put_off()
     quiet_libraries()
-    # A batch of a few texts is done before other threads have woken up; on a busy machine they cost many times as much.
+    # A batch of a few texts is done before other threads wake up; on a busy machine they cost many times as much.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         job = read_job(arguments.job)
@@ -92,7 +92,7 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
 
 
 def _watch(batcher: Any, server: Any) -> None:
-    """End the server when it cannot load the model or warm up."""
+    """End the server if it cannot load the model or warm up."""
     while not batcher.ready and batcher.failed is None:
         time.sleep(0.05)
     if batcher.failed is not None:
@@ -102,7 +102,7 @@ def _watch(batcher: Any, server: Any) -> None:
 
 
 def revision_of(job: TrainerJob, paths: JobPaths) -> str:
-    """Return a short digest of what identifies the weights of a trained model, else the revision that the job names."""
+    """Return a short digest that identifies the weights of a trained model, else the revision in the job."""
     if not job.trains:
         return job.model.revision
     from finetune_trainer.inference.runner import weights_version

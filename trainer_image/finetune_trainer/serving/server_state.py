@@ -1,4 +1,4 @@
-"""What the handlers of a server share."""
+"""State that the handlers of a server share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune_trainer.serving.serving_metrics import ServingMetrics
 
 @dataclass
 class ServerState:
-    """One server."""
+    """State of one server."""
 
     engine: ServingEngine
     batcher: Batcher
@@ -27,5 +27,5 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        """Whether requests should be sent here: after the warm-up, until it drains."""
+        """True if requests should be sent here: after the warm-up, until it drains."""
         return self.batcher.ready and not self.draining

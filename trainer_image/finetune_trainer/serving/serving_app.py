@@ -1,7 +1,6 @@
 """The HTTP application: protocols in front of one queue.
 
-Requests go by plain routes: FastAPI's own take as long for each as a small model does. FastAPI makes the OpenAPI
-document.
+Requests use plain routes: FastAPI's own take as long for each as a small model. FastAPI generates the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from finetune_trainer.serving.server_state import ServerState
 from finetune_trainer.serving.serving_metrics import CONTENT_TYPE
 
 _OPEN = ("/v2/health/live", "/v2/health/ready", "/metrics")
-"""Paths without a token: those who probe and scrape have none."""
+"""Paths without a token: probes and scrapes have none."""
 _PAGE = ("GET /", "GET /page/{name}")
-"""Open as well: a browser loads the page first, and the page asks for the token."""
+"""Open as well: a browser loads the page first, which then asks for the token."""
 _OPENAI_CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
 access = logging.getLogger("finetune_trainer.access")
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(state: ServerState) -> Starlette:
-    """The routes of one server."""
+    """Return the application with the routes of one server."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -54,7 +53,7 @@ def make_app(state: ServerState) -> Starlette:
 
     async def told(request: Request, error: Exception) -> Response:
         code = getattr(error, "status_code", 404)
-        # A path has a route for each of its methods, and Starlette names those of the first.
+        # A path has a route for each of its methods, and Starlette lists those of the first only.
         found = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
         allowed = {"Allow": ", ".join(sorted({name for each in found for name in each.methods or ()}))}
         why = "There is no such path; see /openapi.json." if code == 404 else "The path does not take this method."
@@ -69,9 +68,9 @@ def make_app(state: ServerState) -> Starlette:
 
 
 def _error(path: str, error: RequestError) -> Response:
-    """An error in the form of the path's protocol."""
+    """Return an error in the form of the path's protocol."""
     if path.startswith("/v1/"):
-        # That API answers 400 to all that is wrong with a request.
+        # That API answers 400 to every invalid request.
         status = 400 if error.code == 422 else error.code
         kind = "invalid_request_error" if status < 500 else "server_error"
         code = _OPENAI_CODES.get(status)
@@ -143,7 +142,7 @@ class _Handlers:
         self._document: dict[str, Any] | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """Method, path and handler."""
+        """Return method, path and handler of each route."""
         found: list[tuple[str, str, Handler]] = [
             ("GET", "/", self.page),
             ("GET", "/page/{name}", self.page_file),
@@ -201,7 +200,7 @@ class _Handlers:
         return json_response(self._document)
 
     def told(self) -> dict[str, Any]:
-        """Metadata of the model."""
+        """Return the metadata of the model."""
         self._queue.require_model()
         state, engine = self._state, self._engine
         roles = sorted(engine.answerer.asked.columns.model_dump(exclude_none=True))
@@ -220,7 +219,7 @@ class _Handlers:
         }
 
     def _facts_of_page(self) -> dict[str, Any]:
-        """Inputs and outputs beyond the task, for the page and other clients."""
+        """Return inputs and outputs beyond the task, for the page and other clients."""
         job, tokenizer = self._engine.job, self._engine.tokenizer
         facts: dict[str, Any] = {}
         if job.task == "text-classification":
@@ -285,7 +284,7 @@ class _Handlers:
 
     @property
     def _writes(self) -> str:
-        """The role of a prompt."""
+        """Role of a prompt."""
         task = self._engine.job.task
         dataset = self._engine.job.dataset
         if task == "text-generation" and (dataset is None or dataset.columns.source is None):
@@ -294,7 +293,7 @@ class _Handlers:
 
 
 def settle_access_log() -> None:
-    """Write the lines of requests as they are, to standard output."""
+    """Write the log lines of requests unchanged to standard output."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     access.handlers = [handler]

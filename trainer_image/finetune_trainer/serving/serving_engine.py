@@ -1,4 +1,4 @@
-"""The model of a server: rows in, predictions out, by the code that the stage predict runs."""
+"""Model of a server: rows in, predictions out, by the code of the stage predict."""
 
 from __future__ import annotations
 
@@ -48,37 +48,37 @@ WARM_ROWS: Mapping[str, dict[str, Any]] = {
     "translation": {"source": _WARM_TEXT},
 }
 _ROWS_TO_COME = 1_000_000
-"""Rows that the time for measuring and converting is set against: a server answers many."""
+"""Number of rows that measuring and converting are weighed against: a server answers many."""
 _KEY = ShardKey(0, 0)
 
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """A row that is ready for a batch."""
+    """An encoded row, ready for a batch."""
 
     row: Row
     features: FeatureBatch
-    """Those of all rows that were encoded with it."""
+    """Features of all rows that were encoded with it."""
     first: int
     last: int
     """Its features: from `first` up to `last`, exclusive."""
     width: int
-    """Padded tokens that it takes at least."""
+    """Padded tokens that it takes at least in a batch."""
     tokens: int
     """Tokens of its features."""
 
 
 @dataclass
 class ServingEngine:
-    """Answers rows, one batch at a time; for several threads only where models write, by turns.
+    """Answers rows, one batch at a time; several threads may call it only if the model writes, by turns.
 
-    It can tell of itself at once, and answers once `open` has loaded the model.
+    Its properties are available at once, and answers once `open` has loaded the model.
     """
 
     job: TrainerJob
     serving: Serving
     trained: bool
-    """Whether the job trained the model."""
+    """True if the job trained the model."""
     paths: JobPaths
     answerer: Answerer = field(init=False)
     _opened: bool = False
@@ -86,19 +86,19 @@ class ServingEngine:
 
     @classmethod
     def of(cls, job: TrainerJob, paths: JobPaths) -> ServingEngine:
-        """The engine of a job, without its model."""
+        """Return the engine of a job, without its model."""
         serving = job.serving or Serving(model_name=job.name, device="cpu", max_batch_tokens=8192)
         return cls(job.model_copy(update={"serving": serving}), serving, job.trains, paths)
 
     @classmethod
     def load(cls, job: TrainerJob, paths: JobPaths) -> ServingEngine:
-        """`of` and `open`."""
+        """Call `of` and `open`."""
         engine = cls.of(job, paths)
         engine.open()
         return engine
 
     def open(self) -> None:
-        """Load the model, once, and convert it where the job asks for it. StageErrors of the model and of the rung."""
+        """Load the model, once, and convert it if the job requests it. StageErrors of the model and of the rung."""
         if self._opened:
             return
         collection.begin_with_models()
@@ -128,7 +128,7 @@ class ServingEngine:
         self._opened = True
 
     def _forward(self, paths: JobPaths, version: object) -> Any:
-        """Choose the rung as predict does, measured on rows of several lengths. `version`: of the weights."""
+        """Choose the rung as predict does, measured on rows of several lengths. `version`: version of the weights."""
         if self.serving.optimization == "none":
             return None
         shard = _sample_shard(self.job, _warm_row(self.job, self.answerer.encoder))
@@ -142,7 +142,7 @@ class ServingEngine:
 
     @property
     def writes(self) -> bool:
-        """Whether the model writes texts."""
+        """True if the model writes texts."""
         return self.job.task in WRITING_TASKS
 
     @property
@@ -157,11 +157,11 @@ class ServingEngine:
 
     @property
     def generation(self) -> Generation:
-        """How the model writes where a request does not say."""
+        """Generation settings for requests without their own."""
         return self.job.generation
 
     def warm_up(self) -> float:
-        """Answer rows of one and of several, and return the seconds that a padded token took."""
+        """Answer batches of one row and of several, and return the seconds per padded token."""
         row = _warm_row(self.job, self.answerer.encoder)
         few = Generation(max_new_tokens=min(4, self.generation.max_new_tokens))
         form = Form(tuple(row), few if self.writes else self.generation)
@@ -173,7 +173,7 @@ class ServingEngine:
         return seconds / max(1, sum(each.width for each in encoded))
 
     def encode(self, form: Form, rows: Sequence[Row]) -> list[EncodedRow]:
-        """Tokenise rows. StageError DATA of the first row that the task does not take."""
+        """Tokenise rows. StageError DATA for the first row that the task rejects."""
         answerer = self._answerer(form)
         task, columns = answerer.encoder.task, answerer.asked.columns
         table = pa.Table.from_pylist(rows)
@@ -208,7 +208,7 @@ class ServingEngine:
     def _watched(
         self, answerer: Answerer, writing: WatchedWriting, split: PreparedSplit, form: Form
     ) -> list[dict[str, Any]]:
-        """As `predicted` of the answerer, by turns with others, with tokens told, and up to a text that stops it."""
+        """Predict like the answerer, by turns with others, with tokens counted, and up to a stop text."""
         writing.tokenizer, writing.beams = self.tokenizer, answerer.job.generation.num_beams
         writing.ends, writing.stops = frozenset(ends(answerer.model, self.tokenizer)), form.stop
         seed = seed_of(self.job.seed if form.seed is None else form.seed, _KEY)
@@ -229,7 +229,7 @@ class ServingEngine:
         return found
 
     def _answerer(self, form: Form) -> Answerer:
-        """The answerer of a form; few are kept, as clients choose how to write."""
+        """Return the answerer of a form; at most 64 are cached, as clients choose the generation settings."""
         found = self._of_form.get(form)
         if found is None:
             if len(self._of_form) >= 64:
@@ -241,7 +241,7 @@ class ServingEngine:
 
 
 def refuse_roles(task: str, roles: Sequence[str]) -> None:
-    """RequestError 422 for inputs that the task does not take."""
+    """Raise RequestError 422 for inputs that the task does not take."""
     allowed: dict[str, list[set[str]]] = {
         "text-classification": [{"text"}, {"text", "text_pair"}],
         "token-classification": [{"tokens"}],
@@ -259,8 +259,8 @@ def refuse_roles(task: str, roles: Sequence[str]) -> None:
 
 
 def _writable(paths: JobPaths) -> JobPaths:
-    """Return where converted models go: the job's folder, or one of this process where that is read-only, as in the
-    pods of an endpoint.
+    """Return the place of converted models: the job's folder, or a temporary one if that is read-only, as in the pods
+    of an endpoint.
     """
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
@@ -279,7 +279,7 @@ def _warm_row(job: TrainerJob, encoder: Encoder) -> dict[str, Any]:
 
 
 def _sample_shard(job: TrainerJob, row: Mapping[str, Any]) -> RowShard:
-    """Rows of several lengths, to measure rungs on."""
+    """Return rows of several lengths, to measure rungs on."""
     longest = max(row, key=lambda role: len(row[role]))
     rows = []
     for times in (1, 2, 4, 8) * 64:

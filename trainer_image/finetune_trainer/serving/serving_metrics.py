@@ -1,4 +1,4 @@
-"""What the server counts, in the format of Prometheus."""
+"""Metrics of the server, in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class ServingMetrics:
         self._rate.set(tokens / max(seconds, 1e-9))
 
     def text(self) -> bytes:
-        """All of them, for a scrape."""
+        """Return all metrics, for a scrape."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Texts that end what a model writes, and are no part of it."""
+"""Stop texts: they end a written text, and are no part of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of `stops` begins in `text`; None without any."""
+    """Return the position of the first of `stops` in `text`; None if there is none."""
     return min((at for at in map(text.find, stops) if at >= 0), default=None)
 
 
 class StopFilter:
-    """Lets pieces of a text pass up to a stop, and holds back what may become one."""
+    """Passes pieces of a text up to a stop, and holds back a possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -19,7 +19,7 @@ class StopFilter:
         self._stopped = False
 
     def passed(self, piece: str, *, last: bool) -> str:
-        """What may be shown once `piece` was written. `last`: nothing follows."""
+        """Return the text that may be shown once `piece` was written. `last`: nothing follows."""
         if self._stopped:
             return ""
         text = self._held + piece
@@ -32,7 +32,7 @@ class StopFilter:
         return text[:end]
 
     def _begun(self, text: str) -> int:
-        """Characters at the end of `text` that a stop begins with."""
+        """Return the number of characters at the end of `text` with which a stop begins."""
         return max(
             (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
         )

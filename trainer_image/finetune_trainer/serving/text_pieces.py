@@ -1,4 +1,4 @@
-"""Text of a stream that is written and not sent yet."""
+"""Text of a stream that is written but not sent yet."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 
 
 class TextPieces:
-    """Goes from the thread that writes to the event loop that sends.
+    """Queue from the thread that writes to the event loop that sends.
 
-    A client that reads slowly gets larger pieces: what waits is one text, no longer than the answer. So memory is
-    bounded, and no slow client holds up what is written for others.
+    A client that reads slowly gets larger pieces: the pending text is at most the whole answer. So memory is bounded,
+    and a slow client does not hold up others.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class TextPieces:
             self._loop.call_soon_threadsafe(self._there.set)
 
     def end(self) -> None:
-        """Say that nothing follows, from the event loop."""
+        """Mark the end, from the event loop."""
         self._ended = True
         self._there.set()
 
     async def get(self) -> str | None:
-        """What was written since the last call, at least a piece; None at the end."""
+        """Return the text written since the last call, at least a piece; None at the end."""
         await self._there.wait()
         with self._guard:
             text = "".join(self._waiting)

@@ -1,4 +1,4 @@
-"""Turns of threads that write with one model: one computes, and after each token the one that waits longest does."""
+"""Turns of threads that write with one model: one computes at a time, and hands over after each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """A lock that is handed on in the order in which it was asked for."""
+    """A fair lock: handed on in the order of the requests."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -19,7 +19,7 @@ class Turns:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Compute inside."""
+        """Hold the turn inside the context."""
         self._take()
         try:
             yield
@@ -27,9 +27,9 @@ class Turns:
             self._leave()
 
     def hand_on(self) -> float:
-        """Let all who wait have a turn before the caller's next one; return the seconds that they took.
+        """Let all waiting threads have a turn before the caller's next one; return the seconds that they took.
 
-        Who draws random numbers goes on with those that would have come: all threads draw from one generator.
+        Restores the caller's random state, as all threads draw from one generator.
         """
         if not self._waiting:
             return 0.0

@@ -1,4 +1,4 @@
-"""One batch that a model writes for requests: it makes room for others, ends early, and tells how it ended."""
+"""One batch that a model writes for requests: yields to others, can end early, and reports its end."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _TOKENS, _ENDED = "written_tokens", "ended"
 
 @dataclass(frozen=True)
 class Finish:
-    """How the text of a row ended."""
+    """End of a row's text."""
 
     tokens: int
-    """Tokens written, the one that ends the text among them."""
+    """Tokens written, including the one that ends the text."""
     ended: bool
     """True: the model ended it. False: it reached the largest length."""
 
     @property
     def reason(self) -> str:
-        """As OpenAI's API calls it."""
+        """Reason as named in OpenAI's API."""
         return "stop" if self.ended else "length"
 
 
@@ -41,9 +41,9 @@ class WatchedWriting:
 
     turns: Turns
     stopped: Callable[[], bool]
-    """Returns True when no client waits for the rest."""
+    """Returns True if no client waits for the rest."""
     put: Callable[[str], None] | None = None
-    """Takes pieces of the text of a single row as they are written."""
+    """Receives pieces of a single row's text as they are written."""
     ends: frozenset[int] = frozenset()
     tokenizer: Any = None
     beams: int = 1
@@ -53,14 +53,14 @@ class WatchedWriting:
     """See `Form.stop`."""
     finishes: list[Finish] = field(default_factory=list)
     _prompt: int | None = None
-    """Tokens that were there before the first that was written."""
+    """Tokens before the first written one."""
     _stopped_after: dict[int, int] = field(default_factory=dict)
-    """Row of those written together -> tokens after which a stop was there."""
+    """Index of a row in the batch -> tokens after which a stop was found."""
     _rows_told: int = 0
 
     @property
     def streams(self) -> bool:
-        """Whether pieces come while the text is written: beams are settled at the end."""
+        """True if pieces arrive while the text is written; with beams it is decided at the end."""
         return self.put is not None and self.beams == 1
 
     def arguments(self) -> Mapping[str, Any]:
@@ -74,7 +74,7 @@ class WatchedWriting:
         return found
 
     def told(self, tokens: torch.Tensor) -> Answer:
-        """See `writing.Watch`. Rows are told in the order in which they were written."""
+        """See `writing.Watch`. Must be called in the order of the rows."""
         stopped_after = self._stopped_after.get(self._rows_told)
         self._rows_told += 1
         for count, token in enumerate(tokens.tolist(), 1):
@@ -83,11 +83,11 @@ class WatchedWriting:
         return {_TOKENS: np.array(len(tokens)), _ENDED: np.array(False)}
 
     def finish(self, answers: Sequence[Answer]) -> None:
-        """Keep how the rows ended. `answers`: those of their last features."""
+        """Record the ends of the rows. `answers`: those of their last features."""
         self.finishes = [Finish(int(answer[_TOKENS]), bool(answer[_ENDED])) for answer in answers]
 
     def _between(self, tokens: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        """After each token: others first; tells for each row whether to stop."""
+        """Give others a turn after each token; return for each row whether to stop."""
         import torch
 
         self.others_seconds += self.turns.hand_on()
@@ -99,7 +99,7 @@ class WatchedWriting:
         return over
 
     def _look_for_stops(self, tokens: torch.Tensor) -> None:
-        """In the end of each row: a token is a byte of text or more, or special."""
+        """Search for stops in the end of each row: a token is at least a byte of text, or special."""
         if self._prompt is None:
             self._prompt = tokens.shape[1] - 1
         written = tokens.shape[1] - self._prompt
@@ -115,7 +115,7 @@ class WatchedWriting:
         put, stops = self.put, StopFilter(self.stops)
 
         class Pieces(TextStreamer):
-            """Hands text to the request instead of printing it."""
+            """Passes text to the request instead of printing it."""
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 if put is not None and (shown := stops.passed(text, last=stream_end)):

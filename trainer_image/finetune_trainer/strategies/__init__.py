@@ -1,3 +1,1 @@
-"""How a model is spread over processes: one module for each strategy, all behind one protocol. None of them knows a
-task.
-"""
+"""Strategies that spread a model over processes: a module for each, all behind one protocol. None knows a task."""

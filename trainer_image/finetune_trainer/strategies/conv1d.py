@@ -1,9 +1,9 @@
 """Tensor parallelism for GPT-2, for which transformers has no plan: its layers are Conv1D, not Linear.
 
-A Conv1D keeps its weight as (inputs, outputs), and one of them makes queries, keys and values in one product. The
-division is that of Shoeybi et al., "Megatron-LM" (2019), section 3: heads and the width of the feed-forward layer are
-dealt out, so that a layer sums over the processes twice forward and twice backward. The styles are registered with
-transformers, which applies them as it does its own.
+A Conv1D keeps its weight as (inputs, outputs), and one of them computes queries, keys and values in one product. The
+division follows Shoeybi et al., "Megatron-LM" (2019), section 3: heads and the width of the feed-forward layer are
+split, so that a layer does two all-reduces forward and two backward. The styles are registered with transformers, which
+applies them as its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAMILIES = ("gpt2",)
 
 
 def conv1d_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Module of `model`, layers as `*`, -> style, for a family of `FAMILIES`; empty for others."""
+    """Return the module of `model` (layers as `*`) -> style, for a family of `FAMILIES`; empty for others."""
     if model.config.model_type not in FAMILIES:
         return {}
     _register()
@@ -41,19 +41,19 @@ def conv1d_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def widths(model: PreTrainedModel) -> dict[str, int]:
-    """What the degree has to divide beside the heads: the field of the config -> its value."""
+    """Return the widths that the degree has to divide beside the heads: field of the config -> value."""
     inner = getattr(model.config, "n_inner", None)
     return {"n_inner": inner} if model.config.model_type in FAMILIES and inner is not None else {}
 
 
 @cache
 def _register() -> None:
-    """Make the styles known to transformers."""
+    """Register the styles with transformers."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     from finetune_trainer.strategies.conv1d_styles import Columns, Heads, Rows
 
-    styles: Any = ALL_PARALLEL_STYLES  # transformers leaves it without types
+    styles: Any = ALL_PARALLEL_STYLES  # transformers has no types for it
     styles.register("conv1d_heads", Heads())
     styles.register("packed_colwise_conv1d", Columns(packed=_QUERY_KEY_VALUE))
     styles.register("colwise_conv1d", Columns())

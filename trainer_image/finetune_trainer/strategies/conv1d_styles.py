@@ -18,7 +18,7 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# transformers types them otherwise than it uses them.
+# The types in transformers differ from its own use of them.
 _sum_forward: Any = _AllReduceForward
 _sum_backward: Any = _AllReduceBackward
 
@@ -34,7 +34,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Columns(TensorParallelLayer):
-    """Each process makes some of the outputs from all inputs: of each of `packed` matrices side by side."""
+    """Computes some of the outputs from all inputs on each process: of each of `packed` matrices side by side."""
 
     def __init__(self, packed: int = 1) -> None:
         self._packed = packed
@@ -57,7 +57,7 @@ class Columns(TensorParallelLayer):
 
 
 class Rows(TensorParallelLayer):
-    """Each process makes a part of all outputs from some of the inputs; the bias is whole, and added once."""
+    """Computes a summand of all outputs from some of the inputs on each process; the bias is whole, and added once."""
 
     def shard_param(self, module: Any, param: str, mesh: DeviceMesh) -> None:
         if param == "weight":
@@ -77,7 +77,7 @@ class Rows(TensorParallelLayer):
 
 
 class Heads(TensorParallelLayer):
-    """Attention over this process's heads, whose number GPT-2 takes from the width of what `c_attn` makes."""
+    """Attention over this process's heads; GPT-2 derives their number from the output width of `c_attn`."""
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
         module.split_size //= mesh.size()

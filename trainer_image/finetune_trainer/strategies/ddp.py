@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 
 class DataParallel(FullState):
-    """torch's DistributedDataParallel, put around the model by accelerate; bf16, also around layers in fp8, and fp16 by
-    autocast.
-    """
+    """torch's DistributedDataParallel, wrapped by accelerate; bf16 (also around fp8 layers) and fp16 by autocast."""
 
     name: StrategyName = "ddp"
-    # The forward pass begins with the buffers of rank 0.
+    # The forward pass begins with a broadcast of the buffers of rank 0.
     communicates_in: tuple[TimePart, ...] = ("forward", "backward")
 
     def __init__(self, precision: Precision, world_size: int) -> None:
@@ -29,19 +27,19 @@ class DataParallel(FullState):
         self._world_size = world_size
 
     def arguments(self) -> Mapping[str, object]:
-        """Autocast unless the precision is fp32; accelerate scales the loss of fp16."""
+        """Enable autocast unless the precision is fp32; accelerate scales the loss of fp16."""
         return {"bf16": computes_in_bf16(self._precision), "fp16": self._precision == "fp16"}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """accelerate wraps it later."""
+        """Return the model unchanged; accelerate wraps it later."""
         return model
 
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
-        """Gradients are averaged after the last micro-batch only."""
+        """Average gradients after the last micro-batch only."""
         return placed.wrapped.no_sync()  # type: ignore[operator,no-any-return]
 
     def assert_in_effect(self, placed: Placed) -> None:
-        """DistributedDataParallel over the planned number of processes."""
+        """Expect DistributedDataParallel over the planned number of processes."""
         from torch.nn.parallel import DistributedDataParallel
 
         wrapped = placed.wrapped

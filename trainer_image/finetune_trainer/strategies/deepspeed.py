@@ -1,12 +1,12 @@
 """DeepSpeed ZeRO stages 0 to 3, with the optimizer state on the devices or in host memory.
 
-The configuration comes decided, as `deepspeed.json`. What is left undecided and what would replace the job's own
-optimizer or schedule is refused here, the transformers integration compares the rest with TrainingArguments, and after
-set-up the engine is compared with the job.
+The configuration arrives decided, as `deepspeed.json`. This module refuses undecided values and sections that would
+replace the job's own optimizer or schedule; the transformers integration compares the rest with TrainingArguments, and
+after set-up the engine is compared with the job.
 
-DeepSpeed reads its checkpoints by unpickling, which runs whatever code a file names. Here it reads through `_read`,
-which makes tensors, containers and a handful of DeepSpeed's own plain classes, and nothing else; and only files that
-the checkpoint's manifest lists, each compared with its hash by the rank that is about to read it.
+DeepSpeed reads its checkpoints by unpickling, which runs any code that a file names. Here it reads through `_read`,
+which builds tensors, containers and a handful of DeepSpeed's own plain classes only, from files that the checkpoint's
+manifest lists; the rank that reads a file compares its hash first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 
 
 class DeepSpeed:
-    """The engine's own checkpoints: shards that belong to the stage and the number of processes that wrote them."""
+    """DeepSpeed's engine and checkpoint form: shards tied to the stage and the number of processes that wrote them."""
 
     name: StrategyName = "deepspeed"
     replica_step = None
@@ -49,7 +49,7 @@ class DeepSpeed:
         config: Mapping[str, Any],
         scratch: Path,
     ) -> None:
-        """`scratch`: folder for files of offloaded state, where `config` names none."""
+        """`scratch`: folder for files of offloaded state, if `config` names none."""
         self._settings = settings
         self._precision = precision
         self._world_size = world_size
@@ -61,15 +61,15 @@ class DeepSpeed:
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
-        """Gradients are reduced in the backward pass; from stage 1 on the step gathers what it has updated; stage 3
-        gathers parameters in the forward pass, too.
+        """Parts with communication: the backward pass reduces gradients, from stage 1 on the step gathers the updated
+        parameters, and stage 3 gathers parameters in the forward pass too.
         """
         stage = self._settings.zero_stage or 0
         parts: tuple[TimePart, ...] = ("forward", "backward", "optimizer")
         return parts if stage == 3 else parts[1:] if stage else ("backward",)
 
     def arguments(self) -> Mapping[str, object]:
-        """The configuration as it is; the precision is the engine's, and told to both so that they can be compared."""
+        """Pass on the configuration as it is; the engine applies the precision, given to both for comparison."""
         return {
             "deepspeed": self._config,
             "bf16": self._precision == "bf16",
@@ -77,7 +77,7 @@ class DeepSpeed:
         }
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Stage 3 divides it here; what the others divide, the engine does later."""
+        """Partition the model for stage 3; for the other stages the engine partitions later."""
         _leave_out_shared_memory_op()
         if self._settings.uses_nvme:
             asked = "parallelism.offload with nvme"
@@ -93,17 +93,17 @@ class DeepSpeed:
         return model
 
     def _divide(self, model: PreTrainedModel) -> None:
-        """Converts, moves and divides one parameter after the other, so that a device has one of them whole at a time.
+        """Convert, move and partition one parameter after another, so that a device holds one whole one at a time.
 
-        The engine would put the whole model on each device before it divides it (DeepSpeed 0.19,
-        `DeepSpeedEngine._configure_distributed_model`); what it finds divided it leaves where it is, and so the
-        buffers, which nobody divides. All ranks go on with the weights of rank 0.
+        The engine would put the whole model on each device before it partitions it (DeepSpeed 0.19,
+        `DeepSpeedEngine._configure_distributed_model`); it leaves partitioned parameters where they are, and the
+        buffers, which are not partitioned, too. All ranks continue with the weights of rank 0.
         """
         import deepspeed
         import torch
         from deepspeed.accelerator import get_accelerator
 
-        # As `deepspeed.initialize` would later: on top of the process group that there is.
+        # As `deepspeed.initialize` would later: on top of the existing process group.
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision)
         first, *others = model.parameters()
@@ -117,7 +117,7 @@ class DeepSpeed:
             buffer.data = buffer.data.to(device)
 
     def assert_in_effect(self, placed: Placed) -> None:
-        """A DeepSpeed engine of the stage, the offload, the precision and the world that the job says."""
+        """Expect a DeepSpeed engine with the job's stage, offload, precision and world size."""
         from deepspeed import DeepSpeedEngine
 
         engine = placed.wrapped
@@ -144,7 +144,7 @@ class DeepSpeed:
         self._assert_zero_plus_plus(engine, placed)
 
     def _assert_sharded(self, engine: Any, placed: Placed) -> None:
-        """The configuration says a stage; these are the objects that do it."""
+        """Expect the optimizer and the parameters of the configured stage, not its number alone."""
         from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
         from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -165,7 +165,7 @@ class DeepSpeed:
             )
 
     def _assert_offload(self, engine: Any, placed: Placed) -> None:
-        """Where the configuration of the engine says, and where the state does lie."""
+        """Expect the requested offload, in the engine's configuration and in the actual place of the state."""
         asked = (self._settings.offload_optimizer, self._settings.offload_parameters)
         found = (_device_of(engine.zero_offload_optimizer()), _device_of(engine.zero_offload_param()))
         for what, there, wanted in zip(("optimizer state is", "parameters are"), found, asked, strict=True):
@@ -193,7 +193,7 @@ class DeepSpeed:
             expect(right, self.name, "WrongOffload", f"{words}, asked for was {parameters}")
 
     def _assert_zero_plus_plus(self, engine: Any, placed: Placed) -> None:
-        """The secondary shards and the quantized communication that the configuration asks for."""
+        """Expect the configured secondary shards and quantized communication."""
         import torch
 
         wanted = min(int(self._zero.get(_HPZ, 1)), self._world_size)
@@ -208,12 +208,12 @@ class DeepSpeed:
             expect(bool(state) == bool(self._zero.get(key)), self.name, "WrongQuantization", words)
 
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
-        """The engine is told with each backward pass whether it is the last."""
+        """Return an empty context: each backward pass tells the engine whether it is the last."""
         return nullcontext()
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """All weights, or those that are trained, on rank 0, in the precision that the engine computes in; gathered
-        one parameter at a time with stage 3.
+        """Return all weights, or the trained ones, on rank 0, in the engine's precision; stage 3 gathers one parameter
+        at a time.
         """
         import deepspeed
         import torch
@@ -221,7 +221,7 @@ class DeepSpeed:
         main = torch.distributed.get_rank() == 0
         state: dict[str, Any] = {}
         tied = tied_names(placed.model)
-        # The last forward pass may have asked for parameters of the next one, which cannot be gathered on their way.
+        # The last forward pass may have prefetched parameters of the next; those in flight cannot be gathered.
         placed.wrapped.empty_partition_cache()  # type: ignore[operator]
         with torch.no_grad():
             for name, parameter in placed.model.named_parameters(remove_duplicate=False):
@@ -237,12 +237,12 @@ class DeepSpeed:
         return state
 
     def save(self, placed: Placed, folder: Path) -> None:
-        """The engine writes one folder with the shards of all ranks."""
+        """Have the engine write one folder with the shards of all ranks."""
         placed.wrapped.save_checkpoint(str(folder), exclude_frozen_parameters=placed.adapted)  # type: ignore[operator]
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
-        """The engine reads its shards. StageError CHECKPOINT when it does not find them, or for a file that is not as
-        the manifest says or holds more than data.
+        """Have the engine read its shards. Raise StageError CHECKPOINT if it does not find them, or for a file that
+        differs from the manifest or holds more than data.
         """
         engine: Any = placed.wrapped
         tag = part.checked(part.folder / "latest").read_text(encoding="utf-8").strip()
@@ -262,7 +262,7 @@ class DeepSpeed:
         _settle_adam(engine)
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
-        """Only the same stage over the same number of processes."""
+        """Allow only the same stage over the same number of processes."""
         mine = self._settings.checkpoint_form
         if manifest_strategy != mine:
             return f"it was written by strategy {manifest_strategy}, and {mine} reads its own shards only"
@@ -272,10 +272,8 @@ class DeepSpeed:
 
 
 def _leave_out_shared_memory_op() -> None:
-    """On CPU DeepSpeed compiles a collective over shared memory at its first start: half a minute and a compiler, for
-    inference only.
-
-    Training collectives go through gloo with or without it.
+    """Skip a shared-memory collective that DeepSpeed compiles on CPU at its first start: half a minute and a compiler,
+    for inference only. Training collectives use gloo with or without it.
     """
     import deepspeed.ops
 
@@ -283,19 +281,19 @@ def _leave_out_shared_memory_op() -> None:
 
 
 def _convert(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> None:
-    """In place, what is a fraction; None leaves it as it is."""
+    """Convert a floating-point parameter in place; a `dtype` of None leaves it unchanged."""
     if dtype is not None and parameter.is_floating_point():
         parameter.data = parameter.data.to(dtype)
 
 
 def _device_of(settings: Any) -> str:
-    """Where a section of DeepSpeed's configuration offloads to."""
+    """Return the device to which a section of DeepSpeed's configuration offloads."""
     return "none" if settings is None else str(getattr(settings.device, "value", settings.device))
 
 
 def _settle_adam(engine: Any) -> None:
-    """torch's AdamW and DeepSpeed's CPU Adam read each other's state but for settings that only one of them has, and
-    the step, which is a tensor for torch: a run goes on with its optimizer in host memory after memory ran out.
+    """Convert loaded state between torch's AdamW and DeepSpeed's CPU Adam, for runs that continue with the optimizer in
+    host memory after an out-of-memory error. They differ in a few settings, and torch has the step as a tensor.
     """
     import torch
 
@@ -311,7 +309,7 @@ def _settle_adam(engine: Any) -> None:
 
 @contextmanager
 def _reads_data_of(engine: Any, part: CheckpointPart) -> Iterator[None]:
-    """Have DeepSpeed read files of `part` by `_read`. All of its ways to one file end in the `load` of its checkpoint
+    """Have DeepSpeed read files of `part` by `_read`. All its reads of a file end in the `load` of its checkpoint
     engine (DeepSpeed 0.19, `runtime/engine.py` and `runtime/state_dict_factory.py`), but for universal checkpoints.
     """
     reader = engine.checkpoint_engine
@@ -323,8 +321,8 @@ def _reads_data_of(engine: Any, part: CheckpointPart) -> Iterator[None]:
 
 
 def _read(part: CheckpointPart, path: Path, map_location: Any) -> Any:
-    """Return what DeepSpeed has written to a file of `part`. StageError CHECKPOINT when it is not as the manifest says,
-    and for anything but data, of which nothing has run then.
+    """Return the content of a file that DeepSpeed wrote to `part`. Raise StageError CHECKPOINT if it differs from the
+    manifest or holds anything but data; no code in it has run then.
     """
     import torch
 
@@ -342,7 +340,7 @@ def _read(part: CheckpointPart, path: Path, map_location: Any) -> Any:
 
 
 def _plain_classes() -> list[Any]:
-    """Return DeepSpeed's classes in its own checkpoints: they hold numbers, and building one calls nothing else."""
+    """Return DeepSpeed's classes in its own checkpoints: they hold numbers, and their constructors call nothing."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -351,16 +349,16 @@ def _plain_classes() -> list[Any]:
 
 
 def _restore_what_is_in_memory(engine: Any, part: CheckpointPart, tag: str) -> None:
-    """What DeepSpeed 0.19 does not read back when optimizer state is in files: sub-groups that are too small for a
-    file, the learning rate, and Adam's count of steps. It writes all of it; `load_checkpoint` copies the files alone,
-    and would begin the moments in them anew, as it knows of none before the first step.
+    """Restore the state that DeepSpeed 0.19 does not read back if optimizer state is in files: sub-groups too small for
+    a file, the learning rate, and Adam's step count. It writes all of it, but `load_checkpoint` copies the files alone,
+    and would reset the moments in them, as it knows of none before the first step.
     """
     import torch
 
     path = Path(engine._get_zero_ckpt_name(str(part.folder), tag))
     saved = _read(part, path, "cpu")["optimizer_state_dict"]
     zero, inner = engine.optimizer, engine.optimizer.optimizer
-    zero.checkpoint_event_prologue()  # lets go of the weights that stay gathered, which are old
+    zero.checkpoint_event_prologue()  # releases the weights that stay gathered, which are stale
     zero._set_fp32_optimizer_param_groups()
     in_saved_order = [parameter for group in inner.param_groups for parameter in group["params"]]
     zero._clear_fp32_optimizer_param_groups()
@@ -371,7 +369,7 @@ def _restore_what_is_in_memory(engine: Any, part: CheckpointPart, tag: str) -> N
             sub_group = next(i for i, each in enumerate(zero.fp32_partitioned_groups_flat) if each is parameter)
             state = dict(saved["optimizer_state_dict"]["state"][index])
             if zero._swappable_optimizer_subgroup(sub_group):
-                # Room that the swapper takes notice of and fills from the files before the first step.
+                # Buffers that the swapper registers, and fills from the files before the first step.
                 count = int(zero.fp16_partitioned_groups_flat_numel[sub_group])
                 state |= {name: torch.empty(count) for name in state if name != "step"}
                 inner.state[parameter] = state
@@ -383,12 +381,12 @@ def _restore_what_is_in_memory(engine: Any, part: CheckpointPart, tag: str) -> N
 
 
 def _swapper(parameter: Any) -> Any:
-    """What DeepSpeed moves the shard of a parameter to files with."""
+    """Return the object with which DeepSpeed moves the shard of a parameter to files."""
     return parameter.nvme_swapper
 
 
 def _with_folder(config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
-    """`config` with `scratch` as the folder of what is offloaded to files and has no folder yet."""
+    """Return `config` with `scratch` as the folder of state that is offloaded to files and has no folder yet."""
     zero = dict(config.get("zero_optimization", {}))
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section, {}).get("device") == "nvme":
@@ -397,8 +395,8 @@ def _with_folder(config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
 
 
 def _refuse_missing(builder: str, asked: str, way_out: str) -> None:
-    """StageError CONFIG `OperatorMissing` where one of DeepSpeed's own operators can neither be loaded nor compiled:
-    otherwise the run would fail in the middle of the set-up with a message of the compiler's.
+    """Raise StageError CONFIG `OperatorMissing` if one of DeepSpeed's own operators can neither be loaded nor compiled:
+    the run would fail amid the set-up with a message of the compiler.
     """
     from deepspeed.ops import op_builder
 
@@ -416,7 +414,7 @@ def _refuse_missing(builder: str, asked: str, way_out: str) -> None:
 
 
 def refuse_auto(config: Mapping[str, Any], path: str = "deepspeed.json") -> None:
-    """StageError CONFIG for any `auto` that is left: two parties would decide the same number, late."""
+    """Raise StageError CONFIG for any remaining `auto`: two parties would decide the same number, late."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             refuse_auto(value, f"{path}.{key}")
@@ -430,7 +428,7 @@ def refuse_auto(config: Mapping[str, Any], path: str = "deepspeed.json") -> None
 
 
 def _refuse_second_owners(config: Mapping[str, Any]) -> None:
-    """StageError CONFIG for sections that DeepSpeed would obey instead of the job's own fields."""
+    """Raise StageError CONFIG for sections that DeepSpeed would apply instead of the job's own fields."""
     for section, field in {"optimizer": "training.optimizer", "scheduler": "training.scheduler"}.items():
         if section in config:
             raise StageError(
@@ -442,7 +440,7 @@ def _refuse_second_owners(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_universal(config: Mapping[str, Any]) -> None:
-    """StageError CONFIG for universal checkpoints: this trainer writes none, and DeepSpeed unpickles what it finds."""
+    """Raise StageError CONFIG for universal checkpoints: this trainer writes none, and DeepSpeed unpickles them."""
     if config.get("checkpoint", {}).get("load_universal"):
         raise StageError(
             FailureClass.CONFIG,

@@ -1,7 +1,6 @@
 """Parameters, gradients and optimizer state in shards: FSDP2, `fully_shard` of torch.
 
-We shard the model ourselves. Asked for FSDP, accelerate would do nothing on CPU
-but wrap the model in DistributedDataParallel, without a word.
+We shard the model ourselves: for FSDP on CPU, accelerate would silently wrap the model in DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class FullySharded(FullState):
 
     name: StrategyName = "fsdp"
     spreads_itself = True
-    # Parameters are gathered, gradients reduced, and their norm is one over all processes.
+    # Parameters are gathered, gradients reduced, and their norm is taken over all processes.
     communicates_in: tuple[TimePart, ...] = ("forward", "backward", "optimizer")
 
     def __init__(self, settings: StrategySettings, precision: Precision, world: World) -> None:
@@ -39,18 +38,18 @@ class FullySharded(FullState):
         self._world = world
 
     def arguments(self) -> Mapping[str, object]:
-        """No autocast: FSDP casts parameters as it gathers them."""
+        """Disable autocast: FSDP casts parameters as it gathers them."""
         return {"bf16": False}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Shards the blocks, then what is left in the root."""
+        """Shard the blocks, then the rest in the root."""
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         inner = outer = MixedPrecisionPolicy()
         if computes_in_bf16(self._precision):
-            # Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16. Only the root answers in
-            # fp32; what a block answers goes into layers of the root, whose weights are bf16 by then.
+            # Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16. Only the root's output is
+            # fp32; a block's output goes into layers of the root, whose weights are bf16 by then.
             inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             outer = replace(inner, output_dtype=torch.float32)
         offload = OffloadPolicy()
@@ -66,8 +65,8 @@ class FullySharded(FullState):
 
     @contextmanager
     def accumulating(self, placed: Placed) -> Iterator[None]:
-        """Between the nodes of a hybrid mesh, gradients are averaged after the last micro-batch only. Inside of a node
-        shards are reduced after each, or every process would keep whole gradients.
+        """Average gradients between the nodes of a hybrid mesh after the last micro-batch only. Within a node, shards
+        are reduced after each, or every process would keep whole gradients.
         """
         from torch.distributed.fsdp import FSDPModule
 
@@ -79,7 +78,7 @@ class FullySharded(FullState):
             placed.model.set_requires_all_reduce(True)
 
     def _mesh(self) -> DeviceMesh:
-        """All processes in a row; hybrid: nodes x processes of a node, as ranks are numbered node by node."""
+        """Build a mesh of all processes in one dimension; hybrid: nodes x processes of a node, as ranks are."""
         from torch.distributed.device_mesh import init_device_mesh
 
         world = self._world
@@ -89,8 +88,8 @@ class FullySharded(FullState):
         return init_device_mesh(world.device, (world.size,), mesh_dim_names=("data",))
 
     def assert_in_effect(self, placed: Placed) -> None:
-        """Every parameter is a DTensor in shards over the planned processes, the blocks are groups of their own, and
-        what is asked for is gathered again and offloaded.
+        """Expect every parameter as a DTensor in shards over the planned processes, the blocks as groups of their own,
+        and resharding and offloading as requested.
         """
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
@@ -109,7 +108,7 @@ class FullySharded(FullState):
         self._assert_groups(placed)
 
     def _assert_spread(self, name: str, parameter: DTensor) -> None:
-        """In shards over all processes; hybrid: over those of a node, with a copy on each node."""
+        """Expect shards over all processes; hybrid: over those of a node, with a copy on each node."""
         from torch.distributed.tensor import Replicate, Shard
 
         world, mesh = self._world, parameter.device_mesh
@@ -124,9 +123,7 @@ class FullySharded(FullState):
         expect(right, self.name, "WrongMesh", words)
 
     def _assert_groups(self, placed: Placed) -> None:
-        """Whether blocks give their parameters back after forward, and where shards lie. torch tells it in private
-        fields only.
-        """
+        """Check whether blocks reshard after forward, and where shards are; torch has it in private fields only."""
         from torch.distributed.fsdp import FSDPModule
 
         blocks = transformer_blocks(placed.model)
@@ -143,15 +140,13 @@ class FullySharded(FullState):
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The repeated blocks of the model: by the class names it gives itself, else the members of its longest module
-    list.
-    """
+    """Return the model's repeated blocks: by its `_no_split_modules`, else the members of its longest module list."""
     import torch
 
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if blocks:
-        # Embeddings are named there too by some models; alone in a group they are fine.
+        # Some models list embeddings there too; a group of their own does no harm.
         return blocks
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return max((list(each) for each in lists), key=len, default=[])

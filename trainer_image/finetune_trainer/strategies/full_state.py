@@ -1,7 +1,7 @@
-"""Checkpoints that hold the whole state once, by parameter name: what single, ddp and fsdp share.
+"""Checkpoints that hold the whole state once, by parameter name, for single, ddp and fsdp.
 
-Because nothing in them depends on who holds which shard, a run continues from them with another number of processes
-and with another of these strategies.
+They do not depend on the shards, so a run can continue from them with another number of processes and with another of
+these strategies.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ def _is_main() -> bool:
 
 
 class FullState:
-    """`model_state`, `save` and `load` of a strategy, by torch's state-dict functions."""
+    """Base of strategies: `model_state`, `save` and `load` by torch's state-dict functions."""
 
     spreads_itself = False
 
     @property
     def replica_step(self) -> ReplicaStep | None:
-        """Nothing of its own."""
+        """None: every process has a replica of its own."""
         return None
 
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
-        """Nothing to leave out."""
+        """Return an empty context: there is no exchange to skip."""
         return nullcontext()
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """All weights, or those that are trained, on rank 0, empty elsewhere."""
+        """Return all weights, or the trained ones, on rank 0; nothing on other ranks."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         state = get_model_state_dict(placed.wrapped, options=_options(placed, loading=False))
         return state if _is_main() else {}
 
     def save(self, placed: Placed, folder: Path) -> None:
-        """Gathers everything on rank 0, which writes it."""
+        """Gather everything on rank 0, which writes it."""
         import torch
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -71,7 +71,7 @@ class FullState:
             torch.save(optimizer, folder / OPTIMIZER)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
-        """Rank 0 reads; the others get their share from it."""
+        """Read on rank 0, which sends the others their shares."""
         import torch
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
@@ -85,7 +85,7 @@ class FullState:
         set_optimizer_state_dict(placed.wrapped, placed.optimizer, optimizer, options=_options(placed, loading=True))
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
-        """Any number of processes and any of the three strategies."""
+        """Allow any number of processes and any of the three strategies."""
         if manifest_strategy in WHOLE_CHECKPOINTS:
             return None
         return f"it was written by strategy {manifest_strategy}, which keeps its state in shards of its own"

@@ -1,4 +1,4 @@
-"""Where a process stands among the data, pipeline, tensor and sequence ranks."""
+"""Position of a process among the data, pipeline, tensor and sequence ranks."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ _NAMES = {"D": DATA, "P": PIPELINE, "T": TENSOR}
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Processes in each dimension; with none but `data`, every process has the whole model (or its shard of it)."""
+    """Processes in each dimension; with `data` alone, every process has the whole model (or its shard of it)."""
 
     data: int
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
-    """Processes that have a slice each of the same rows; neighbours, as they exchange most."""
+    """Processes that each have a slice of the same rows; neighbours, as they exchange most."""
     order: RankOrder = "DPT"
-    """Of the dimensions but `sequence`; the last is that in which neighbouring ranks differ."""
+    """Order of the dimensions but `sequence`; neighbouring ranks differ in the last."""
 
     @staticmethod
     def of(strategy: Strategy, data_parallel: int) -> MeshShape:
-        """The mesh of `strategy` with that many replicas of the model."""
+        """Return the mesh of `strategy` with `data_parallel` replicas of the model."""
         degree = 1 if strategy.pipeline is None else strategy.pipeline.degree
         return MeshShape(data_parallel, degree, strategy.tensor, strategy.sequence, strategy.rank_order)
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Total number of processes."""
         return self.data * self.pipeline * self.tensor * self.sequence
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the dimensions, in their order."""
+        """Names of the dimensions, in order."""
         return (*(_NAMES[letter] for letter in self.order), SEQUENCE)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the dimensions, in their order."""
+        """Sizes of the dimensions, in order."""
         return tuple(getattr(self, name) for name in self.names)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Name of each dimension -> where the process `rank` stands in it."""
+        """Return the name of each dimension -> the coordinate of process `rank` in it."""
         found: dict[str, int] = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
             rank, found[name] = divmod(rank, size)
         return found
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the data the process `rank` reads: the processes of one replica read the same rows, and so do
-        those that have slices of them.
+        """Return the part of the data that process `rank` reads: processes of one replica, or with slices of the same
+        rows, read the same.
         """
         return self.coordinates(rank)[DATA]
 
     def token_slice(self, rank: int) -> TokenSlice:
-        """Which tokens of these rows it computes."""
+        """Return the slice of the rows' tokens that process `rank` computes."""
         return TokenSlice(self.coordinates(rank)[SEQUENCE], self.sequence)
 
     def build(self, device: str) -> DeviceMesh:
-        """The mesh of process groups; every process must call it."""
+        """Build the mesh of process groups; every process must call it."""
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device, self.sizes, mesh_dim_names=self.names)

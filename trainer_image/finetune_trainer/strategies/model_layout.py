@@ -1,8 +1,8 @@
-"""The parts of a model that a pipeline can separate: what comes before its layers, the layers, what comes after.
+"""Parts of a model that a pipeline can separate: the modules before its layers, the layers, the modules after them.
 
-Three ways to lay a model out are known, those of BERT, GPT-2 and Llama, by the names that transformers gives the parts;
-most families follow one of them. A model with a weight outside of these parts is refused, as several stages would need
-it. Where the cuts are, is decided by cost in `balance`, a pure function.
+Three layouts are known, those of BERT, GPT-2 and Llama, by the names of the parts in transformers; most families follow
+one of them. A model with a weight outside these parts is refused, as several stages would need it. `balance`, a pure
+function, decides by cost where to cut.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Form:
     """Names of the parts of a pre-trained body."""
 
     like: str
-    """The family that is known for it."""
+    """Best-known family with this form."""
     embedding: str
-    """What makes hidden states of token ids; in later stages those of the stage before take its place."""
+    """Module that turns token ids into hidden states; later stages receive those of the stage before instead."""
     layers: str
     added: tuple[str, ...] = ()
-    """Modules whose answer is added to the embedding; 0 in later stages."""
+    """Modules whose output is added to the embedding; 0 in later stages."""
     passed: tuple[str, ...] = ()
     """Modules between embedding and layers that change hidden states; skipped in later stages."""
     norms: tuple[str, ...] = ()
     """Modules after the layers that change hidden states; skipped in earlier stages."""
     extras: tuple[str, ...] = ()
-    """Modules after the layers whose answer is something else; left out in earlier stages."""
+    """Modules after the layers with another output than hidden states; left out in earlier stages."""
     first_only: tuple[str, ...] = ()
-    """Inputs that only the embedding reads, by a call of its own."""
+    """Inputs that only the embedding reads, in a separate call."""
 
 
 FORMS = (
@@ -51,7 +51,7 @@ FORMS = (
 
 
 class Received(nn.Module):
-    """In place of the embedding: the hidden states that the stage before has sent."""
+    """Replacement for the embedding: returns the hidden states sent by the stage before."""
 
     hidden: torch.Tensor | None = None
 
@@ -61,14 +61,14 @@ class Received(nn.Module):
 
 
 class Nothing(nn.Module):
-    """In place of what would be added to the hidden states."""
+    """Replacement for a module whose output is added to the hidden states: returns 0."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(())
 
 
 class Unchanged(nn.Module):
-    """In place of a layer of another stage: its first argument."""
+    """Replacement for a layer of another stage: returns its first argument."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden
@@ -76,22 +76,22 @@ class Unchanged(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """Names in a model: its parts, in the order in which they compute."""
+    """Names of a model's parts, in the order in which they compute."""
 
     form: Form
     body: str
-    """Of the pre-trained body."""
+    """Name of the pre-trained body."""
     count: int
-    """Layers."""
+    """Number of layers."""
     heads: tuple[str, ...]
     """Modules beside the body."""
 
     def named(self, part: str) -> str:
-        """The name of a part of the body in the model."""
+        """Return the name in the model of a part of the body."""
         return f"{self.body}.{part}"
 
     def layer(self, index: int) -> str:
-        """The name of a layer."""
+        """Return the name of a layer."""
         return f"{self.named(self.form.layers)}.{index}"
 
     @property
@@ -105,7 +105,7 @@ class Layout:
         return (*(self.named(part) for part in (*self.form.norms, *self.form.extras)), *self.heads)
 
     def stage_of(self, name: str, cuts: Sequence[int]) -> int:
-        """Index of the stage that has the weight or buffer `name`; -1 for one that is in none of the parts."""
+        """Return the index of the stage with the weight or buffer `name`; -1 if it is in none of the parts."""
         layers = f"{self.named(self.form.layers)}."
         if name.startswith(layers):
             index = int(name.removeprefix(layers).partition(".")[0])
@@ -120,7 +120,7 @@ def _below(name: str, modules: Sequence[str]) -> bool:
 
 
 def layout_of(model: PreTrainedModel) -> Layout:
-    """How `model` is laid out; StageError CONFIG `NoPipelineLayout` for another way than the known ones."""
+    """Return the layout of `model`; raise StageError CONFIG `NoPipelineLayout` for an unknown one."""
     body = model.base_model
     form = next((form for form in FORMS if _has(body, form)), None)
     families = f"those laid out as {', '.join(form.like for form in FORMS[:-1])} or {FORMS[-1].like}"
@@ -161,11 +161,11 @@ def _has(body: nn.Module, form: Form) -> bool:
 
 
 def balance(layers: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> tuple[int, ...]:
-    """Where to cut so that the dearest stage is as cheap as can be, and of such cuts the most even ones (by squares).
+    """Return the cuts that minimize the cost of the costliest stage, and of these the most even ones (by squares).
 
-    `layers`: cost of each; `before` and `after`: what the first and the last stage do beside their layers. Answers
-    stages + 1 indices, 0 and the number of layers among them: stage i has the layers from cuts[i] to cuts[i + 1], one
-    at least. ValueError when there are fewer layers than stages.
+    `layers`: cost of each; `before` and `after`: further cost of the first and the last stage. Returns stages + 1
+    indices, from 0 to the number of layers: stage i has the layers from cuts[i] to cuts[i + 1], at least one.
+    ValueError if there are fewer layers than stages.
     """
     count = len(layers)
     if stages < 1 or count < stages:
@@ -178,7 +178,7 @@ def balance(layers: Sequence[float], stages: int, *, before: float = 0.0, after:
         own = sums[end] - sums[start]
         return own + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
 
-    # best[end]: of the layers up to `end` in the stages so far, the dearest stage, the sum of squares, the cuts.
+    # best[end]: for the layers up to `end` in the stages so far: cost of the costliest stage, sum of squares, cuts.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(stages):
         found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -195,7 +195,7 @@ def balance(layers: Sequence[float], stages: int, *, before: float = 0.0, after:
 
 
 def cost_of(module: nn.Module | None) -> float:
-    """Multiplications for one token: the elements of its matrices. An embedding is looked up, and costs nothing."""
+    """Return multiplications per token: the elements of its matrices. An embedding is looked up, and costs nothing."""
     if module is None:
         return 0.0
     own = 0 if isinstance(module, nn.Embedding) else sum(p.numel() for p in module.parameters(False) if p.ndim > 1)
@@ -203,7 +203,7 @@ def cost_of(module: nn.Module | None) -> float:
 
 
 def cuts_of(model: PreTrainedModel, layout: Layout, stages: int) -> tuple[int, ...]:
-    """Where to cut `model` into `stages`; StageError CONFIG `MoreStagesThanLayers` when it has too few layers."""
+    """Return where to cut `model` into `stages`; StageError CONFIG `MoreStagesThanLayers` if it has too few layers."""
     if layout.count < stages:
         raise StageError(
             FailureClass.CONFIG,
@@ -213,7 +213,7 @@ def cuts_of(model: PreTrainedModel, layout: Layout, stages: int) -> tuple[int, .
         )
     # A layer without matrices costs something too.
     layers = [1 + cost_of(model.get_submodule(layout.layer(index))) for index in range(layout.count)]
-    # What a head does with the whole row costs next to nothing beside what is done with each token.
+    # A head's work per row costs next to nothing beside the work per token.
     per_token = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return balance(layers, stages, after=cost_of(per_token) if isinstance(per_token, nn.Module) else 0.0)
 
@@ -226,26 +226,26 @@ _SWITCHES = ("training", "gradient_checkpointing", "_gradient_checkpointing_func
 
 @dataclass(frozen=True)
 class Shell:
-    """One stage as a model of its own: the whole model's modules, others in place of those of other stages."""
+    """One stage as a model of its own: the model's modules, with replacements for those of other stages."""
 
     model: PreTrainedModel
     received: Received | None
     """None in the first stage."""
     body: nn.Module
     copies: tuple[tuple[nn.Module, nn.Module], ...]
-    """Each module that is not shared with the whole model, and the one that it was copied from."""
+    """Pairs of a module that is not shared with the whole model, and its original."""
     skips: frozenset[str] = frozenset()
-    """Inputs that are not for this stage."""
+    """Inputs that this stage does not take."""
 
     def follow(self) -> None:
-        """Takes over what was switched on the whole model: its mode, and activation checkpointing."""
+        """Copy the switches of the whole model: its mode, and activation checkpointing."""
         for copied, original in self.copies:
             copied.__dict__.update({name: original.__dict__[name] for name in _SWITCHES if name in original.__dict__})
 
 
 def shell_of(model: PreTrainedModel, layout: Layout, start: int, end: int) -> Shell:
-    """The stage with the layers from `start` to `end`. It shares its modules with `model`, but for those that contain
-    the ones that differ, which are copied without their weights.
+    """Return the stage with the layers from `start` to `end`. It shares its modules with `model`; those that contain
+    replaced ones are copied without their weights.
     """
     form, first, last = layout.form, start == 0, end == layout.count
     others: dict[str, nn.Module | None] = {
@@ -267,7 +267,7 @@ def shell_of(model: PreTrainedModel, layout: Layout, start: int, end: int) -> Sh
 
 
 def _with_others(model: Any, others: dict[str, nn.Module | None], copies: list[tuple[nn.Module, nn.Module]]) -> Any:
-    """A copy of `model` with other modules at some names."""
+    """Return a copy of `model` with the modules `others` at their names."""
     shell = copy.copy(model)
     copies.append((shell, model))
     shell._modules = dict(model._modules)
@@ -284,7 +284,7 @@ def _with_others(model: Any, others: dict[str, nn.Module | None], copies: list[t
 
 
 def keep_stages(model: PreTrainedModel, layout: Layout, cuts: Sequence[int], stages: Sequence[int]) -> None:
-    """Takes everything out of `model` that none of `stages` has. Names stay as they are."""
+    """Remove everything from `model` that none of `stages` has. Names stay as they are."""
     own = {index for stage in stages for index in range(cuts[stage], cuts[stage + 1])}
     gone = [layout.layer(index) for index in range(layout.count) if index not in own]
     gone += [] if 0 in stages else list(layout.before)

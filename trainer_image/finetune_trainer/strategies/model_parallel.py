@@ -1,8 +1,8 @@
-"""Tensor and pipeline parallelism, and replicas of the model beside them: one mesh of processes.
+"""Tensor and pipeline parallelism, with data-parallel replicas: one mesh of processes.
 
 Within a replica the processes read the same rows; between replicas gradients are averaged once a step, after the last
-micro-batch. Checkpoints have the form of `full_state.py`, whole and by parameter name, so that a run goes on from them
-however it is spread.
+micro-batch. Checkpoints have the form of `full_state.py`, whole and by parameter name, so that a run can continue from
+them with any mesh.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _PROBE_TOKENS = 4
 _PROBE_TOLERANCE = 1e-3
-"""Relative and absolute: sums over processes are rounded in another order; a part that is missing shows far above."""
+"""Relative and absolute: sums over processes round in another order; a missing part differs by far more."""
 
 
 class ModelParallel(FullState):
@@ -54,7 +54,7 @@ class ModelParallel(FullState):
         self._parameters = 0
         self._tied: dict[str, str] = {}
         self._tied_groups: dict[str, Any] = {}
-        """Second name of a weight that is on two stages -> the processes that have it."""
+        """Second name of a weight on two stages -> group of the processes that have it."""
 
     @property
     def _label(self) -> str:
@@ -62,29 +62,29 @@ class ModelParallel(FullState):
 
     @property
     def replica_step(self) -> ReplicaStep:
-        """Its own."""
+        """The strategy itself."""
         return self
 
     @property
     def passed(self) -> int:
-        """Micro-batches that one batch of the loop is: those of a pass through the pipeline."""
+        """Number of micro-batches in one batch of the loop: those of a pass through the pipeline."""
         return 1 if self._settings.pipeline is None else self._settings.pipeline.micro_batches
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
-        """Layers that are split, and stages, exchange hidden states; the norm of gradients is one over a replica."""
+        """Parts in which split layers or stages exchange hidden states, or the norm over a replica is computed."""
         if self.pipeline is not None:
             return ("forward_backward", "optimizer")
         return ("forward", "backward", "optimizer") if self.shape.tensor > 1 else ()
 
     def arguments(self) -> Mapping[str, object]:
-        """Autocast when the precision is bf16; a pipeline's stages do it themselves."""
+        """Enable autocast for bf16; the stages of a pipeline do it themselves."""
         return {"bf16": self._precision == "bf16" and self._settings.pipeline is None}
 
     # ---------------------------------------------------------------------------------------------------------- set-up
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Splits the layers, then takes out those of other stages; what the model answers must stay the same."""
+        """Split the layers, then remove those of other stages; the model's output must stay the same."""
         self._mesh = self.shape.build(self._device)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._tied = tied_names(model)
@@ -103,7 +103,7 @@ class ModelParallel(FullState):
         return model
 
     def _make_tied_groups(self) -> dict[str, Any]:
-        """Groups of the processes that share a weight, over all pipelines: every process takes part in making all."""
+        """Create the groups of processes that share a weight, over all pipelines; every process creates all of them."""
         assert self.pipeline is not None
         found = {}
         for name, other in self._tied.items():
@@ -117,7 +117,7 @@ class ModelParallel(FullState):
         return found
 
     def _expect_same_answers(self, model: PreTrainedModel, expected: dict[str, torch.Tensor]) -> None:
-        """A model whose code does more than its plan or its layout tells would train something else."""
+        """Expect the output of the whole model: code that its plan or layout misses would train another model."""
         found = _probe(model)
         for name, value in expected.items():
             same = name in found and torch.allclose(
@@ -127,9 +127,7 @@ class ModelParallel(FullState):
             expect(same, self._label, "OtherAnswers", what)
 
     def assert_in_effect(self, placed: Placed) -> None:
-        """Nothing is around the model, planned weights are in shards, and each process has the weights of its stages
-        alone.
-        """
+        """Expect no wrapper, planned weights in shards, and on each process the weights of its stages alone."""
         from torch.distributed.tensor import DTensor
 
         expect(
@@ -179,7 +177,7 @@ class ModelParallel(FullState):
     # ------------------------------------------------------------------------------------------------------------ step
 
     def average_gradients(self, model: PreTrainedModel) -> None:
-        """Sums those that several processes of a replica have a part of, and averages all over the replicas. Once a
+        """Sum gradients of which several processes of a replica have a part, and average all over the replicas, once a
         step.
         """
         assert self._mesh is not None
@@ -192,9 +190,8 @@ class ModelParallel(FullState):
             return
         group = self._mesh[DATA].get_group()
         parameters = [parameter for parameter in held.values() if parameter.requires_grad]
-        # A weight that no row of any replica has used is left alone, as in one process: a gradient of 0 would have it
-        # decay.
-        # Agreed on in host memory: the host would wait for the device to read it.
+        # A weight that no row of any replica used keeps no gradient, as in one process: a gradient of 0 would decay it.
+        # The flags are reduced in host memory, where reading them does not wait for the device.
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
         distributed.all_reduce(used, op=distributed.ReduceOp.MAX, group=group)
         wanted = [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
@@ -212,7 +209,7 @@ class ModelParallel(FullState):
             distributed.all_reduce(_local_gradient(held[mine]), group=group)
 
     def clip_gradients(self, model: PreTrainedModel, most: float) -> torch.Tensor:
-        """Scales gradients so that their norm over the whole model is `most` at most; the norm before."""
+        """Scale gradients so that their norm over the whole model is at most `most`, and return the norm before."""
         assert self._mesh is not None
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         gradients = []
@@ -224,13 +221,13 @@ class ModelParallel(FullState):
             if name in self._tied_groups:
                 continue  # counted where it has its first name
             own = torch.linalg.vector_norm(local).double().square()
-            # What is whole on every tensor rank counts once.
+            # A gradient that is whole on every tensor rank counts once.
             squares += own if _is_sharded(parameter) else own / self.shape.tensor
         for dimension in (TENSOR, PIPELINE):
             if getattr(self.shape, dimension) > 1:
                 distributed.all_reduce(squares, group=self._mesh[dimension].get_group())
         norm = squares.sqrt().float()
-        # As torch.nn.utils.clip_grad_norm_ has it.
+        # As in torch.nn.utils.clip_grad_norm_.
         factor = torch.clamp(most / (norm + 1e-6), max=1.0)
         for gradient in gradients:
             gradient.mul_(factor)
@@ -239,7 +236,7 @@ class ModelParallel(FullState):
     # ----------------------------------------------------------------------------------------------------------- state
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """All weights on rank 0, empty elsewhere."""
+        """Return all weights on rank 0, nothing on other ranks."""
         state = self._gathered((name, value) for name, value in placed.model.state_dict().items())
         for name, other in self._tied.items():
             if other in state:
@@ -247,7 +244,7 @@ class ModelParallel(FullState):
         return state
 
     def _gathered(self, mine: Iterator[tuple[Any, torch.Tensor]]) -> dict[Any, Any]:
-        """The tensors of all stages, whole, on the CPU of rank 0. Every rank must call it."""
+        """Return the tensors of all stages, unsharded, on the CPU of rank 0. Every rank must call it."""
         whole = {name: _whole(value) for name, value in mine}
         if not self._sends_state:
             whole = {}
@@ -269,12 +266,12 @@ class ModelParallel(FullState):
 
     @property
     def _sends_state(self) -> bool:
-        """Whether this process is of the first replica, and the first of its stage."""
+        """True for the first process of its stage in the first replica."""
         here = self.shape.coordinates(distributed.get_rank())
         return here[DATA] == 0 and here[TENSOR] == 0
 
     def save(self, placed: Placed, folder: Path) -> None:
-        """Gathers everything on rank 0, which writes it as the other strategies do."""
+        """Gather everything on rank 0, which writes it as the other strategies do."""
         weights = self.model_state(placed)
         names = {id(parameter): name for name, parameter in placed.model.named_parameters()}
         optimizer = placed.optimizer
@@ -306,7 +303,7 @@ class ModelParallel(FullState):
         torch.save({"state": state, "param_groups": merged}, folder / OPTIMIZER)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
-        """Rank 0 reads; the others get their share from it."""
+        """Read on rank 0, which sends the others their shares."""
         weights: dict[str, Any] = {}
         optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
         if distributed.get_rank() == 0:
@@ -339,7 +336,7 @@ class ModelParallel(FullState):
         _load_optimizer(placed.optimizer, names, state, groups)
 
     def _spread(self, tensors: Mapping[Any, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """The tensors of rank 0, one after the other, on every rank's CPU."""
+        """Yield the tensors of rank 0, one after another, on every rank's CPU."""
         told: list[Any] = [{name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}]
         distributed.broadcast_object_list(told, src=0)
         for name, (shape, dtype) in told[0].items():
@@ -354,7 +351,7 @@ def _load_optimizer(
     state: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Gives `optimizer` the state of its parameters and the settings of their groups, which may be divided otherwise.
+    """Load the state of the parameters and the settings of their groups, which may be grouped otherwise.
 
     `names`: id of a parameter -> its name in `state` and `groups`.
     """
@@ -372,9 +369,9 @@ def _load_optimizer(
 
 
 def merged_groups(everyone: Sequence[Sequence[Mapping[str, Any]]], tied: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Parameter groups of all processes as one list: those with equal settings are one group, each name is there once.
+    """Merge the parameter groups of all processes: one group for equal settings, each name once.
 
-    `tied`: names that are second ones.
+    `tied`: the second names of tied weights.
     """
     merged: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -392,7 +389,7 @@ def merged_groups(everyone: Sequence[Sequence[Mapping[str, Any]]], tied: Mapping
 
 
 def refuse_broken_passes(training: Training) -> None:
-    """StageError CONFIG for a step that is no whole number of passes of the pipeline."""
+    """Raise StageError CONFIG for a step that is no whole number of passes through the pipeline."""
     pipeline = training.strategy.pipeline
     if pipeline is not None and training.batch.gradient_accumulation % pipeline.micro_batches:
         raise StageError(
@@ -408,12 +405,12 @@ def refuse_broken_passes(training: Training) -> None:
 
 
 def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What `model` answers to a row of a few tokens."""
+    """Return the output of `model` for a row of a few tokens."""
     training, device = model.training, model.device
     vocabulary: int = model.config.get_text_config().vocab_size
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).remainder(vocabulary).unsqueeze(0)
     model.train(False)
-    # With gradients, for layers that are split compute another way without.
+    # With gradients, as split layers compute in another way without.
     said = model(input_ids=ids, attention_mask=torch.ones_like(ids))
     model.train(training)
     return {name: value.detach() for name, value in said.items() if isinstance(value, torch.Tensor)}
@@ -422,12 +419,12 @@ def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _is_sharded(tensor: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
-    # Packed matrices are split by a placement of their own, which does not call itself a shard.
+    # Packed matrices are split by a placement of another class than Shard.
     return isinstance(tensor, DTensor) and not all(each.is_replicate() for each in tensor.placements)
 
 
 def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of the gradient, zeros where there is none; changing it changes the gradient."""
+    """Return this process's part of the gradient, zeros if there is none; changing it changes the gradient."""
     from torch.distributed.tensor import DTensor
 
     if parameter.grad is None:
@@ -442,7 +439,7 @@ def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """All of it, on the CPU. Every process that has a part must call it."""
+    """Return the unsharded tensor, on the CPU. Every process with a part must call it."""
     from torch.distributed.tensor import DTensor
 
     full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -450,7 +447,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """`value`, which every process has whole, spread as `model` is."""
+    """Return `value`, which every process has whole, sharded like `model`."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(model, DTensor):
@@ -459,7 +456,7 @@ def _like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients in their order, so many at a time that they are not more than a message's elements, or one alone."""
+    """Yield gradients in order, in buckets of at most AVERAGED_ELEMENTS elements; a larger one comes alone."""
     bucket: list[torch.Tensor] = []
     elements = 0
     for gradient in gradients:

@@ -1,10 +1,10 @@
-"""Pipeline parallelism: the layers in stages on several processes, micro-batches passing through them one after the
-other, in the order that a schedule of torch.distributed.pipelining gives.
+"""Pipeline parallelism: the layers in stages on several processes, micro-batches passing through them one after another
+in the order of a schedule of torch.distributed.pipelining.
 
-A stage is the model itself with its other parts taken out (`model_layout.py`), so that masks, positions and heads are
-made by the model's own code; nothing is traced. Every process reads the whole micro-batches and only hidden states
-travel. The loss is computed inside of the last stage. A schedule wants one shape for all micro-batches of a pass: they
-are padded to the same length, and each shape has a schedule of its own, made when it first comes.
+A stage is the model itself without its other parts (`model_layout.py`), so that the model's own code computes masks,
+positions and heads; nothing is traced. Every process reads the whole micro-batches and only hidden states are sent. The
+last stage computes the loss. A schedule needs one shape for all micro-batches of a pass: they are padded to the same
+length, and each shape has a schedule of its own, created at its first use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]
 LossOf: TypeAlias = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
-"""The share of a micro-batch in the loss of the step, of a model that takes it."""
+"""Function of a model and a micro-batch: the micro-batch's share in the loss of the step."""
 
 
 class _Stage(nn.Module):
@@ -40,16 +40,16 @@ class _Stage(nn.Module):
         self.last = last
         self._computed = dtype
         self.sent = dtype
-        """Type of the hidden states on their way between processes."""
+        """Type of the hidden states sent between processes."""
         self.precision: Precision = "fp32"
         self._accepts = frozenset(inspect.signature(shell.body.forward).parameters)
-        # Not modules of this one: they are those of the model.
+        # In a list, as it must not register the model's modules as its own.
         self.model = [shell.model]
         self.batches: Sequence[Batch] = ()
         self.loss_of: LossOf | None = None
 
     def forward(self, *hidden: torch.Tensor, micro: int) -> torch.Tensor:
-        """`micro`: which of `batches`."""
+        """Return hidden states or the loss; `micro`: index in `batches`."""
         batch = self._take(self.batches[micro], *hidden)
         with self._autocast(batch):
             if not self.last:
@@ -58,15 +58,14 @@ class _Stage(nn.Module):
             return self.loss_of(self.model[0], batch)
 
     def evaluate(self, batch: Batch, *hidden: torch.Tensor) -> Any:
-        """Hidden states, or what the whole model answers."""
+        """Return hidden states, or the whole model's output."""
         taken = self._take(batch, *hidden)
         with self._autocast(taken):
             return self.model[0](**taken) if self.last else self._hidden(taken)
 
     def _take(self, batch: Batch, *hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.shell.received is not None:
-            # What is added to hidden states in the layers of this stage adds up in the type of the weights, as in one
-            # process.
+            # The layers of this stage add to hidden states in the type of the weights, as in one process.
             self.shell.received.hidden = hidden[0].to(self._computed)
         return {name: value for name, value in batch.items() if name not in self.shell.skips}
 
@@ -82,7 +81,7 @@ class _Stage(nn.Module):
 
 
 class Pipeline:
-    """The stages of this process, and what passes through them."""
+    """Stages of this process, and the passes through them."""
 
     def __init__(self, model: PreTrainedModel, settings: PipelineSettings, mesh: DeviceMesh) -> None:
         self._settings = settings
@@ -107,9 +106,7 @@ class Pipeline:
         keep_stages(model, self.layout, self.cuts, self.own)
 
     def compute_in(self, precision: Precision) -> None:
-        """From now on by autocast when it is bf16, and hidden states and their gradients travel in it; until then
-        everything is computed in fp32.
-        """
+        """Switch from fp32 to `precision`: bf16 by autocast, with hidden states and their gradients sent in bf16."""
         if precision == "bf16":
             self._sent = torch.bfloat16
         for stage in self._stages.values():
@@ -117,18 +114,18 @@ class Pipeline:
 
     @property
     def _last_rank(self) -> int:
-        """Global rank of the process that has the last stage."""
+        """Global rank of the process with the last stage."""
         return self._ranks[-1]
 
     def process_of(self, name: str) -> int:
-        """Global rank of the process of this pipeline that has the weight or buffer `name` of the model."""
+        """Return the global rank of this pipeline's process with the weight or buffer `name` of the model."""
         stage = self.layout.stage_of(name, self.cuts)
         return self._ranks[stage % self._settings.degree]
 
     # ---------------------------------------------------------------------------------------------------------- train
 
     def step(self, batches: Sequence[Batch], loss_of: LossOf) -> torch.Tensor:
-        """Forward and backward of all micro-batches, which have one shape; the sum of their losses on every process."""
+        """Run all micro-batches, of one shape, forward and backward; return their summed loss on every process."""
         for stage in self._stages.values():
             stage.shell.follow()
             stage.batches, stage.loss_of = batches, loss_of
@@ -152,7 +149,7 @@ class Pipeline:
         return total
 
     def _schedule(self, ids: torch.Tensor) -> Any:
-        """The schedule for micro-batches of this shape."""
+        """Return the schedule for micro-batches of this shape."""
         rows, length = ids.shape
         if (rows, length) not in self._schedules:
             stages = [self._torch_stage(index, rows, length, ids.device) for index in self.own]
@@ -178,7 +175,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------------- evaluate
 
     def evaluate(self, **batch: torch.Tensor) -> Any:
-        """What the whole model answers to `batch`, without gradients, on every process of the pipeline."""
+        """Return the whole model's output for `batch`, without gradients, on every process of the pipeline."""
         from transformers.utils.generic import ModelOutput
 
         hidden: list[torch.Tensor] = []
@@ -218,13 +215,13 @@ class Pipeline:
 
 
 def make_schedule(name: PipelineSchedule, stages: Sequence[Any], micro_batches: int) -> Any:
-    """torch's schedule of that name over the `stages` of this process; the last stage answers with the loss itself."""
+    """Return torch's schedule `name` over the `stages` of this process; the last stage outputs the loss itself."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     def loss(output: torch.Tensor, target: None) -> torch.Tensor:
         return output
 
-    # Losses come as shares of the whole step, so that gradients are not to be divided again.
+    # Losses are shares of the whole step, so gradients must not be divided again.
     how: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
     match name:
         case "gpipe":

@@ -1,4 +1,4 @@
-"""From the job to its strategy."""
+"""Choice of the strategy for a job."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from finetune_trainer.strategies.strategy_protocol import Strategy
 
 
 def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratch: Path) -> Strategy:
-    """The strategy of `training`; `deepspeed` is the parsed deepspeed.json, which that strategy needs and the others
-    refuse, and `scratch` the folder for what is offloaded to files where it names none.
+    """Return the strategy of `training`. `deepspeed`: the parsed deepspeed.json, which strategy deepspeed needs and the
+    others refuse. `scratch`: folder for state offloaded to files, if deepspeed.json names none.
     """
     settings = training.strategy
     if settings.name == "deepspeed" and settings.zero_stage is None:

@@ -2,12 +2,12 @@
 attention, which looks at whole rows, they exchange tokens for heads and back (Jacobs et al., "DeepSpeed Ulysses", 2023,
 section 3).
 
-What is around it, one of the strategies, takes all processes for replicas, and rightly: each has a part of the loss,
-and the gradients of all are averaged.
+The strategy around it treats all processes as replicas, and rightly: each has a part of the loss, and the gradients of
+all are averaged.
 
 The exchange is our own. DeepSpeed's (0.19, `runtime/sequence_parallel/ulysses_sp.py`) drops masks, so that SDPA would
-mix the rows of a pack and see past a sliding window; it wants micro-batches of one size, and key-value heads in the
-config, which GPT-2 has not. torch's `context_parallel` takes no mask either with SDPA, and has kernels for GPUs alone.
+mix the rows of a pack and see past a sliding window; it needs micro-batches of one size, and key-value heads in the
+config, which GPT-2 lacks. torch's `context_parallel` takes no mask with SDPA either, and has kernels for GPUs only.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "sequence_parallel"
-"""What transformers calls our attention in a model's config."""
+"""Name of our attention in a model's config."""
 _PROBE_TOKENS = 4
-"""Of each slice."""
+"""Tokens in each slice."""
 _PROBE_TOLERANCE = 1e-3
-"""Relative and absolute: other kernels round otherwise; a token that is not seen shows far above."""
+"""Relative and absolute: other kernels round otherwise; a token that is not seen differs by far more."""
 
 
 class SequenceParallel:
@@ -59,20 +59,20 @@ class SequenceParallel:
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
-        """Attention does, in both passes."""
+        """Both passes, in which attention exchanges tokens, and the parts of the strategy around it."""
         return tuple(dict.fromkeys(("forward", "backward", *self._inner.communicates_in)))
 
     @property
     def replica_step(self) -> ReplicaStep | None:
-        """That of the strategy around it."""
+        """Replica step of the strategy around it."""
         return self._inner.replica_step
 
     def arguments(self) -> Mapping[str, object]:
-        """Those of the strategy around it."""
+        """Return the arguments of the strategy around it."""
         return self._inner.arguments()
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Has its attention exchange tokens for heads; what the model answers must stay the same."""
+        """Replace attention by one that exchanges tokens for heads; the model's output must stay the same."""
         degree = self.shape.sequence
         refuse_model(model, degree)
         probes = _probes(model, degree)
@@ -91,15 +91,13 @@ class SequenceParallel:
             same = _close(said[:, : wanted.shape[1]], wanted) and _close(shares[0] / shares[1], loss)
             everywhere = torch.tensor([same], dtype=torch.int32)
             distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
-            # Such as one that mixes tokens in other places than attention.
+            # Fails for a model that mixes tokens outside attention, for example.
             found = f"the {type(model).__name__} answers otherwise when its rows are cut into slices"
             expect(bool(everywhere), self._label, "OtherAnswers", found)
         return self._inner.prepare_model(model)
 
     def assert_in_effect(self, placed: Placed) -> None:
-        """What is around the model is in effect; and its attention has seen slices, and exchanged them for whole
-        rows.
-        """
+        """Expect the strategy around it in effect, and attention that exchanges slices for whole rows."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self._inner.assert_in_effect(placed)
@@ -117,23 +115,23 @@ class SequenceParallel:
         expect(right, self._label, "NotSliced", f"{found}, planned are {self.shape.sequence}")
 
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
-        """That of the strategy around it."""
+        """Return the context of the strategy around it."""
         return self._inner.accumulating(placed)
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """That of the strategy around it."""
+        """Return the state from the strategy around it."""
         return self._inner.model_state(placed)
 
     def save(self, placed: Placed, folder: Path) -> None:
-        """As the strategy around it: nothing depends on how rows are cut."""
+        """Save as the strategy around it: the state does not depend on the slices."""
         self._inner.save(placed, folder)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
-        """As the strategy around it."""
+        """Load as the strategy around it."""
         self._inner.load(placed, part)
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
-        """As the strategy around it."""
+        """Decide as the strategy around it."""
         return self._inner.why_not_from(manifest_strategy, manifest_world_size, world_size)
 
 
@@ -147,14 +145,14 @@ class SlicedAttention:
         self._group = group
         self.degree = distributed.get_world_size(group)
         self.own_tokens = 0
-        """Of a row, that this process had when it was last asked."""
+        """Tokens of a row on this process in the last call."""
         self.whole_tokens = 0
-        """Of the row after the exchange."""
+        """Tokens of the row after the exchange."""
         self._row_positions: torch.Tensor | None = None
-        """Positions in whole rows of the pass under way; None: no row is a pack."""
+        """Positions in whole rows of the current pass; None: no row is a pack."""
 
     def take_over(self, model: PreTrainedModel) -> None:
-        """Becomes the attention of `model`, whose inputs are slices from then on."""
+        """Become the attention of `model`, whose inputs are slices from then on."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         AttentionInterface.register(ATTENTION, self.attend)
@@ -165,7 +163,7 @@ class SlicedAttention:
     def _before(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self._row_positions = kwargs.get(ROW_POSITIONS)
         given = {name: value for name, value in kwargs.items() if name != ROW_POSITIONS}
-        # Without a mask transformers looks for the borders of packs, and in a slice it would not find them all.
+        # Without a mask transformers searches for the borders of packs, and would miss some in a slice.
         return args, {**given, "attention_mask": torch.ones_like(given["input_ids"])}
 
     def mask(
@@ -179,8 +177,8 @@ class SlicedAttention:
         device: torch.device | str = "cpu",
         **rest: Any,
     ) -> torch.Tensor | None:
-        """The mask of whole rows, where transformers asks for that of a slice of `q_length` tokens; None: a token sees
-        itself and all before it.
+        """Return the mask of whole rows, where transformers requests that of a slice of `q_length` tokens; None: a
+        token sees itself and all before it.
 
         `mask_function` is the model's own, of causal and sliding attention.
         """
@@ -215,8 +213,8 @@ class SlicedAttention:
         attention_mask: torch.Tensor | None,
         **settings: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Shapes (rows, heads, tokens, width) of queries, keys and values, as transformers hands them over; the answer
-        has (rows, tokens, heads, width).
+        """Compute attention from queries, keys and values of shape (rows, heads, tokens, width), as transformers passes
+        them; the output has (rows, tokens, heads, width).
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -226,14 +224,14 @@ class SlicedAttention:
         return self._own_tokens(said), None
 
     def _whole_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """(rows, all heads, own tokens, width) -> (rows, own heads, all tokens, width)."""
+        """Exchange (rows, all heads, own tokens, width) -> (rows, own heads, all tokens, width)."""
         rows, heads, tokens, width = values.shape
         sent = values.reshape(rows, self.degree, heads // self.degree, tokens, width).movedim(1, 0)
         received: torch.Tensor = _Exchange.apply(self._group, sent)
         return received.movedim(0, 2).reshape(rows, heads // self.degree, self.degree * tokens, width)
 
     def _own_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """(rows, all tokens, own heads, width) -> (rows, own tokens, all heads, width)."""
+        """Exchange (rows, all tokens, own heads, width) -> (rows, own tokens, all heads, width)."""
         rows, tokens, heads, width = values.shape
         sent = values.reshape(rows, self.degree, tokens // self.degree, heads, width).movedim(1, 0)
         received: torch.Tensor = _Exchange.apply(self._group, sent)
@@ -241,8 +239,8 @@ class SlicedAttention:
 
 
 class _Exchange(torch.autograd.Function):
-    """The n-th part of the first dimension goes to the n-th process, and theirs come in their order. Gradients go back
-    in the same way.
+    """All-to-all: sends the n-th part of the first dimension to the n-th process, and receives theirs in order.
+    Gradients go back in the same way.
     """
 
     @staticmethod
@@ -262,7 +260,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def refuse_model(model: PreTrainedModel, degree: int) -> None:
-    """StageError CONFIG for a model whose attention cannot be given whole rows, or not as many heads."""
+    """Raise StageError CONFIG for a model whose attention cannot get whole rows, or whose heads cannot be split."""
     kind = type(model)
     why = ""
     if "position_ids" not in inspect.signature(kind.forward).parameters:
@@ -287,7 +285,7 @@ def refuse_model(model: PreTrainedModel, degree: int) -> None:
 
 
 def _probes(model: PreTrainedModel, slices: int) -> list[dict[str, torch.Tensor]]:
-    """A row, and one that is a pack, whose tokens fill all slices but one place."""
+    """Return a row and a packed row, whose tokens fill all slices but one place."""
     tokens, vocabulary = slices * _PROBE_TOKENS - 1, model.config.get_text_config().vocab_size
     ids = torch.arange(1, tokens + 1, device=model.device).remainder(vocabulary).unsqueeze(0)
     row = {"input_ids": ids, "labels": ids}
@@ -297,7 +295,7 @@ def _probes(model: PreTrainedModel, slices: int) -> list[dict[str, torch.Tensor]
 
 
 def _read(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and loss, without dropout."""
+    """Return logits and loss, without dropout."""
     training = model.training
     model.train(False)
     with torch.no_grad():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Single(FullState):
-    """The model as it is; bf16, also around layers in fp8, and fp16 by autocast."""
+    """Unwrapped model; bf16 (also around fp8 layers) and fp16 by autocast."""
 
     name: StrategyName = "single"
     communicates_in: tuple[TimePart, ...] = ()
@@ -24,15 +24,15 @@ class Single(FullState):
         self._precision = precision
 
     def arguments(self) -> Mapping[str, object]:
-        """Autocast unless the precision is fp32; accelerate scales the loss of fp16."""
+        """Enable autocast unless the precision is fp32; accelerate scales the loss of fp16."""
         return {"bf16": computes_in_bf16(self._precision), "fp16": self._precision == "fp16"}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Nothing to do."""
+        """Return the model unchanged."""
         return model
 
     def assert_in_effect(self, placed: Placed) -> None:
-        """One process, and no wrapper."""
+        """Expect one process, and no wrapper."""
         expect(placed.world_size == 1, self.name, "WorldNotSingle", f"{placed.world_size} processes train together")
         expect(
             placed.wrapped is placed.model,

@@ -1,8 +1,7 @@
-"""What every strategy answers, and what it is handed.
+"""Protocol of the strategies, and the values that they receive.
 
-A strategy that is asked for is in effect or the stage fails: libraries on the way down replace one by another without
-an error (accelerate, for one, turns FSDP on CPU into DDP), and the run would then need other memory and prove
-something else.
+The requested strategy is in effect or the stage fails: libraries replace one by another without an error (accelerate
+turns FSDP on CPU into DDP), and the run would then need other memory and prove something else.
 """
 
 from __future__ import annotations
@@ -33,32 +32,32 @@ class Placed:
     model: PreTrainedModel
     """The Hugging Face model itself."""
     wrapped: torch.nn.Module
-    """What the forward pass is called on: the model, or what was put around it."""
+    """Module whose forward pass is called: the model or its wrapper."""
     optimizer: torch.optim.Optimizer
     """The optimizer that steps, without accelerate's wrapper."""
     world_size: int
     device: torch.device
     adapted: bool = False
-    """Whether most weights are frozen; then only those that are trained are saved, as the others are in model.uri."""
+    """True if most weights are frozen; then only the trained ones are saved, as the others are in model.uri."""
 
 
 class ReplicaStep(Protocol):
-    """The parts of a step that differ where one replica of the model is on several processes."""
+    """Parts of a step that differ if one replica of the model spans several processes."""
 
     @property
     def passed(self) -> int:
-        """Micro-batches that one batch of the loader is: those of a pass through the pipeline, or 1."""
+        """Number of micro-batches in one batch of the loader: those of a pass through the pipeline, or 1."""
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """What goes forward and backward in place of the model; None: the model itself."""
+        """Pipeline that runs forward and backward in place of the model; None: the model itself does."""
 
     def average_gradients(self, model: PreTrainedModel) -> None:
-        """Makes them those of the whole global batch, once a step. Every rank must call it."""
+        """Average gradients over the whole global batch, once a step. Every rank must call it."""
 
     def clip_gradients(self, model: PreTrainedModel, most: float) -> torch.Tensor:
-        """Scales gradients so that their norm over the whole model is `most` at most; the norm before. Every rank must
-        call it.
+        """Scale gradients so that their norm over the whole model is at most `most`, and return the norm before. Every
+        rank must call it.
         """
 
 
@@ -68,52 +67,50 @@ class Strategy(Protocol):
     name: StrategyName
 
     spreads_itself: bool
-    """Whether `prepare_model` leaves the model as it is trained; otherwise accelerate moves and wraps it."""
+    """True if `prepare_model` returns the model ready for training; otherwise accelerate moves and wraps it."""
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
-        """Parts of a step in which processes exchange data while they compute; communication apart is not among
-        them.
-        """
+        """Parts of a step in which processes exchange data while they compute, without separate communication."""
 
     @property
     def replica_step(self) -> ReplicaStep | None:
-        """The parts of a step that it does itself; None where every process has a replica of its own."""
+        """Parts of a step that the strategy does itself; None if every process has a replica of its own."""
 
     def arguments(self) -> Mapping[str, object]:
-        """Fields of TrainingArguments that this strategy sets."""
+        """Return the fields of TrainingArguments that this strategy sets."""
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """What has to happen to the model before an optimizer is made of its parameters."""
+        """Prepare the model before an optimizer is created from its parameters."""
 
     def assert_in_effect(self, placed: Placed) -> None:
-        """StageError STRATEGY_NOT_IN_EFFECT unless `placed` is spread as asked for."""
+        """Raise StageError STRATEGY_NOT_IN_EFFECT unless `placed` is spread as requested."""
 
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
-        """Return the context of every micro-batch of a step but the last, in which gradients need not be exchanged."""
+        """Return the context of every micro-batch of a step but the last: gradients need not be exchanged in it."""
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """All weights, of an adapted model the trained ones, whole, on the CPU of rank 0; empty elsewhere. Every rank
-        must call it.
+        """Return all weights (of an adapted model only the trained ones), unsharded, on the CPU of rank 0; empty on
+        other ranks. Every rank must call it.
         """
 
     def save(self, placed: Placed, folder: Path) -> None:
-        """Writes weights and optimizer state below `folder`, which exists. Every rank must call it."""
+        """Write weights and optimizer state below `folder`, which exists. Every rank must call it."""
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
-        """Reads what `save` wrote. Every rank must call it."""
+        """Read the files written by `save`. Every rank must call it."""
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
-        """Why a checkpoint of that strategy and world cannot be continued here; None when it can."""
+        """Return why a checkpoint of that strategy and world cannot be continued here; None if it can."""
 
 
 def computes_in_bf16(precision: Precision) -> bool:
-    """Whether what no layer does in a precision of its own is computed in bf16."""
+    """Return whether layers without a precision of their own compute in bf16."""
     return precision in ("bf16", "fp8")
 
 
 def not_in_effect(strategy: str, reason: str, found: str) -> StageError:
-    """The error for a strategy that is not what was asked for; `reason` is the CamelCase word for the case."""
+    """Return the error for a strategy other than the requested one; `reason` is a word in CamelCase."""
     return StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         reason,
@@ -123,14 +120,14 @@ def not_in_effect(strategy: str, reason: str, found: str) -> StageError:
 
 
 def expect(holds: bool, strategy: str, reason: str, found: str) -> None:
-    """Raises `not_in_effect` unless `holds`."""
+    """Raise `not_in_effect` unless `holds`."""
     if not holds:
         raise not_in_effect(strategy, reason, found)
 
 
 def refuse_uneven(field: str, degree: int, counts: Mapping[str, object]) -> None:
-    """StageError CONFIG `UnevenHeads` unless `degree` divides each of `counts`, those of a model by their names; one
-    that is no number the model has not.
+    """Raise StageError CONFIG `UnevenHeads` unless `degree` divides each of `counts` (name -> count in the model). A
+    value that is no integer is absent from the model, and skipped.
     """
     for name, count in counts.items():
         if isinstance(count, int) and count % degree:
@@ -143,16 +140,16 @@ def refuse_uneven(field: str, degree: int, counts: Mapping[str, object]) -> None
 
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
-"""In a model's config."""
+"""Fields of a model's config."""
 
 
 def type_name(value: object) -> str:
-    """Qualified name of the type of `value`."""
+    """Return the qualified name of the type of `value`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Second name of a weight -> its first."""
+    """Return the second name of each tied weight -> its first."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

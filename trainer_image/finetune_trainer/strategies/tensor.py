@@ -1,8 +1,8 @@
-"""Tensor parallelism: each layer split over processes, by the plan that the model brings along in transformers, or by
-ours for GPT-2 (`conv1d.py`).
+"""Tensor parallelism: each layer split over processes, by the model's plan in transformers, or ours for GPT-2
+(`conv1d.py`).
 
-Models without a plan are refused with the list of those that have one, and numbers of attention heads that the degree
-does not divide too. What the plan does not name (norms, the task's head) is whole on every process.
+Models without a plan are refused with the list of those that have one, and so are numbers of attention heads that the
+degree does not divide. Modules outside the plan (norms, the task's head) are whole on every process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 _SUMMED = "replicated_with_grad_allreduce"
-"""transformers' style for a weight that is whole everywhere and sees a part of the heads. Its hook sums what has been
-accumulated so far after every micro-batch, which is too much with several: we sum once a step.
+"""transformers' style for a weight that is whole everywhere and sees a part of the heads. Its hook sums the accumulated
+gradient after every micro-batch, which counts earlier ones again: we sum once a step.
 """
 _SPLIT = ("colwise", "rowwise", "embedding", "packed")
-"""How the names of the styles begin whose weights are split."""
+"""Prefixes of the styles that split weights."""
 
 
 def tensor_plan(model: PreTrainedModel, degree: int) -> dict[str, str]:
-    """Module or parameter of `model` -> how transformers splits it.
+    """Return the module or parameter of `model` -> transformers' style that splits it.
 
-    StageError CONFIG `NoTensorPlan` for a model that has no plan, `UnevenHeads` when its heads cannot be dealt out.
+    StageError CONFIG `NoTensorPlan` for a model without a plan, `UnevenHeads` if `degree` does not divide its heads.
     """
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -53,24 +53,23 @@ def tensor_plan(model: PreTrainedModel, degree: int) -> dict[str, str]:
 
 
 def split_weights(plan: dict[str, str]) -> list[str]:
-    """Names of the weights that `plan` splits."""
+    """Return the names of the weights that `plan` splits."""
     return [name for name, style in plan.items() if name.endswith(".weight") and style.startswith(_SPLIT)]
 
 
 def summed_weights(plan: dict[str, str]) -> list[str]:
-    """Names of the weights that `plan` leaves whole, and of whose gradients each process has a part."""
+    """Return the names of the weights that `plan` keeps whole and of whose gradients each process has a part."""
     return [name for name, style in plan.items() if style == _SUMMED and name.endswith(".weight")]
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    """Replaces the weights that `plan` splits by this process's shards of them (DTensors over `mesh`, which has one
-    dimension), each taken from the whole weight that every process has read. Summing the gradients of `summed_weights`
-    is left to the caller.
+    """Replace the weights that `plan` splits by this process's shards (DTensors over the one-dimensional `mesh`), each
+    taken from the whole weight that every process has read. The caller sums the gradients of `summed_weights`.
     """
     import torch
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    # A plan names modules, and a weight that two modules share is split as each of them says: apart, then as one again.
+    # A plan names modules, and each may split a shared weight in its own way: untie, split, tie again.
     tied = {name: other for name, other in tied_names(model).items() if name in plan or other in plan}
     for name in tied:
         _set_parameter(model, name, torch.nn.Parameter(model.get_parameter(name).data))
@@ -85,9 +84,7 @@ def _set_parameter(model: PreTrainedModel, name: str, parameter: torch.nn.Parame
 
 
 def tensor_families_json() -> str:
-    """The content of `finetune_contract/tensor_families.json`, from the installed transformers and our own
-    plans.
-    """
+    """Return the content of `finetune_contract/tensor_families.json`: families with a plan in transformers or here."""
     import json
 
     from transformers import CONFIG_MAPPING

@@ -1,1 +1,1 @@
-"""Faster ways to run a model over rows: the rungs that there are, and the choice among them by measuring."""
+"""Faster ways to run a model over rows: the available rungs, and the choice among them by measuring."""

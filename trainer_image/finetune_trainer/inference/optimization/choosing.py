@@ -1,9 +1,9 @@
-"""Which rung answers the rows: measured on a sample of them.
+"""Choice of the rung for the rows, by measuring on a sample of them.
 
-Every rung answers the same rows as the plain model does, and two figures count: how long the rows that remain take with
-it, and how many of its labels are those of the plain model. Measuring costs time itself, most of it to make what runs.
-So a small job takes the plain model at once, and measuring ends when it has taken `MEASURING_SHARE` of the time that
-the plain model would need for everything.
+Every rung answers the same rows as the plain model, and two figures count: its time for the remaining rows, and the
+share of its labels that equal those of the plain model. Measuring takes time itself, mostly for building the rungs. So
+a small job takes the plain model at once, and measuring ends after `MEASURING_SHARE` of the plain model's time for all
+rows.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ log = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 1000
 SMALL_SECONDS = 60.0
-"""A job that the plain model ends within this time is not measured: exporting a model alone takes some 10 s."""
+"""A job that the plain model finishes within this time is not measured: export alone takes some 10 s."""
 MEASURING_SHARE = 0.15
-"""Of the plain model's time for all rows, measuring takes about this much at most."""
+"""Share of the plain model's time for all rows that measuring takes at most, roughly."""
 ROUNDS = 2
-"""Further rounds over all rungs, each in the opposite order; the best time of a rung counts. Other load on the machine
-would decide otherwise. In the first round the plain model is timed last: before all others it answers only to say what
-may be measured, on a machine that is still cold.
+"""Further rounds over all rungs, each in reverse order; a rung's best time counts, or other load on the machine would
+decide. The first round times the plain model last: its earlier run, on a cold machine, only sets the budget for
+measuring.
 """
 CLOSE = 1e-3
-"""Difference, relative or absolute, up to which two answers that are numbers count as equal: between rounding in fp32
-and in bf16, which is off by up to 2^-9.
+"""Difference, relative or absolute, up to which two numeric answers count as equal: between the rounding errors of fp32
+and of bf16 (up to 2^-9).
 """
 
 Rows = Sequence[Mapping[str, Any]]
-"""Predictions, a row each."""
+"""Predictions, one for each row."""
 
 
 @dataclass(frozen=True)
@@ -63,35 +63,35 @@ class Sample:
     rows: int
     batches: Sequence[Batch]
     answers: Callable[[ForwardPass | None], Rows]
-    """Answer all of them by that pass; None: by the model."""
+    """Answer all rows by a forward pass; None: by the model."""
     metrics: Callable[[ForwardPass | None], Mapping[str, float]] | None = None
-    """Measure the task's metrics by that pass, on labelled rows; None: nobody asks for them."""
+    """Measure the task's metrics by a forward pass, on labelled rows; None: not requested."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What the job asks for."""
+    """Optimization and tolerances that the job requests."""
 
     optimization: str
     tolerance: float | None
-    """Share of labels that have to be equal; None: all that can differ are out, unless `metric_tolerance` is set."""
+    """Share of labels that must be equal; None: lossy rungs are excluded, unless `metric_tolerance` is set."""
     metric_tolerance: float | None = None
-    """Most by which a metric may be worse than the plain model's."""
+    """Largest amount by which a metric may be worse than the plain model's."""
 
     @property
     def tolerates(self) -> bool:
-        """Whether labels may differ."""
+        """True if labels may differ."""
         return self.tolerance is not None or self.metric_tolerance is not None
 
     @property
     def share(self) -> float:
-        """Share of labels that have to be equal."""
+        """Share of labels that must be equal."""
         return self.tolerance if self.tolerance is not None else 1.0 if self.metric_tolerance is None else 0.0
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rung that answers the rows."""
+    """Rung that answers the rows."""
 
     name: str
     forward: ForwardPass | None
@@ -101,12 +101,12 @@ class Chosen:
 
 @dataclass
 class _Trial:
-    """A rung that was measured."""
+    """A measured rung."""
 
     rung: Rung
     forward: ForwardPass | None
     seconds: float
-    """For the sample."""
+    """Time for the sample."""
     setup: float
     rows: Rows
     memory: int | None
@@ -118,8 +118,8 @@ def choose(
 ) -> Chosen:
     """Measure and choose. `remaining`: rows to answer, the sample included.
 
-    StageError STRATEGY_NOT_IN_EFFECT `RungNotAvailable` when what was asked by name cannot run here, and
-    `RungNotRightEnough` when its labels differ by more than the tolerance allows.
+    StageError STRATEGY_NOT_IN_EFFECT `RungNotAvailable` if a rung requested by name cannot run here, and
+    `RungNotRightEnough` if its labels differ by more than the tolerance allows.
     """
     machine = machine or Machine.here()
     candidates = rungs_of(wish.optimization)
@@ -155,7 +155,7 @@ def choose(
 
 
 def _asked_for(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine) -> Chosen:
-    """Make the only rung that may answer: neither its speed nor its labels decide anything, so nothing is timed."""
+    """Build the only candidate: neither its speed nor its labels decide anything, so nothing is timed."""
     why = rung.unavailable(model, machine)
     if why is None:
         try:
@@ -178,8 +178,8 @@ def _asked_for(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path,
 def by_name(
     name: str, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine | None = None
 ) -> ForwardPass:
-    """Make a rung that was chosen before, by another worker or attempt. StageError `RungNotAvailable` when this
-    machine has it not: what computes a part must be the same everywhere.
+    """Build a rung that another worker or attempt chose. StageError `RungNotAvailable` if this machine lacks it: all
+    parts must be computed in the same way.
     """
     try:
         rung = rung_by_name(name)
@@ -212,7 +212,7 @@ class _Prepared(NamedTuple):
 
     forward: ForwardPass
     seconds: float
-    """That making it took."""
+    """Time of the build."""
     memory: int
 
 
@@ -243,7 +243,7 @@ def _run(forward: ForwardPass, batch: Batch) -> None:
 
 @dataclass
 class _Ledger:
-    """What is known of each rung."""
+    """Results of the rungs so far."""
 
     sample: Sample
     plain: _Trial
@@ -253,19 +253,17 @@ class _Ledger:
     agreements: dict[str, float] = field(default_factory=dict)
 
     def add(self, trial: _Trial) -> None:
-        """Keep a rung that was measured."""
+        """Record a measured rung."""
         self.trials.append(trial)
         self.order.append(trial.rung)
 
     def refuse(self, rung: Rung, why: str) -> None:
-        """Keep a rung that was not, with the reason."""
+        """Record a rung that was not measured, with the reason."""
         self.refused[rung.name] = why
         self.order.append(rung)
 
     def repeat(self, seconds: float) -> None:
-        """End the first round with the plain model, and time all rungs again, by whole rounds that fit into these
-        seconds.
-        """
+        """End the first round with the plain model, then time all rungs in further rounds that fit into `seconds`."""
         if not self.trials or seconds < self.plain.seconds:
             return
         seconds -= self.plain.seconds
@@ -285,14 +283,14 @@ class _Ledger:
         return time.perf_counter() - began
 
     def chosen(self, wish: Wish) -> Chosen:
-        """Take the one that ends first among those that are right enough."""
+        """Return the fastest rung that is right enough."""
         named = wish.optimization != "measured"
         if named and not self.trials:
             raise not_available(wish.optimization, " | ".join(_reasons(self.refused)))
 
         right = []
         for trial in self.trials:
-            # Asked by name and without a tolerance: the user knows that its labels may differ.
+            # Requested by name and without a tolerance: the user knows that its labels may differ.
             why = self._wrong(trial, wish) if wish.tolerates or not named else None
             if why is None:
                 right.append(trial)
@@ -305,7 +303,7 @@ class _Ledger:
                 f"predict.optimization is {wish.optimization}: {' | '.join(_reasons(self.refused))}.",
                 "Lower predict.tolerance, raise predict.metricTolerance, or leave predict.optimization at auto.",
             )
-        # What was made for a rung is there, so the rate alone decides for the rows that remain.
+        # All rungs are built by now, so the rate alone decides for the remaining rows.
         best = min((*right, *(() if named else (self.plain,))), key=lambda trial: trial.seconds)
         gain = self.plain.seconds / best.seconds if best.seconds else 1.0
         name = best.rung.name
@@ -320,7 +318,7 @@ class _Ledger:
         return Chosen(name, best.forward, self.table(name, reason))
 
     def _wrong(self, trial: _Trial, wish: Wish) -> str | None:
-        """Return why a rung is not right enough; None: it is."""
+        """Return why a rung is not right enough; None if it is."""
         share = self._agreement(trial)
         if share < wish.share:
             return f"{share:.2%} of its labels are equal, less than {wish.share:.2%}"
@@ -365,7 +363,7 @@ def _reasons(refused: Mapping[str, str]) -> list[str]:
 
 
 def not_available(name: str, why: str) -> StageError:
-    """Return the error for a rung that was asked for by name."""
+    """Return the error for a rung requested by name."""
     return StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "RungNotAvailable",
@@ -383,16 +381,16 @@ def small_job(seconds: float) -> str:
 
 
 class Worst(NamedTuple):
-    """The metric that has lost most."""
+    """Metric with the largest loss."""
 
     name: str
     by: float
-    """Below 0: all have won."""
+    """Loss of the metric; below 0: all metrics improved."""
 
 
 def worst_metric(reference: Mapping[str, float], measured: Mapping[str, float]) -> Worst | None:
-    """Return the metric that is worst against the reference; None where nothing was measured. A metric that is no
-    number any more is infinitely worse.
+    """Return the metric that is worst against the reference; None if none was measured. A metric that became NaN or
+    infinite is infinitely worse.
     """
     found = [Worst(name, _worse(name, reference[name], measured[name])) for name in reference]
     return max(found, key=lambda each: each.by, default=None)
@@ -405,8 +403,8 @@ def _worse(name: str, reference: float, measured: float) -> float:
 
 
 def agreement(reference: Rows, answers: Rows) -> float:
-    """Return the share of rows whose answers are equal: labels, words and spans; numbers where a row has nothing else,
-    as in regression, to within `CLOSE`. A number that is not finite equals none that is.
+    """Return the share of rows with equal answers: labels, words and spans; numbers (within `CLOSE`) only if a row has
+    nothing else, as in regression. A number that is not finite equals no finite one.
     """
     if not reference:
         return 1.0
@@ -421,7 +419,7 @@ def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[float, float]] | None:
-    """Return the real numbers at the same places; None when the rest of the answers differs."""
+    """Return the real numbers at the same places; None if the rest of the answers differs."""
     if _without_reals(one) != _without_reals(other):
         return None
     ours, theirs = _reals(one), _reals(other)

@@ -1,7 +1,7 @@
-"""The rung that a predict stage computes with: chosen once for all workers and attempts, and remembered.
+"""Rung of a predict stage: chosen once for all workers and attempts, and remembered.
 
-What was converted and what was measured lies in `optimized/` in the job's folder, by a digest of the weights: a later
-stage with the same weights on the same kind of machine does not measure again.
+Converted models and measurements are in `optimized/` in the job's folder, by a digest of the weights: a later stage
+with the same weights on the same kind of machine does not measure again.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ log = logging.getLogger(__name__)
 FOLDER = "optimized"
 _FEW_ROWS = 32
 _MANY = 100
-"""Times the sample that rows of unknown number are taken for: those of compressed files."""
+"""Factor on the sample for an unknown number of rows, as in compressed files."""
 
 
 class _Remembered(Message):
-    """A choice, and what it depends on."""
+    """A choice, and the conditions that it depends on."""
 
     basis: str
     table: RungTable
@@ -60,37 +60,37 @@ class _Remembered(Message):
 
 @dataclass
 class RungInUse:
-    """Chooses a rung for an answerer, and makes one that was chosen."""
+    """Chooses a rung for an answerer, and builds a chosen one."""
 
     answerer: Answerer
     shards: Callable[[], Iterable[RowShard]]
     weight: int | None
-    """Of all shards; None: not known."""
+    """Weight of all shards; None: unknown."""
     paths: JobPaths
     version: object
-    """Of the weights."""
+    """Version of the weights."""
     workers: int = 1
     machine: Machine | None = None
-    """None: this one."""
+    """None: this machine."""
     _chosen: Chosen | None = None
     _samples: dict[int, tuple[Sample, int]] = field(default_factory=dict)
 
     @property
     def wish(self) -> Wish:
-        """What the job asks for."""
+        """Optimization and tolerances that the job requests."""
         predict = self.answerer.job.predict
         if predict is None:
             return Wish("none", None)
         return Wish(predict.optimization, predict.tolerance, predict.metric_tolerance)
 
     def choose(self) -> str:
-        """Return the name of the rung, measured unless it is known. StageErrors of `choosing.choose`."""
+        """Return the name of the rung, measured unless known. StageErrors of `choosing.choose`."""
         self._chosen = self._without_measuring() or self._small() or self._remembered() or self._measured()
         return self._chosen.name
 
     def forward(self, name: str) -> ForwardPass | None:
-        """Return what computes in the model's place, None for the model itself. StageError `RungNotAvailable` when this
-        machine cannot compute as others do.
+        """Return the forward pass that replaces the model's; None for the model itself. StageError `RungNotAvailable`
+        if this machine cannot compute as the others do.
         """
         if self._chosen is None or self._chosen.name != name:
             self._chosen = None
@@ -117,7 +117,7 @@ class RungInUse:
         return _plain(why)
 
     def _small(self) -> Chosen | None:
-        """Look at a few rows: measuring a small job would take longer than the job."""
+        """Return the plain model if a few rows show a job so small that measuring would take longer."""
         if self.wish.optimization != "measured":
             return None
         sample, _ = self._sampled(_FEW_ROWS)
@@ -152,7 +152,7 @@ class RungInUse:
         return chosen
 
     def _judge(self) -> Callable[[ForwardPass | None], Mapping[str, float]]:
-        """Return what measures metrics on the first labelled rows. StageError DATA `NoLabels` or `NotPrepared`."""
+        """Return a function that measures metrics on labelled rows. StageError DATA `NoLabels` or `NotPrepared`."""
         job, means, task = self.answerer.job, self.answerer.means, self.answerer.encoder.task
         split = labelled_split(task, PreparedData.open(self.paths)).head(SAMPLE_ROWS)
         answered = partial(
@@ -181,7 +181,7 @@ class RungInUse:
         return self._samples[rows]
 
     def _remaining(self, wanted: int) -> int:
-        """Rows that this worker has to answer, by a sample of so many."""
+        """Estimate the rows that this worker has to answer, from a sample of `wanted` rows."""
         sample, weight = self._sampled(wanted)
         if sample.rows < wanted:
             rows = sample.rows

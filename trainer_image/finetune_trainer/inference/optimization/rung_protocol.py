@@ -14,37 +14,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Batch: TypeAlias = "Mapping[str, torch.Tensor]"
-"""What the model takes of some features, padded to the longest: `input_ids` and the rest, rows x tokens."""
+"""Inputs of the model for some features, padded to the longest: `input_ids` and the rest, rows x tokens."""
 
 
 class NotAvailable(Exception):  # noqa: N818  # a result that is reported, not a fault
-    """A rung cannot be made of this model on this machine; the text is the reason, for people, in one line."""
+    """A rung cannot be built from this model on this machine; the text is the reason in one line, for people."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides which rungs a machine has."""
+    """Properties that decide which rungs a machine has."""
 
     cpu: str = ""
     """Model of the processor."""
     avx2: bool = False
     avx512: bool = False
     vnni: bool = False
-    """Units for products of 8-bit numbers."""
+    """True if there are units for products of 8-bit numbers."""
     bf16: bool = False
     amx: bool = False
     cores: int = 1
 
     @property
     def multiplies_bf16(self) -> bool:
-        """Whether it has units for bfloat16."""
+        """True if there are units for bfloat16."""
         return self.bf16 or self.amx
 
     @classmethod
     def here(cls, read: Callable[[], str] = Path("/proc/cpuinfo").read_text) -> Machine:
-        """Return this machine's; without flags where the kernel does not list them.
+        """Return this machine; without flags if the kernel does not list them.
 
-        ATEN_CPU_CAPABILITY=avx2 takes the wider units away, as it does from torch.
+        ATEN_CPU_CAPABILITY=avx2 disables the wider units, as it does in torch.
         """
         try:
             lines = read().splitlines()
@@ -82,11 +82,11 @@ def _pair(line: str) -> tuple[str, str]:
 
 
 class ForwardPass(Protocol):
-    """Answers batches in place of the model."""
+    """Computes batches in place of the model."""
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
-        """Return an object with what the task reads of the model's own output: `logits`, `start_logits` and the like.
-        Batches have any number of rows and any length.
+        """Return an object with the fields of the model's output that the task reads (`logits`, `start_logits` and the
+        like). Batches have any number of rows and any length.
         """
 
 
@@ -95,18 +95,18 @@ class Rung(Protocol):
 
     @property
     def name(self) -> str:
-        """As `predict.optimization` has it."""
+        """Name in `predict.optimization`."""
 
     @property
     def lossy(self) -> bool:
-        """Whether labels may differ from those of the planned precision."""
+        """True if labels may differ from those of the planned precision."""
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
-        """Return the reason why this model cannot run so on this machine, None when it can be tried."""
+        """Return the reason why this model cannot run so on this machine; None if it can be tried."""
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
-        """Make what runs. `sample`: batches of the job's own rows, to calibrate with. What is converted lies in
-        `folder` and is used again from there; it loads without this project.
+        """Build the forward pass. `sample`: batches of the job's own rows, for calibration. Converted models are kept
+        and reused in `folder`; they load without this project.
 
-        NotAvailable when it turns out that it cannot be made.
+        NotAvailable if the build fails.
         """

@@ -1,4 +1,4 @@
-"""The table of rungs."""
+"""Table of the measured rungs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from finetune_contract.contract_models import Message
 
 
 class RungRow(Message):
-    """One rung."""
+    """Figures of one rung."""
 
     name: str
     rows_per_second: float | None = None
     agreement: float | None = None
     largest_difference: float | None = None
     metric: str | None = None
-    """Metric that is worst against the plain model's."""
+    """Metric that is worst compared with the plain model."""
     metric_worse_by: float | None = None
     memory_bytes: int | None = None
     setup_seconds: float | None = None
@@ -22,7 +22,7 @@ class RungRow(Message):
 
 
 class RungTable(Message):
-    """All rungs."""
+    """Figures of all rungs."""
 
     chosen: str
     rows: int

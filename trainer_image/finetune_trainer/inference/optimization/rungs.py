@@ -1,4 +1,4 @@
-"""The rungs by name, in the order in which they are measured: what costs least to make comes first."""
+"""Rungs by name, in the order in which they are measured: the cheapest to build first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Place(NamedTuple):
 _RUNGS = {
     "none": _Place("torch_rungs", "PLAIN"),
     "bf16": _Place("torch_rungs", "BF16"),
-    # The first of these that is made pays for the export, which all others share.
+    # The first of these to be built pays for the export that the others share.
     "openvino": _Place("exported.openvino_rungs", "OPENVINO"),
     "openvino-bf16": _Place("exported.openvino_rungs", "OPENVINO_BF16"),
     "onnx": _Place("exported.onnxruntime_rungs", "ONNX"),
@@ -28,7 +28,7 @@ _RUNGS = {
     "compile": _Place("torch_rungs", "COMPILE"),
 }
 FAMILIES = {"int8": ("onnx-int8", "openvino-int8")}
-"""Names of several rungs, of which the fastest is taken."""
+"""Name of a group -> its rungs, of which the fastest is taken."""
 
 
 def rung_by_name(name: str) -> Rung:
@@ -38,6 +38,6 @@ def rung_by_name(name: str) -> Rung:
 
 
 def rungs_of(asked: str) -> list[Rung]:
-    """Return what `predict.optimization` stands for, without the plain model."""
+    """Return the rungs of a value of `predict.optimization`, without the plain model."""
     names = [name for name in _RUNGS if name != "none"] if asked == "measured" else list(FAMILIES.get(asked, (asked,)))
     return [rung_by_name(name) for name in names]

@@ -27,7 +27,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True)
 class PlainRung:
-    """The model as it was loaded: SDPA, in the planned precision. The others are compared with it."""
+    """Model as loaded: SDPA, in the planned precision. The other rungs are compared with it."""
 
     name: str = "none"
     lossy: bool = False
@@ -49,7 +49,7 @@ class HalfRung:
     lossy: bool = True
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
-        """Return the reason on a CPU that would emulate bfloat16, and for a model that has it already."""
+        """Return the reason on a CPU that would emulate bfloat16, and for a model in bfloat16 already."""
         import torch
 
         if model.dtype == torch.bfloat16:
@@ -67,20 +67,20 @@ class HalfRung:
 
 @dataclass(frozen=True)
 class CompiledRung:
-    """Kernels that torch.compile makes for this model, for any size of batch."""
+    """Kernels that torch.compile builds for this model, for any batch size."""
 
     name: str = "compile"
     lossy: bool = False
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
-        """Return the reason where kernels cannot be built."""
+        """Return the reason if kernels cannot be built."""
         asked = os.environ.get("CXX")
         if model.device.type == "cpu" and not any(map(shutil.which, (asked,) if asked else _COMPILERS)):
             return f"there is no C++ compiler ({', '.join(_COMPILERS)}) to build kernels with"
         return None
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
-        """Compile by two batches of different sizes. NotAvailable with the compiler's message."""
+        """Compile with two batches of different sizes; NotAvailable with the compiler's message."""
         import torch
 
         compiled: Any = torch.compile(model, dynamic=True)
@@ -88,7 +88,7 @@ class CompiledRung:
             with torch.inference_mode():
                 for batch in extremes(sample):
                     compiled(**batch)
-        except Exception as error:  # torch.compile raises whatever its parts do
+        except Exception as error:  # torch.compile raises the errors of all its parts
             lines = str(error).strip().splitlines()
             raise NotAvailable(f"torch.compile: {lines[0] if lines else type(error).__name__}") from error
         return cast(ForwardPass, compiled)

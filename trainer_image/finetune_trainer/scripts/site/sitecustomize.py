@@ -1,6 +1,4 @@
-"""What every Python process of a user's program does first: see that it ends in order, then whatever would have been
-done in this module's place.
-"""
+"""Start of every Python process of a user's program: arrange an orderly end, then import the hidden `sitecustomize`."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 
 
 def _settle() -> None:
-    with contextlib.suppress(ImportError):  # a Python of the program's own, which has no trainer
+    with contextlib.suppress(ImportError):  # the program's own Python, without the trainer
         from finetune_trainer.ending import let_collectives_end
 
         # Registered first, so it runs last.
@@ -20,7 +18,7 @@ def _settle() -> None:
 
 
 def _import_next() -> None:
-    """The `sitecustomize` that this one hides."""
+    """Import the `sitecustomize` that this one hides."""
     ours = sys.modules.pop("sitecustomize")
     folder = Path(__file__).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
@@ -30,7 +28,7 @@ def _import_next() -> None:
         if error.name != "sitecustomize":
             raise
     finally:
-        # The import that runs this module looks for it there.
+        # The import that runs this module expects it there.
         sys.modules.setdefault("sitecustomize", ours)
 
 

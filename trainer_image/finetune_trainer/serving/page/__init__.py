@@ -1,6 +1,6 @@
 """The page at `/`, to try the model in a browser.
 
-Its looks are those of `finetune ui`; its style sheet is its own, since the trainer's image has no operator package.
+It looks like `finetune ui`, with its own style sheet, since the trainer's image has no operator package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADERS: Mapping[str, str] = MappingProxyType(
         "Cache-Control": "no-cache",
     }
 )
-"""Headers that the page and its files are sent with."""
+"""Headers of the page and its files."""
 _STATIC = files(__name__) / "static"
 _MEDIA = MappingProxyType({"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"})
 FILES: Mapping[str, tuple[bytes, str]] = MappingProxyType(
@@ -33,14 +33,14 @@ FILES: Mapping[str, tuple[bytes, str]] = MappingProxyType(
         if each.name.rpartition(".")[2] in _MEDIA
     }
 )
-"""Name of each file that the page loads from `/page/NAME` -> what it holds, and its media type."""
+"""Name of each file that the page loads from `/page/NAME` -> its content and its media type."""
 
 
 def page(metadata: Mapping[str, Any]) -> bytes:
     """Return the HTML of the page. `metadata`: the answer of `/v2/models/NAME`.
 
-    It reads `name` and of `parameters` `task`, `labels`, `pairs` (whether texts come in pairs), `label_form` (as
-    `problem_type` of a model's config), `mask_token`, and `chat` (false: the model writes on behind a text).
+    It reads `name` and, in `parameters`, `task`, `labels`, `pairs` (true if texts come in pairs), `label_form` (as
+    `problem_type` of a model's config), `mask_token`, and `chat` (false: the model continues a text).
     """
     model = {**metadata["parameters"], "name": metadata["name"]}
     html = (_STATIC / "page.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The model as an ONNX graph, which all rungs of this package start from."""
+"""Export of the model as an ONNX graph, on which all rungs of this package build."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PACKAGES = ("onnx", "onnxscript")
 _EXTRA = "the image for CPUs has it, as has finetune-trainer[fast-inference]"
 _TARGETS = frozenset({"labels", "start_positions", "end_positions"})
 _EXAMPLE_ROWS = 3
-"""torch.export takes a size of 0 or 1 for a constant, and equal sizes for one and the same."""
+"""Rows of the example: torch.export treats a size of 0 or 1 as constant, and equal sizes as the same one."""
 _REASON_LENGTH = 160
 _CALIBRATION_BATCHES, _CALIBRATION_ROWS = 32, 16
 _ONE_FILE_BYTES = 1 << 30
-"""Weights above it get a file of their own: one file of ONNX holds 2 GB."""
+"""Size above which weights get a file of their own: one ONNX file holds 2 GB."""
 
 
 def why_not(model: PreTrainedModel, packages: Sequence[str]) -> str | None:
-    """Return the reason why no graph of `model` can be made or run here, None where there is none to see."""
+    """Return the reason why `model` cannot be exported or run as a graph here; None if none is known."""
     for package in (*_PACKAGES, *packages):
         if importlib.util.find_spec(package) is None:
             return f"the package {package} is not installed: {_EXTRA}"
@@ -47,22 +47,22 @@ def why_not(model: PreTrainedModel, packages: Sequence[str]) -> str | None:
 
 
 def graph(model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> Path:
-    """Return the file of the graph in `folder`; export it where it is not there yet.
+    """Return the file of the graph in `folder`; export it first if it is missing.
 
-    Raise NotAvailable with the exporter's message if the model has an operator that it does not know.
+    Raise NotAvailable with the exporter's message if the model has an operator that the exporter does not know.
     """
     return artefact(folder / GRAPH, lambda path: _exported(model, sample)(path), model)
 
 
 def artefact(path: Path, write: Callable[[Path], None], model: PreTrainedModel) -> Path:
-    """Return `path`; have its folder written, with the model's config, where it is not there yet."""
+    """Return `path`; have its folder written first, with the model's config, if it is missing."""
     if not path.is_file():
         folder = path.parent
         folder.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(folder.parent, f".{folder.name}") as temporary:
             write(temporary / path.name)
             model.config.save_pretrained(temporary)
-            with suppress(OSError):  # another worker has made the same meanwhile
+            with suppress(OSError):  # another worker has written the same meanwhile
                 temporary.rename(folder)
         if not path.is_file():
             raise NotAvailable(f"{path} could not be written")
@@ -70,13 +70,13 @@ def artefact(path: Path, write: Callable[[Path], None], model: PreTrainedModel) 
 
 
 def calibration_batches(sample: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-    """Return what scales of activations are taken from: a few rows of batches of all lengths."""
+    """Return the batches that scales of activations are calibrated on: a few rows of batches of all lengths."""
     step = max(1, len(sample) // _CALIBRATION_BATCHES)
     return [{name: value[:_CALIBRATION_ROWS] for name, value in batch.items()} for batch in sample[::step]]
 
 
 def _exported(model: PreTrainedModel, sample: Sequence[Batch]) -> Callable[[Path], None]:
-    """Export the model in float32; return what writes it to a file."""
+    """Export the model in float32; return a function that writes it to a file."""
     import torch
 
     example = _example(model, sample)
@@ -96,7 +96,7 @@ def _exported(model: PreTrainedModel, sample: Sequence[Batch]) -> Callable[[Path
                 dynamo=True,
                 verbose=False,
             )
-        except Exception as error:  # the exporter raises whatever the model's own code does
+        except Exception as error:  # the exporter raises the errors of the model's own code
             raise NotAvailable(f"the model cannot be exported: {first_line(error)}") from error
     assert program is not None
     apart = sum(each.numel() * each.element_size() for each in whole.parameters()) > _ONE_FILE_BYTES
@@ -104,7 +104,7 @@ def _exported(model: PreTrainedModel, sample: Sequence[Batch]) -> Callable[[Path
 
 
 def _flat(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> torch.nn.Module:
-    """Take tensors in the order of `inputs` and return those of `outputs`."""
+    """Return a module that takes tensors in the order of `inputs` and returns those of `outputs`."""
     import torch
 
     class Flat(torch.nn.Module):
@@ -120,7 +120,7 @@ def _flat(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str])
 
 
 def _example(model: PreTrainedModel, sample: Sequence[Batch]) -> dict[str, torch.Tensor]:
-    """Return what the model takes of a batch, of a few rows and another number of tokens."""
+    """Return the model's inputs for a few rows of a batch, with a number of tokens other than that of rows."""
     import torch
 
     takes = inspect.signature(model.forward).parameters
@@ -133,7 +133,7 @@ def _example(model: PreTrainedModel, sample: Sequence[Batch]) -> dict[str, torch
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, or the one that it was raised from, in one line."""
+    """Return the message of an error, or of the one that it was raised from, in one line."""
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     text = lines[0] if lines else type(cause).__name__
@@ -142,7 +142,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet(name: str) -> Iterator[None]:
-    """Keep warnings of a library that nobody can act on out of the log."""
+    """Keep a library's warnings that nobody can act on out of the log."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -155,7 +155,7 @@ def quiet(name: str) -> Iterator[None]:
 
 
 def said_by(names: Sequence[str], arrays: Sequence[Any]) -> SimpleNamespace:
-    """Return what a run of a graph says, under the names that the model itself uses."""
+    """Return the outputs of a graph's run under the names of the model's own outputs."""
     import torch
 
     return SimpleNamespace(**{name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)})

@@ -1,6 +1,6 @@
 """The graph under ONNX Runtime, in float32 and with 8-bit products.
 
-ONNX Runtime multiplies in bfloat16 on Arm alone: on x86 that precision is OpenVINO's.
+ONNX Runtime multiplies in bfloat16 on Arm only: on x86 OpenVINO has that precision.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PRODUCTS = ["MatMul", "Gemm"]
 _CONSTANT_WEIGHTS = {"MatMulConstBOnly": True}
-"""Products of two activations, as in attention, stay in float32: they are few, and scales cost them most."""
+"""Products of two activations, as in attention, stay in float32: they are few, and most hurt by 8-bit scales."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class OnnxRuntimeRung:
     name: str
     lossy: bool
     convert: Callable[[Path, Path, Sequence[Batch]], None] | None = None
-    """Write the folder of another graph: from a graph, and batches to calibrate with."""
+    """Function that writes a converted graph, from a graph and calibration batches."""
     folder: str = ""
-    """Folder of that graph among the artefacts."""
+    """Folder of the converted graph among the artefacts."""
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
-        """Return the reason, None when the model can be tried."""
+        """Return the reason; None if the model can be tried."""
         return why_not(model, ("onnxruntime",))
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
-        """Export and convert what `folder` lacks; raise NotAvailable if the model cannot be exported."""
+        """Export and convert the files that `folder` lacks; raise NotAvailable if the model cannot be exported."""
         path = graph(model, sample, folder)
         convert = self.convert
         if convert is not None:
@@ -65,7 +65,7 @@ class OnnxRuntimePass:
 
     @classmethod
     def of(cls, path: Path) -> OnnxRuntimePass:
-        """Load a graph; it computes with as many threads as torch does here."""
+        """Load a graph; it computes with as many threads as torch."""
         import onnxruntime
         import torch
 
@@ -73,7 +73,7 @@ class OnnxRuntimePass:
         options.intra_op_num_threads = torch.get_num_threads()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # Threads that wait would take the cores from the tokenizer, which runs ahead.
+        # Spinning threads would take cores from the tokenizer, which runs ahead.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         inputs, outputs = session.get_inputs(), session.get_outputs()
@@ -85,7 +85,7 @@ class OnnxRuntimePass:
 
 
 def _to_dynamic_int8(whole: Path, made: Path, sample: Sequence[Batch]) -> None:
-    """Store weights in 8 bits, with a scale a column; activations are scaled batch by batch."""
+    """Store weights in 8 bits, with a scale per column; activations are scaled per batch."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with quiet("root"):
@@ -101,7 +101,7 @@ def _to_dynamic_int8(whole: Path, made: Path, sample: Sequence[Batch]) -> None:
 
 
 def _to_static_int8(whole: Path, made: Path, sample: Sequence[Batch]) -> None:
-    """Store weights in 8 bits, and the scales of activations that the sample has."""
+    """Store weights in 8 bits, and scales of activations calibrated on the sample."""
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
@@ -128,7 +128,7 @@ def _to_static_int8(whole: Path, made: Path, sample: Sequence[Batch]) -> None:
 
 
 def _saturates() -> bool:
-    """Whether sums of two 8-bit products overflow their 16 bits, as without VNNI: weights have 7 bits there."""
+    """Return whether sums of two 8-bit products overflow 16 bits, as without VNNI: weights have 7 bits there."""
     return not Machine.here().vnni
 
 

@@ -1,7 +1,7 @@
 """The graph under OpenVINO: in float32, in bfloat16, and with 8-bit products that nncf calibrates.
 
-OpenVINO's converter and nncf report their use to Google Analytics by the package openvino-telemetry. They do without it
-where it cannot be imported, so that is what they find here.
+OpenVINO's converter and nncf report their use to Google Analytics by the package openvino-telemetry. They work without
+it if it cannot be imported, so its import is blocked here.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class OpenVinoRung:
     name: str
     lossy: bool
     precision: Literal["f32", "bf16"]
-    """What products are computed in that have not been made int8."""
+    """Precision of the products that are not int8."""
     int8: bool = False
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
-        """Return the reason, None when the model can be tried."""
+        """Return the reason; None if the model can be tried."""
         if self.precision == "bf16" and not machine.multiplies_bf16:
             return NO_BF16
         return why_not(model, ("openvino", "nncf") if self.int8 else ("openvino",))
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
-        """Export and convert what `folder` lacks; raise NotAvailable if the model cannot be exported."""
+        """Export and convert the files that `folder` lacks; raise NotAvailable if the model cannot be exported."""
         openvino = _openvino()
         whole = folder / "openvino" / _GRAPH
 
@@ -76,7 +76,7 @@ class OpenVinoPass:
 
     @classmethod
     def of(cls, path: Path, precision: Literal["f32", "bf16"]) -> OpenVinoPass:
-        """Compile a graph; it computes with as many threads as torch does here."""
+        """Compile a graph; it computes with as many threads as torch."""
         import torch
 
         settings = {
@@ -95,7 +95,7 @@ class OpenVinoPass:
 
 
 def _openvino() -> Any:
-    """Import OpenVINO, and what is imported after it, without reports to others."""
+    """Import OpenVINO with telemetry blocked, also for later imports."""
     sys.modules.setdefault("openvino_telemetry", cast(ModuleType, None))
     import openvino
 
@@ -103,7 +103,7 @@ def _openvino() -> Any:
 
 
 def _int8(whole: Any, sample: Sequence[Batch]) -> Any:
-    """Return the graph with products in 8 bits, whose scales fit the sample."""
+    """Return the graph with products in 8 bits, calibrated on the sample."""
     import nncf
 
     inputs = {each.get_any_name() for each in whole.inputs}
@@ -111,7 +111,7 @@ def _int8(whole: Any, sample: Sequence[Batch]) -> Any:
         {name: tensor.numpy() for name, tensor in batch.items() if name in inputs}
         for batch in calibration_batches(sample)
     ]
-    with quiet("nncf"), contextlib.redirect_stdout(io.StringIO()):  # bars of progress
+    with quiet("nncf"), contextlib.redirect_stdout(io.StringIO()):  # progress bars
         return nncf.quantize(
             whole, nncf.Dataset(batches), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(batches)
         )
