@@ -1,8 +1,8 @@
 """Linear layers that multiply in fp8 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022): weights and inputs
-in E4M3, gradients in E5M2, each tensor with a scale of its own, taken from its largest element at each product. Weights
-and their optimizer stay in fp32, and all that is no product of these layers is as with bf16.
+in E4M3, gradients in E5M2, each tensor with its own scale, taken from its largest element at each product. Weights and
+their optimizer stay in fp32, and everything but the products of these layers is as with bf16.
 
-torchao does the arithmetic; it is imported where a job asks for it. What stays as it is:
+torchao does the arithmetic; it is imported where a job asks for it. Not converted are:
 - layers outside of the blocks: a head's rounded logits would go straight into the loss, and torchao's own example
   leaves the last layer out;
 - routers of a mixture of experts, which choose by small differences and have little to multiply. Its experts are one
@@ -10,7 +10,7 @@ torchao does the arithmetic; it is imported where a job asks for it. What stays 
 - layers with a side that is no multiple of 16, for which there is no instruction;
 - GPT-2's Conv1D, for which torchao has no form.
 
-State dicts have the names and the weights of the ordinary model, so a checkpoint or a saved model knows nothing of fp8.
+State dicts have the ordinary model's names and weights, so checkpoints and saved models do not depend on fp8.
 """
 
 from __future__ import annotations
