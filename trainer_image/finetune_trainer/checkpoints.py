@@ -50,8 +50,7 @@ SIGNATURE = "manifest.hmac-sha256"
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d+)")
 _LARGEST_MANIFEST_BYTES = 64 << 20
-"""Limit of a manifest's size: a file takes some 200 bytes, and a rank writes a handful of files, so 10,000 ranks fit.
-"""
+"""Limit of a manifest's size, enough for 10,000 ranks: a file takes some 200 bytes, and a rank writes a few files."""
 
 
 class Manifest(Message):
