@@ -42,7 +42,7 @@ _SHOWN_NAMES = 24
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-# ------------------------------------------------------------------------------------------------------- what there is
+# -------------------------------------------------------------------------------------------------- modules and layers
 
 
 def head_modules(model: PreTrainedModel) -> tuple[str, ...]:

@@ -13,8 +13,7 @@ from finetune_trainer.failures import StageError
 
 
 def read_job(path: Path) -> TrainerJob:
-    """Return the job in `path`; raise StageError CONFIG for a file, a field or a schema version unknown to this
-    trainer."""
+    """Return the job in `path`; raise StageError CONFIG for an unreadable file, an unknown field or schema version."""
     try:
         return TrainerJob.model_validate_json(path.read_bytes())
     except OSError as error:

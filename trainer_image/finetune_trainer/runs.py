@@ -57,7 +57,7 @@ def last_stage(job: TrainerJob) -> Stage:
     return Stage.TRAIN if job.trains else Stage.PREPARE
 
 
-# ------------------------------------------------------------------------------------------------- whose folder it is
+# -------------------------------------------------------------------------------------------- ownership of the folder
 
 
 def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
@@ -110,7 +110,7 @@ def _move_aside(folder: Path) -> Path:
     return folder.rename(place)
 
 
-# ------------------------------------------------------------------------------------------------- what is done already
+# ----------------------------------------------------------------------------------------------------- completed stages
 
 
 def finished(paths: JobPaths, stage: Stage, given: Given) -> TrainerReport | None:

@@ -27,8 +27,7 @@ def training_order(
     epoch: int,
     grouped: bool,
 ) -> NDArray[np.int64]:
-    """Return the row indices of one epoch, shape (steps, accumulation, ranks, micro_batch); `lengths`: tokens of each
-    row.
+    """Return one epoch's row indices, shape (steps, accumulation, ranks, micro_batch); `lengths`: tokens of each row.
 
     Each step has exactly `global_batch` rows; the remainder at the end of the epoch is a random set of rows, another
     one in each epoch, and is dropped. Steps have rows of similar length when `grouped`, else any rows; their order is

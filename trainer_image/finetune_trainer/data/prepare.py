@@ -206,7 +206,7 @@ def _move(temporary: Path, place: Path) -> None:
         temporary.replace(place)
 
 
-# ------------------------------------------------------------------------------------------- what is to be prepared
+# -------------------------------------------------------------------------------------------------------- the order
 
 
 def _order(job: TrainerJob) -> _Order:
@@ -251,8 +251,7 @@ def labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig)
 
 
 def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
-    """Return the splits of `dataset` that a job uses. Validation is predicted without a predict data set and a test
-    split.
+    """Return the splits of `dataset` that a job uses. Validation is predicted if there are no data to predict.
 
     StageErrors of the data sources, of the task's columns, and CONFIG `MissingSetting` when no data set is named.
     """

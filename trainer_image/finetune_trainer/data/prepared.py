@@ -196,8 +196,7 @@ class PreparedData:
         return PreparedSplit(self, role, features.numbers(POSITION), features)
 
     def raw(self, role: str) -> datasets.Dataset:
-        """Return the inputs and the columns that predictions copy, one entry for each row of the role; not kept for
-        train."""
+        """Return the inputs and the columns that predictions copy, one entry a row of the role; not kept for train."""
         if role not in self._raw and role in self._tables:
             self._raw[role] = dataset_of(self._tables[role])
         if role not in self._raw:

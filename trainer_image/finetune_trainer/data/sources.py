@@ -108,7 +108,7 @@ class Source(Protocol):
         """Return everything as one split, when no file is named after a split; None for a folder and for the Hub."""
 
 
-# ----------------------------------------------------------------------------------------- what a role is read from
+# --------------------------------------------------------------------------------------------------- splits by role
 
 
 def source_of(source: DataSource, setting: str) -> Source:

@@ -107,7 +107,7 @@ class _Run:
 
     @property
     def data_rank(self) -> int:
-        """Index of this process among the groups that read rows of their own."""
+        """Data-parallel rank of this process: processes of one rank read the same rows."""
         return self._mesh.data_rank(self.world.rank)
 
     @property

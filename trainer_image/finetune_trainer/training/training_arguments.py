@@ -58,7 +58,7 @@ def refuse_bad_arguments(training: Training) -> None:
 def training_arguments(training: Training, output: Path, strategy_arguments: Mapping[str, object]) -> TrainingArguments:
     """Return the arguments of the job's run.
 
-    Checkpoints, evaluation and the data order are the trainer's own, so these are off; experiment trackers receive all
+    Checkpoints, evaluation and the data order are the trainer's own, and off here, as experiment trackers record all
     arguments. Raises StageError CONFIG when transformers refuses a value, e.g. a contradicting DeepSpeed configuration.
     """
     from transformers import TrainingArguments
