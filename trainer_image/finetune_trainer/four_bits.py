@@ -90,7 +90,7 @@ def hold(model: nn.Module, names: Sequence[str], precision: Precision) -> None:
                 "Set model.adapter.method to lora.",
             )
         model.set_submodule(name, FourBitLinear(layer, _COMPUTED_IN[precision]))
-    cast(Any, model).is_loaded_in_4bit = True  # peft asks for it
+    cast(Any, model).is_loaded_in_4bit = True  # peft reads it
 
 
 def is_held(layer: nn.Module, precision: Precision) -> bool:

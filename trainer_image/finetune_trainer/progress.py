@@ -111,7 +111,7 @@ class ProgressReporter:
         rate = (step - first_step) / (now - since) if step > first_step and now > since else None
         fields = {name: values.pop(name, None) for name in _FIELDS}
         if self._stage is not Stage.TRAIN and fields["samples_per_second"] is None:
-            fields["samples_per_second"] = rate  # Steps are rows there.
+            fields["samples_per_second"] = rate  # steps are rows in these stages
         progress = Progress(
             stage=self._stage,
             step=step,

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RunMarker(Message):
-    """`run.json`."""
+    """Content of `run.json`."""
 
     run: str
 

@@ -54,15 +54,15 @@ class How(TypedDict, total=False):
     """Keyword arguments of `predict` and `predict_udf` that have a default."""
 
     max_length: int | None
-    """Tokens of a feature at most; None, the default: the model's limit, at most 512."""
+    """Limit of tokens in a feature; None, the default: the model's limit, at most 512."""
     stride: int | None
     """Tokens that windows of a long row share, for tasks that have windows; None, the default: as in a job."""
     generation: Generation
     """Settings for text generation."""
     batch_tokens: int
-    """Padded tokens of a batch; default 8192."""
+    """Limit of padded tokens in a batch; default 8192."""
     precision: InferencePrecision
-    """Default fp32."""
+    """Precision of inference; default fp32."""
     device: Device
     """cpu, the default, or cuda: then a task of Spark has one GPU, by `spark.task.resource.gpu.amount`."""
     threads: int | None

@@ -42,7 +42,7 @@ class StoredNumbers(Order):
     type: _NumberType
     shape: tuple[int, ...] = Field(min_length=1, max_length=2)
     content: str
-    """Base64."""
+    """Bytes in Base64."""
 
 
 class StoredObjects(Order):
@@ -69,7 +69,7 @@ class StoredShard(Order):
 
 
 class PodOrder(Order):
-    """The share of one pod."""
+    """Shards assigned to one pod, and the settings to encode them."""
 
     format: Literal[1] = 1
     revision: str

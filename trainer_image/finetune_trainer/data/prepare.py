@@ -251,7 +251,7 @@ def labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig)
 
 
 def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
-    """Return the splits of `dataset` that a job uses. Validation is predicted if there are no data to predict.
+    """Return the splits of `dataset` that a job uses. Without predict data and a test split, validation is predicted.
 
     StageErrors of the data sources, of the task's columns, and CONFIG `MissingSetting` when no data set is named.
     """

@@ -87,7 +87,7 @@ class Pod:
     attempt: str
     """Id that is the same in all pods of this attempt, and differs from other attempts."""
     root: Path
-    """The job's folder."""
+    """Folder of the job."""
 
     @classmethod
     def of(cls, job: TrainerJob, world: ProcessWorld, paths: JobPaths, environment: Mapping[str, str]) -> Pod:

@@ -229,7 +229,7 @@ class PreferenceTuning(DecoderTask):
 
 @dataclass(frozen=True)
 class DirectPreference:
-    """The Objective."""
+    """Objective of direct preference optimisation."""
 
     beta: float
     compares: tuple[str, ...] = _ANSWERS

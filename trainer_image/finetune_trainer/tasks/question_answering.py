@@ -86,7 +86,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class SpanLoss:
-    """The Objective: cross-entropy of start and end over the tokens of a window, without padding."""
+    """Objective: cross-entropy of start and end over the tokens of a window, without padding."""
 
     compares: tuple[str, ...] = ()
 

@@ -124,7 +124,7 @@ class LoopParts:
 
     strategy: Strategy
     adapted: Adapted | None
-    """None: all weights are trained."""
+    """Adapter in the model; None: all weights are trained."""
     order: EpochOrder
     rows: TrainRows
     collate: Collate
@@ -137,11 +137,11 @@ class LoopParts:
     optimizer: OptimizerName = "adamw"
     checkpointing: CheckpointingMode = "none"
     in_float8: InFloat8 | None = None
-    """None: no layer multiplies in fp8."""
+    """Layers in fp8; None: no layer multiplies in fp8."""
     activations: Activations = field(default_factory=OnDevice)
     clock: PartClock = field(default_factory=PartClock)
     objective: Objective | None = None
-    """None: the loss of the model itself is minimised."""
+    """Loss to minimise; None: the model's own."""
     reference: Reference = field(default_factory=NoReference)
     callbacks: Sequence[TrainerCallback] = ()
     """Experiment trackers; of transformers' events they receive the begin, the end and the figures of a training."""

@@ -271,7 +271,7 @@ def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str
         if start.adapted is None:
             trained.save_pretrained(str(model_folder), state_dict=state)
         else:
-            unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # or transformers would load it in shards
+            unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else transformers loads it in shards
             whole = run.task.build_model(start.job, run.prepared.facts)
             merged = write_adapter_and_merge(whole, start.adapted, start.job, state, adapter_folder)
             merged.save_pretrained(str(model_folder))
