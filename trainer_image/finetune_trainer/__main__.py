@@ -2,7 +2,7 @@
 below `finetune run`, `launch STAGE ...` starts the stage's ranks, and `sshd` waits for those of mpirun (`launching/`).
 `serve` answers requests with the job's model (`serving/`).
 
-Only what all of them need is imported here, so that a launcher starts its ranks at once.
+Only imports that all of them need are here, so that a launcher starts its ranks at once.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from finetune_trainer.ending import let_collectives_end, settle_exit
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The console script."""
+    """Run the console script."""
     code = run(sys.argv[1:] if argv is None else argv)
     logging.shutdown()
     if code == EXIT_OK:
         let_collectives_end()
         settle_exit()
-    # A process group whose peers are gone, or a thread inside a collective, can hold up an orderly end for minutes; and
-    # taking apart what torch and transformers have made of this process takes a second or two.
+    # A process group whose peers have exited, or a thread inside a collective, can delay an orderly end for minutes;
+    # tearing down the objects of torch and transformers takes another second or two.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run what `argv` says and return the exit code."""
+    """Run the command of `argv` and return the exit code."""
     if argv[:1] == ["launch"]:
         from finetune_trainer.launching.launch import launch
 

@@ -1,15 +1,15 @@
-"""LoRA, QLoRA and DoRA: small trained matrices beside frozen weights, and the task's head, which is trained whole.
+"""LoRA, QLoRA and DoRA: small trained matrices beside frozen weights, and the task's head, which is trained in full.
 
-peft puts them into the model in place, so that the strategies spread an ordinary model, some of whose weights are
-frozen. What counts as the head: everything outside of the pre-trained body, and a pooler, which many checkpoints lack.
-The adapted layers are linear ones of the blocks; names that match none of them are refused, for peft would be content
-when one of several matches. What has been trained and nothing else is kept, so the result is made from the model that
-the run began with, loaded again: another one by then is refused.
+peft inserts them into the model in place, so the strategies shard an ordinary model, some of whose weights are frozen.
+The head is everything outside of the pre-trained body, and a pooler, which many checkpoints lack. The adapted layers
+are linear layers of the blocks; names that match none of them are refused, because peft accepts a list of names when
+one of them matches. Only the trained weights are kept, so the result is built from the base model, loaded again: a base
+model that has changed since is refused.
 
 QLoRA holds the frozen linear layers of the blocks in 4 bits, adapted or not. Its adapter is merged into the rounded
-weights and not into those of the model that the run began with: beside the rounded ones it was trained, and part of
-what it has learnt is to make up for the rounding. peft merges into them as well (`tuners/lora/bnb.py`), and
-transformers has `dequantize_and_replace` for that (`integrations/bitsandbytes.py`, "QLoRA adapters merging").
+weights and not into those of the base model: it was trained beside the rounded ones, and partly makes up for the
+rounding. peft merges into them as well (`tuners/lora/bnb.py`), and transformers has `dequantize_and_replace` for that
+(`integrations/bitsandbytes.py`, "QLoRA adapters merging").
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME = "default"
-"""peft's own word for an adapter that has no name."""
+"""peft's name for an unnamed adapter."""
 _POOLER = "pooler"
 _SHOWN_NAMES = 24
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-# ------------------------------------------------------------------------------------------------------- what there is
+# -------------------------------------------------------------------------------------------------- modules and layers
 
 
 def head_modules(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules with weights outside of the pre-trained body, and of the body's pooler; none of a language
-    model, whose head has been pre-trained with its body.
+    """Return the names of the modules with weights outside of the pre-trained body, and of the body's pooler; none for
+    a language model, whose head is pre-trained with its body.
     """
     if cast(Any, model).get_output_embeddings() is not None:
         return ()
@@ -59,7 +59,7 @@ def head_modules(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def head_parameters(model: PreTrainedModel) -> int:
-    """Parameters of the head."""
+    """Count the parameters of the head."""
     return sum(p.numel() for name in head_modules(model) for p in model.get_submodule(name).parameters())
 
 
@@ -72,15 +72,15 @@ class BlockLinear:
     """A linear layer of a block."""
 
     name: str
-    """In the model."""
+    """Name in the model."""
     short: str
-    """In its block, with `*` for numbers."""
+    """Name in its block, with `*` for numbers."""
     inputs: int
     outputs: int
 
 
 def block_linears(model: nn.Module) -> tuple[BlockLinear, ...]:
-    """The linear layers (GPT-2's Conv1D among them) of the elements of the model's outermost module lists."""
+    """Return the linear layers (GPT-2's Conv1D among them) of the elements of the model's outermost module lists."""
     from transformers.pytorch_utils import Conv1D
 
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -98,10 +98,10 @@ def block_linears(model: nn.Module) -> tuple[BlockLinear, ...]:
 
 
 def adapted_layers(model: nn.Module, adapter: Adapter, model_uri: str) -> tuple[str, ...]:
-    """Names of the layers that `adapter` adapts, in the model's order.
+    """Return the names of the layers that `adapter` adapts, in the model's order.
 
-    A target matches as in peft: the whole name or its end from a dot on. StageError CONFIG `UnknownTargetModules` for
-    targets that match nothing.
+    A target matches as in peft: the whole name, or its end after a dot. Raise StageError CONFIG `UnknownTargetModules`
+    for targets without a match.
     """
     linears = block_linears(model)
     wanted = adapter.target_modules
@@ -142,23 +142,23 @@ def _unknown_targets(unknown: Sequence[str], linears: Sequence[BlockLinear], mod
 
 @dataclass(frozen=True)
 class Adapted:
-    """What `adapt` has made of a model."""
+    """Result of `adapt`: the adapted model's layers and weights by name."""
 
     adapter: Adapter
     layers: tuple[str, ...]
     """Names of the layers with an adapter."""
     trained: frozenset[str]
-    """Names of the weights that are trained; all others are frozen."""
+    """Names of the trained weights; all others are frozen."""
     base: str
-    """Digest of the frozen weights, as they were loaded."""
+    """Digest of the frozen weights as loaded."""
     held: tuple[str, ...] = ()
-    """Names of the layers whose weights are held in 4 bits."""
+    """Names of the layers with weights in 4 bits."""
     precision: Precision = "fp32"
-    """That these compute in."""
+    """Precision in which the layers of `held` compute."""
 
     def assert_in_effect(self, model: nn.Module) -> None:
-        """StageError STRATEGY_NOT_IN_EFFECT unless just the adapter's matrices and the head are trained in `model`, and
-        its other linear layers are in 4 bits where that was asked for.
+        """Raise StageError STRATEGY_NOT_IN_EFFECT unless exactly the adapter's matrices and the head are trained in
+        `model`, and its other linear layers are in 4 bits where the adapter asks for that.
         """
         from peft.tuners.lora import LoraLayer
 
@@ -188,7 +188,7 @@ class Adapted:
 
 
 def _base(model: nn.Module, name: str) -> nn.Module:
-    """The layer of that name, of an adapted one what the adapter is beside."""
+    """Return the layer of that name; for an adapted layer its base layer."""
     from peft.tuners.lora import LoraLayer
 
     layer = model.get_submodule(name)
@@ -196,7 +196,7 @@ def _base(model: nn.Module, name: str) -> nn.Module:
 
 
 def four_bits() -> ModuleType:
-    """`finetune_trainer.four_bits`; StageError CONFIG `BitsAndBytesMissing` without its library."""
+    """Import `finetune_trainer.four_bits`; raise StageError CONFIG `BitsAndBytesMissing` without its library."""
     with needed_library(
         "bitsandbytes",
         "BitsAndBytesMissing",
@@ -208,7 +208,7 @@ def four_bits() -> ModuleType:
 
 
 def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
-    """Puts the adapter into `model`, freezes the rest, and lets the head be trained.
+    """Insert the adapter into `model`, freeze the rest, and make the head trainable.
 
     The matrices are drawn from the job's seed whatever the caller's random state, so that all processes and strategies
     start alike.
@@ -248,7 +248,7 @@ def _config(
         base_model_name_or_path=_base_name(job.model.uri),
         revision=job.model.revision if hub else None,
         r=adapter.rank,
-        lora_alpha=cast(int, adapter.alpha),  # peft only ever divides it by the rank
+        lora_alpha=cast(int, adapter.alpha),  # peft only divides it by the rank
         lora_dropout=adapter.dropout,
         use_dora=adapter.method == "dora",
         target_modules=list(layers),
@@ -258,14 +258,14 @@ def _config(
 
 
 def _base_name(uri: str) -> str:
-    """Return what peft loads the base model by. A folder is named as one: peft looks for other names on the Hub."""
+    """Return the base model's name for peft. A local path begins with "./": peft looks for other names on the Hub."""
     if uri.startswith("file://"):
         return f"./{public_uri(uri)}"
     return uri.removeprefix("hf://")
 
 
 def _kind(model: PreTrainedModel) -> TaskType | None:
-    """What peft calls the model; with its own heads it lets them be trained, as we do."""
+    """Return peft's task type for the model; peft also trains the heads of these types."""
     from peft import TaskType
 
     if cast(Any, model).get_output_embeddings() is None:
@@ -281,11 +281,11 @@ def _kind(model: PreTrainedModel) -> TaskType | None:
 def write_adapter_and_merge(
     model: PreTrainedModel, adapted: Adapted, job: TrainerJob, state: Mapping[str, Any], folder: Path
 ) -> PreTrainedModel:
-    """Writes the adapter of `state` (what was trained) into `folder` as peft does, and returns `model` with it merged,
-    into the weights that it was trained beside: those of QLoRA are rounded first.
+    """Write the adapter of `state` (the trained weights) into `folder` as peft does, and return `model` with it merged
+    into the weights beside which it was trained: those of QLoRA are rounded first.
 
-    `model`: the job's model as it was before it was adapted. StageError MODEL `BaseModelChanged` when it is another one
-    by now.
+    `model`: the job's model before adaptation. Raise StageError MODEL `BaseModelChanged` when it has changed since the
+    training began.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import save_file

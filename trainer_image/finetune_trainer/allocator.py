@@ -1,10 +1,10 @@
-"""How the C library hands out memory for tensors on the CPU.
+"""Settings of the C library's allocator for tensors on the CPU.
 
-glibc gives every block above 32 MiB pages of its own and returns them to the kernel as soon as they are freed. A
-training step frees and takes the same large buffers again and again (gradients, buckets, gathered parameters), and
-the kernel clears their pages each time: with ZeRO-2 of a 22-million-parameter model over two processes on two cores,
-half of the time was spent in the kernel, and keeping the memory trained 1.3 times as many rows a second for a sixth
-more of peak memory. torch keeps freed memory by itself on a GPU only.
+glibc gives every block above 32 MiB pages of its own and returns them to the kernel when they are freed. A training
+step frees and allocates the same large buffers again and again (gradients, buckets, gathered parameters), and the
+kernel clears their pages each time: ZeRO-2 of a 22-million-parameter model over two processes on two cores spent half
+of its time in the kernel, and keeping the memory trained 1.3 times as many rows a second for a sixth more peak memory.
+torch itself keeps freed memory on a GPU only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEVER_TRIM = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Has the process keep what it frees, for the next step; False where the C library cannot (it is not glibc)."""
+    """Make the process keep freed memory for the next step; return False without glibc, where that is not possible."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -31,8 +31,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Returns to the kernel what was freed and is kept. For moments between two kinds of work (steps, validation, a
-    checkpoint), whose buffers differ in size: fragments of the one do not serve the other, and would only add up.
+    """Return freed memory that the process keeps to the kernel. Call it between kinds of work (steps, validation, a
+    checkpoint), whose buffers differ in size: fragments of one do not serve the other and would only add up.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)

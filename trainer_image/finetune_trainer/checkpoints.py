@@ -1,13 +1,12 @@
-"""Checkpoints on disk: written beside, sealed by a manifest with hashes, moved into place, read back, and only then
-the latest.
+"""Checkpoints on disk: written to a partial folder, sealed by a manifest with hashes, moved into place, read back, and
+only then made the latest.
 
-Nothing here knows what a checkpoint holds. A folder without a manifest that matches its files is not used; a damaged
-one is skipped with a warning and the one before it is taken. The last good one is never deleted.
+This module does not know a checkpoint's content. A folder whose manifest is missing or does not match its files is not
+used; a damaged checkpoint is skipped with a warning and the one before it is taken. The last good one is never deleted.
 
-Anybody who can write to the job's volume can write a checkpoint with a matching manifest. So hashes find damage, and
-with a signature, whose key is not on the volume, forgery as well. Files outside of the checkpoint's folder are never
-read: names in a manifest lead nowhere else, symbolic links are refused, and so is a file that the manifest does not
-list.
+Anybody who can write to the job's volume can write a checkpoint with a matching manifest. So hashes detect damage, and
+a signature, whose key is not on the volume, detects forgery as well. Files outside of the checkpoint's folder are never
+read: paths in a manifest cannot leave it, and symbolic links and files that the manifest does not list are refused.
 """
 
 from __future__ import annotations
@@ -51,34 +50,34 @@ SIGNATURE = "manifest.hmac-sha256"
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d+)")
 _LARGEST_MANIFEST_BYTES = 64 << 20
-"""A file takes some 200 bytes of a manifest, and a rank writes a handful of files: enough for 10,000 ranks."""
+"""Limit of a manifest's size, enough for 10,000 ranks: a file takes some 200 bytes, and a rank writes a few files."""
 
 
 class Manifest(Message):
-    """What a checkpoint is and what it consists of."""
+    """Description of a checkpoint and list of its files."""
 
     step: int
     strategy: str
-    """With the ZeRO stage, e.g. `deepspeed-zero2`."""
+    """Name with the ZeRO stage, e.g. `deepspeed-zero2`."""
     world_size: int
     job: dict[str, Any]
-    """What must be equal for a run to continue from here; see `identity`."""
+    """Settings that must be equal for a run to resume from here; see `identity`."""
     job_digest: str
     written: float
     """Unix time in seconds."""
     files: dict[EntryName, FileEntry]
-    """Path below the checkpoint's folder -> what it is known by."""
+    """Path below the checkpoint's folder -> size and hash."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that verified."""
+    """A verified checkpoint."""
 
     folder: Path
     manifest: Manifest
 
     def part(self, name: str) -> CheckpointPart:
-        """Return the folder `name` in it."""
+        """Return its folder `name`."""
         return CheckpointPart(self, self.folder / name)
 
 
@@ -90,9 +89,8 @@ class CheckpointPart:
     folder: Path
 
     def checked(self, path: Path) -> Path:
-        """Return `path` after another look at that file, as time has passed since the checkpoint verified. Raise
-        StageError CHECKPOINT when it is not a file of the manifest, or is no longer as the manifest says. Reads the
-        file once.
+        """Return `path` after verifying that file again, as time has passed since the checkpoint was verified. Raise
+        StageError CHECKPOINT when it is not a file of the manifest, or no longer matches it. Reads the file once.
         """
         entries = self.checkpoint.manifest.files
         root = self.checkpoint.folder.absolute()
@@ -107,10 +105,10 @@ class CheckpointPart:
 
 
 def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
-    """The settings that decide the course of training, flat.
+    """Return the settings that decide the course of training, flat.
 
-    Not among them: how the work is spread (strategy, world, micro-batch, checkpointing), so that a run goes on after
-    its memory was adapted or its node was lost, and who is told of it.
+    Left out are the distribution of the work (strategy, world, micro-batch, checkpointing), so that a run resumes after
+    its memory was adapted or its node was lost, and the trackers that it reports to.
     """
     assert job.training is not None
     spread = {"strategy", "world", "checkpoints", "batch"}
@@ -129,43 +127,43 @@ def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
 
 
 def digest(fields: Mapping[str, Any]) -> str:
-    """sha256 of `fields` as canonical JSON."""
+    """Return the sha256 of `fields` as canonical JSON."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class CheckpointStore:
-    """The checkpoints of one job, `step-<n>/` below one folder. For rank 0; the other ranks only write into what
-    `begin` made.
+    """Checkpoints of one job, `step-<n>/` below one folder. For rank 0; the other ranks only write into the folder of
+    `begin`.
     """
 
     def __init__(self, folder: Path, keep: int, signer: Signer | None = None) -> None:
-        """`signer`: signs what is written, and has to have signed what is read; None: neither."""
+        """Create a store that signs with `signer` and requires its signature when it reads; None: neither."""
         self._folder = folder
         self._keep = keep
         self._signer = signer
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of `step` is written before it counts."""
+        """Return the folder in which the checkpoint of `step` is written before `commit`."""
         return self._folder / f"step-{step}.partial"
 
     def begin(self, step: int) -> None:
-        """Makes an empty `partial(step)`; removes what an interrupted attempt left."""
+        """Create an empty `partial(step)`; remove the leftovers of an interrupted attempt."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for leftover in self._folder.glob("*.partial"):
             shutil.rmtree(leftover)
         self.partial(step).mkdir()
 
     def abandon(self, step: int) -> None:
-        """Gives back the space of a checkpoint that could not be written."""
+        """Free the space of a checkpoint that could not be written."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def commit(
         self, step: int, *, strategy: str, world_size: int, job: dict[str, Any], first_of_run: bool
     ) -> Checkpoint:
-        """Seals `partial(step)`, moves it into place, reads it back, makes it the latest, and deletes the ones beyond
+        """Seal `partial(step)`, move it into place, read it back, make it the latest, and delete the ones beyond
         `keep`.
 
-        `first_of_run`: all older ones belong to a run that was not resumed, and go.
+        `first_of_run`: all older ones belong to a run that was not resumed, and are deleted.
         """
         source, target = self.partial(step), self._folder / f"step-{step}"
         manifest = Manifest(
@@ -192,23 +190,23 @@ class CheckpointStore:
     def _prune(self, others: int, *, newest: Path) -> None:
         older = [folder for folder in self._folders() if folder != newest]
         for folder in older[others:]:
-            # The manifest goes first: half a deleted checkpoint must not look whole.
+            # Delete the manifest first: half a deleted checkpoint must not look whole.
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
-        """`step-<n>` folders, newest first."""
+        """Return the `step-<n>` folders, newest first."""
         if not self._folder.is_dir():
             return []
         named = [(int(match[1]), path) for path in self._folder.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(named, reverse=True)]
 
     def size_bytes(self) -> int:
-        """Bytes of all that lies in the folder, links not followed."""
+        """Count the bytes of all files in the folder, without following links."""
         return sum(path.lstat().st_size for path in self._folder.rglob("*") if path.is_file() and not path.is_symlink())
 
     def newest(self) -> Checkpoint | None:
-        """The newest one that verifies; None when there is none. StageError CHECKPOINT when there are some, all
+        """Return the newest checkpoint that verifies; None when there is none. Raise StageError CHECKPOINT when all are
         damaged, or when the store's folder is a symbolic link.
         """
         if self._folder.is_symlink():
@@ -237,7 +235,7 @@ class CheckpointStore:
 
 
 def refuse_other_job(checkpoint: Checkpoint, job: Mapping[str, Any]) -> None:
-    """StageError CHECKPOINT when the checkpoint belongs to other settings than `job`, naming them."""
+    """Raise StageError CHECKPOINT that names the differing settings, when the checkpoint's are not those of `job`."""
     if digest(job) != checkpoint.manifest.job_digest:
         raise other_settings(f"{checkpoint.folder} was", checkpoint.manifest.job, job)
 

@@ -1,7 +1,7 @@
-"""Python's search for garbage in cycles, which a process leaves alone while it starts.
+"""Python's cyclic garbage collection, which a process puts off while it starts.
 
-Some 4,000 modules are imported for a stage. They make a million objects that stay, and the search, begun again for each
-700 of them, takes a fifth of the CPU time of a start.
+A stage imports some 4,000 modules. They create a million objects that stay, and collection, run every 700 of them,
+takes a fifth of the CPU time of a start.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import gc
 
 
 def put_off() -> None:
-    """Search for nothing until `begin`: to be called before the heavy imports."""
+    """Disable collection until `begin`: call it before the heavy imports."""
     gc.disable()
 
 
 def begin() -> None:
-    """Search from now on, but not in what is there by now: to be called before data is read and weights are loaded,
+    """Enable collection, but not of the objects that exist by now: call it before reading data and loading weights,
     whose garbage would take memory.
     """
     if not gc.isenabled():
@@ -24,7 +24,7 @@ def begin() -> None:
 
 
 def begin_with_models() -> None:
-    """`begin`, once what every model of transformers needs is imported, which would come with the first of them."""
+    """Call `begin` after importing the modules that every model of transformers needs."""
     import transformers.modeling_layers  # noqa: F401
 
     begin()

@@ -1,9 +1,8 @@
-"""Which process am I, and of how many: read from whatever started us, before torch is imported.
+"""Rank and world size of this process: read from the launcher's environment, before torch is imported.
 
-torchrun, Open MPI (4 and 5), MPICH and Intel MPI each say it in their own variables; everything after this module
-sees the five of torchrun. It refuses a world that is not the planned one: Open MPI without its host file and a
-launcher with a wrong count both start fewer processes without an error, and the run would train something else than
-the plan says.
+torchrun, Open MPI (4 and 5), MPICH and Intel MPI each set variables of their own; all code after this module sees the
+five of torchrun. A world that differs from the plan is refused: Open MPI without its host file and a launcher with a
+wrong count both start fewer processes without an error, and the run would train something else than planned.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ T = TypeVar("T")
 Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a collective operation of the training waits for a lost process."""
+"""Time that a collective operation of the training waits for a lost process."""
 PATIENCE = timedelta(days=1)
-"""How long processes wait at a barrier for what one does alone: rank 0 writes, hashes and reads checkpoints, 12 bytes a
+"""Time that processes wait at a barrier while one works alone: rank 0 writes, hashes and reads checkpoints, 12 bytes a
 parameter, which takes more than half an hour for tens of billions of them. A process that ends closes its connections,
-which ends the wait at once, and one that hangs is the operator's to find (`runPolicy.progressDeadlineSeconds`).
+which ends the wait at once, and the operator finds one that hangs (`runPolicy.progressDeadlineSeconds`).
 """
 
 START_SECONDS = 1800
-"""How long pods of one gang wait for each other to start: images are pulled and nodes are added."""
+"""Time that pods of one gang wait for each other to start: images are pulled and nodes are added."""
 
 LOOPBACK = "127.0.0.1"
 _MPI_PORTS = (20000, 10000)
-"""First port and number of ports among which processes started by one mpirun agree without talking."""
+"""First port and number of ports from which all processes of one mpirun derive the same port without communicating."""
 _FREE_PORTS = (10000, 10000)
-"""First port and number of ports among which one process chooses for itself and those that it tells."""
+"""First port and number of ports from which one process chooses a port for itself and its peers."""
 
-# Rank, size, local rank, local size as each process manager names them; the first whose rank and size are set counts.
+# Rank, size, local rank, local size by process manager; the first whose rank and size are set counts.
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# Common to all processes of one mpirun and different in another one: Open MPI 4 and 5 set the first, Open MPI 4 the
+# Same value in all processes of one mpirun, another in another mpirun: Open MPI 4 and 5 set the first, Open MPI 4 the
 # second too. MPICH has none (its PMI_ID is the process's own number), so its runs share one port unless MASTER_PORT is
 # set.
 _MPI_RUN_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
@@ -64,7 +63,7 @@ _FIVE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """This process among the others."""
+    """Rank and sizes of this process in the world."""
 
     rank: int = 0
     size: int = 1
@@ -74,12 +73,12 @@ class ProcessWorld:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 writes the files that all ranks share."""
+        """Return True for rank 0, which writes the files that all ranks share."""
         return self.rank == 0
 
 
 def discover(environment: Mapping[str, str]) -> ProcessWorld:
-    """The world that the environment tells of; alone when it tells of none.
+    """Return the world that the environment describes; a world of one process when it describes none.
 
     torchrun comes first: inside `mpirun torchrun ...` its variables are the nearer ones. MPI comes before bare RANK and
     WORLD_SIZE, which some operators set for the node and not for the process.
@@ -113,8 +112,8 @@ def _from_variables(
 
 
 def check_world(world: ProcessWorld, planned: World, data_parallel: int, replica_ranks: int = 1) -> None:
-    """StageError WORLD_SIZE when the processes that run are not those that the plan counts on: `data_parallel` times
-    the `replica_ranks` that read the same rows.
+    """Raise StageError WORLD_SIZE when the running processes are not the planned ones: `data_parallel` times the
+    `replica_ranks` that read the same rows.
     """
     if world.size == planned.size == data_parallel * replica_ranks:
         return
@@ -131,20 +130,21 @@ def check_world(world: ProcessWorld, planned: World, data_parallel: int, replica
 def settle_environment(
     environment: MutableMapping[str, str], world: ProcessWorld, *, device: Device, threads: int, strategy: StrategyName
 ) -> None:
-    """Sets the variables that torch, accelerate and DeepSpeed read on import; call it before that."""
+    """Set the variables that torch, accelerate and DeepSpeed read on import; call it before that."""
     environment["OMP_NUM_THREADS"] = str(threads)
-    # Several processes share the machine already; and a fork after its threads have started would only warn.
+    # Several processes already share the machine; a fork after its threads have started would only warn.
     environment["TOKENIZERS_PARALLELISM"] = "false"
-    # Our own client speaks the progress protocol; transformers' callback would post everything a second time.
+    # Our own client implements the progress protocol; transformers' callback would post everything a second time.
     environment["DISABLE_KUBEFLOW_INTEGRATION"] = "TRUE"
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if strategy == "single":
         if device == "cuda":
-            # Of several GPUs the first: the Trainer would spread one process over all of them (torch's DataParallel).
+            # Use the first of several GPUs: the Trainer would spread one process over all of them (torch's
+            # DataParallel).
             environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-        # With them, accelerate would make a distributed run (and DDP) of one process.
+        # With them, accelerate would start a distributed run (and DDP) for one process.
         for name in _FIVE:
             environment.pop(name, None)
         return
@@ -152,7 +152,7 @@ def settle_environment(
 
 
 def settle_rank(environment: MutableMapping[str, str], world: ProcessWorld) -> None:
-    """Sets torchrun's variables, whatever started this process."""
+    """Set torchrun's variables, whatever launcher started this process."""
     address, port = _rendezvous(environment, world)
     settled = (world.rank, world.size, world.local_rank, world.local_size, address, port)
     environment.update({name: str(value) for name, value in zip(_FIVE, settled, strict=True)})
@@ -177,9 +177,8 @@ def _rendezvous(environment: Mapping[str, str], world: ProcessWorld) -> tuple[st
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses now. Who is told of it binds it seconds later, so it is below those that
-    the kernel gives to clients and to whoever asks for any: one of them could be gone by then. OSError when 100 are
-    taken.
+    """Return an unused port of this machine. Its user binds it seconds later, so it is below the kernel's ephemeral
+    range, from which it could be taken by then. Raise OSError when 100 ports are in use.
     """
     first, count = _FREE_PORTS
     for _ in range(100):
@@ -192,19 +191,19 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Backends:
-    """Backends of all process groups: those that are made later inherit that of the training."""
+    """Backends of all process groups: groups created later inherit the training's."""
 
     training: str
-    """As torch.distributed has it: one name, or one for each kind of device."""
+    """Backend in torch.distributed's notation: one name, or one for each kind of device."""
     waiting: str
-    """Of the group in which processes wait for each other, with `PATIENCE`."""
+    """Backend of the group in which processes wait for each other, with `PATIENCE`."""
     store: Store | None = None
-    """Where processes find each other; None: at MASTER_ADDR."""
+    """Store for the rendezvous; None: at MASTER_ADDR."""
 
 
 BACKENDS: Mapping[Device, Backends] = {
     "cpu": Backends("gloo", "gloo"),
-    # gloo beside nccl: for what stays in host memory, and so makes no host wait for its GPU.
+    # gloo beside nccl: for tensors in host memory, so that no host waits for its GPU.
     "cuda": Backends("cpu:gloo,cuda:nccl", "gloo"),
 }
 
@@ -212,7 +211,7 @@ BACKENDS: Mapping[Device, Backends] = {
 def connect(
     world: ProcessWorld, device: Device, threads: int, strategy: StrategyName, backends: Backends | None = None
 ) -> None:
-    """Joins the process groups. `backends`: in place of those of the device; a dry run has one that sends nothing."""
+    """Join the process groups. `backends`: in place of the device's; a dry run has one that sends nothing."""
     import torch
 
     torch.set_num_threads(threads)
@@ -233,13 +232,13 @@ def connect(
 
 
 class _Barrier:
-    """What `connect` has made for `barrier`, which is called where nobody could hand it on."""
+    """Process group that `connect` created for `barrier`, whose callers cannot pass it on."""
 
     group: ClassVar[ProcessGroup | None] = None
 
 
 def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
-    """StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` where the process of that rank does not see its GPU."""
+    """Raise StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` where the process of that rank does not see its GPU."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
@@ -255,7 +254,7 @@ def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
 
 
 def barrier() -> None:
-    """Waits for all processes, with `PATIENCE`; returns at once without a process group."""
+    """Wait for all processes, with `PATIENCE`; return at once without a process group."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -263,7 +262,7 @@ def barrier() -> None:
 
 
 def gathered(mine: T) -> list[T]:
-    """`mine` of each process, by rank. Every rank must call it."""
+    """Return `mine` of each process, by rank. Every rank must call it."""
     import torch
 
     if not torch.distributed.is_initialized():
@@ -274,9 +273,9 @@ def gathered(mine: T) -> list[T]:
 
 
 def summed(mine: Sequence[float]) -> list[float]:
-    """Each of the numbers added up over all processes. Every rank must call it.
+    """Return each number summed over all processes. Every rank must call it.
 
-    In host memory, also on GPUs: to read them from its device, a process would wait for all that runs there.
+    In host memory, also on GPUs: to read them from its device, a process would wait for all work that is queued there.
     """
     import torch
 
@@ -288,7 +287,7 @@ def summed(mine: Sequence[float]) -> list[float]:
 
 
 def disconnect() -> None:
-    """Waits for all processes, then leaves the group; so that no process ends while another still needs it."""
+    """Wait for all processes, then leave the group, so that no process ends while another still needs it."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -298,5 +297,5 @@ def disconnect() -> None:
 
 
 def current() -> ProcessWorld:
-    """`discover` on this process's own environment."""
+    """Call `discover` on this process's own environment."""
     return discover(os.environ)

@@ -1,9 +1,9 @@
-"""An orderly end of a process that took part in collectives.
+"""Orderly exit of a process that took part in collectives.
 
-gloo's threads hold the tensors of a collective until a moment after it is done, and need the interpreter to let go of
-them. One that asks for it while the interpreter ends is ended by it, and takes the process along: `terminate called
-without an active exception`, SIGABRT, after everything was done well (torch 2.15; discussed in pytorch/pytorch#179291).
-destroy_process_group waits for these threads only where nothing else, such as a DistributedDataParallel, knows the
+gloo's threads hold the tensors of a collective until a moment after it is done, and need the interpreter to release
+them. A thread that asks for it during interpreter shutdown is ended, and takes the process along: `terminate called
+without an active exception`, SIGABRT, after all work succeeded (torch 2.15; discussed in pytorch/pytorch#179291).
+destroy_process_group waits for these threads only where nothing else, such as a DistributedDataParallel, holds the
 group. Standard library only: every Python process of a user's program imports this.
 """
 
@@ -17,15 +17,15 @@ from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
 _NAME = "pt_gloo"
-"""How torch's threads begin to be called there."""
+"""Prefix of the names of torch's gloo threads."""
 _LOOK_SECONDS = 0.01
 _PATIENCE_SECONDS = 5.0
 _BLIND_SECONDS = 0.1
-"""Where threads cannot be seen: a hundred times what letting go takes."""
+"""Wait where threads cannot be seen: a hundred times as long as releasing the tensors takes."""
 
 
 def let_collectives_end() -> None:
-    """Waits until no thread of a gloo group computes, 5 s at most; at once where there is none."""
+    """Wait until no thread of a gloo group computes, 5 s at most; return at once where there is none."""
     if not _THREADS.is_dir():
         if "torch.distributed" in sys.modules:
             time.sleep(_BLIND_SECONDS)
@@ -34,14 +34,14 @@ def let_collectives_end() -> None:
         return
     until = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < until:
-        # Sleeping gives them the interpreter; whoever sleeps after that waits for peers or for work.
+        # Sleeping gives them the interpreter; a thread that sleeps after that waits for peers or for work.
         time.sleep(_LOOK_SECONDS)
         if all(state == "S" for state in _states()):
             return
 
 
 def _states() -> list[str]:
-    """The kernel's letter for what each of them does: R runs or would like to, D waits for a disk, S sleeps."""
+    """Return the kernel's state letter of each thread: R runs or is runnable, D waits for a disk, S sleeps."""
     found = []
     for thread in _THREADS.iterdir():
         try:
@@ -55,8 +55,8 @@ def _states() -> list[str]:
 
 
 def settle_exit() -> None:
-    """What the interpreter does first at its end, for a process that leaves by `os._exit` then: waits for threads that
-    are no daemons, and calls what libraries have registered (trackers send the last of what they were told).
+    """Do the first steps of interpreter shutdown, for a process that then leaves by `os._exit`: wait for threads that
+    are no daemons, and call the libraries' exit handlers (trackers send their last records).
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

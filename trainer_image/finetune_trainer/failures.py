@@ -1,7 +1,7 @@
-"""The trainer's own errors, and what any other exception means.
+"""The trainer's own errors, and the failure class of any other exception.
 
-Every error that we foresee is a `StageError` with a class that the operator acts upon. Everything else is classified
-once, here, by type first and by text only where a library raises nothing better than `RuntimeError`.
+Every foreseen error is a `StageError` with a class that the operator acts upon. All others are classified once, here,
+by type first and by text only where a library raises nothing better than `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from finetune_contract.report import FailureReport
 
 
 class StageError(Exception):
-    """A failure that we can explain: what is wrong (path, value, rule) and the way out."""
+    """A failure with an explanation: the cause (path, value, rule) and a hint."""
 
     def __init__(self, failure_class: FailureClass, reason: str, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -27,13 +27,13 @@ class StageError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """From a worker process to the one that waits for it: exceptions go there by their `args`, the message."""
+        """Pickle all arguments, for errors of worker processes: by default only `args` are pickled, the message."""
         return StageError, (self.failure_class, self.reason, self.message, self.hint)
 
 
 @contextmanager
 def needed_library(package: str, reason: str, needed_by: str, hint: str) -> Iterator[None]:
-    """Around an import: StageError CONFIG where `package` is not installed. `needed_by` says for what it is."""
+    """Wrap an import: raise StageError CONFIG where `package` is not installed. `needed_by` names its use."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -43,13 +43,13 @@ def needed_library(package: str, reason: str, needed_by: str, hint: str) -> Iter
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """The first names of a list that may be long, and how many more there are: the way a message tells of it."""
+    """Return the first names of a long list and the number of the others, for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "none") + more
 
 
 def other_settings(what: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> StageError:
-    """Of `what`, checkpoints, that were written with other settings than ours: those that differ are named."""
+    """Return the error for checkpoints (`what`) written with other settings than ours; it names the differing ones."""
     changed = [
         f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}"
         for name in sorted({*theirs, *ours})
@@ -64,7 +64,7 @@ def other_settings(what: str, theirs: Mapping[str, object], ours: Mapping[str, o
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, outermost first; ends at a repeated link."""
+    """Return the error and its causes, outermost first; ends at a repeated link."""
     links: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in links:
@@ -73,7 +73,7 @@ def chain(error: BaseException) -> list[BaseException]:
     return links
 
 
-# Text by which torch, its collectives and the allocator are recognised: they raise plain RuntimeError.
+# Texts that identify errors of torch, its collectives and the allocator: they raise plain RuntimeError.
 _COLLECTIVE_MARKS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -83,12 +83,12 @@ _COLLECTIVE_MARKS = (
     "timed out waiting",
 )
 _COLLECTIVE_ERRORS = ("DistNetworkError", "DistStoreError", "DistBackendError")
-"""Of torch.distributed, which is not imported for their sake."""
+"""Error types of torch.distributed, by name, so that it need not be imported."""
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
 def classify(error: BaseException) -> FailureReport:
-    """The failure report for `error`; looks through the chain of causes for the first that we know."""
+    """Return the failure report for `error`; searches the chain of causes for the first known one."""
     for link in chain(error):
         known = _known(link)
         if known is not None:
@@ -102,7 +102,7 @@ def classify(error: BaseException) -> FailureReport:
 
 
 def classify_words(kind: str, text: str) -> FailureClass:
-    """What an exception of another program means, of which only the type's name and the message are known."""
+    """Classify an exception of another program by its type's name and message."""
     low = text.lower()
     if kind in ("MemoryError", "OutOfMemoryError") or any(mark in low for mark in _MEMORY_MARKS):
         return FailureClass.OUT_OF_MEMORY

@@ -1,4 +1,4 @@
-"""Files that a reader sees whole or not at all, and locks that keep writers apart."""
+"""Files that readers see whole or not at all, and locks that keep writers apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from finetune_contract.contract_models import Message
 
 
 class FileEntry(Message):
-    """What a file is known by."""
+    """Size and hash that identify a file's content."""
 
     size: int
     sha256: str
@@ -39,7 +39,7 @@ EntryName: TypeAlias = Annotated[str, AfterValidator(_below)]
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Writes a file and waits until it is on the disk."""
+    """Write a file and wait until it is on the disk."""
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
@@ -47,7 +47,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, text: str, *, folder: bool = True) -> None:
-    """Writes beside the place and moves it there, and leaves nothing behind when it fails. Makes the folder, or without
+    """Write to a temporary file and move it into place; leave nothing behind on failure. Creates the folder, or without
     `folder` raises FileNotFoundError where there is none.
     """
     with replaced(path, folder=folder) as partial:
@@ -55,7 +55,7 @@ def write_atomically(path: Path, text: str, *, folder: bool = True) -> None:
 
 
 def create_whole(path: Path, text: str) -> bool:
-    """Write a file that was not there, which readers see whole or not at all; False where one is."""
+    """Create a file that readers see whole or not at all; return False where it exists."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write_synced(partial, text)
@@ -72,7 +72,7 @@ def create_whole(path: Path, text: str) -> bool:
 
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-"""Of file systems without hard links, where a reader may see the file before it is whole."""
+"""Errors of file systems without hard links, where a reader may see the file before it is whole."""
 
 
 def _create(path: Path, text: str) -> bool:
@@ -86,7 +86,7 @@ def _create(path: Path, text: str) -> bool:
 
 @contextmanager
 def replaced(path: Path, *, folder: bool = True) -> Iterator[Path]:
-    """A file beside the place, to write to, which is moved there in the end; as `write_atomically`."""
+    """Yield a temporary file to write to, which is moved into place at the end; as `write_atomically`."""
     if folder:
         path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -99,7 +99,7 @@ def replaced(path: Path, *, folder: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new folder in `parent`, which is gone in the end unless it was moved, also when somebody still writes into it.
+    """Yield a new folder in `parent`, which is deleted at the end unless it was moved, also while others write into it.
     Readable as the umask says, unlike those of `tempfile`: other pods of the job may run as another user.
     """
     folder = _unused(parent, prefix)
@@ -111,23 +111,22 @@ def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def discard(folder: Path, parent: Path, prefix: str) -> bool:
-    """Takes the folder away, and then apart; False when it was not there, or not ours to take. It goes in one step, to
-    a name in `parent` that begins with `prefix`: who would go on writing into it finds it no more, and cannot keep it
-    from being removed.
+    """Delete the folder; return False when it does not exist or may not be deleted. It is first renamed to a name in
+    `parent` that begins with `prefix`: a writer then no longer finds it, and cannot keep it from being removed.
     """
     aside = _unused(parent, prefix)
     try:
         folder.rename(aside)
     except OSError:
         return False
-    for _ in range(2):  # a file that was being made while it was renamed may be there after its content was listed
+    for _ in range(2):  # a file created during the rename may appear after the content was listed
         shutil.rmtree(aside, ignore_errors=True)
     return True
 
 
 def discard_leftovers(parent: Path, prefix: str) -> None:
-    """Does so with all folders in `parent` whose names begin with `prefix`, which somebody who was killed has left."""
-    for leftover in list(parent.glob(f"{prefix}*")):  # the names that they go to begin with it as well
+    """Discard all folders in `parent` whose names begin with `prefix`, left by killed processes."""
+    for leftover in list(parent.glob(f"{prefix}*")):  # the names that they are moved to begin with it as well
         discard(leftover, parent, prefix)
 
 
@@ -136,8 +135,8 @@ def _unused(parent: Path, prefix: str) -> Path:
 
 
 def share(folder: Path) -> None:
-    """Lets those read the files below `folder` who may read the folder: safetensors writes each for its owner alone,
-    and who loads a model from a claim is often another user.
+    """Let everybody who may read the folder read the files in it: safetensors writes files for their owner alone, and
+    the process that loads a model from a claim often runs as another user.
     """
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -145,14 +144,14 @@ def share(folder: Path) -> None:
 
 
 def entries_of(folder: Path) -> dict[str, FileEntry]:
-    """Return all files below `folder` by their path from there, once they are on the disk. Raise OSError for a symbolic
-    link or a device among them.
+    """Return the entries of all files below `folder` by relative path, once they are on the disk. Raise OSError for a
+    symbolic link or a device among them.
     """
     return {str(path.relative_to(folder)): _entry(path) for path in _files_below(folder)}
 
 
 def first_difference(folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, str] | None:
-    """Return the first file that is not as its entry says, and how it differs; None when all are. Reads every byte,
+    """Return the first file that differs from its entry, and the difference; None when all match. Reads every byte,
     about 1.5 GB a second on one core.
     """
     return next(
@@ -162,8 +161,8 @@ def first_difference(folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Pa
 
 
 def difference(folder: Path, name: str, entry: FileEntry) -> tuple[Path, str] | None:
-    """Return the file `name` below `folder` and how it differs from its entry; None when it does not. The file must be
-    a regular one, reached without a symbolic link.
+    """Return the file `name` below `folder` and its difference from its entry; None when it matches. It must be a
+    regular file, reached without a symbolic link.
     """
     path = folder
     for part in PurePosixPath(name).parts:
@@ -184,8 +183,8 @@ def difference(folder: Path, name: str, entry: FileEntry) -> tuple[Path, str] | 
 
 
 def first_unlisted(folder: Path, listed: Collection[str]) -> Path | None:
-    """Return the first entry below `folder`, folders aside, that is not `listed` by its path from there; None when
-    there is none. Does not follow symbolic links, which are entries themselves.
+    """Return the first entry below `folder`, folders aside, whose relative path is not `listed`; None when there is
+    none. Does not follow symbolic links, which are entries themselves.
     """
     return next((path for path in _entries_below(folder) if str(path.relative_to(folder)) not in listed), None)
 
@@ -213,16 +212,16 @@ def _entry(path: Path) -> FileEntry:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hash of the file's content, 64 hexadecimal digits."""
+    """Return the sha256 of the file's content, 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Waits for the lock on `path` and holds it; the kernel gives it up with the process, however that ends.
+    """Wait for the lock on `path` and hold it; the kernel releases it when the process ends, for whatever reason.
 
-    `on_wait` is called when somebody else holds it. OSError where the file system has no locks.
+    `on_wait` is called when another process holds it. Raise OSError where the file system has no locks.
     """
     with path.open("a") as lock:
         try:

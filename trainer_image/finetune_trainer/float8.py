@@ -1,8 +1,8 @@
 """Linear layers that multiply in fp8 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022): weights and inputs
-in E4M3, gradients in E5M2, each tensor with a scale of its own, taken from its largest element at each product. Weights
-and their optimizer stay in fp32, and all that is no product of these layers is as with bf16.
+in E4M3, gradients in E5M2, each tensor with its own scale, taken from its largest element at each product. Weights and
+their optimizer stay in fp32, and everything but the products of these layers is as with bf16.
 
-torchao does the arithmetic; it is imported where a job asks for it. What stays as it is:
+torchao does the arithmetic; it is imported where a job asks for it. Not converted are:
 - layers outside of the blocks: a head's rounded logits would go straight into the loss, and torchao's own example
   leaves the last layer out;
 - routers of a mixture of experts, which choose by small differences and have little to multiply. Its experts are one
@@ -10,7 +10,7 @@ torchao does the arithmetic; it is imported where a job asks for it. What stays 
 - layers with a side that is no multiple of 16, for which there is no instruction;
 - GPT-2's Conv1D, for which torchao has no form.
 
-State dicts have the names and the weights of the ordinary model, so a checkpoint or a saved model knows nothing of fp8.
+State dicts have the ordinary model's names and weights, so checkpoints and saved models do not depend on fp8.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 _UNITS_FROM = (8, 9)
 """Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
 _AMD_UNITS = ("gfx94", "gfx95", "gfx12")
-"""How AMD's architectures begin whose units multiply in fp8: MI300, MI350 and RDNA 4 (torch's `_scaled_mm` asks for the
-same). Their compute capability tells nothing: it is 9.0 for an MI250, which has none.
+"""Prefixes of AMD's architectures whose units multiply in fp8: MI300, MI350 and RDNA 4 (torch's `_scaled_mm` requires
+the same). Their compute capability does not show it: it is 9.0 for an MI250, which has no such units.
 """
 _MULTIPLE = 16
-"""Of both sides of a weight: what torch's scaled product asks for."""
+"""Divisor of both sides of a weight, which torch's scaled product requires."""
 _ROUTERS = frozenset({"gate", "router", "wg"})
-"""What transformers' models call a layer that chooses experts, or the module that it is in."""
+"""Names in transformers' models of a layer that chooses experts, or of its parent module."""
 
 
 @dataclass(frozen=True)
 class InFloat8:
-    """What `convert` has made of a model."""
+    """Result of `convert`: which layers multiply in fp8."""
 
     layers: tuple[str, ...]
     """Names of the layers that multiply in fp8."""
     left: Mapping[str, tuple[str, ...]]
-    """Names of the other linear layers, by what keeps them from it."""
+    """Names of the other linear layers, by the reason for leaving them out."""
 
     def __str__(self) -> str:
         total = len(self.layers) + sum(len(names) for names in self.left.values())
@@ -59,8 +59,8 @@ class InFloat8:
         return f"{len(self.layers)} of {total} linear layers multiply in fp8{others}"
 
     def assert_in_effect(self, model: nn.Module) -> None:
-        """StageError STRATEGY_NOT_IN_EFFECT unless `layers`, and no others of `model`, round their three products as
-        was asked for, from weights in fp32.
+        """Raise StageError STRATEGY_NOT_IN_EFFECT unless exactly `layers` of `model` round their three products as
+        requested, from weights in fp32.
         """
         from torchao.float8.float8_linear import Float8Linear
 
@@ -87,7 +87,7 @@ def _names(model: nn.Module, kind: type[nn.Module]) -> set[str]:
 
 
 def refuse_without_library() -> None:
-    """StageError CONFIG `TorchaoMissing` where torchao is not installed."""
+    """Raise StageError CONFIG `TorchaoMissing` where torchao is not installed."""
     with needed_library(
         "torchao",
         "TorchaoMissing",
@@ -98,7 +98,7 @@ def refuse_without_library() -> None:
 
 
 def refuse_without_units(device: Device) -> None:
-    """StageError CONFIG `NoFp8Units` unless the device of this process multiplies in fp8."""
+    """Raise StageError CONFIG `NoFp8Units` unless the device of this process multiplies in fp8."""
     found = "a CPU has no units for it"
     if device == "cuda":
         capability = torch.cuda.get_device_capability()
@@ -125,27 +125,27 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def convert(model: nn.Module) -> InFloat8:
-    """Lets the linear layers of the blocks multiply in fp8, with the parameters that they have. To be called before the
-    model is spread.
+    """Convert the linear layers of the blocks to fp8 products, with their parameters as they are. Call it before the
+    model is sharded.
 
-    StageError CONFIG `NothingInFp8` for a model without a layer that can.
+    Raise StageError CONFIG `NothingInFp8` for a model without a suitable layer.
     """
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
     chosen, left = _chosen(model)
-    # By identity and not by name: a layer that is there under two names is converted under both.
+    # By identity and not by name: a layer with two names is converted under both.
     convert_to_float8_training(model, config=_recipe(), module_filter_fn=lambda module, name: id(module) in chosen)
     return InFloat8(tuple(sorted(_names(model, Float8Linear))), left)
 
 
 def refuse_without_layers(model: nn.Module) -> None:
-    """StageError CONFIG `NothingInFp8` for a model without a layer that can multiply in fp8; it may have no weights."""
+    """Raise StageError CONFIG `NothingInFp8` for a model (weights are not needed) without a layer that suits fp8."""
     _chosen(model)
 
 
 def _chosen(model: nn.Module) -> tuple[set[int], Mapping[str, tuple[str, ...]]]:
-    """Ids of the layers to convert, and the names of the other linear ones, by what keeps them from it."""
+    """Return the ids of the layers to convert, and the names of the other linear ones by what keeps them from fp8."""
     from transformers.pytorch_utils import Conv1D
 
     in_blocks = {each.name for each in block_linears(model)}
@@ -169,7 +169,7 @@ def _chosen(model: nn.Module) -> tuple[set[int], Mapping[str, tuple[str, ...]]]:
 
 
 def _why_not(name: str, layer: nn.Module) -> str | None:
-    """What keeps a layer of a block from fp8."""
+    """Return the reason that keeps a layer of a block from fp8; None for a suitable layer."""
     if type(layer) is not nn.Linear:
         return f"of the kind {type(layer).__name__}"
     if _ROUTERS & set(name.split(".")):
@@ -180,8 +180,8 @@ def _why_not(name: str, layer: nn.Module) -> str | None:
 
 
 def _recipe() -> Float8LinearConfig:
-    """One scale a tensor, torchao's fastest. A weight's gradient is a sum over tokens, and nothing makes their number a
-    multiple of 16 but zeros behind them.
+    """Scale each tensor as a whole, torchao's fastest recipe. A weight's gradient is a sum over tokens, and only
+    padding with zeros would make their number a multiple of 16.
     """
     from torchao.float8 import Float8LinearConfig
 

@@ -1,10 +1,10 @@
-"""Frozen linear layers in 4 bits, as QLoRA has them (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs",
-2023, section 3): NF4 in blocks of 64 weights, whose scales are 8-bit numbers themselves, in blocks of 256. A matrix
-product unfolds the weight to the precision of the training, in the forward pass and again in the backward pass.
+"""Frozen linear layers in 4 bits, as in QLoRA (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023,
+section 3): NF4 in blocks of 64 weights, whose scales are 8-bit numbers themselves, in blocks of 256. A matrix product
+dequantizes the weight to the precision of the training, in the forward pass and again in the backward pass.
 
-bitsandbytes does the arithmetic; this module is imported where a job asks for it, and not where it is missing. Weights
-are rounded on the CPU, also where a GPU computes with them later: so all processes, a run that goes on from a
-checkpoint and the merge at the end have the same ones, to the last bit where as many threads take the scales' mean.
+bitsandbytes does the arithmetic; this module is imported only where a job asks for it. Weights are rounded on the CPU,
+also where a GPU computes with them later: so all processes, a resumed run and the merge at the end have the same ones,
+to the last bit where the same number of threads takes the scales' mean.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
 _STORED_AS = torch.float32
-"""Eight weights are one number of this type. Models ask a layer's weight for its type and convert inputs to it, T5
-without a second thought: bytes would round them to whole numbers.
+"""Storage type of packed weights, eight to a number. Models ask a layer's weight for its type and convert inputs to it,
+T5 without a check: bytes would round them to whole numbers.
 """
 _STORED_TOGETHER = 8
 _COMPUTED_IN: dict[Precision, torch.dtype] = {
@@ -41,7 +41,7 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the 
         weight = _outputs_by_inputs(layer)
         super().__init__(weight.shape[1], weight.shape[0], bias=False, compute_dtype=computed_in, device="meta")
         packed, state = _rounded(weight)
-        state.dtype = computed_in  # of what a product unfolds
+        state.dtype = computed_in  # type to which a product dequantizes
         self.weight = bnb.nn.Params4bit(
             packed,
             requires_grad=False,
@@ -58,10 +58,10 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the 
         self.train(layer.training)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """As a linear layer: under autocast in its precision, else in that of `inputs`.
+        """Compute as a linear layer: under autocast in its precision, else in that of `inputs`.
 
-        bitsandbytes' own form (0.50) rewrites the weight when a model is evaluated on a CPU with units for bf16, and
-        lets no gradient through from then on, of which torch warns and goes on; and it changes the bias.
+        bitsandbytes' own forward (0.50) rewrites the weight when a model is evaluated on a CPU with units for bf16, and
+        from then on passes no gradient, with only a warning from torch; it also changes the bias.
         """
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         product: torch.Tensor = bnb.matmul_4bit(
@@ -70,14 +70,14 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the 
         return product if torch.is_autocast_enabled(inputs.device.type) else product.to(inputs.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        # Without the scales, which are no parameters: nothing of a frozen layer is in a checkpoint.
+        # Without the scales, which are no parameters: no part of a frozen layer is in a checkpoint.
         super(bnb.nn.Linear4bit, self)._save_to_state_dict(destination, prefix, keep_vars)
 
 
 def hold(model: nn.Module, names: Sequence[str], precision: Precision) -> None:
-    """Puts FourBitLinear in the place of the layers of `names`, one after the other.
+    """Replace the layers of `names` by FourBitLinear, one after the other.
 
-    StageError CONFIG `OddWeight` for a layer that cannot be packed.
+    Raise StageError CONFIG `OddWeight` for a layer that cannot be packed.
     """
     for name in names:
         layer = cast("nn.Linear | Conv1D", model.get_submodule(name))
@@ -90,11 +90,11 @@ def hold(model: nn.Module, names: Sequence[str], precision: Precision) -> None:
                 "Set model.adapter.method to lora.",
             )
         model.set_submodule(name, FourBitLinear(layer, _COMPUTED_IN[precision]))
-    cast(Any, model).is_loaded_in_4bit = True  # peft asks for it
+    cast(Any, model).is_loaded_in_4bit = True  # peft reads it
 
 
 def is_held(layer: nn.Module, precision: Precision) -> bool:
-    """Whether `layer` computes with a weight in 4 bits as QLoRA has them, in `precision`."""
+    """Return whether `layer` computes with a weight in 4 bits as in QLoRA, in `precision`."""
     if not isinstance(layer, FourBitLinear):
         return False
     state = layer.weight.quant_state
@@ -108,7 +108,7 @@ def is_held(layer: nn.Module, precision: Precision) -> bool:
 
 
 def round_weights(model: nn.Module, names: Sequence[str]) -> None:
-    """Gives the ordinary layers of `names` the weights that FourBitLinear would compute with."""
+    """Give the ordinary layers of `names` the weights with which FourBitLinear would compute."""
     for name in names:
         weight = _outputs_by_inputs(model.get_submodule(name))
         weight.copy_(dequantize_4bit(*_rounded(weight)))

@@ -1,4 +1,4 @@
-"""The job.json that every program of this package obeys."""
+"""Readers of job.json, the input of every program of this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune_trainer.failures import StageError
 
 
 def read_job(path: Path) -> TrainerJob:
-    """The job in `path`; StageError CONFIG for a file, a field or a schema version that this trainer does not know."""
+    """Return the job in `path`; raise StageError CONFIG for an unreadable file, an unknown field or schema version."""
     try:
         return TrainerJob.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -34,7 +34,7 @@ def read_job(path: Path) -> TrainerJob:
 
 
 def world_of(job: TrainerJob, stage: str) -> World:
-    """The processes of `stage`, for a launcher of several; StageError CONFIG for a stage that is one process."""
+    """Return the processes of `stage`, for a launcher of several; raise StageError CONFIG for a one-process stage."""
     if stage != Stage.TRAIN or job.world is None:
         raise StageError(
             FailureClass.CONFIG,

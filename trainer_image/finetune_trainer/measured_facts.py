@@ -1,7 +1,7 @@
-"""Measures the model's shape and this machine: what a plan needs before it looks at data.
+"""Measures the model's shape and this machine: the facts that a plan needs before it reads data.
 
-Model sizes are counted on the meta device, so no weights are read and no memory is taken. CPU and memory are those
-that this process may use: a container's limits (cgroup v1 and v2) count, not the node's size.
+Model sizes are counted on the meta device, without reading weights or allocating memory. CPU and memory are those that
+this process may use: a container's limits (cgroup v1 and v2) count, not the node's size.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ASSUMED_LABELS = 2
-"""Size of the head while the data are unknown; each further label adds only hidden_size + 1 parameters."""
+"""Labels of the head while the data are unknown; each further label adds only hidden_size + 1 parameters."""
 _CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60
-"""cgroup v1 writes a huge number where there is no limit."""
+"""Value above which a cgroup v1 limit means "no limit"."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 def trainer_facts(job: TrainerJob) -> TrainerFacts:
-    """Facts of the job's model and of this machine; StageError as `load_config`."""
+    """Return facts of the job's model and of this machine; StageError as `load_config`."""
     return TrainerFacts(task=job.task, model=model_facts(job), hardware=hardware_facts())
 
 
 def model_without_weights(job: TrainerJob) -> PreTrainedModel:
-    """The job's model with a head for two labels, on the meta device."""
+    """Return the job's model with a head for two labels, on the meta device."""
     return _without_weights(job, load_config(job))
 
 
@@ -49,7 +49,7 @@ def _without_weights(job: TrainerJob, config: PretrainedConfig) -> PreTrainedMod
 
 
 def model_facts(job: TrainerJob) -> ModelFacts:
-    """The shape of the job's model with a head for two labels."""
+    """Measure the shape of the job's model with a head for two labels."""
     import torch
     from torch import nn
 
@@ -57,7 +57,7 @@ def model_facts(job: TrainerJob) -> ModelFacts:
 
     config = load_config(job)
     model = _without_weights(job, config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())  # shared ones come once
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # shared ones are counted once
     embeddings = {
         id(p): p.numel() for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
     }
@@ -130,13 +130,13 @@ def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
 
 
 def _head_labels(job: TrainerJob, config: PretrainedConfig) -> int:
-    """Labels of the head: the model's own when nothing trains, else assumed."""
+    """Return the number of the head's labels: the model's own when nothing is trained, else assumed."""
     own = None if job.training else task_module(job.task).model_labels(config)
     return len(own.names) if own and own.names else ASSUMED_LABELS
 
 
 def _size(config: PretrainedConfig, job: TrainerJob, *names: str, default: int | None = None) -> int:
-    """The first of the names that the config has: families name the same size differently."""
+    """Return the first of the names that the config has: model families name the same size differently."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -152,7 +152,7 @@ def _size(config: PretrainedConfig, job: TrainerJob, *names: str, default: int |
 
 
 def _largest_block(model: nn.Module) -> int:
-    """Parameters of the largest element of a ModuleList: transformers keep their layers in one."""
+    """Count the parameters of the largest element of a ModuleList: transformers keep their layers in one."""
     from torch import nn
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
@@ -163,7 +163,7 @@ def _largest_block(model: nn.Module) -> int:
 
 
 def hardware_facts() -> HardwareFacts:
-    """This machine, as far as this process may use it. GPUs of one product are assumed; the smallest memory counts."""
+    """Measure this machine, as far as this process may use it: GPUs of one product, with the smallest memory of any."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -186,7 +186,7 @@ def hardware_facts() -> HardwareFacts:
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Cores by affinity and by the CPU quota, at least 1."""
+    """Count the cores by affinity and by the CPU quota, at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _cgroup_folders(cgroup):
         quota, _, period = (_text(folder / "cpu.max") or "max 100000").partition(" ")
@@ -199,7 +199,7 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def usable_memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Physical memory, or the container's limit when that is less."""
+    """Return the physical memory, or the container's limit when that is less."""
     limits = [psutil.virtual_memory().total]
     files = [folder / "memory.max" for folder in _cgroup_folders(cgroup)] + [
         cgroup / "memory" / "memory.limit_in_bytes"
@@ -211,7 +211,7 @@ def usable_memory_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def _cgroup_folders(cgroup: Path) -> list[Path]:
-    """This process's cgroup v2 and its parents; inside a container the root is its own group."""
+    """Return the folders of this process's cgroup v2 and its parents; inside a container the root is its own group."""
     own = next(
         (
             line[3:].strip("/")

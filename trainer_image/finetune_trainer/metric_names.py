@@ -1,5 +1,5 @@
-"""Names of metrics in a job, against what is measured on its data: the form of the labels decides, which a job file
-does not say.
+"""Checks the metric names in a job against the metrics measured on its data: they depend on the form of the labels,
+which a job file does not contain.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from finetune_trainer.failures import StageError
 
 
 def refuse_unknown_metrics(job: TrainerJob, measured: Sequence[str]) -> None:
-    """Check all names of metrics. `measured`: those of the job's task and form of labels, without the loss.
+    """Check all names of metrics. `measured`: the metrics of the job's task and form of labels, without the loss.
 
-    StageError CONFIG `UnknownMetric` for the first one that is not measured.
+    Raise StageError CONFIG `UnknownMetric` for the first one that is not measured.
     """
     named: dict[str, Sequence[str]] = {}
     if job.evaluation is not None:

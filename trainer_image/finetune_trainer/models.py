@@ -1,8 +1,7 @@
 """From the model URI of a job to a config, a tokenizer and weights.
 
-Refuses to run code that comes with a model unless the job says `trustRemoteCode`, and refuses folders that hold no
-model before a library can guess what they might be. Errors of the Hub are told apart: not reachable (try again) or
-not there (do not).
+Refuses to run code that comes with a model unless the job sets `trustRemoteCode`, and refuses folders without a model
+before a library can guess their content. Errors of the Hub are classified: not reachable (retry) or not found (do not).
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
 _FIELD = "model.uri"
 _NO_REVISION = "main"
-"""What the contract has when the job names no revision."""
+"""Revision in the contract when the job names none."""
 DEFAULT_LENGTH_LIMIT = 512
-"""Truncation length in tokens when the job gives none: what most encoders were trained with. Longer costs quadratic
+"""Truncation length in tokens when the job gives none: that of most encoders' training. Longer costs quadratic
 attention.
 """
 
@@ -33,7 +32,7 @@ DEFAULT_STRIDE = 128
 """Tokens that neighbouring windows share when the job gives none, or a quarter of short windows."""
 _OF_WORDS = ("token-classification",)
 
-# Models whose first position is padding index + 1, so that they hold fewer tokens than max_position_embeddings says.
+# Models whose first position is padding index + 1, so that they hold fewer tokens than max_position_embeddings.
 _POSITIONS_AFTER_PADDING = frozenset(
     {
         "camembert",
@@ -49,21 +48,21 @@ _POSITIONS_AFTER_PADDING = frozenset(
     }
 )
 _REFUSED = (401, 403)
-"""HTTP statuses that the same token would meet again."""
+"""HTTP statuses that the same token would receive again."""
 _SAMPLED_ELEMENTS = 1024
-"""Of each weight, to tell two models apart: training changes all of them, and reading all of a large model takes long.
+"""Elements read of each weight to tell two models apart: training changes all weights, and reading them all takes long.
 """
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-"""What `save_pretrained` calls a model's weights."""
+"""Names of weight files as `save_pretrained` writes them."""
 
 
 def resolve_model(
     uri: str, revision: str = _NO_REVISION, trust_remote_code: bool = False
 ) -> tuple[str, dict[str, Any]]:
-    """`(name_or_path, kwargs)` for `from_pretrained`.
+    """Return `(name_or_path, kwargs)` for `from_pretrained`.
 
-    StageError MODEL `ModelNotFound` for a path that is not there, `NotAModel` for one without a model, CONFIG
-    `SchemeNotSupported` for other schemes and `RevisionWithoutHub` for a revision that nothing would look at.
+    Raise StageError MODEL `ModelNotFound` for a missing path, `NotAModel` for one without a model, CONFIG
+    `SchemeNotSupported` for other schemes and `RevisionWithoutHub` for a revision of a model that is not on the Hub.
     """
     parsed = Uri.parse(uri, _FIELD)
     match parsed.scheme:
@@ -93,10 +92,10 @@ def resolve_model(
 
 
 def pinned(job: TrainerJob) -> tuple[TrainerJob, str | None]:
-    """The job with the commit that its Hub model is at now in place of a branch or tag, and that commit.
+    """Return the job with the current commit of its Hub model in place of a branch or tag, and that commit.
 
-    A branch may move while a job runs; a commit does not, and is taken from the cache without asking the Hub. Unchanged
-    for a model elsewhere and when the Hub does not tell: loading says what is wrong.
+    A branch may move while a job runs; a commit does not, and is read from the cache without a request to the Hub. The
+    job is unchanged for other models and when the Hub gives no commit: loading then reports the error.
     """
     if Uri.parse(job.model.uri, _FIELD).scheme != "hf":
         return job, None
@@ -138,7 +137,7 @@ def _check_folder(path: Path, uri: str) -> None:
 
 
 def load_config(job: TrainerJob) -> PretrainedConfig:
-    """The model's config; errors as `resolve_model`, and those of the Hub."""
+    """Load the model's config; errors as `resolve_model`, and those of the Hub."""
     from transformers import AutoConfig
 
     name, kwargs = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
@@ -152,14 +151,14 @@ def load_config(job: TrainerJob) -> PretrainedConfig:
 
 
 def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token (the end-of-sequence token where the model has none of its own)."""
+    """Load the model's tokenizer, with a padding token (the end-of-sequence token where the model has none itself)."""
     from transformers import AutoTokenizer
 
     name, kwargs = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **kwargs)
         if job.task in _OF_WORDS and getattr(tokenizer, "add_prefix_space", None) is False:
-            # Words come one by one there, and byte-level tokenizers know a word by the space before it.
+            # These tasks pass words one by one, and byte-level tokenizers recognise a word by the space before it.
             tokenizer = AutoTokenizer.from_pretrained(name, add_prefix_space=True, **kwargs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise load_error(job.model, error, part="tokenizer") from error
@@ -176,9 +175,9 @@ def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
 
 
 def _prepend_space(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have the tokenizer put the space before a text that its model of sentencepiece asks for.
+    """Make the tokenizer prepend the space to a text that its sentencepiece model requires.
 
-    transformers 5.23 leaves it out where it builds a tokenizer from such a file alone and has no class for the family
+    transformers 5.23 omits it where it builds a tokenizer from such a file alone and has no class for the family
     (Mistral's, for one): a text would begin with other tokens than in pre-training, and "The" be read as "T", "he".
     """
     from tokenizers import decoders, normalizers
@@ -188,7 +187,7 @@ def _prepend_space(tokenizer: PreTrainedTokenizerBase) -> None:
     file, whole = str(tokenizer.init_kwargs.get("vocab_file")), getattr(tokenizer, "backend_tokenizer", None)
     if type(tokenizer) is not TokenizersBackend or whole is None or tokenizer.init_kwargs.get("tokenizer_file"):
         return
-    # What is read from a file of tiktoken has a pre-tokenizer.
+    # A tokenizer read from a file of tiktoken has a pre-tokenizer.
     if not file.endswith(".model") or whole.pre_tokenizer is not None or whole.normalizer is None:
         return
     if SentencePieceExtractor(file).proto.normalizer_spec.add_dummy_prefix:
@@ -197,7 +196,7 @@ def _prepend_space(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Longest input of the model in tokens; None when its config sets no limit."""
+    """Return the model's longest input in tokens; None when its config sets no limit."""
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
         return None
@@ -207,8 +206,8 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def truncation_length(job: TrainerJob, config: PretrainedConfig) -> int:
-    """Truncation length in tokens; StageError CONFIG `MaxLengthTooLong` when the job asks for more than the model
-    holds.
+    """Return the truncation length in tokens; raise StageError CONFIG `MaxLengthTooLong` when the job asks for more
+    than the model holds.
     """
     limit = position_limit(config)
     asked = job.preparation.max_length
@@ -225,7 +224,7 @@ def truncation_length(job: TrainerJob, config: PretrainedConfig) -> int:
 
 
 def window_stride(job: TrainerJob, max_length: int) -> int:
-    """Tokens that neighbouring windows share; StageError CONFIG `StrideTooLong` when windows would bring little new."""
+    """Return the tokens that neighbouring windows share; raise StageError CONFIG `StrideTooLong` for too many."""
     asked = job.preparation.stride
     if asked is None:
         return min(DEFAULT_STRIDE, max_length // 4)
@@ -240,7 +239,7 @@ def window_stride(job: TrainerJob, max_length: int) -> int:
 
 
 def stored_bytes(name_or_path: str) -> int | None:
-    """Size of the weight files of a local model in bytes; None for one on the Hub."""
+    """Return the size of a local model's weight files in bytes; None for one on the Hub."""
     for pattern in WEIGHT_FILES:
         sizes = [path.stat().st_size for path in Path(name_or_path).glob(pattern)]
         if sizes:
@@ -249,7 +248,7 @@ def stored_bytes(name_or_path: str) -> int | None:
 
 
 def weights_digest(model: PreTrainedModel, without: Sequence[str] = ()) -> str:
-    """Of names, shapes and the first elements of all weights but those of the modules `without`."""
+    """Hash the names, shapes and first elements of all weights but those of the modules `without`."""
     value = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if name.startswith(tuple(f"{module}." for module in without)):
@@ -265,7 +264,7 @@ def _refuse_remote_code(folder: Path, source: ModelSource) -> None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # AutoConfig says what is wrong with it.
+        return  # AutoConfig reports the error
     if isinstance(config, dict) and "auto_map" in config and not _known_type(config.get("model_type")):
         raise _remote_code_error(source)
 
@@ -286,7 +285,7 @@ def _remote_code_error(source: ModelSource) -> StageError:
 
 
 def load_error(source: ModelSource, error: BaseException, part: str = "model") -> StageError:
-    """The StageError for a failed `from_pretrained` of `source`."""
+    """Return the StageError for a failed `from_pretrained` of `source`."""
     hub = (
         hub_error(source.uri, _FIELD, FailureClass.MODEL, "ModelNotFound", error)
         if source.uri.startswith("hf://")
@@ -315,10 +314,10 @@ def load_error(source: ModelSource, error: BaseException, part: str = "model") -
 def hub_error(
     uri: str, field: str, missing_class: FailureClass, missing_reason: str, error: BaseException
 ) -> StageError | None:
-    """The StageError for an error of the Hub somewhere in the chain of `error`; None when the Hub is not the cause.
+    """Return the StageError for an error of the Hub in the chain of `error`; None when the Hub is not the cause.
 
-    HUB_UNAVAILABLE when it cannot be reached, `missing_class` when it answers that the repository or revision is not
-    there or not open to us.
+    HUB_UNAVAILABLE when it cannot be reached, `missing_class` when it answers that the repository or revision does not
+    exist or is not open to us.
     """
     from huggingface_hub import errors
 
@@ -346,7 +345,7 @@ def hub_error(
             missing_class, missing_reason, f"{field} is {uri!r}: the Hub has no such repository.", token_hint
         )
     if found(errors.EntryNotFoundError) and not found(errors.LocalEntryNotFoundError):
-        return None  # The repository answers; it only lacks a file.
+        return None  # The repository exists; it only lacks a file.
     if any(isinstance(each, errors.HfHubHTTPError) and each.response.status_code in _REFUSED for each in links):
         return StageError(
             missing_class,

@@ -1,7 +1,7 @@
-"""The last word of a process: its `TrainerReport`, where the one who started it looks for it.
+"""Final `TrainerReport` of a process, written to the file that its launcher reads.
 
-Several ranks of a pod may share the file. The first failure is the cause and stays; what another rank says later,
-about a peer that went away, must not hide it.
+Several ranks of a pod may share the file. The first failure is the cause and stays; a later report of another rank, for
+example on a lost peer, must not replace it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def report_path(rank: int, environment: Mapping[str, str]) -> Path | None:
-    """Where this rank reports; None when nobody asked and there is no termination log."""
+    """Return the path of this rank's report; None when none was requested and there is no termination log."""
     asked = environment.get(ENV_REPORT)
     if asked:
         return Path(asked.replace("{rank}", str(rank)))
@@ -31,8 +31,8 @@ def report_path(rank: int, environment: Mapping[str, str]) -> Path | None:
 
 
 def write_report(report: TrainerReport, path: Path | None) -> None:
-    """Writes the report unless the file holds a failure of this run already. Never raises: it would hide what
-    happened.
+    """Write the report unless the file already holds a failure of this run. Never raises: an error here would hide the
+    outcome.
     """
     if path is None:
         return
@@ -51,7 +51,7 @@ def write_report(report: TrainerReport, path: Path | None) -> None:
 
 
 def _holds_failure_of_this_run(text: str) -> bool:
-    """A failure from before this process was started is left from an earlier attempt."""
+    """Return whether `text` is a failure of this run; one from before this process's start is of an earlier attempt."""
     try:
         earlier = TrainerReport.model_validate_json(text)
     except ValidationError:

@@ -1,7 +1,7 @@
-"""Where a stage tells how far it is: a file for the one who started it, the Kubeflow protocol for the operator.
+"""Progress reports of a stage: a file for its launcher, the Kubeflow protocol for the operator.
 
-Telling must never disturb the work. Both outlets go through one throttle, the network is spoken to by a thread of its
-own with short timeouts, and what goes wrong there is logged once and then forgotten.
+Reporting must never disturb the work. Both outlets go through one throttle, requests are sent by a separate thread with
+short timeouts, and network errors are logged once and then ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 FILE_INTERVAL_SECONDS = 0.5
 KUBEFLOW_INTERVAL_SECONDS = 5.0
-"""The protocol asks for at least this much between two updates."""
+"""Minimum interval between two updates, set by the protocol."""
 _POST_TIMEOUT_SECONDS = 3.0
 _FIELDS = ("epoch", "loss", "samples_per_second", "tokens_per_second")
 
@@ -36,32 +36,32 @@ class ProgressSink(Protocol):
     """Takes the progress of one stage."""
 
     def update(self, step: int, total: int, **values: float) -> None:
-        """`step` of `total` is done; `values` are further figures, e.g. loss."""
+        """Report that `step` of `total` is done; `values` are further figures, e.g. loss."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Finish: no further update follows."""
 
 
 class NoProgress:
-    """Takes progress and tells nobody."""
+    """Sink that discards progress."""
 
     def update(self, step: int, total: int, **values: float) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class Outlet(Protocol):
-    """One place that progress is told to."""
+    """One destination of progress reports."""
 
     interval_seconds: float
 
     def tell(self, progress: Progress) -> None:
-        """Passes it on; never raises, never blocks for long."""
+        """Send the progress; never raises, never blocks for long."""
 
     def close(self) -> None:
-        """Passes on what is under way; bounded in time."""
+        """Finish pending sends; bounded in time."""
 
 
 class Throttle:
@@ -73,10 +73,10 @@ class Throttle:
         self._told_at: float | None = None
         self._held: Progress | None = None
         self._told_last = False
-        """Several updates may be of the last step: an evaluation follows it."""
+        """True once the last step was sent: several updates may be of it, as an evaluation follows it."""
 
     def tell(self, progress: Progress) -> None:
-        """Tells it when the interval is over or the last step is done, else keeps it until the next or the close."""
+        """Send it when the interval is over or the last step is done, else hold it until the next call or the close."""
         now = self._clock()
         due = self._told_at is None or now - self._told_at >= self._outlet.interval_seconds
         if due or (progress.step == progress.total_steps and not self._told_last):
@@ -87,7 +87,7 @@ class Throttle:
             self._held = progress
 
     def close(self) -> None:
-        """Tells what was kept back, then closes the outlet."""
+        """Send the held update, then close the outlet."""
         if self._held is not None:
             self._outlet.tell(self._held)
         self._outlet.close()
@@ -103,7 +103,7 @@ class ProgressReporter:
         self._start: tuple[int, float] | None = None
 
     def update(self, step: int, total: int, **values: float) -> None:
-        """The first call sets where counting starts: a resumed run starts at its step, not at 0."""
+        """Record an update. The first call sets the start of counting: a resumed run starts at its step, not at 0."""
         now = self._clock()
         if self._start is None:
             self._start = (step, now)
@@ -111,7 +111,7 @@ class ProgressReporter:
         rate = (step - first_step) / (now - since) if step > first_step and now > since else None
         fields = {name: values.pop(name, None) for name in _FIELDS}
         if self._stage is not Stage.TRAIN and fields["samples_per_second"] is None:
-            fields["samples_per_second"] = rate  # Steps are rows there.
+            fields["samples_per_second"] = rate  # steps are rows in these stages
         progress = Progress(
             stage=self._stage,
             step=step,
@@ -125,7 +125,7 @@ class ProgressReporter:
             throttle.tell(progress)
 
     def close(self) -> None:
-        """Tells what was held back and ends the outlets."""
+        """Send held updates and close the outlets."""
         for throttle in self._throttles:
             throttle.close()
 
@@ -140,7 +140,7 @@ class ProgressFile:
         self._warned = False
 
     def tell(self, progress: Progress) -> None:
-        """Appends one line in one write, so that a reader never sees half of one."""
+        """Append one line in one write, so that a reader never sees half of one."""
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(progress.model_dump_json(by_alias=True, exclude_none=True) + "\n")
@@ -150,7 +150,7 @@ class ProgressFile:
             self._warned = True
 
     def close(self) -> None:
-        """Nothing is open between two updates."""
+        """Do nothing: no file is open between two updates."""
 
 
 class KubeflowProgress:
@@ -178,13 +178,13 @@ class KubeflowProgress:
         self._thread.start()
 
     def tell(self, progress: Progress) -> None:
-        """Leaves it for the thread."""
+        """Queue it for the thread."""
         with self._wake:
             self._next = progress
             self._wake.notify()
 
     def close(self) -> None:
-        """Waits for the last post, at most two timeouts long (one may be under way)."""
+        """Wait for the last post, at most two timeouts long (one may be under way)."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -214,7 +214,7 @@ class KubeflowProgress:
         connection = http.client.HTTPSConnection(self._host, self._port, timeout=_POST_TIMEOUT_SECONDS, context=context)
         headers = {
             "Content-Type": "application/json",
-            # Read anew each time: the kubelet replaces the token before it expires.
+            # Read every time: the kubelet replaces the token before it expires.
             "Authorization": f"Bearer {self._token_file.read_text(encoding='utf-8').strip()}",
         }
         try:
@@ -228,7 +228,7 @@ class KubeflowProgress:
 
 
 def kubeflow_update(progress: Progress) -> KubeflowUpdate:
-    """`progress` in the words of the Kubeflow protocol."""
+    """Convert `progress` to an update of the Kubeflow protocol."""
     named = {name: getattr(progress, name) for name in _FIELDS} | {
         "step": progress.step,
         "total_steps": progress.total_steps,
@@ -246,7 +246,7 @@ def kubeflow_update(progress: Progress) -> KubeflowUpdate:
 
 
 def progress_for(stage: Stage, rank: int, environment: Mapping[str, str] | None = None) -> ProgressSink:
-    """What this process tells its progress to; only rank 0 tells."""
+    """Return the sink for this process's progress; only rank 0 reports."""
     environment = os.environ if environment is None else environment
     if rank != 0:
         return NoProgress()

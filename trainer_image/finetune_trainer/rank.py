@@ -1,8 +1,8 @@
-"""What `python -m finetune_trainer` does but to launch: one rank of a stage runs, reports, and ends with the contract's
-exit code; `facts`, `check` and `report` answer the finetune command.
+"""Entry point of `python -m finetune_trainer` except `launch`: one rank of a stage runs, reports, and ends with the
+contract's exit code; `facts`, `check` and `report` answer the finetune command.
 
-A table of contents: what a stage does is in `stages.py`, whose results a folder holds in `runs.py`, what the end of a
-stage means in `failures.py` and `outcome.py`.
+A table of contents: the stages are in `stages.py`, ownership of a folder's results in `runs.py`, and the outcome of a
+stage in `failures.py` and `outcome.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("finetune_trainer")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run what `argv` says and return the exit code."""
+    """Run the command of `argv` and return the exit code."""
     arguments = _parse(argv)
     try:
         world = current()
@@ -108,7 +108,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
     except BaseException as error:
         progress.close()
         if isinstance(error, StageError) and error.failure_class is FailureClass.GATE_NOT_MET:
-            _leave_pages(job, paths)  # the last stage after all: what was measured is what people want to see
+            _leave_pages(job, paths)  # the last stage after all: its measurements explain the failure
         return _fail(error, arguments, world, name, started)
     write_report(report, report_path(world.rank, os.environ))
     log.info("%s done in %.1f s.", stage, report.seconds)
@@ -116,7 +116,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
 
 
 def _report_again(done: TrainerReport, world: ProcessWorld) -> int:
-    """An attempt at what is done: whoever asked has missed the report of the one before."""
+    """Report a completed stage again: the caller has missed the report of the earlier attempt."""
     report = done.model_copy(update={"rank": world.rank, "world_size": world.size})
     write_report(report, report_path(world.rank, os.environ))
     log.info("%s was done before, with the same settings.", done.stage)
@@ -140,10 +140,10 @@ def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessW
 
 
 def _fail(error: BaseException, arguments: argparse.Namespace, world: ProcessWorld, job: str, started: float) -> int:
-    """Reports the failure and returns its exit code.
+    """Report the failure and return its exit code.
 
-    Frees first what the failed frames hold: memory may be used up, or the disk by a file that is deleted and still
-    open.
+    First release everything that the failed frames hold: memory may be used up, or the disk by a deleted file that is
+    still open.
     """
     failure = classify(error)
     if failure.failure_class is FailureClass.PROGRAM:
@@ -190,7 +190,7 @@ def _print_check(arguments: argparse.Namespace, world: ProcessWorld) -> int:
 
 
 def _write_html(arguments: argparse.Namespace, world: ProcessWorld) -> int:
-    """report.html and environment.json from what the stages left in the job's folder."""
+    """Write report.html and environment.json from the stages' results in the job's folder."""
     started = time.monotonic()
     try:
         from finetune_trainer import reporting
@@ -203,7 +203,7 @@ def _write_html(arguments: argparse.Namespace, world: ProcessWorld) -> int:
 
 
 def _leave_pages(job: TrainerJob, paths: JobPaths) -> None:
-    """In a cluster nobody comes after the last stage; on a laptop the finetune command asks for the report."""
+    """Write the pages in a cluster, where the last stage does it itself; on a laptop the finetune command does it."""
     if job.run is None:
         return
     try:

@@ -1,6 +1,6 @@
 """Values for the head and result sections of report.html: gate, confusion matrix, examples, lengths, cost.
 
-Everything here turns what stages have left into text and numbers for the template; nothing is measured here.
+Everything here turns the stages' results into text and numbers for the template; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import Gate, TrainerJob
 
 _BARS = 24
-"""As many at most in a histogram."""
+"""Limit of bars in a histogram."""
 
 
 @dataclass(frozen=True)
 class GateShown:
-    """What was required of a metric, and what it came to."""
+    """Requirement of a metric, and the value reached."""
 
     metric: str
     required: str
@@ -35,7 +35,7 @@ class GateShown:
 
 
 def gate_shown(job: TrainerJob, metrics: Mapping[str, Any]) -> GateShown | None:
-    """None without a gate, or before it was measured."""
+    """Return the gate with its value; None without a gate, or before it was measured."""
     gate = job.evaluation.gate if job.evaluation else None
     value = metrics.get("evaluate", {}).get(gate.metric) if gate is not None else None
     if gate is None or not isinstance(value, int | float):
@@ -46,7 +46,7 @@ def gate_shown(job: TrainerJob, metrics: Mapping[str, Any]) -> GateShown | None:
 
 
 def not_met(gate: Gate, value: float) -> Literal["minimum", "maximum"] | None:
-    """Which bound of a gate a value is beyond; NaN is beyond any."""
+    """Return the bound of a gate that a value violates; NaN violates any."""
     if gate.minimum is not None and not value >= gate.minimum:
         return "minimum"
     return "maximum" if gate.maximum is not None and not value <= gate.maximum else None
@@ -63,7 +63,7 @@ class Tile:
 
 
 def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts | None, cost: Cost | None) -> list[Tile]:
-    """What most people look for first; what is not known is left out."""
+    """Return the figures that most readers look for first; unknown ones are left out."""
     evaluated, majority, train = (metrics.get(name, {}) for name in ("evaluate", "majority", "train"))
     tiles: list[Tile] = []
     if gate is not None:
@@ -89,12 +89,12 @@ def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts |
 
 
 def share(part: int, whole: int) -> str:
-    """In percent; a part that is not zero is not shown as zero."""
+    """Format in percent; a part that is not zero is not shown as zero."""
     return "less than 0.1%" if 0 < part < whole / 1000 else f"{part / (whole or 1):.1%}"
 
 
 def _rows_of(split: SplitFacts) -> int:
-    """Rows of the data."""
+    """Count the rows of the data."""
     return split.windows_of or split.packs_of or split.rows
 
 
@@ -117,18 +117,18 @@ _MEASURES: Mapping[Task, tuple[str, str]] = {
         "The pairs whose chosen answer is preferred least; below 0 the rejected one is preferred.",
     ),
 }
-"""The name of the score of an example, and what examples are chosen by."""
+"""Name of an example's score, and the order of the examples."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Evaluated rows."""
+    """Evaluated rows, for the table of examples."""
 
     heading: str
     note: str
     measure: str
     answered: bool
-    """Whether rows have a right answer and one that was given."""
+    """True if rows have a right and a given answer."""
     wrong: tuple[Mapping[str, Any], ...]
     right: tuple[Mapping[str, Any], ...]
 
@@ -136,7 +136,7 @@ class Examples:
 def examples_shown(
     job: TrainerJob, facts: DataFacts | None, samples: Sequence[Mapping[str, Any]] | None
 ) -> Examples | None:
-    """None where no rows were kept."""
+    """Return the examples; None where no rows were kept."""
     if not samples:
         return None
     measure, note = _MEASURES[job.task]
@@ -151,26 +151,26 @@ def examples_shown(
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a confusion matrix."""
+    """Cell of a confusion matrix."""
 
     count: int
     heat: int
-    """0 to 10: the share of the row."""
+    """Share of the row, 0 to 10."""
 
 
 @dataclass(frozen=True)
 class ConfusionTable:
-    """What the report shows of a confusion matrix."""
+    """Confusion matrix as the report shows it."""
 
     unit: str
     labels: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Cell, ...], str], ...]
-    """Right label, its cells, the share of it that was found."""
+    """Right label, its cells, its recall."""
     mistakes: tuple[tuple[str, str, str], ...]
 
 
 def confusion_shown(kept: Mapping[str, Any] | None) -> ConfusionTable | None:
-    """Of what `write_confusion` kept."""
+    """Build the table from the output of `write_confusion`."""
     if kept is None:
         return None
     rows = []
@@ -184,7 +184,7 @@ def confusion_shown(kept: Mapping[str, Any] | None) -> ConfusionTable | None:
 
 
 def length_bars(facts: DataFacts | None) -> Bars | None:
-    """Of the rows that are trained on, else of those that there are."""
+    """Build the histogram of the training rows' lengths, else of another split's."""
     if facts is None:
         return None
     role, split = next(((role, split) for role, split in facts.splits.items() if split.length_histogram), ("", None))
@@ -204,16 +204,16 @@ def length_bars(facts: DataFacts | None) -> Bars | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the stages used."""
+    """Time that the stages used."""
 
     rows: tuple[tuple[str, str, str], ...]
-    """Stage, time, time of nodes; the sum at last."""
+    """Stage, time, time of nodes; the sum last."""
     note: str
     tile: tuple[str, str, str]
 
 
 def cost_shown(job: TrainerJob, plan: Mapping[str, Any], paths: JobPaths) -> Cost | None:
-    """From the reports of the stages that have ended; None before the first."""
+    """Sum the reports of the completed stages; None before the first."""
     world = job.training.world if job.training else job.script.world if job.script else None
     found = {stage: seconds for stage in Stage if (seconds := _stage_seconds(paths, stage)) is not None}
     if not found:
@@ -235,7 +235,7 @@ def cost_shown(job: TrainerJob, plan: Mapping[str, Any], paths: JobPaths) -> Cos
 
 
 def _stage_seconds(paths: JobPaths, stage: Stage) -> float | None:
-    """Of a stage that has ended well; None for others, also where an older image wrote what cannot be read."""
+    """Return the time of a stage that succeeded; None for others, also where an older image's report cannot be read."""
     try:
         return TrainerReport.model_validate_json((paths.state / f"{stage}.json").read_bytes()).seconds
     except (OSError, ValidationError):
@@ -249,5 +249,5 @@ def _duration(seconds: float) -> str:
 
 
 def human_bytes(value: float) -> str:
-    """In GiB, below one in MiB."""
+    """Format in GiB, below one in MiB."""
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
-"""What a job leaves for people: metrics.json, environment.json, the model card, report.html.
+"""Files that a job writes for people: metrics.json, environment.json, the model card, report.html.
 
-Every file is written beside its place and moved there, so a reader never sees half of one. The report is one file
-that loads nothing from anywhere; all text in it is escaped by the template engine.
+Every file is written to a temporary file and moved into place, so a reader never sees half of one. The report is one
+file that loads nothing from elsewhere; the template engine escapes all text in it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 SAMPLES_FILE = "samples.json"
 """Some evaluated rows with their predictions, below the job's folder."""
 CONFUSION_FILE = "confusion.json"
-"""Which class was given for which, and how often."""
+"""Counts of given classes by right class."""
 _SHOWN_TEXT, _SHOWN_LABEL = 600, 200
-"""Characters that are kept of a text of a sample, and of a label."""
+"""Characters kept of a sample's text, and of a label."""
 _CLASSES, _MISTAKES, _LABELS = 10, 10, 50
-"""As many as the report shows."""
+"""Limits of classes, mistakes and labels in the report."""
 _DISTRIBUTIONS = [
     "finetune-trainer",
     "torch",
@@ -66,8 +66,8 @@ _DISTRIBUTIONS = [
 
 
 def merge_metrics(paths: JobPaths, section: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Puts `section`, such as `{"train": {...}}`, into metrics.json: its keys are replaced, those in `without` go,
-    others stay. Returns all of it.
+    """Merge `section`, such as `{"train": {...}}`, into metrics.json: its keys are replaced, those in `without` are
+    deleted, others stay. Return the whole content.
     """
     found = _read_json(paths.metrics) or {}
     merged = {**{name: value for name, value in found.items() if name not in without}, **section}
@@ -76,8 +76,8 @@ def merge_metrics(paths: JobPaths, section: Mapping[str, Any], *, without: Colle
 
 
 def write_samples(paths: JobPaths, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Keeps evaluated rows for the report: `row`, `text` (a list of texts), `score`, and `label` and `predicted` where
-    the task has them. Of long texts the middle goes.
+    """Keep evaluated rows for the report: `row`, `text` (a list of texts), `score`, and `label` and `predicted` where
+    the task has them. Long texts lose their middle.
     """
     limits = {"label": _SHOWN_LABEL, "predicted": _SHOWN_LABEL}
     kept = [
@@ -92,8 +92,8 @@ def write_samples(paths: JobPaths, samples: Sequence[Mapping[str, Any]]) -> None
 
 
 def write_confusion(paths: JobPaths, confusion: Confusion | None) -> None:
-    """Keeps for the report what was given for what: the counts of the largest classes, the most frequent mistakes of
-    all. None: removes what an earlier evaluation has kept.
+    """Keep for the report the counts of the largest classes and the most frequent mistakes of all. None: delete the
+    file of an earlier evaluation.
     """
     path = paths.root / CONFUSION_FILE
     if confusion is None:
@@ -113,7 +113,7 @@ def write_confusion(paths: JobPaths, confusion: Confusion | None) -> None:
 
 
 def _read_json(path: Path) -> Any:
-    """None when the file is not there; StageError PROGRAM when it is there and is no JSON."""
+    """Return the file's content, None without a file; raise StageError PROGRAM when it is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -131,8 +131,8 @@ def _read_json(path: Path) -> Any:
 
 
 def write_environment(paths: JobPaths, training: Mapping[str, Any] | None = None) -> None:
-    """Versions and machine, without host names, user names or environment variables; and what `training` ran on, which
-    stays when a later stage, maybe on another machine, writes again.
+    """Write versions and machine, without host names, user names or environment variables; and the environment of
+    `training`, which is kept when a later stage, maybe on another machine, writes again.
     """
     from finetune_trainer.measured_facts import hardware_facts
 
@@ -154,7 +154,7 @@ def write_environment(paths: JobPaths, training: Mapping[str, Any] | None = None
 
 
 def training_environment(world: World) -> dict[str, Any]:
-    """What this process, one of `world`, trains on."""
+    """Describe the environment of this process, one of `world`, for training."""
     import torch
 
     device = platform.processor() or platform.machine()
@@ -188,7 +188,7 @@ def _cuda_version() -> str | None:
 
 
 def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics: Mapping[str, Any]) -> None:
-    """Writes `model/README.md` with the front matter that the Hub reads. `metrics` is the content of metrics.json."""
+    """Write `model/README.md` with the front matter that the Hub reads. `metrics` is the content of metrics.json."""
     from finetune_trainer.tasks.task_registry import task_of
 
     evaluated = metrics.get("evaluate", {})
@@ -222,7 +222,7 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
 def _front_matter(
     job: TrainerJob, tag: str, scores: Mapping[str, float], evaluated: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Hub names appear only where they are Hub names: a local path is no repository."""
+    """Return the metadata; only Hub names appear as such: a local path is no repository."""
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": tag, "tags": ["fine-tuned", job.task]}
     if job.model.uri.startswith("hf://"):
         front["base_model"] = job.model.uri.removeprefix("hf://")
@@ -241,7 +241,7 @@ def _front_matter(
 
 
 def _training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> value of what was trained with, in words for people. `train`: that section of metrics.json."""
+    """Return the training settings, name -> text for people. `train`: that section of metrics.json."""
     training = job.training
     if job.script is not None:
         script, world = job.script, job.script.world
@@ -288,7 +288,7 @@ def _training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, s
 
 
 def _steps_words(training: Training, train: Mapping[str, Any]) -> str:
-    """Steps that ran, and those that the weights are of."""
+    """Name the number of steps run, and the step of the kept weights."""
     ran = train.get("steps", training.max_steps)
     words = f"{ran} ({ran / training.steps_per_epoch:.2f} epochs)"
     if ran < training.max_steps:
@@ -306,8 +306,8 @@ def _adapter_words(adapter: Adapter) -> str:
 
 
 def write_pages(job: TrainerJob, paths: JobPaths, command: str | None = None) -> None:
-    """report.html and environment.json; in a cluster there is no plan.json, for the plan is in the job's status.
-    `command`: what runs the job again.
+    """Write report.html and environment.json; in a cluster there is no plan.json, as the plan is in the job's status.
+    `command`: the command that runs the job again.
     """
     write_environment(paths)
     write_report(job, _read_json(paths.plan), paths, command)
@@ -316,7 +316,7 @@ def write_pages(job: TrainerJob, paths: JobPaths, command: str | None = None) ->
 def write_report(
     job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: JobPaths, command: str | None = None
 ) -> None:
-    """Writes report.html from what the stages left in the job's folder; what no stage has written is left out."""
+    """Write report.html from the stages' results in the job's folder; missing results are left out."""
     from finetune_trainer.data.prepared import FACTS_FILE  # with pyarrow, which nothing else here needs
 
     metrics = _read_json(paths.metrics) or {}
@@ -365,14 +365,14 @@ def write_report(
 
 
 def _command(job: TrainerJob, paths: JobPaths) -> str:
-    """For a file that is called as the job is: nobody has said which one it was."""
+    """Return the command for a job file named like the job: the file's real name is not known here."""
     if job.run is not None:
         return shlex.join(["kubectl", "apply", "-f", f"{job.name}.yaml"])
     return shlex.join(["finetune", "run", f"{job.name}.yaml", "--workspace", str(paths.root.parent), "--restart"])
 
 
 def _result_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Metric, the model's value, and the majority class's value where there is one."""
+    """Return metric, the model's value, and the majority class's value where there is one."""
     measured, majority = metrics.get("evaluate", {}), metrics.get("majority", {})
     figures = [(name, value) for name, value in measured.items() if isinstance(value, int | float) and name != "rows"]
     if not majority:
@@ -381,7 +381,7 @@ def _result_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Term, size and formula of the plan's memory estimate for one device, and its total beside what the device has."""
+    """Return term, size and formula of the plan's memory estimate for one device, and its total beside the capacity."""
     memory = plan.get("memory")
     if not memory:
         return []
@@ -390,8 +390,8 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
-    """Name, rows a second, rows with the plain model's labels, largest difference of their scores, the metric that has
-    lost most, memory, time to make it, and why it was taken or not.
+    """Return name, rows a second, rows with the plain model's labels, largest difference of their scores, the metric
+    that has lost most, memory, time to create it, and the reason for taking it or not.
     """
 
     def shown(value: Any, text: Callable[[Any], str]) -> str:
@@ -420,7 +420,7 @@ def _worst_metric(rung: Mapping[str, Any]) -> str:
 
 
 _DETAILS = frozenset({"time", "peak_memory_bytes_by_rank"})
-"""Of the train section: what has a table of its own."""
+"""Keys of the train section that have tables of their own."""
 
 
 def _run_rows(train: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -428,7 +428,7 @@ def _run_rows(train: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _peak_rows(train: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of each process, where there are several."""
+    """Return the peak of each process, where there are several."""
     peaks = train.get("peak_memory_bytes_by_rank", ())
     return [(str(rank), human_bytes(peak)) for rank, peak in enumerate(peaks)] if len(peaks) > 1 else []
 
@@ -454,16 +454,16 @@ _CLOCKS = {
 
 @dataclass(frozen=True)
 class _Time:
-    """How the time of a training divides; or why that is not known."""
+    """Division of a training's time, or the reason why it is not known."""
 
     rows: tuple[tuple[str, str, str], ...] = ()
-    """Part, seconds, share; the total at last."""
+    """Part, seconds, share; the total last."""
     bar: tuple[Share, ...] = ()
     note: str = ""
 
 
 def _time_shown(job: TrainerJob, train: Mapping[str, Any]) -> _Time | None:
-    """None without a training."""
+    """Return the time's division; None without a training."""
     if not train:
         return None
     if "time" not in train:
@@ -504,7 +504,7 @@ def _figure(name: str, value: object) -> str:
 
 
 def _environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What and its value; of a group all values in one line."""
+    """Return name and value; all values of a group in one line."""
     return [
         (name, ", ".join(_flat(value)) if isinstance(value, Mapping) else str(value))
         for name, value in environment.items()
@@ -537,7 +537,7 @@ def _templates(*, autoescape: Literal[True, False]) -> jinja2.Environment:
 
 
 def _markdown_cell(value: object) -> str:
-    """Text for a Markdown table or list: one line, without marks that Markdown or HTML would act upon."""
+    """Escape text for a Markdown table or list: one line, without Markdown or HTML markup."""
     text = " ".join(str(value).split())
     for mark in "\\`*_[]<>|#":
         text = text.replace(mark, f"\\{mark}" if mark not in "<>" else {"<": "&lt;", ">": "&gt;"}[mark])

@@ -1,10 +1,10 @@
-"""Whose results a job's folder holds, and which of them need not be made again.
+"""Ownership of the results in a job's folder, and reuse of completed stages.
 
 In a cluster a folder outlives the job that filled it: a job that is deleted and created again under the same name finds
-the results of the other one. `TrainerJob.run` tells them apart. The stage prepare, of several processes the first one,
-moves another run's folder aside; nothing is ever deleted. Every other stage refuses such a folder. A stage that has
-ended well for the same run with the same settings is not run again. Without a run (on a laptop) none of this happens:
-the finetune command looks after the folder.
+the other one's results. `TrainerJob.run` distinguishes them. The stage prepare, or the first of its processes, moves
+another run's folder aside; nothing is ever deleted. Every other stage refuses such a folder. A stage that succeeded for
+the same run with the same settings is not run again. Without a run (on a laptop) none of this happens: the finetune
+command looks after the folder.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ log = logging.getLogger(__name__)
 
 
 class RunMarker(Message):
-    """`run.json`."""
+    """Content of `run.json`."""
 
     run: str
 
 
 class Given(Message):
-    """What a stage was run with, as `state/<stage>.given.json` keeps it beside the completion marker."""
+    """Settings of a stage's run, kept in `state/<stage>.given.json` beside the completion marker."""
 
     job: JsonValue
     deepspeed: JsonValue = None
 
     @classmethod
     def of(cls, job: TrainerJob, deepspeed: Path | None) -> Given:
-        """The settings of this attempt. A DeepSpeed file that cannot be read is left to the stage to complain of."""
+        """Return the settings of this attempt. An unreadable DeepSpeed file is left for the stage to report."""
         try:
             config = None if deepspeed is None else json.loads(deepspeed.read_bytes())
         except (OSError, ValueError):
@@ -49,7 +49,7 @@ class Given(Message):
 
 
 def last_stage(job: TrainerJob) -> Stage:
-    """The last of the stages that `job` has settings for."""
+    """Return the last stage for which `job` has settings."""
     if job.predict is not None:
         return Stage.PREDICT
     if job.evaluation is not None:
@@ -57,18 +57,18 @@ def last_stage(job: TrainerJob) -> Stage:
     return Stage.TRAIN if job.trains else Stage.PREPARE
 
 
-# ------------------------------------------------------------------------------------------------- whose folder it is
+# -------------------------------------------------------------------------------------------- ownership of the folder
 
 
 def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
-    """Sees to it that the folder belongs to the job's run; StageError CONFIG `OtherRun` for a stage after prepare."""
+    """Ensure that the folder belongs to the job's run; raise StageError CONFIG `OtherRun` for a stage after prepare."""
     if job.run is None:
         return
     if stage is not Stage.PREPARE:
         _refuse_other_run(paths, job.run)
         return
     paths.root.parent.mkdir(parents=True, exist_ok=True)
-    # The lock of the finetune command: it keeps that away, too, and other attempts at prepare.
+    # The lock of the finetune command: it excludes that command and other attempts at prepare.
     with locked(paths.root.with_name(f".{paths.root.name}.lock")):
         found = _marked(paths)
         if found == job.run:
@@ -95,7 +95,7 @@ def _refuse_other_run(paths: JobPaths, run: str) -> None:
 
 
 def _marked(paths: JobPaths) -> str | None:
-    """The run that the folder belongs to; None without a marker, or with one that is not readable as such."""
+    """Return the run that the folder belongs to; None without a marker, or with an unreadable one."""
     try:
         return RunMarker.model_validate_json(paths.run.read_bytes()).run
     except (FileNotFoundError, NotADirectoryError, ValidationError):
@@ -103,18 +103,18 @@ def _marked(paths: JobPaths) -> str | None:
 
 
 def _move_aside(folder: Path) -> Path:
-    """To the first free `<job>.previous-<n>`, by one rename."""
+    """Rename the folder to the first free `<job>.previous-<n>`, in one step."""
     number = 1
     while (place := folder.with_name(f"{folder.name}.previous-{number}")).exists():
         number += 1
     return folder.rename(place)
 
 
-# ------------------------------------------------------------------------------------------------- what is done already
+# ----------------------------------------------------------------------------------------------------- completed stages
 
 
 def finished(paths: JobPaths, stage: Stage, given: Given) -> TrainerReport | None:
-    """The report of the stage if it has ended well in this run with just these settings; else None."""
+    """Return the stage's report if it succeeded in this run with exactly these settings; else None."""
     if not isinstance(given.job, dict) or given.job.get("run") is None:
         return None
     try:
@@ -126,8 +126,8 @@ def finished(paths: JobPaths, stage: Stage, given: Given) -> TrainerReport | Non
 
 
 def mark_complete(paths: JobPaths, stage: Stage, given: Given, report: TrainerReport) -> None:
-    """Writes the completion marker, last of all that the stage writes. In a run, what later stages have made of an
-    earlier result does not count any more.
+    """Write the completion marker, as the stage's last file. In a run, it invalidates the results that later stages
+    derived from an earlier one.
     """
     if isinstance(given.job, dict) and given.job.get("run") is not None:
         order = list(Stage)

@@ -1,7 +1,7 @@
 """Sign a job's checkpoints with a key that is not on the job's volume.
 
-Whoever can write to the volume can replace a checkpoint, hashes and all, but cannot sign it. The key comes from a
-Secret by way of one environment variable; it is never written anywhere, and neither logged nor shown.
+A process that can write to the volume can replace a checkpoint, hashes and all, but cannot sign it. The key comes from
+a Secret through an environment variable; it is never written to disk or logged.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_trainer.failures import StageError
 
 LEAST_KEY_BYTES = 16
-"""128 bits. RFC 2104 advises the length of the hash, 32 bytes; `openssl rand -hex 32` gives 64 digits."""
+"""Least length of a key: 128 bits. RFC 2104 advises the hash's, 32 bytes; `openssl rand -hex 32` gives 64 digits."""
 _DOMAIN = b"finetune checkpoint 1\n"
-"""Keeps signatures apart from those that the same key may make elsewhere."""
+"""Prefix that separates these signatures from others of the same key."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Signer:
         return hmac.new(self.key, _DOMAIN + self.job.encode() + b"\n" + content, hashlib.sha256).hexdigest()
 
     def has_signed(self, content: bytes, signature: str) -> bool:
-        """Return whether `signature` is that of `content`, in a time that says nothing about the right one."""
+        """Return whether `signature` is that of `content`, in constant time."""
         return hmac.compare_digest(self.sign(content).encode(), signature.encode())
 
 

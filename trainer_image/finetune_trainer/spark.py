@@ -1,11 +1,11 @@
 """Predictions for a Spark DataFrame: the rows of the stage `predict`, answered in the Python processes of executors.
 
-`predict` is for whole DataFrames, `predict_udf` for expressions. Both answer with the code of the stage, so that a row
-gets the same answer wherever it is asked. Executors need this package and see the model under the same name: a folder
-that all machines mount, or hf://.
+`predict` is for whole DataFrames, `predict_udf` for expressions. Both use the stage's code, so that a row gets the same
+answer everywhere. Executors need this package and the model under the same name: a folder that all machines mount, or
+hf://.
 
-A wrong model, task or column is refused on the driver, before Spark does anything. A row that cannot be answered never
-fails the job: its answer is null, and `reason` says why.
+A wrong model, task or column is refused on the driver, before Spark starts work. A row that cannot be answered never
+fails the job: its answer is null, and `reason` holds the cause.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 REASON = "reason"
-"""Column of the answers: why a row has none, null where it has one."""
+"""Answer column with the cause of a missing answer, null where there is an answer."""
 _SETTING = "predict"
-"""Begins the paths of settings in errors."""
+"""Prefix of settings' paths in errors."""
 _LISTS = {
     "tokens": pa.list_(pa.string()),
     "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
@@ -54,23 +54,23 @@ class How(TypedDict, total=False):
     """Keyword arguments of `predict` and `predict_udf` that have a default."""
 
     max_length: int | None
-    """Tokens of a feature at most; None, the default: the model's limit, at most 512."""
+    """Limit of tokens in a feature; None, the default: the model's limit, at most 512."""
     stride: int | None
     """Tokens that windows of a long row share, for tasks that have windows; None, the default: as in a job."""
     generation: Generation
-    """How a model writes."""
+    """Settings for text generation."""
     batch_tokens: int
-    """Padded tokens of a batch; default 8192."""
+    """Limit of padded tokens in a batch; default 8192."""
     precision: InferencePrecision
-    """Default fp32."""
+    """Precision of inference; default fp32."""
     device: Device
     """cpu, the default, or cuda: then a task of Spark has one GPU, by `spark.task.resource.gpu.amount`."""
     threads: int | None
     """CPU threads of a Python process; None, the default: as many as a task of Spark has cores, `spark.task.cpus`."""
     revision: str
-    """Of a model of the Hub; default main."""
+    """Revision of a Hub model; default main."""
     trust_remote_code: bool
-    """Whether code that comes with the model may run; default false."""
+    """True if code that comes with the model may run; default false."""
 
 
 def predict(data: DataFrame, model: str, *, task: Task, columns: Mapping[str, str], **how: Unpack[How]) -> DataFrame:
@@ -79,8 +79,8 @@ def predict(data: DataFrame, model: str, *, task: Task, columns: Mapping[str, st
     `model`: a folder that `save_pretrained` wrote, or a URI (hf://, file://). `columns`: role in the task -> column of
     `data`, as in `spec.predict.dataset.columns` of a job; targets are not read. Nothing runs before an action.
 
-    StageError MODEL or CONFIG for what is wrong with the model or a setting, DATA `MissingColumn` for a column that
-    `data` lacks and `ColumnNameTaken` for one that is called like an answer.
+    Raise StageError MODEL or CONFIG for an invalid model or setting, DATA `MissingColumn` for a column that `data`
+    lacks and `ColumnNameTaken` for one with the name of an answer.
     """
     answering = _Answering.of(model, task, columns, how)
     _check_columns(data.columns, answering)
@@ -102,10 +102,10 @@ def predict_udf(
 ) -> Callable[..., Any]:
     """Return a pandas UDF that answers rows with a struct: the task's columns of predictions, and `reason`.
 
-    `columns`: the roles of the columns that it is called with, in that order; the rest as `predict`. The model is
-    loaded once for each Python process of Spark, which goes on from task to task.
+    `columns`: the roles of its arguments, in order; the rest as `predict`. The model is loaded once for each Python
+    process of Spark, which is reused from task to task.
 
-    StageErrors of the model and the settings, as `predict`.
+    Raise StageErrors of the model and the settings, as `predict`.
     """
     return _udf(_Answering.of(model, task, {role: role for role in columns}, how))
 
@@ -130,7 +130,7 @@ def _quoted(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Answering:
-    """What rows are asked; goes to the executors as JSON."""
+    """Job and columns of the answers; sent to the executors as JSON."""
 
     job: TrainerJob
     columns: Columns
@@ -138,7 +138,7 @@ class _Answering:
 
     @classmethod
     def of(cls, model: str, task: Task, columns: Mapping[str, str], how: How) -> _Answering:
-        """StageError CONFIG for a column that the task does not read or lacks, and those of the model."""
+        """Build it; raise StageError CONFIG for a column that the task lacks or does not read, or for the model."""
         unknown = [role for role in columns if role not in Columns.model_fields]
         if unknown:
             raise StageError(
@@ -174,19 +174,19 @@ class _Answering:
         return {role: name for role, name in self.columns if name is not None}
 
     def schema(self) -> pa.Schema:
-        """The columns of the answers. StageError MODEL `NoHead`."""
+        """Return the columns of the answers. Raise StageError MODEL `NoHead`."""
         task = task_of(self.job)
         schema = task.answer_schema(labels_of_model(self.job, task, load_config(self.job)))
         return schema.append(pa.field(REASON, pa.string()))
 
     def text(self) -> tuple[str, str, int | None]:
-        """For another process."""
+        """Serialize for another process."""
         return self.job.model_dump_json(), self.columns.model_dump_json(), self.threads
 
 
 @lru_cache(maxsize=1)
 def _answerer(job_text: str, columns_text: str, threads: int | None) -> Answerer:
-    """Once a Python process: Spark keeps it from task to task."""
+    """Load the model once a Python process, which Spark keeps from task to task."""
     _use_threads(threads)
     job, columns = TrainerJob.model_validate_json(job_text), Columns.model_validate_json(columns_text)
     task, means = task_of(job), Means.of(job.predict)
@@ -210,7 +210,7 @@ def _use_threads(threads: int | None) -> None:
 
 
 def _use_gpu() -> None:
-    """The GPU that Spark has given the task, where it gives GPUs out."""
+    """Use the GPU that Spark has assigned to the task, where it assigns GPUs."""
     import torch
     from pyspark import TaskContext
 
@@ -257,7 +257,7 @@ def _udf(answering: _Answering) -> Callable[..., Any]:
 
 
 class _Batches:
-    """What a partition runs: batches of Spark's Arrow format in, as many rows of answers out."""
+    """Function of a partition: batches of Spark's Arrow format in, as many rows of answers out."""
 
     def __init__(self, answering: tuple[str, str, int | None], roles: tuple[str, ...], schema: bytes) -> None:
         import pandas as pd
@@ -281,19 +281,19 @@ class _Batches:
 
 def _arrow(role: str, values: pd.Series) -> pa.Array:
     found = pa.array([_plain(value) for value in values], from_pandas=True)
-    # A row without a value is told as such, also where no row of a batch has one.
+    # A missing value is null, also where all rows of a batch lack one
     return found.cast(_LISTS.get(role, pa.string())) if pa.types.is_null(found.type) else found
 
 
 def _plain(value: Any) -> Any:
-    """As Arrow takes it: Spark has arrays as NumPy's, and structs as tuples with names."""
+    """Convert for Arrow: Spark passes arrays as NumPy's, and structs as tuples with names."""
     if isinstance(value, np.ndarray | list):
         return [_plain(each) for each in value]
     return value.asDict(recursive=True) if hasattr(value, "asDict") else value
 
 
 def _frame(table: pa.Table) -> pd.DataFrame:
-    """With Python's values, which keep nulls, whole numbers and structs as they are."""
+    """Convert to Python's values, which keep nulls, whole numbers and structs as they are."""
     import pandas as pd
 
     return pd.DataFrame({name: pd.Series(table[name].to_pylist(), dtype=object) for name in table.column_names})

@@ -1,4 +1,4 @@
-"""The Spark session of a stage: the one that runs already, that of spark-submit, or one on this machine."""
+"""The Spark session of a stage: a running one, that of spark-submit, or one on this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a stage wants of Spark."""
+    """A stage's request for a Spark session."""
 
     name: str
     """Name of the application."""
     field: str
     """Field of the job that asks for Spark."""
     instead: str
-    """Way out where there is no Spark."""
+    """Hint where there is no Spark."""
     master: str
     """Master where spark-submit has given none."""
     settings: Mapping[str, str]
@@ -33,8 +33,8 @@ class Asked:
 
 @contextmanager
 def spark_session(asked: Asked) -> Iterator[SparkSession]:
-    """Give the session that runs already, of a notebook or a larger program, and leave it running; else a new one,
-    which is stopped at the end. StageError CONFIG `SparkMissing` without pyspark or Java.
+    """Yield the running session, of a notebook or a larger program, and leave it running; else a new one, which is
+    stopped at the end. Raise StageError CONFIG `SparkMissing` without pyspark or Java.
     """
     try:
         from pyspark import SparkConf
@@ -61,7 +61,7 @@ def spark_session(asked: Asked) -> Iterator[SparkSession]:
 
 
 def _settings(given: Any, asked: Asked) -> dict[str, str]:
-    """Ours, beside those of spark-submit: with a master of its own Spark runs where it was submitted."""
+    """Return our settings beside those of spark-submit: if it set a master, Spark runs there."""
     ours = {"spark.app.name": asked.name, **asked.settings}
     if given.contains("spark.master"):
         return ours

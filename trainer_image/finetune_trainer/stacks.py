@@ -1,9 +1,8 @@
-"""Where a process stands that makes no progress: its Python stacks, written into its log.
+"""Python stacks of a process that makes no progress, written into its log.
 
-A rank that hangs cannot say so, and the others wait for it in a collective operation, so every rank writes its stacks
-once it has been silent for long. A thread of the interpreter's own does that: it needs neither the main thread nor the
-interpreter's lock, which a library may hold for ever. Nothing is stopped here; the operator does that, and keeps the
-end of the log.
+A hanging rank cannot report it, and the others wait for it in a collective operation, so every rank writes its stacks
+after a long silence. A thread of the interpreter's own does that: it needs neither the main thread nor the GIL, which a
+library may hold forever. Nothing is stopped here; the operator does that, and keeps the end of the log.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from finetune_trainer.progress import ProgressSink
 log = logging.getLogger(__name__)
 
 APART_SECONDS = 0.25
-"""Between the stacks of two ranks: they fall silent at the same moment, and share a log."""
+"""Delay between the stacks of two ranks: they fall silent at the same moment, and share a log."""
 
 
 def as_rank(rank: int, size: int, work: Callable[[], int]) -> int:
-    """Calls `work` below a frame whose name tells the rank: stacks are names of functions and nothing else."""
+    """Call `work` below a frame whose name contains the rank: stacks hold only names of functions."""
 
     def frame() -> int:
         return work()
@@ -36,7 +35,7 @@ def as_rank(rank: int, size: int, work: Callable[[], int]) -> int:
 
 @dataclass(frozen=True)
 class StacksWhenSilent:
-    """Passes progress on; each update puts off the moment at which the stacks are written."""
+    """Forwards progress; each update postpones the writing of the stacks."""
 
     sink: ProgressSink
     seconds: float
@@ -47,13 +46,13 @@ class StacksWhenSilent:
         self.sink.update(step, total, **values)
 
     def close(self) -> None:
-        """The stage is over."""
+        """Cancel the writing: the stage is over."""
         faulthandler.cancel_dump_traceback_later()
         self.sink.close()
 
 
 def with_stacks(sink: ProgressSink, rank: int, environment: Mapping[str, str] | None = None) -> ProgressSink:
-    """`sink`, and stacks where the environment asks for them."""
+    """Return `sink`, with stacks where the environment asks for them."""
     text = (os.environ if environment is None else environment).get(ENV_STACKS_SECONDS)
     if text is None:
         return sink

@@ -1,5 +1,5 @@
-"""What a stage prints: a few plain lines on stderr of rank 0, warnings of the other ranks with their rank, no library
-chatter.
+"""Console output of a stage: a few plain lines on stderr of rank 0, warnings of the other ranks with their rank, no
+library chatter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHATTY = (
 
 
 def settle_console(rank: int) -> None:
-    """Sets up logging of this process."""
+    """Set up logging of this process."""
     handler = logging.StreamHandler(sys.stderr)
     prefix = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(prefix + "%(asctime)s %(message)s", datefmt="%H:%M:%S"))
@@ -38,8 +38,8 @@ def settle_console(rank: int) -> None:
 
 
 def quiet_libraries() -> None:
-    """To be called before the heavy imports, because some libraries log while imported. Not for a user's own program:
-    what that prints is its author's to say.
+    """Silence libraries. Call it before the heavy imports, because some libraries log while imported. Not for a user's
+    own program, which controls its output itself.
     """
     # Read by torch, transformers, datasets and the Hub client when they are imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -51,7 +51,7 @@ def quiet_libraries() -> None:
 
 
 def quiet_transformers() -> None:
-    """Switches off the progress bars of transformers, for which there is no variable."""
+    """Switch off the progress bars of transformers, for which there is no variable."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

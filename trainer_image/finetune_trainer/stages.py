@@ -1,6 +1,4 @@
-"""Each stage as one function of the same inputs. The libraries that a stage needs are imported when it runs, not
-before.
-"""
+"""Each stage as a function of the same inputs. A stage's libraries are imported when it runs, not before."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HISTOGRAM_BUCKETS = 32
-"""Of 512 tokens every second one of the prepared data's: four splits of them take half of a report."""
+"""Buckets of 512 tokens, every second one of the prepared data's: four splits of them take half of a report."""
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """What a stage works with."""
+    """Input of a stage."""
 
     job: TrainerJob
     paths: JobPaths
@@ -44,7 +42,7 @@ class StageInput:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage adds to its report."""
+    """Data that a stage adds to its report."""
 
     metrics: Mapping[str, Any]
     artifacts: Mapping[str, str]
@@ -73,7 +71,7 @@ def _prepare(given: StageInput) -> StageResult:
 
 
 def _prepare_alone(given: StageInput, leader: Leader | None = None) -> StageResult:
-    """In one process, which may lead others."""
+    """Prepare in one process, which may lead others."""
     from finetune_trainer.models import pinned
 
     if given.job.training is not None:
@@ -101,8 +99,8 @@ def _prepare_rows(given: StageInput, leader: Leader | None) -> StageResult:
 
 
 def _prepare_script(given: StageInput, script: Script) -> StageResult:
-    """The program is fetched; what it reads has to be there. Rows to evaluate are prepared for the model that it will
-    have saved, with that model's tokenizer.
+    """Fetch the program and check its inputs. Rows to evaluate are prepared for the model that it will have saved, with
+    that model's tokenizer.
     """
     from finetune_trainer.scripts.code import fetch_code
     from finetune_trainer.scripts.script_inputs import check_inputs
@@ -119,7 +117,7 @@ def _prepare_script(given: StageInput, script: Script) -> StageResult:
 
 
 def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:
-    """The model's size, by which pods ask for memory. A program may train what the task's own classes do not know."""
+    """Return the model's size, by which pods request memory. The task's classes may not know a program's model."""
     from finetune_trainer.measured_facts import model_facts
 
     try:
@@ -130,7 +128,7 @@ def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:
 
 
 def _measured(job: TrainerJob, data: DataFacts) -> MeasuredFacts:
-    """What the operator plans the later stages with. On a laptop the finetune command measures by itself."""
+    """Return the facts for the operator's plan of the later stages; on a laptop the finetune command measures them."""
     from finetune_trainer.measured_facts import model_facts
 
     return MeasuredFacts(model=model_facts(job), data=data.for_planning(_HISTOGRAM_BUCKETS))
@@ -143,7 +141,7 @@ def _train(given: StageInput) -> StageResult:
         return _run_script(given, given.job.script)
     training = given.job.training
     if training is not None:
-        # All that can be refused is refused before seconds go into imports and the model.
+        # Refuse everything that can be refused before seconds go into imports and the model.
         check_world(given.world, training.world, training.batch.data_parallel, training.strategy.replica_ranks)
         _refuse_settings(given.job, training)
         device, threads, strategy = training.world.device, training.world.threads_per_process, training.strategy.name
@@ -209,8 +207,8 @@ def _predict(given: StageInput) -> StageResult:
 
 
 def _inference_job(given: StageInput) -> TrainerJob:
-    """The job as inference sees it. The model of a user's own program is one that is there already; its rows are
-    prepared now, as its tokenizer and its labels are not known earlier.
+    """Return the job for inference. The model of a user's own program is an existing one; its rows are prepared now, as
+    its tokenizer and its labels are not known earlier.
     """
     if given.job.script is None:
         return given.job

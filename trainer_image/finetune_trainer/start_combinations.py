@@ -1,4 +1,4 @@
-"""Refuses a job whose choices do not go together: a plan of ours has none, an edited job.json may."""
+"""Refuses a job whose choices do not go together: our plans have no such job, an edited job.json may."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from finetune_trainer.failures import StageError
 
 
 def refuse_combinations(job: TrainerJob, training: Training) -> None:
-    """StageError CONFIG `NotCombined` that names every constraint which the job breaks."""
+    """Raise StageError CONFIG `NotCombined` that names every constraint which the job breaks."""
     choices = choices_of(job, training)
     found = broken(choices)
     if found:

@@ -1,4 +1,4 @@
-"""Report a full volume: the path, the size that was to be written, and the space that was left."""
+"""Report a full volume: the path, the size to be written, and the space that was left."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = re.compile("no space left on device|disk quota exceeded", re.IGNORECASE)
 _TORCH_WORDS = re.compile("write|inline_container|iostream")
 _FULL_BELOW_BYTES = 1 << 20
-"""torch says only that a write failed; with less free space than this on the volume we take that as the reason."""
+"""Free space below which a failed write of torch counts as a full volume: torch reports no reason."""
 
 
 @contextmanager
 def storage_errors_named(folder: Path, what: str, needed: int = 0, *, shared: bool = False) -> Iterator[None]:
     """Turn the errors of a full volume, whichever library raises them, into StageError STORAGE_FULL `NoSpaceLeft`.
 
-    `folder` is where the block writes, and has to be there still when it fails; `shared`: others have files in it as
-    well. `what` says what is written, and `needed` how many bytes that takes in all; 0: not known.
+    `folder` is where the block writes, and must still exist when it fails; `shared`: other processes have files in it
+    as well. `what` names the data, and `needed` their size in bytes; 0: not known.
     """
     try:
         yield
@@ -35,7 +35,7 @@ def storage_errors_named(folder: Path, what: str, needed: int = 0, *, shared: bo
         disk = shutil.disk_usage(place)
         if not _is_full(error, disk.free):
             raise
-        # What is written by now goes with the folder, or is written anew by the next attempt.
+        # Data written by now are deleted with the folder, or overwritten by the next attempt.
         left = disk.free + (0 if shared else _size_of(folder))
         much = f"{_bytes(needed)}, and" if needed > left else "more than the"
         of = f"{_bytes(left)} of {_bytes(disk.total)} {'were' if needed > left else 'that were'} left for it"

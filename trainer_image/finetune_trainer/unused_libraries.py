@@ -1,4 +1,4 @@
-"""Libraries that a job has no use for, and that others would import where they find them."""
+"""Libraries that a job does not need, and that others would import where they find them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from finetune_contract.trainer_job import TrainerJob
 
 
 def leave_out_unused(job: TrainerJob) -> None:
-    """Keeps what `job` has no use for from being imported: transformers and peft load bitsandbytes and torchao wherever
-    they find them, the first of which takes 0.7 s of a start's 4.6 on one core, the second 2. A job in fp8 can import
-    what our image keeps apart for it. To be called before the heavy imports.
+    """Block the import of libraries that `job` does not need: transformers and peft load bitsandbytes and torchao
+    wherever they find them, the first of which takes 0.7 s of a start's 4.6 on one core, the second 2. A job in fp8 can
+    import the library that our image installs apart for it. Call it before the heavy imports.
     """
     training = job.training
     unused = []
@@ -20,7 +20,7 @@ def leave_out_unused(job: TrainerJob) -> None:
     if training is None or training.precision != "fp8":
         unused.append("torchao")
     else:
-        # Where our image has it, out of the way of everything else.
+        # Our image has it here, away from all other libraries.
         sys.path.append(str(Path(sys.prefix) / "fp8"))
     for name in unused:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # how Python says "not to be imported"
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's marker for "not to be imported"

@@ -1,6 +1,6 @@
-"""Where a URI of a job file points to on this machine.
+"""Location on this machine of a URI in a job file.
 
-Knows `file://` and `pkg://package/folder`, a folder inside an installed package. It never imports the package: a job
+Supports `file://` and `pkg://package/folder`, a folder inside an installed package. It never imports the package: a job
 file must not run code by naming it. The finetune command makes relative `file://` paths absolute, counted from the job
 file's folder; one that still is relative here counts from the current directory.
 """
@@ -18,7 +18,7 @@ from finetune_trainer.failures import StageError
 
 @dataclass(frozen=True)
 class Uri:
-    """A URI cut at its scheme. The rest is kept as written: file names may hold `%`, `?` and `#`."""
+    """A URI split at its scheme. The rest is kept as written: file names may hold `%`, `?` and `#`."""
 
     text: str
     scheme: str
@@ -26,7 +26,7 @@ class Uri:
 
     @classmethod
     def parse(cls, text: str, field: str) -> Uri:
-        """Cuts `text`, the value of `field`; StageError CONFIG `BadUri` when it has no scheme or no path."""
+        """Split `text`, the value of `field`; raise StageError CONFIG `BadUri` when it has no scheme or no path."""
         scheme, separator, rest = text.partition("://")
         if not separator or not scheme or not rest.strip("/"):
             raise StageError(
@@ -39,10 +39,10 @@ class Uri:
 
 
 def hub_name(name: str, uri: Uri, field: str) -> str:
-    """The repository `name`, or `organisation/name`, of an `hf://` URI.
+    """Return the repository `name`, or `organisation/name`, of an `hf://` URI.
 
-    Libraries look for a folder of that name first: StageError CONFIG `BadHubName` for a name that could lead elsewhere,
-    and `HubNameIsFolder` where there is such a folder, whose code and weights nobody has asked for.
+    Libraries look for a folder of that name first: raise StageError CONFIG `BadHubName` for a name that could lead
+    elsewhere, and `HubNameIsFolder` where such a folder exists, whose code and weights were not requested.
     """
     if not is_hub_name(name):
         raise StageError(
@@ -62,14 +62,14 @@ def hub_name(name: str, uri: Uri, field: str) -> str:
 
 
 def local_path(uri: Uri) -> Path:
-    """The path of a `file://` URI."""
+    """Return the path of a `file://` URI."""
     return Path(uri.rest)
 
 
 def package_path(uri: Uri, field: str, failure_class: FailureClass, reason: str) -> Path:
-    """The path of a `pkg://package/folder` URI.
+    """Return the path of a `pkg://package/folder` URI.
 
-    StageError `failure_class`/`reason` when the package is not installed or the folder leads out of it.
+    Raise StageError `failure_class`/`reason` when the package is not installed or the folder leads out of it.
     """
     package, _, inner = uri.rest.partition("/")
     # find_spec imports the parents of a dotted name, so only top-level names are looked up.
@@ -92,5 +92,5 @@ def package_path(uri: Uri, field: str, failure_class: FailureClass, reason: str)
 
 
 def public_uri(uri: str) -> str:
-    """The URI, or the last part of a local path: results travel, and folders of this machine do not belong in them."""
+    """Return the URI, or the last part of a local path: results are shared, and must not name local folders."""
     return uri.rstrip("/").rpartition("/")[2] if uri.startswith("file://") else uri

@@ -1,7 +1,7 @@
-"""Which rows meet in a batch: for training a seeded order, for inference a budget of padded tokens.
+"""Rows of a batch: for training a seeded order, for inference a budget of padded tokens.
 
-Pure functions of lengths. The rows of an optimizer step depend on the global batch, the seed and the epoch alone,
-never on how many processes share them; so the losses of all strategies can be compared step by step.
+Pure functions of lengths. The rows of an optimizer step depend on the global batch, the seed and the epoch alone, never
+on the number of processes that share them; so the losses of all strategies can be compared step by step.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MEGABATCH_STEPS = 50
-"""Global batches that are sorted by length together: as in transformers' length-grouped sampler, enough to make
-padding small.
+"""Global batches that are sorted by length together: as in transformers' length-grouped sampler, enough to keep padding
+small.
 """
 _MEGABATCHES_PER_EPOCH = 4
-"""At least so many groups when the data are few; with one group the same rows would meet in every epoch."""
+"""Least number of groups when the data are few; with one group the same rows would meet in every epoch."""
 
 
 def training_order(
@@ -27,12 +27,12 @@ def training_order(
     epoch: int,
     grouped: bool,
 ) -> NDArray[np.int64]:
-    """Row indices of one epoch, shape (steps, accumulation, ranks, micro_batch); `lengths` in tokens, one for each row.
+    """Return one epoch's row indices, shape (steps, accumulation, ranks, micro_batch); `lengths`: tokens of each row.
 
-    Each step has exactly `global_batch` rows; what is left over at the end of the epoch is a random rest of the rows,
-    another one in each epoch, and is dropped. Steps are of rows of like length when `grouped`, else of any rows; they
-    come in random order. Inside a step, rows of like length share a micro-batch, and the micro-batches that run at the
-    same time on different ranks are neighbours in length.
+    Each step has exactly `global_batch` rows; the remainder at the end of the epoch is a random set of rows, another
+    one in each epoch, and is dropped. Steps have rows of similar length when `grouped`, else any rows; their order is
+    random. Inside a step, rows of similar length share a micro-batch, and the micro-batches that run at the same time
+    on different ranks are neighbours in length.
 
     Raises ValueError when `micro_batch * ranks` does not divide `global_batch`.
     """
@@ -49,7 +49,7 @@ def training_order(
 def _step_rows(
     lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int, grouped: bool
 ) -> NDArray[np.int64]:
-    """Shape (steps, global_batch), longest row of a step first."""
+    """Return the rows, shape (steps, global_batch), longest row of a step first."""
     random = np.random.default_rng([seed, epoch])
     count = len(lengths) // global_batch
     rows = random.permutation(len(lengths))[: count * global_batch].astype(np.int64)
@@ -64,7 +64,7 @@ def _step_rows(
 
 
 def inference_batches(lengths: NDArray[np.int64], *, batch_tokens: int) -> list[NDArray[np.int64]]:
-    """Batches of row indices, every row once, longest rows first: what does not fit into memory shows at once.
+    """Return batches of row indices, every row once, longest rows first: a lack of memory shows at once.
 
     A batch has at most `batch_tokens` padded tokens (longest row x rows), but at least one row.
     """

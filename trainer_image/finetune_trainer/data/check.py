@@ -1,8 +1,7 @@
 """Checks the first rows of a job's data as `prepare` would, in seconds: columns, labels, texts and their lengths.
 
-It reads and judges by the readers and tasks that `prepare` uses, so that both say the same. It imports neither torch
-nor transformers, which take longer than the whole check: of the model it knows what `config.json` and `tokenizer.json`
-say.
+It uses the readers and tasks of `prepare`, so that both report the same. It imports neither torch nor transformers,
+which take longer than the whole check: it reads only the model's `config.json` and `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_ROWS = 10_000
-"""Rows of a split that are read: a second of work."""
+"""Rows read of a split: a second of work."""
 _NEED_ALL_ROWS = frozenset({"OneLabel", "LabelOutOfRange", "NoLabels", "LabelType"})
-"""Reasons that rows which were not read could take away."""
+"""Reasons that rows which were not read could refute."""
 _TOKENIZED_ROWS = 2_000
 """Rows that are tokenised, evenly out of those read: half a second of work."""
 
 
 def check(job: TrainerJob, *, trains: bool = False, script: bool = False, most: int = MOST_ROWS) -> CheckedData:
-    """What is there and what is wrong with it, all problems at once. `trains` and `script` say how the job trains,
-    which a `job` without a plan does not: by the built-in loop, or by a program that reads the data itself.
+    """Check the data and return all problems at once. `trains` and `script` give the kind of training, which a `job`
+    without a plan does not contain: the built-in loop, or a program that reads the data itself.
     """
     found = _Findings()
     model = found.of(lambda: _Model.of(job))
@@ -75,7 +74,7 @@ _WINDOWS = ("token-classification", "question-answering", "masked-lm")
 
 
 def _check_place(job: TrainerJob, found: _Findings) -> None:
-    """That the data are there, for a program that knows what is in them."""
+    """Check that the data exist, for a program that reads them itself."""
     source = job.dataset
     if source is not None:
         found.of(lambda: source_of(source, "dataset").names())
@@ -83,22 +82,22 @@ def _check_place(job: TrainerJob, found: _Findings) -> None:
 
 
 class _Findings:
-    """Problems and notes, collected."""
+    """Collected problems and notes."""
 
     def __init__(self) -> None:
         self.problems: list[FailureReport] = []
         self.notes: list[str] = []
 
     def of(self, step: Callable[[], T]) -> T | None:
-        """What the step returns; None where it is refused."""
+        """Return the result of the step; None where it raises StageError."""
         with self.collected():
             return step()
         return None
 
     @contextmanager
     def collected(self, *, partial: bool = False, known: bool = True) -> Iterator[None]:
-        """A refusal within becomes a problem; of rows that were read in part only a note, where others could mend
-        it, and nothing where the labels are not known but to a model that is not loaded.
+        """Collect a StageError as a problem; if rows that were not read could refute it, only as a note (`partial`), or
+        not at all where only a model that is not loaded knows the labels.
         """
         try:
             yield
@@ -117,14 +116,14 @@ class _Findings:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the files of a model say without its libraries."""
+    """Facts of a model from its files, without its libraries."""
 
     max_length: int | None
     tokenizer: Tokenizer | None
 
     @classmethod
     def of(cls, job: TrainerJob) -> _Model:
-        """StageError as `resolve_model` and `truncation_length`."""
+        """Read the files; StageError as `resolve_model` and `truncation_length`."""
         config, tokenizer = _model_files(job)
         if config is None:
             return cls(job.preparation.max_length, None)
@@ -134,7 +133,7 @@ class _Model:
 
 
 def _model_files(job: TrainerJob) -> tuple[Path | None, Path | None]:
-    """`config.json` and `tokenizer.json`, where they are on this machine."""
+    """Return `config.json` and `tokenizer.json`, where they are on this machine."""
     scheme = Uri.parse(job.model.uri, "model.uri").scheme
     if scheme not in ("file", "pkg", "hf"):
         return None, None
@@ -157,7 +156,7 @@ def _tokenizer(file: Path) -> Tokenizer | None:
 
     try:
         made = Tokenizer.from_file(str(file))
-    except Exception:  # the library raises nothing narrower; prepare tells of files that it cannot read
+    except Exception:  # the library raises nothing narrower; prepare reports files that it cannot read
         return None
     made.no_truncation()
     made.no_padding()
@@ -183,7 +182,7 @@ def _check_rows(
             raw[role] = split
             task.check(split, part.columns, part.setting)
             checked.append(role)
-    # Labels of one split are judged by those of another, and tasks look at them in rows that are checked.
+    # Labels of one split are judged by those of another, and tasks read them in checked rows.
     labels = _check_labels(job, task, raw, found, trains=trains) if len(checked) == len(parts) else {}
     return [_described(task, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()]
 
@@ -201,7 +200,7 @@ def _check_labels(
     *,
     trains: bool,
 ) -> dict[Role, dict[str, int]]:
-    """Rows of each label in each split; empty where labels are refused."""
+    """Count the rows of each label in each split; empty where labels are refused."""
     judged = {role: split for role, split in raw.items() if role != "predict"}
     counts: dict[Role, dict[str, int]] = {}
     if not judged:
@@ -255,7 +254,7 @@ def _has_text(kind: pa.DataType) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts of a cell: one, words, or the contents of messages."""
+    """Return the texts of a cell: one, words, or the contents of messages."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -264,7 +263,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _token_counts(table: pa.Table, columns: Sequence[str], model: _Model | None) -> list[int]:
-    """Tokens of rows, special tokens included, of all columns that are read together."""
+    """Count the tokens of rows, special tokens included, over all columns that are read together."""
     if model is None or model.tokenizer is None or not columns or len(columns) > 2:
         return []
     some = table.take(list(range(0, len(table), -(-len(table) // _TOKENIZED_ROWS))))

@@ -1,10 +1,10 @@
-"""Shards on their way to another process: JSON that says which rows become which file.
+"""Work orders for other processes: JSON that assigns rows to files.
 
 An order lies in a folder, or passes through a cluster, that others may be able to write to. So it holds data alone,
-every part of it has a type, and it never names what is run: who obeys it brings the job. Rows are not in it; they stay
+every part of it has a type, and it never names code to run: the receiver brings the job. Rows are not in it; they stay
 in Arrow files of one folder, which an order names without a path.
 
-Targets keep their exact types, as what a task encodes depends on them: arrays by their bytes, tuples and lists apart.
+Targets keep their exact types, as the task's encoding depends on them: arrays by their bytes, tuples and lists apart.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.files import EntryName
 
 _NumberType: TypeAlias = Literal["bool", "int32", "int64", "float64"]
-"""The numbers that targets and indices are of."""
+"""Number types of targets and indices."""
 _RECIPE = TypeAdapter(Recipe)
 _FACTS = TypeAdapter(ShardFacts)
 
 
 class StoredNumbers(Order):
-    """An array of numbers by its bytes, in the order of the machine that wrote them; nodes of one job are alike."""
+    """An array of numbers by its bytes, in the writing machine's byte order; nodes of one job are alike."""
 
     type: _NumberType
     shape: tuple[int, ...] = Field(min_length=1, max_length=2)
     content: str
-    """Base64."""
+    """Bytes in Base64."""
 
 
 class StoredObjects(Order):
-    """An array of one dimension, of objects; see `_plain`."""
+    """A one-dimensional array of objects; see `_plain`."""
 
     objects: tuple[JsonValue, ...]
 
@@ -61,28 +61,28 @@ class StoredShard(Order):
     inputs: dict[str, str]
     chunk_rows: int = Field(gt=0)
     file: EntryName
-    """The raw split, an Arrow stream in the folder of rows."""
+    """Raw split, an Arrow stream in the folder of rows."""
     rows: int = Field(ge=0)
-    """Rows of the raw split."""
+    """Number of rows of the raw split."""
     index: StoredNumbers
     targets: StoredNumbers | StoredObjects | None
 
 
 class PodOrder(Order):
-    """The share of one pod."""
+    """Shards assigned to one pod, and the settings to encode them."""
 
     format: Literal[1] = 1
     revision: str
-    """Of the model, as pod 0 has pinned it."""
+    """Revision of the model, as pinned by pod 0."""
     max_length: int = Field(gt=0)
     stride: int = Field(ge=0)
     model_type: str
     shards: dict[int, StoredShard]
-    """By their place among all shards."""
+    """Shards by their place among all shards."""
 
 
 class StoredFailure(Order):
-    """A StageError."""
+    """A serialized StageError."""
 
     failure_class: FailureClass
     reason: str
@@ -91,8 +91,8 @@ class StoredFailure(Order):
 
 
 def broken_order(path: Path, why: object) -> StageError:
-    """Return the error for a file of the exchange between pods that none of them has written so. Another attempt writes
-    it anew. A ValidationError is told by its first fault.
+    """Return the error for an exchange file that is damaged or was not written by a pod. Another attempt writes it
+    again. Of a ValidationError only the first fault is reported.
     """
     if isinstance(why, ValidationError):
         first = why.errors(include_url=False, include_input=False)[0]
@@ -109,18 +109,16 @@ def broken_order(path: Path, why: object) -> StageError:
 
 
 class RowFolder:
-    """The folder with the Arrow files that orders name."""
+    """Folder with the Arrow files that orders name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._names: dict[int, tuple[datasets.Dataset, str]] = {}
-        """By identity; with the data set, so that no other one takes its place in memory."""
+        """File names by identity; the data set is kept so that no other one takes its place in memory."""
         self._opened: dict[str, datasets.Dataset] = {}
 
     def name_of(self, raw: datasets.Dataset) -> str:
-        """Return the file of these rows. Rows that lie elsewhere, as those of the Hub do, are copied into the folder
-        once.
-        """
+        """Return the file of these rows. Rows elsewhere, such as those of the Hub, are copied into the folder once."""
         if id(raw) not in self._names:
             self._names[id(raw)] = raw, self._in_place(raw) or self._copied(raw)
         return self._names[id(raw)][1]
@@ -142,7 +140,7 @@ class RowFolder:
         return name
 
     def open(self, name: str, rows: int) -> datasets.Dataset:
-        """Return the rows of a file, mapped. Raise ValueError when it has not as many, and for a symbolic link."""
+        """Map the rows of a file. Raise ValueError for another number of rows, and for a symbolic link."""
         if name not in self._opened:
             path = self._folder / name
             if path.is_symlink() or not path.is_file():
@@ -161,7 +159,7 @@ class RowFolder:
 
 
 def stored_shard(shard: Shard, folder: RowFolder) -> StoredShard:
-    """Return the shard without its rows, which are in `folder` then."""
+    """Return the shard without its rows, which then are in `folder`."""
     return StoredShard(
         role=shard.role,  # type: ignore[arg-type]  # which pydantic checks
         number=shard.number,
@@ -177,7 +175,7 @@ def stored_shard(shard: Shard, folder: RowFolder) -> StoredShard:
 
 
 def read_shard(stored: StoredShard, folder: RowFolder) -> Shard:
-    """Return the shard with its rows from `folder`. Raise ValueError for one that does not fit together."""
+    """Return the shard with its rows from `folder`. Raise ValueError for an inconsistent one."""
     raw = folder.open(stored.file, stored.rows)
     index = _numbers(stored.index)
     targets = None if stored.targets is None else _targets(stored.targets)
@@ -226,9 +224,7 @@ def _numbers(stored: StoredNumbers) -> NDArray[Any]:
 
 
 def _plain(value: object) -> JsonValue:
-    """Return a task's target as JSON: lists as they are, everything else that JSON has not as an object with one key,
-    its type.
-    """
+    """Convert a task's target to JSON: lists as they are, types that JSON lacks as an object with one key, the type."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -247,7 +243,7 @@ def _plain(value: object) -> JsonValue:
 
 
 def _object(stored: JsonValue) -> Any:
-    """Return what `_plain` was given. Raise ValueError for what it does not make."""
+    """Invert `_plain`. Raise ValueError for other values."""
     match stored:
         case None | bool() | int() | str():
             return stored
@@ -288,7 +284,7 @@ def pod_order(recipe: Recipe, shards: Mapping[int, Shard], folder: RowFolder) ->
 
 
 def read_pod_order(path: Path) -> PodOrder:
-    """Return the order in a file. Raise StageError STORAGE_LOST `BrokenOrder` for anything else."""
+    """Read the order in a file. Raise StageError STORAGE_LOST `BrokenOrder` for other content."""
     if path.is_symlink():
         raise broken_order(path, "it is a symbolic link")
     try:
@@ -298,9 +294,7 @@ def read_pod_order(path: Path) -> PodOrder:
 
 
 def read_shards(path: Path, order: PodOrder, folder: RowFolder) -> dict[int, Shard]:
-    """Return the shards of the order in `path`. Raise StageError STORAGE_LOST `BrokenOrder` for one that does not fit
-    together.
-    """
+    """Return the shards of the order in `path`. Raise StageError STORAGE_LOST `BrokenOrder` for an inconsistent one."""
     try:
         return {number: read_shard(stored, folder) for number, stored in order.shards.items()}
     except ValueError as error:
@@ -321,7 +315,7 @@ def read_shard_text(text: bytes, folder: RowFolder) -> Shard:
 
 
 def recipe_text(recipe: Recipe) -> bytes:
-    """Return the recipe, with its job, as JSON: for ways that only Spark itself can write to."""
+    """Return the recipe, with its job, as JSON: for channels that only Spark itself can write to."""
     return _RECIPE.dump_json(recipe)
 
 
@@ -331,7 +325,7 @@ def read_recipe_text(text: bytes) -> Recipe:
 
 
 def result_text(result: ShardFacts | StageError) -> bytes:
-    """Return what became of a shard, as JSON."""
+    """Return the result of a shard, as JSON."""
     if isinstance(result, ShardFacts):
         return _FACTS.dump_json(result)
     return (

@@ -1,5 +1,5 @@
-"""Short features of the train split, several to a sequence: a *pack*. Rows of a pack never see each other; how a model
-is told so is the task's business.
+"""Packing of short features of the train split, several to a sequence: a *pack*. Rows of a pack never attend to each
+other; the task tells the model how.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from finetune_trainer.data.prepared import POSITION, ROW
 
 SIZES = "sizes"
-"""Column: tokens of each feature of a pack, in their order."""
+"""Column: tokens of each feature of a pack, in order."""
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Indices of the features of each pack: the longest first, each to the pack that it fills best.
+    """Return the indices of the features of each pack: the longest first, each to the pack that it fills best.
 
-    Best-fit decreasing: a pack more for every nine at most than the best packing needs (Johnson 1973, "Near-optimal bin
-    packing algorithms": 11/9 of it). Raises ValueError for a feature that is longer than `capacity` tokens.
+    Best-fit decreasing: at most one pack more for every nine than the best packing needs (Johnson 1973, "Near-optimal
+    bin packing algorithms": 11/9 of it). Raises ValueError for a feature that is longer than `capacity` tokens.
     """
     if len(lengths) and int(lengths.max()) > capacity:
         raise ValueError(f"a feature of {int(lengths.max())} tokens is longer than a pack of {capacity}")
@@ -47,8 +47,8 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 def packed(features: pa.Table, columns: Sequence[str], capacity: int) -> pa.Table:
-    """One row for each pack: `columns`, lists that are as long as `input_ids`, one after the other, `sizes`, and the
-    `row` and `position` of the first of its features.
+    """Return one row for each pack: `columns`, concatenated lists as long as `input_ids`, `sizes`, and the `row` and
+    `position` of its first feature.
     """
     lists = {name: features[name].combine_chunks() for name in columns}
     lengths = np.asarray(lists["input_ids"].value_lengths().to_numpy(), np.int64)

@@ -1,9 +1,9 @@
-"""The `prepare` stage: raw rows are read, checked and tokenised once, and everything later reads the result.
+"""The `prepare` stage: raw rows are read, checked and tokenised once, and all later stages read the result.
 
-A wrong column or a bad row fails here, before an accelerator is taken. The result is a folder that appears whole or
-not at all: it is written beside its place, marked complete last and moved by one rename. It is used again while what
-it was made from is the same: contents of the raw files, columns, tokenizer, truncation length, task and seed. Other
-jobs that need the very same take it from a cache (`shared`).
+A wrong column or a bad row fails here, before an accelerator is taken. The result is a folder that appears whole or not
+at all: it is written to a temporary folder, marked complete last and moved by one rename. It is reused while its inputs
+are the same: contents of the raw files, columns, tokenizer, truncation length, task and seed. Other jobs with the same
+inputs take it from a cache (`shared`).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 3
-"""Counts up when the layout of the folder or the way of tokenising changes; part of the fingerprint."""
+"""Increased when the layout of the folder or the tokenisation changes; part of the fingerprint."""
 _VALIDATION_SHARE = 0.05
 _TEMPORARY = "prepared.tmp-"
 _SCRATCH = "raw"
-"""Folder inside of it for rows that are on their way."""
+"""Subfolder for intermediate rows."""
 _LIBRARIES = ("tokenizers", "transformers")
-"""What makes tokens. Within one job's folder they are the image's, a cache outlives images."""
+"""Libraries that tokenise. Within one job's folder they are the image's; a cache outlives images."""
 _TARGETS = ("label", "tags", "answers", "target", "chosen", "rejected")
-"""Roles of columns that rows to predict need not have, and that nothing would read there."""
+"""Roles of columns that rows to predict need not have, and that are not read there."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Part:
     setting: str
     needs: tuple[ColumnNeed, ...]
     copies: tuple[str, ...]
-    """Columns that predictions repeat."""
+    """Columns copied to the predictions."""
 
 
 @dataclass(frozen=True)
 class _Order:
-    """Everything that the result depends on."""
+    """All inputs on which the result depends."""
 
     job: TrainerJob
     task: TaskModule
@@ -99,16 +99,16 @@ def prepare(
     leader: Leader | None = None,
     shared: SharedData | None = None,
 ) -> DataFacts:
-    """Writes `paths.prepared`, or finds it done already, there or in `shared`. Two processes at once prepare once.
-    `leader` has the other pods of engine `job` help.
+    """Write `paths.prepared`, or reuse a complete result there or in `shared`. Two processes at once prepare once.
+    `leader` shares the work with the other pods of engine `job`.
 
-    StageError DATA, CONFIG, MODEL or HUB_UNAVAILABLE; an earlier result stays when it fails. What is prepared stays
-    when the job names a metric that its data do not have: with another one it is the same job.
+    Raise StageError DATA, CONFIG, MODEL or HUB_UNAVAILABLE; an earlier result stays on failure. The result also stays
+    when the job names a metric that its data do not have: with another metric it is the same job.
     """
     task = task_of(job)
     predicted = predict_part(job, task)
     if predicted is not None:
-        # The rows themselves are read by predict; what is wrong with all of them is told before anything is trained.
+        # predict reads the rows themselves; an error that all of them share is reported before the training.
         rows = row_source(predicted.source, predicted.needs)
         check_first_rows(rows, lambda split: task.check(split, predicted.columns, predicted.setting))
     facts = _prepared(job, paths, progress, leader, shared)
@@ -136,7 +136,7 @@ def _prepared(
         if done is not None:
             return done
         discard_leftovers(paths.root, _TEMPORARY)  # pods of the attempt that left one may still write into it
-        # What a repository's own code makes of a text is not in the key.
+        # The effect of a repository's own code on a text is not in the key.
         if shared is None or job.model.trust_remote_code:
             return _made(order, paths, progress, leader)
         with shared.entry(_shared_name(order.key)) as entry:
@@ -150,7 +150,7 @@ def _prepared(
 
 
 def _found(order: _Order, paths: JobPaths, progress: ProgressSink) -> DataFacts | None:
-    """What is in its place already."""
+    """Return a result that is already in place."""
     done = _same(paths, order.key)
     if done is not None:
         total = sum(split.rows for split in done.splits.values())
@@ -159,7 +159,7 @@ def _found(order: _Order, paths: JobPaths, progress: ProgressSink) -> DataFacts 
 
 
 def _taken(entry: Entry, order: _Order, paths: JobPaths, progress: ProgressSink) -> DataFacts | None:
-    """What another job has prepared, in its place; None: nothing whole."""
+    """Move another job's result into place; return None if there is no complete one."""
     with temporary_folder(paths.root, _TEMPORARY) as temporary:
         if not entry.take(temporary):
             return None
@@ -168,7 +168,7 @@ def _taken(entry: Entry, order: _Order, paths: JobPaths, progress: ProgressSink)
 
 
 def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader | None) -> DataFacts:
-    """Reads, checks, tokenises and writes."""
+    """Read, check, tokenise and write."""
     with temporary_folder(paths.root, _TEMPORARY) as temporary:
         with storage_errors_named(temporary, "preparing the data"):
             scratch = temporary / _SCRATCH
@@ -176,13 +176,13 @@ def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader
             rows, targets, notes, from_train = _checked_rows(order, scratch)
             notes += targets.notes
             facts = _write(temporary, order, rows, targets.labels, notes, from_train, progress, leader)
-        discard(scratch, paths.root, _TEMPORARY)  # whom pod 0 has given up may still write into it
+        discard(scratch, paths.root, _TEMPORARY)  # a pod that pod 0 has given up may still write into it
         _move(temporary, paths.prepared)
     return facts
 
 
 def _same(paths: JobPaths, key: str) -> DataFacts | None:
-    """The facts of a complete result that was made from the same things."""
+    """Return the facts of a complete result with the same inputs."""
     if not (paths.prepared / COMPLETION_MARKER).is_file():
         return None
     try:
@@ -196,9 +196,7 @@ def _same(paths: JobPaths, key: str) -> DataFacts | None:
 
 
 def _move(temporary: Path, place: Path) -> None:
-    """Puts the folder in its place. A folder cannot replace another in one step; the old one goes first, under
-    another name.
-    """
+    """Move the folder into place. A folder cannot replace another in one step; the old one is renamed first."""
     (temporary / COMPLETION_MARKER).write_text("", encoding="utf-8")
     if place.exists():
         with temporary_folder(place.parent, _TEMPORARY) as aside:
@@ -208,7 +206,7 @@ def _move(temporary: Path, place: Path) -> None:
         temporary.replace(place)
 
 
-# ------------------------------------------------------------------------------------------- what is to be prepared
+# -------------------------------------------------------------------------------------------------------- the order
 
 
 def _order(job: TrainerJob) -> _Order:
@@ -240,7 +238,7 @@ def _order(job: TrainerJob) -> _Order:
 
 
 def labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig) -> Labels:
-    """Labels of the head of a model that is not trained. StageError MODEL `NoHead`."""
+    """Return the labels of the head of a model that is not trained. Raise StageError MODEL `NoHead`."""
     labels = task.model_labels(config)
     if labels is None:
         raise StageError(
@@ -253,7 +251,7 @@ def labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig)
 
 
 def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
-    """The splits of `dataset` that a job uses. Without a predict data set and a test split, validation is predicted.
+    """Return the splits of `dataset` that a job uses. Without predict data and a test split, validation is predicted.
 
     StageErrors of the data sources, of the task's columns, and CONFIG `MissingSetting` when no data set is named.
     """
@@ -268,7 +266,7 @@ def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, P
     copies, copy_needs = _repeated(job.predict)
     if job.dataset is not None:
         sources = splits_by_role(job.dataset, trains=trains)
-        # Validation may have to be taken from train.
+        # Validation may have to be split off from train.
         predicted: Role = next((role for role in ("test", "validation") if role in sources), "train")
         for role, source in sources.items():
             labelled = role in ("train", "validation")
@@ -280,7 +278,7 @@ def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, P
 
 
 def predict_part(job: TrainerJob, task: TaskModule) -> Part | None:
-    """The data set that only predict reads; None where there is none. StageErrors as `parts_of`."""
+    """Return the data set that only predict reads; None where there is none. StageErrors as `parts_of`."""
     if job.predict is None or job.predict.dataset is None:
         return None
     columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
@@ -291,7 +289,7 @@ def predict_part(job: TrainerJob, task: TaskModule) -> Part | None:
 
 
 def _repeated(predict: Prediction | None) -> tuple[tuple[str, ...], tuple[ColumnNeed, ...]]:
-    """Columns that predictions repeat."""
+    """Return the columns copied to the predictions."""
     if predict is None:
         return (), ()
     needs = tuple(ColumnNeed("predict.columns", name) for name in predict.columns)
@@ -301,7 +299,7 @@ def _repeated(predict: Prediction | None) -> tuple[tuple[str, ...], tuple[Column
 
 
 def _inherited(own: Columns, base: Columns) -> Columns:
-    """The columns of the predict data set; those it does not name are called as in the training data."""
+    """Return the columns of the predict data set; missing ones are named as in the training data."""
     return base.model_copy(update={name: value for name, value in own if value is not None})
 
 
@@ -313,7 +311,7 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
-        # Padding and truncation are set anew at every call, so what the file holds does not matter.
+        # Padding and truncation are set at every call, so their values in the file do not matter.
         content.pop("padding", None)
         content.pop("truncation", None)
     else:
@@ -322,7 +320,7 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _shared_name(key: str) -> str:
-    """Of the entry for all jobs whose order has that key, and whose image has the same libraries."""
+    """Return the name of the entry for all jobs whose order has that key, and whose image has the same libraries."""
     return _digest([key, {name: version(name) for name in _LIBRARIES}])
 
 
@@ -334,7 +332,7 @@ def _digest(value: object) -> str:
 
 
 def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targets, list[str], bool]:
-    """All rows with their targets, notes on how they were read, and whether validation was taken from train."""
+    """Read all rows with their targets, notes on how they were read, and True if validation is split off train."""
     raw: dict[Role, RawSplit] = {}
     for role, part in order.parts.items():
         raw[role] = part.source.read(part.needs, scratch)
@@ -351,8 +349,8 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
 
 
 def set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Train without, and validation of, a seeded share of its rows, both in the order of the file. StageError DATA
-    `EmptySplit` for a single row.
+    """Return train without, and validation of, a seeded share of its rows, both in the file's order. Raise StageError
+    DATA `EmptySplit` for a single row.
     """
     count = len(train.rows)
     if count < 2:
@@ -385,7 +383,7 @@ def _write(
     progress: ProgressSink,
     leader: Leader | None,
 ) -> DataFacts:
-    # Validation may have been taken from train.
+    # Validation may have been split off from train.
     parts = {role: order.parts.get(role) or order.parts["train"] for role in rows}
     inputs = {str(role): _kept(order.task, part, rows[role]) for role, part in parts.items()}
     shards: list[Shard] = []
@@ -446,7 +444,7 @@ def _written(
     progressed: Callable[[int], None],
     leader: Leader | None,
 ) -> Iterator[ShardFacts]:
-    """Writes the shards by the job's engine."""
+    """Write the shards by the job's engine."""
     coding = order.coding
     recipe = Recipe(order.job, coding.max_length, coding.stride, coding.model_type)
     workers = min(order.job.preparation.workers, len(shards))
@@ -463,7 +461,7 @@ def _written(
 
 
 def _keep(path: Path, rows: Rows, columns: Sequence[str]) -> None:
-    """Writes what results are made of."""
+    """Write the raw rows that results need."""
     count = len(rows.index)
     write_tables(
         path, (rows.table(start, min(start + CHUNK_ROWS, count), columns) for start in range(0, count, CHUNK_ROWS))
@@ -471,13 +469,13 @@ def _keep(path: Path, rows: Rows, columns: Sequence[str]) -> None:
 
 
 def _kept(task: TaskModule, part: Part, rows: Rows) -> dict[str, str]:
-    """Role of each column that results are made of, as far as the split has it -> its name."""
+    """Return role of each column that results need and the split has -> its name."""
     named = {**task.inputs(part.columns), **task.judged(part.columns)}
     return {role: name for role, name in named.items() if name in rows.raw.column_names}
 
 
 def _counts(task: TaskModule, rows: Mapping[Role, Rows], labels: Labels) -> dict[str, int]:
-    """Of train, else of test, else of validation."""
+    """Count the labels of train, else of test, else of validation."""
     for role in ("train", "test", "validation"):
         targets = rows[role].targets if role in rows else None
         if targets is not None:

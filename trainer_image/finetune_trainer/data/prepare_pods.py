@@ -1,20 +1,19 @@
-"""Shards written by the pods of an Indexed Job, which share nothing but the job's folder.
+"""Shards written by the pods of an Indexed Job, which share only the job's folder.
 
-Pod 0 leads: it reads, checks and cuts as the built-in engine does, leaves an order for each of the others, writes a
-share itself, and moves the result into its place when all is there. The others write the shards of their orders and
-end. Which pod has written a shard cannot be told from the result.
+Pod 0 leads: it reads, checks and cuts as the built-in engine does, writes an order for each of the others, writes a
+share itself, and moves the result into place when it is complete. The others write the shards of their orders and end.
+The result does not depend on which pod has written a shard.
 
-They speak by files, each written beside its place and moved there: nodes that share a claim have names and renames in
-common, and often no locks. What is said is of one attempt, by its id, so that what an earlier one has left is never
-taken for news; what is written lies in a folder that no other attempt has. One node may see a minute later what another
-has written (NFS keeps names for so long), and patience is longer than that.
+They communicate by files, each written to a temporary name and renamed: nodes that share a claim have names and renames
+in common, and often no locks. Messages carry the attempt's id, so that a message of an earlier attempt is never taken
+for a new one; results are in a folder of the attempt. A node may see another's files a minute late (NFS caches names
+for so long), and the time limits are longer than that.
 
-Nobody waits for ever. The others give up on a pod 0 that does not come or falls silent, and end with it when it fails.
-Pod 0 writes itself what is left of the share of a silent pod: that two write the same shard does no harm, as both write
-the same.
+No wait is unlimited. The others give up on a pod 0 that does not start or falls silent, and end with it when it fails.
+Pod 0 itself writes the rest of a silent pod's share: two pods may write the same shard, as both write the same bytes.
 
-Others may write to the folder, too. So orders and words are JSON, and a pod takes from them which rows it encodes, and
-never what it runs: the job is its own.
+Others may write to the folder, too. So orders and messages are JSON, and a pod takes from them which rows it encodes,
+but never the code that it runs: the job is its own.
 """
 
 from __future__ import annotations
@@ -50,49 +49,49 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 BEAT_SECONDS = 10.0
-"""Between two signs of life."""
+"""Interval between two heartbeats."""
 SILENT_SECONDS = 300.0
-"""After so long without a sign of life a pod is not waited for any more. A node sees a sign up to a minute late, and a
-tokenizer is loaded, or 4 MB of text encoded, in less than another.
+"""Time without a heartbeat after which a pod is no longer waited for. A node sees a heartbeat up to a minute late, and
+loading a tokenizer, or encoding 4 MB of text, takes less than another.
 """
 _FACTS = TypeAdapter(ShardFacts)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Word(Message):
-    """What pod 0 says to the others."""
+    """Message of pod 0 to the others."""
 
     attempt: str
     state: Literal["reading", "ordered", "done", "failed"]
     beat: int = 0
-    """Counts up as long as pod 0 lives."""
+    """Heartbeat counter of pod 0."""
     orders: EntryName | None = None
     """Folder of the orders, from the job's folder; None: there are none (yet)."""
     failure: FailureReport | None = None
 
 
 class Told(Message):
-    """What another pod says to pod 0, beside the facts of its shards."""
+    """Message of another pod to pod 0, beside the facts of its shards."""
 
     rows: int
-    """Written so far."""
+    """Number of rows written so far."""
     failure: FailureReport | None = None
 
 
 @dataclass(frozen=True)
 class Pod:
-    """This pod among those that prepare together."""
+    """This pod and the others that prepare with it."""
 
     index: int
     count: int
     attempt: str
-    """The same in all pods of this attempt, and in none of another."""
+    """Id that is the same in all pods of this attempt, and differs from other attempts."""
     root: Path
-    """The job's folder."""
+    """Folder of the job."""
 
     @classmethod
     def of(cls, job: TrainerJob, world: ProcessWorld, paths: JobPaths, environment: Mapping[str, str]) -> Pod:
-        """As the environment has it. StageError WORLD_SIZE, or CONFIG when the attempt has no name."""
+        """Read the environment. Raise StageError WORLD_SIZE, or CONFIG when the attempt has no name."""
         if world.size != job.preparation.pods:
             raise StageError(
                 FailureClass.WORLD_SIZE,
@@ -118,11 +117,11 @@ class Pod:
 
     @property
     def place(self) -> Path:
-        """Of pod 0's word."""
+        """Path of pod 0's message."""
         return self.root / "state" / "prepare.pods.json"
 
     def word(self) -> Word | None:
-        """What pod 0 of this attempt says; None: nothing yet."""
+        """Return the message of pod 0 of this attempt; None: nothing yet."""
         try:
             word = Word.model_validate_json(self.place.read_bytes())
         except (OSError, ValidationError):
@@ -130,7 +129,7 @@ class Pod:
         return word if word.attempt == self.attempt else None
 
     def lost(self, index: int, failure: FailureReport) -> StageError:
-        """The error of a pod that ends as another one has failed; it is never taken for the cause."""
+        """Return the error of a pod that ends because another one has failed; it is never taken for the cause."""
         return StageError(
             FailureClass.COLLECTIVE,
             "PodFailed",
@@ -152,7 +151,7 @@ def _facts_name(number: int) -> str:
 
 
 def _write(folder: Path, number: int, shard: Shard, encoder: Encoder, progressed: Callable[[int], None]) -> ShardFacts:
-    """Writes the shard, and then its facts: where these are, that is whole."""
+    """Write the shard, and then its facts, which mark it as complete."""
     facts = encoder.write(folder, shard, progressed)
     write_atomically(folder / _facts_name(number), _FACTS.dump_json(facts).decode(), folder=False)
     return facts
@@ -162,7 +161,7 @@ def _write(folder: Path, number: int, shard: Shard, encoder: Encoder, progressed
 
 
 class Leader:
-    """Pod 0: as long as it is entered the others hear that it lives, and at the end how it ended."""
+    """Pod 0: while entered, it sends heartbeats to the others, and at the end the outcome."""
 
     def __init__(self, pod: Pod) -> None:
         self._pod = pod
@@ -184,7 +183,7 @@ class Leader:
         if error is None:
             self._tell(state="done", orders=None)
         else:
-            with suppress(OSError):  # the error itself says more, and the others will miss the signs of life
+            with suppress(OSError):  # the error itself has the details, and the others will miss the heartbeat
                 self._tell(state="failed", orders=None, failure=classify(error))
 
     def _tell(self, **changes: object) -> None:
@@ -208,8 +207,8 @@ class Leader:
         encoder: Encoder,
         progressed: Callable[[int], None],
     ) -> Iterator[ShardFacts]:
-        """Has all pods write the shards, by way of `scratch`, and tells of them in their order when all are there.
-        StageError of a pod that has failed.
+        """Have all pods write the shards, through `scratch`, and yield their facts in order when all are complete.
+        Raise StageError of a pod that has failed.
         """
         place, count = scratch / "exchange", self._pod.count
         place.mkdir()
@@ -230,14 +229,14 @@ class Leader:
             found.add(number, _write(place, number, shards[number], encoder, lambda _rows: None))
             progressed(len(shards[number].rows.index))
         for number, shard in enumerate(shards):
-            # A pod that was taken for dead may still write to its own place, and no longer to the result.
+            # A pod that was given up may still write to its own place, but no longer to the result.
             name = shard_name(shard.role, shard.number, shard.of)
             (place / name).replace(folder / name)
             yield found.facts[number]
 
 
 class _Collection:
-    """What is there of all shards, and when the other pods were heard of last."""
+    """Facts of the shards received so far, and the time of each pod's last heartbeat."""
 
     def __init__(self, pod: Pod, place: Path, shards: Sequence[Shard], progressed: Callable[[int], None]) -> None:
         self.facts: dict[int, ShardFacts] = {}
@@ -250,16 +249,16 @@ class _Collection:
         self._heard = dict.fromkeys(range(1, pod.count), self._looked)
 
     def add(self, number: int, facts: ShardFacts) -> None:
-        """A shard that this pod has written."""
+        """Add a shard that this pod has written."""
         self.facts[number] = facts
 
     def while_writing(self, rows: int) -> None:
-        """Rows that this pod has written; a look at the others, who may have failed."""
+        """Report rows that this pod has written, and check the others, which may have failed."""
         self._progressed(rows)
         self._look()
 
     def missing(self) -> tuple[int, bool] | None:
-        """A shard that is not there and whether its pod is silent, one of a silent pod first; None: all are there."""
+        """Return a missing shard and True if its pod is silent, silent pods first; None: all are there."""
         self._look()
         count, silent = self._pod.count, time.monotonic() - SILENT_SECONDS
         missing = [
@@ -270,7 +269,7 @@ class _Collection:
         return max(missing, key=lambda each: each[1], default=None)
 
     def _look(self) -> None:
-        """Takes in what the others have told. StageError when one of them has failed."""
+        """Read the others' messages. Raise StageError when one of them has failed."""
         if time.monotonic() - self._looked < POLL_SECONDS:
             return
         self._looked = time.monotonic()
@@ -304,10 +303,10 @@ class _Collection:
 
 
 def follow(pod: Pod, job: TrainerJob, finished: Callable[[], bool], progress: ProgressSink) -> int:
-    """What a pod that does not lead does; gives the number of rows that it has written.
+    """Run a pod that does not lead; return the number of rows that it has written.
 
-    `job`: this pod's own. `finished`: whether the stage was done before this attempt, of which pod 0 says nothing.
-    StageError COLLECTIVE when pod 0 is lost or has failed; the task's own are told to pod 0.
+    `job`: this pod's own. `finished`: True if the stage was done before this attempt, which pod 0 does not report.
+    Raise StageError COLLECTIVE when pod 0 is lost or has failed; the task's own errors are reported to pod 0.
     """
     place = _orders(pod, finished)
     if place is None:
@@ -316,7 +315,7 @@ def follow(pod: Pod, job: TrainerJob, finished: Callable[[], bool], progress: Pr
     try:
         return _obey(pod, job, place, told)
     except BaseException as error:
-        # Path.exists raises where a folder is gone from a share (ESTALE).
+        # Path.exists raises where a folder was deleted from a share (ESTALE).
         if isinstance(error, OSError) and not os.path.exists(place) and _led_to_an_end(pod):  # noqa: PTH110
             return told.rows
         with suppress(OSError):
@@ -325,7 +324,7 @@ def follow(pod: Pod, job: TrainerJob, finished: Callable[[], bool], progress: Pr
 
 
 def _orders(pod: Pod, finished: Callable[[], bool]) -> Path | None:
-    """Waits for the folder of the orders; None: nothing is left to be done."""
+    """Wait for the folder of the orders; None: there is nothing left to do."""
     heard, beat = time.monotonic(), None
     while True:
         word = pod.word()
@@ -357,7 +356,7 @@ def _silent(pod: Pod, seconds: float) -> StageError:
 
 
 def _obey(pod: Pod, job: TrainerJob, place: Path, told: _Telling) -> int:
-    """Writes what is ordered and not there yet."""
+    """Write the ordered shards that do not exist yet."""
     path = place / _order_name(pod.index)
     order = read_pod_order(path)
     recipe = Recipe(_of_revision(job, order, path), order.max_length, order.stride, order.model_type)
@@ -366,7 +365,7 @@ def _obey(pod: Pod, job: TrainerJob, place: Path, told: _Telling) -> int:
     encoder: Encoder | None = None
     for number, shard in shards.items():
         if (place / _facts_name(number)).exists():
-            continue  # pod 0 was tired of waiting
+            continue  # pod 0 has given up on this pod
         told.living()
         encoder = encoder or recipe.encoder()
         _write(place, number, shard, encoder, told.written)
@@ -374,9 +373,9 @@ def _obey(pod: Pod, job: TrainerJob, place: Path, told: _Telling) -> int:
 
 
 def _of_revision(job: TrainerJob, order: PodOrder, path: Path) -> TrainerJob:
-    """The job at the commit that pod 0 has pinned. Where the repository's code runs, this pod asks the Hub itself: on
-    the Hub anybody can add a commit to anybody's repository, by a pull request. StageError STORAGE_LOST `BrokenOrder`
-    when it finds another one.
+    """Return the job at the commit pinned by pod 0. Where the repository's code runs, this pod asks the Hub itself: on
+    the Hub anybody can add a commit to anybody's repository, by a pull request. Raise StageError STORAGE_LOST
+    `BrokenOrder` for another commit.
     """
     if job.model.trust_remote_code:
         job, _ = pinned(job)
@@ -389,7 +388,7 @@ def _of_revision(job: TrainerJob, order: PodOrder, path: Path) -> TrainerJob:
 
 
 class _Telling:
-    """Tells pod 0 how many rows are written: now and then, as that is all the sign of life it gets."""
+    """Reports the number of written rows to pod 0 at intervals; these reports are the pod's only heartbeat."""
 
     def __init__(self, path: Path, progress: ProgressSink) -> None:
         self.rows = self.total = 0
@@ -398,19 +397,19 @@ class _Telling:
         self._next = time.monotonic()
 
     def living(self) -> None:
-        """Tells it if it is time."""
+        """Send a report if it is due."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + BEAT_SECONDS
             self._tell(Told(rows=self.rows))
 
     def written(self, rows: int) -> None:
-        """So many more are written."""
+        """Count further written rows."""
         self.rows += rows
         self._progress.update(self.rows, self.total)
         self.living()
 
     def failed(self, failure: FailureReport) -> None:
-        """Why there will be no more."""
+        """Report a failure."""
         self._tell(Told(rows=self.rows, failure=failure))
 
     def _tell(self, told: Told) -> None:
@@ -418,8 +417,8 @@ class _Telling:
 
 
 def _led_to_an_end(pod: Pod) -> bool:
-    """Whether pod 0, which has taken the orders away, ends well. StageError COLLECTIVE when it has failed; False when
-    it says nothing more.
+    """Return True if pod 0, which has deleted the orders, ends well; False when it sends nothing more. Raise StageError
+    COLLECTIVE when it has failed.
     """
     until = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < until:

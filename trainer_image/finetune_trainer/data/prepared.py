@@ -1,7 +1,7 @@
-"""The prepared data of a job, as the later stages read it. Nothing here looks at raw files.
+"""The prepared data of a job, as the later stages read it. Raw files are not read here.
 
-The files are mapped, not read: a process that wants some features touches those, so that no rank reads what belongs to
-another, and what it has seen may leave memory again.
+The files are mapped, not read: a process touches only the features that it uses, so no rank reads those of another, and
+features already used may leave memory again.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ POSITION = "position"
 
 
 def shard_name(role: str, number: int, of: int) -> str:
-    """File of some features of a role."""
+    """Return the file name of some features of a role."""
     return f"{role}-{number:05}-of-{of:05}.arrow"
 
 
 def raw_name(role: str) -> str:
-    """File of the rows that results are made of."""
+    """Return the file name of the rows that results need."""
     return f"{role}.raw.arrow"
 
 
 class PreparedInputs(Message):
-    """What the prepared data were made from, and the files they are in."""
+    """Inputs of the prepared data, and the files they are in."""
 
     key: str
     """Digest of everything that the folder's content depends on."""
     pad_token_id: int = Field(ge=0)
     task: Task
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
-    """Role of a split -> role of a column that was encoded -> its name in the data."""
+    """Role of a split -> role of an encoded column -> its name in the data."""
     shards: dict[str, int] = Field(default_factory=dict)
-    """Role of a split -> files of its features."""
+    """Role of a split -> number of its feature files."""
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Features that lie together, in memory or as views of their file."""
+    """Consecutive features, in memory or as views of their file."""
 
     lists: dict[str, tuple[NDArray[np.int32], NDArray[np.int32]]]
-    """Column of lists -> all its values, and where each feature starts in them, with the end behind the last one."""
+    """Column of lists -> all its values, and the start of each feature in them, with the end behind the last one."""
     numbers: dict[str, NDArray[Any]]
     """Column of numbers -> its values."""
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> FeatureBatch:
-        """Copies nothing."""
+        """View a batch without copying."""
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         lists = {name: column for name, column in columns.items() if pa.types.is_list(column.type)}
         return cls(
@@ -78,7 +78,7 @@ class FeatureBatch:
         )
 
     def feature(self, at: int) -> dict[str, Any]:
-        """All columns but those that say where it comes from."""
+        """Return all columns but those of its origin."""
         feature: dict[str, Any] = {
             name: values[starts[at] : starts[at + 1]] for name, (values, starts) in self.lists.items()
         }
@@ -86,14 +86,14 @@ class FeatureBatch:
         return feature | numbers
 
     def part(self, start: int, stop: int, row: int) -> FeatureBatch:
-        """Some of the features, as those of the row with that number alone."""
+        """Return some of the features, as those of the single row with that number."""
         at = np.full(stop - start, row, np.int64)
         numbers = {name: values[start:stop] for name, values in self.numbers.items()}
         lists = {name: (values, starts[start : stop + 1]) for name, (values, starts) in self.lists.items()}
         return FeatureBatch(lists, {**numbers, POSITION: at, ROW: at})
 
     def head(self, count: int) -> FeatureBatch:
-        """The first features, or all."""
+        """Return the first features, or all."""
         lists = {name: (values, starts[: count + 1]) for name, (values, starts) in self.lists.items()}
         return FeatureBatch(lists, {name: values[:count] for name, values in self.numbers.items()})
 
@@ -108,7 +108,7 @@ class FeatureSet:
 
     @classmethod
     def of(cls, parts: Iterable[FeatureBatch]) -> FeatureSet:
-        """Those of the parts, in their order."""
+        """Join the parts, in order."""
         found = tuple(parts)
         return cls(found, np.cumsum([0, *(len(each.numbers[POSITION]) for each in found)], dtype=np.int64))
 
@@ -116,16 +116,16 @@ class FeatureSet:
         return int(self.first[-1])
 
     def place(self, at: int) -> tuple[FeatureBatch, int]:
-        """The batch that a feature is in, and where in it."""
+        """Return the batch that a feature is in, and its index there."""
         number = int(np.searchsorted(self.first, at, "right")) - 1
         return self.batches[number], at - int(self.first[number])
 
     def numbers(self, column: str) -> NDArray[Any]:
-        """Of all features, in memory."""
+        """Return the column of all features, in memory."""
         return np.concatenate([each.numbers[column] for each in self.batches])
 
     def lengths(self) -> NDArray[np.int64]:
-        """Of all features."""
+        """Return the lengths of all features."""
         return np.concatenate([np.diff(each.lists["input_ids"][1]) for each in self.batches], dtype=np.int64)
 
 
@@ -138,24 +138,24 @@ class PreparedData:
     pad_token_id: int
     task: Task
     inputs: Mapping[str, Mapping[str, str]]
-    """Role of a split -> role of a column that was encoded -> its name in the data."""
+    """Role of a split -> role of an encoded column -> its name in the data."""
     shards: Mapping[str, int]
-    """Role of a split -> files of its features."""
+    """Role of a split -> number of its feature files."""
     _read: dict[str, FeatureSet] = field(default_factory=dict, repr=False, compare=False)
-    """Roles mapped so far: training asks for rows at every micro-batch."""
+    """Roles mapped so far: training reads rows at every micro-batch."""
     _raw: dict[str, datasets.Dataset] = field(default_factory=dict, repr=False, compare=False)
-    """The same of raw rows, which predictions ask for by chunks."""
+    """Raw rows mapped so far, which predictions read by chunks."""
     _tables: dict[str, pa.Table] = field(default_factory=dict, repr=False, compare=False)
-    """Raw rows that are in no file."""
+    """Raw rows without a file."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process maps the files by itself; views would go there as copies of all rows."""
+        """Pickle the paths: another process maps the files itself, as views would be copied with all rows."""
         return PreparedData, (self.folder, self.facts, self.pad_token_id, self.task, self.inputs, self.shards)
 
     @classmethod
     def open(cls, paths: JobPaths) -> PreparedData:
-        """StageError DATA `NotPrepared` when the stage has not ended, `PreparedDataDamaged` when its files are not
-        readable.
+        """Open the prepared data. Raise StageError DATA `NotPrepared` when the stage has not ended,
+        `PreparedDataDamaged` when its files are not readable.
         """
         if not (paths.prepared / COMPLETION_MARKER).is_file():
             raise StageError(
@@ -182,21 +182,21 @@ class PreparedData:
         task: Task,
         inputs: Mapping[str, str],
     ) -> PreparedData:
-        """Features of one role and their rows, which are in no file; `inputs` as the role's of the class."""
+        """Return data from features of one role and their rows, without files; `inputs`: those of the role."""
         return cls(Path(), facts, pad_token_id, task, {role: inputs}, {}, {role: features}, _tables={role: raw})
 
     def split(self, role: str) -> datasets.Dataset:
-        """All columns: what `collate` takes, `row` and `position`."""
+        """Return all columns: the inputs of `collate`, `row` and `position`."""
         self._features(role)
         return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in self._files(role)])
 
     def of(self, role: str) -> PreparedSplit:
-        """One role's features and rows."""
+        """Return one role's features and rows."""
         features = self._features(role)
         return PreparedSplit(self, role, features.numbers(POSITION), features)
 
     def raw(self, role: str) -> datasets.Dataset:
-        """The inputs and what predictions copy, one row for each of the role's rows; not kept for train."""
+        """Return the inputs and the columns that predictions copy, one entry a row of the role; not kept for train."""
         if role not in self._raw and role in self._tables:
             self._raw[role] = dataset_of(self._tables[role])
         if role not in self._raw:
@@ -208,8 +208,8 @@ class PreparedData:
         return self._raw[role]
 
     def raw_values(self, role: str, name: str, rows: range) -> list[Any]:
-        """One column of some neighbouring raw rows. A `Dataset` takes longer than a small model takes for a row, so
-        none is made of a table.
+        """Return one column of some neighbouring raw rows. A table is not wrapped in a `Dataset`, whose creation takes
+        longer than a small model takes for a row.
         """
         table = self._tables.get(role)
         if table is None:
@@ -218,11 +218,11 @@ class PreparedData:
         return values
 
     def lengths(self, role: str) -> NDArray[np.int64]:
-        """Tokens of each feature."""
+        """Return the tokens of each feature."""
         return self._features(role).lengths()
 
     def features(self, role: str, wanted: Iterable[int]) -> list[dict[str, Any]]:
-        """Features as `collate` takes them, as views of the columns: many times faster than indexing a table."""
+        """Return features for `collate`, as views of the columns: many times faster than indexing a table."""
         features = self._features(role)
         return [batch.feature(at) for batch, at in map(features.place, wanted)]
 
@@ -245,7 +245,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class PreparedSplit:
-    """The features of one role, and the rows that they were made of."""
+    """Features of one role, and their rows."""
 
     data: PreparedData
     role: str
@@ -255,56 +255,56 @@ class PreparedSplit:
 
     @property
     def facts(self) -> DataFacts:
-        """Of all splits."""
+        """Facts of all splits."""
         return self.data.facts
 
     @property
     def rows(self) -> int:
-        """Rows; there are as many features, or more."""
+        """Number of rows; there are as many features, or more."""
         return int(self.position[-1]) + 1 if len(self.position) else 0
 
     @property
     def columns(self) -> frozenset[str]:
-        """What features hold."""
+        """Names of the features' columns."""
         batch = self._features.batches[0]
         return frozenset({*batch.lists, *batch.numbers} - {ROW, POSITION})
 
     def numbers(self, column: str) -> NDArray[Any]:
-        """A number for each feature."""
+        """Return a number for each feature."""
         return self._features.numbers(column)
 
     def lists(self, column: str) -> list[NDArray[np.int32]]:
-        """A list for each feature."""
+        """Return a list for each feature."""
         return [self.list_of(column, at) for at in range(len(self.position))]
 
     def list_of(self, column: str, feature: int) -> NDArray[np.int32]:
-        """That of one feature."""
+        """Return the list of one feature."""
         batch, at = self._features.place(feature)
         values, starts = batch.lists[column]
         return values[starts[at] : starts[at + 1]]
 
     @cached_property
     def features_by_row(self) -> list[range]:
-        """The features of each row."""
+        """Features of each row."""
         starts = np.searchsorted(self.position, np.arange(self.rows + 1)).tolist()
         return [range(start, end) for start, end in pairwise(starts)]
 
     def index(self) -> pa.Array:
-        """Of each of the rows, its index in the raw split."""
+        """Index of each row in the raw split."""
         first = np.searchsorted(self.position, np.arange(self.rows))
         return pa.array(self._features.numbers(ROW)[first])
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """Role of a column that was encoded -> its name in `raw`."""
+        """Role of an encoded column -> its name in `raw`."""
         return self.data.inputs[self.role]
 
     def raw(self) -> datasets.Dataset:
-        """The rows themselves, see `PreparedData.raw`."""
+        """Return the rows themselves, see `PreparedData.raw`."""
         return self.data.raw(self.role)
 
     def raw_values(self, name: str, rows: slice) -> list[Any]:
-        """One column of some neighbouring rows."""
+        """Return one column of some neighbouring rows."""
         return self.data.raw_values(self.role, name, range(*rows.indices(self.rows)))
 
     def head(self, rows: int) -> PreparedSplit:
@@ -321,14 +321,14 @@ class PreparedSplit:
 
 
 def arrow_table(rows: datasets.Dataset) -> pa.Table:
-    """The rows as an Arrow table, whatever selection of its own table the Dataset is."""
+    """Return the rows as an Arrow table, also when the Dataset is a selection of its own table."""
     table: pa.Table = rows.with_format("arrow")[:]
     return table
 
 
 def dataset_of(table: pa.Table) -> datasets.Dataset:
-    """The rows of a table, which stay where they are."""
-    # A name of its own: the library's is a digest by pickle, which takes longer than a small model takes for a row.
+    """Return the rows of a table, without copying them."""
+    # An explicit fingerprint: the library's, a digest by pickle, takes longer than a small model takes for a row.
     return datasets.Dataset(datasets.table.InMemoryTable(table.combine_chunks()), fingerprint=uuid.uuid4().hex)
 
 

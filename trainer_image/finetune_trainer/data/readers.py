@@ -1,12 +1,12 @@
 """Reads one raw file into Arrow columns, strictly.
 
-Text arrives byte for byte: nothing is guessed from it (no dates, numbers or nulls out of CSV words like `NA`), which
+Text arrives byte for byte: nothing is inferred from it (no dates, numbers or nulls out of CSV words like `NA`), which
 is why JSON lines and CSV are parsed here and not by Arrow's readers. A line that cannot be read is an error with its
-number; no row is skipped. Text in another encoding than UTF-8 is refused with the command that converts it, for an
+number; no row is skipped. Text in another encoding than UTF-8 is refused with the command that converts it, as an
 encoding can only be guessed. Only the columns that the job uses are converted, a chunk of rows at a time.
 
-A line has a largest length, and so has a record of CSV: a few KB of a compressed file can be many GB without a newline,
-which would otherwise all be one line in memory.
+Lines and CSV records have a largest length: a few KB of a compressed file can be many GB without a newline, which would
+otherwise all be one line in memory.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
 _CHUNK_ROWS = 65_536
-"""Rows turned into one Arrow chunk at most."""
+"""Limit of rows in one Arrow chunk."""
 _CHUNK_BYTES = 16 << 20
-"""Bytes of rows as they are written in the file, after which a chunk ends: bounds what is alive at a time to some tens
-of MB, however long the rows are.
+"""Bytes of rows, as written in the file, after which a chunk ends: limits live memory to some tens of MB, however long
+the rows are.
 """
 _BLOCK_BYTES = 1 << 20
-"""Read from a file at once."""
+"""Size of one read from a file."""
 _BATCH_ROWS = 1024
-"""Rows that are read from Parquet at once: more of them are not read any faster."""
+"""Rows read from Parquet at once: reading more is no faster."""
 LINE_BYTES = 64 << 20
 """Largest line, in bytes; of CSV the largest record, in characters. A book has 1 MB of text, and the largest of
 Wikipedia's articles 2 MB; parsing a line takes some ten times its length.
@@ -47,22 +47,22 @@ Wikipedia's articles 2 MB; parsing a line takes some ten times its length.
 ARRAY_BYTES = 1 << 30
 """Largest file that is one JSON array, in bytes without compression: it is read whole, and parsing takes some 5 GB."""
 TEXT = "text"
-"""Column of a file of plain text."""
+"""Column of a plain text file."""
 
 
 class RawFile(Protocol):
-    """A file that can be opened again and again."""
+    """A file that can be opened repeatedly."""
 
     @property
     def name(self) -> str:
-        """How errors call it."""
+        """Name in errors."""
 
     def open(self) -> IO[bytes]:
-        """The content, from the start."""
+        """Open the content, from the start."""
 
 
 def corrupt(file: RawFile, line: int, why: str) -> StageError:
-    """The error for a line that cannot be read; lines count from 1."""
+    """Return the error for a line that cannot be read; lines count from 1."""
     return StageError(
         FailureClass.DATA,
         "CorruptLine",
@@ -72,7 +72,7 @@ def corrupt(file: RawFile, line: int, why: str) -> StageError:
 
 
 def unreadable(file: RawFile, why: object) -> StageError:
-    """The error for a file that cannot be read at all."""
+    """Return the error for a file that cannot be read at all."""
     return StageError(FailureClass.DATA, "CorruptFile", f"{file.name} cannot be read: {why}", "Write the file again.")
 
 
@@ -81,21 +81,21 @@ class Rejected:
     """A row of text that cannot be read."""
 
     line: int
-    """Line that it ends at, from 1."""
+    """Last line of the row, from 1."""
     why: str
     content: str
     """Excerpt for people."""
     size: int
-    """Bytes of the file, about."""
+    """Bytes in the file, approximately."""
     of: Literal["line", "encoding", "array"] = "line"
 
 
 ReadRow: TypeAlias = tuple[int, dict[str, object], int]
-"""Line, columns, and about how many bytes of the file they are."""
+"""Line, columns, and approximate number of bytes in the file."""
 
 
 def _strict(file: RawFile, rows: Iterator[ReadRow | Rejected]) -> Iterator[ReadRow]:
-    """The rows. StageError DATA for the first one that cannot be read."""
+    """Yield the rows. Raise StageError DATA for the first one that cannot be read."""
     for row in rows:
         if isinstance(row, Rejected):
             match row.of:
@@ -114,7 +114,7 @@ def _strict(file: RawFile, rows: Iterator[ReadRow | Rejected]) -> Iterator[ReadR
 def _as_tables(
     file: RawFile, rows: Iterator[ReadRow], wanted: Sequence[str], seen: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """Chunks of the wanted columns; a key that a row lacks is null. Adds every key met to `seen`, in order."""
+    """Yield chunks of the wanted columns; a key that a row lacks is null. Adds every key found to `seen`, in order."""
     chunk: list[dict[str, object]] = []
     lines: list[int] = []
     size = 0
@@ -136,7 +136,7 @@ def _table(file: RawFile, rows: list[dict[str, object]], lines: list[int], wante
 
 
 def as_column(file: RawFile, name: str, values: list[object], lines: Sequence[int]) -> pa.Array:
-    """Values of a column, of one type. StageError DATA `MixedTypes` or `CorruptLine`; `lines`: where each is from."""
+    """Convert values to a column of one type. Raise StageError DATA `MixedTypes` or `CorruptLine`; `lines`: of each."""
     kinds = {type(value) for value in values} - {type(None)}
     if len(kinds) > 1 and not kinds <= {int, float}:
         _refuse_mixed(file, name, values, lines)
@@ -198,8 +198,8 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _lines(file: RawFile, stream: IO[bytes], *, first: bool = True) -> Iterator[tuple[int, bytes]]:
-    """Numbered from 1, with their ends, without a byte order mark at the start of the file, where the stream is at its
-    `first` line. StageError DATA for one over `LINE_BYTES`.
+    """Yield lines numbered from 1, with their ends, without a byte order mark at the start of the file (`first`: the
+    stream is at its first line). Raise StageError DATA for one over `LINE_BYTES`.
     """
     for number, line in enumerate(iter(partial(stream.readline, LINE_BYTES + 1), b""), start=1):
         if len(line) > LINE_BYTES:
@@ -217,7 +217,7 @@ def _too_long(file: RawFile, line: int, record: str = "the line") -> StageError:
 
 
 def _size(count: int) -> str:
-    """Return a number of bytes in the largest unit that divides it."""
+    """Format a number of bytes in the largest unit that divides it."""
     return next((f"{count >> shift} {unit}" for shift, unit in _UNITS if count % (1 << shift) == 0), f"{count} bytes")
 
 
@@ -247,7 +247,7 @@ def _json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[ReadRow | Reject
 
 
 def _text_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[ReadRow | Rejected]:
-    """A row for each line, also for an empty one: what is predicted keeps the lines' order and number."""
+    """Yield a row for each line, also for an empty one: predictions keep the lines' order and number."""
     for number, line in lines:
         try:
             yield number, {TEXT: line.decode("utf-8").removesuffix("\n").removesuffix("\r")}, len(line)
@@ -260,8 +260,8 @@ def _wrong_encoding(number: int, line: bytes) -> Rejected:
 
 
 def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[ReadRow | Rejected]:
-    """A file that is one JSON array of objects, which is read whole; `line` of its rows is the index from 1, for the
-    parser tells no lines.
+    """Read a file that is one JSON array of objects, as a whole; `line` of its rows is the index from 1, because the
+    parser reports no lines.
     """
     content = stream.read(ARRAY_BYTES + 1)
     if len(content) > ARRAY_BYTES:
@@ -325,7 +325,7 @@ def _separated(
 
 
 def _records_of(reader: Any) -> Iterator[list[str] | Rejected]:
-    """Records of a `csv.reader`, which goes on at the next line after one that it cannot read."""
+    """Yield records of a `csv.reader`, which continues at the next line after one that it cannot read."""
     while True:
         try:
             yield next(reader)
@@ -339,8 +339,8 @@ _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical ba
 
 
 def _delimiter(file: RawFile, usual: str, wanted: Sequence[str]) -> str:
-    """What separates the columns: `usual`, unless only another character gives the first line columns that the job
-    names, or several columns at all.
+    """Return the separator of the columns: `usual`, unless only another character gives the first line columns that the
+    job names, or several columns at all.
     """
     with _decompressed(file) as ahead:
         _, line = next(_lines(file, ahead), (1, b""))
@@ -359,7 +359,7 @@ def _fields(line: str, delimiter: str) -> list[str]:
 
 
 def _is_row(file: RawFile, header: Sequence[str], delimiter: str) -> bool:
-    """Whether the first line is no header: it has a number or a long text, or a value that later rows have as well."""
+    """Return True if the first line is no header: it has a number, a long text, or a value of a later row."""
     if any(_is_number(name) or len(name.split()) > _NAME_WORDS for name in header):
         return True
     with _decompressed(file) as ahead:
@@ -369,7 +369,7 @@ def _is_row(file: RawFile, header: Sequence[str], delimiter: str) -> bool:
 
 
 _NAME_WORDS = 5
-"""Words of a column's name at most, where a file may be without a header."""
+"""Limit of words in a column's name, where a file may be without a header."""
 _ROWS_AHEAD = 100
 
 
@@ -393,8 +393,8 @@ def _no_header(file: RawFile, header: Sequence[str], delimiter: str, wanted: Seq
 
 
 class _Records:
-    """The lines of a CSV file for its parser, as long as a record is not too long: a quote that nobody closes takes all
-    lines behind it into one field.
+    """Lines of a CSV file for its parser, as long as a record is not too long: an unclosed quote takes all lines behind
+    it into one field.
     """
 
     def __init__(self, file: RawFile, text: io.TextIOWrapper) -> None:
@@ -421,7 +421,7 @@ class _Records:
 
 
 def _not_utf8(file: RawFile) -> StageError:
-    """Finds the line by decoding line after line; the parsers read ahead and do not know it."""
+    """Return the error, with the line found by decoding line after line; the parsers read ahead and do not know it."""
     utf8 = False
     with _decompressed(file) as stream:
         for number, line in _lines(file, stream):
@@ -433,7 +433,7 @@ def _not_utf8(file: RawFile) -> StageError:
 
 
 def _encoding_error(file: RawFile, number: int, line: bytes, at: int, utf8: bool) -> StageError:
-    """`utf8`: whether letters of UTF-8 come before, so that the file is damaged and not of another encoding."""
+    """Return the error. `utf8`: True if UTF-8 letters come before, so the file is damaged, not in another encoding."""
     why = f"not UTF-8 at byte {at + 1} of the line"
     if utf8:
         return corrupt(file, number, f"{why}, though other letters before it are.")
@@ -447,14 +447,14 @@ def _encoding_error(file: RawFile, number: int, line: bytes, at: int, utf8: bool
 
 
 def _conversion(file: RawFile, encoding: str) -> str:
-    """The command that writes the file in UTF-8 and keeps what it was under a name that is not read."""
+    """Return the command that writes the file in UTF-8 and keeps the old one under a name that is not read."""
     name = file.name.removesuffix(_compression(file.name))
     path, old = shlex.quote(name), shlex.quote(f"{name}.old")
     return f"mv {path} {old} && iconv -f {encoding} -t UTF-8 {old} > {path}"
 
 
 def _refuse_other_content(file: RawFile) -> None:
-    """StageError DATA for a file of text that begins as files of other kinds or in other encodings do."""
+    """Raise StageError DATA for a text file that begins like files of other kinds or in other encodings."""
     with _decompressed(file) as stream:
         start = stream.read(_START_BYTES)
     for mark, (what, hint) in _OTHER_CONTENT.items():
@@ -486,7 +486,7 @@ _OTHER_CONTENT = {
     b"BZh": ("compressed", "Add .bz2 to its name."),
     b"\xfd7zXZ": ("compressed", "Add .xz to its name."),
 }
-"""How other files begin -> what they are, and what to do."""
+"""First bytes of other kinds of files -> the kind, and the hint."""
 
 
 def _excerpt(line: bytes) -> str:
@@ -497,7 +497,7 @@ def _excerpt(line: bytes) -> str:
 def _decompressed(file: RawFile) -> IO[bytes]:
     ending, stream = _compression(file.name), file.open()
     if not ending:
-        # Files of remote file systems give a line only as a whole, however long it is.
+        # Files of remote file systems return only whole lines, however long they are.
         return cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK_BYTES))
     if ending == ".xz":
         return cast(IO[bytes], lzma.open(stream))
@@ -523,13 +523,13 @@ _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 _COLUMNAR = (".parquet", ".arrow")
 _TEXTUAL = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 SUFFIXES = (*_TEXTUAL, *_COLUMNAR, *(kind + ending for ending in _COMPRESSIONS for kind in _TEXTUAL))
-"""What `read` understands."""
+"""File name endings that `read` supports."""
 ENDINGS = f"{', '.join(_TEXTUAL)} (also with {', '.join(_COMPRESSIONS)} behind them), {', '.join(_COLUMNAR)}"
-"""The same for people."""
+"""The same endings as a text for people."""
 
 
 def format_of(name: str) -> str | None:
-    """The format by the file's name: `jsonl`, `json`, `csv`, `tsv`, `txt`, `parquet`, `arrow`; None for others."""
+    """Return the format by the file's name: `jsonl`, `json`, `csv`, `tsv`, `txt`, `parquet`, `arrow`; or None."""
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
     return suffix.removesuffix(_compression(name)).removeprefix(".") if suffix else None
 
@@ -537,11 +537,11 @@ def format_of(name: str) -> str | None:
 def read(
     file: RawFile, wanted: Sequence[str], seen: dict[str, None], notes: list[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The rows in chunks of the wanted columns; adds the names of all columns of the file to `seen`, in its order, and
-    to `notes` what a person should know of how it is read.
+    """Yield the rows in chunks of the wanted columns; add the names of all columns of the file to `seen`, in its order,
+    and to `notes` remarks for people on how it is read.
 
-    A wanted column that the file has not may be there, and holds nothing then. The types of a column may differ from
-    chunk to chunk where the format has none. StageError DATA: `CorruptLine`, `CorruptFile`, `MixedTypes`.
+    A wanted column that the file lacks may be present, with nulls only. The types of a column may differ from chunk to
+    chunk where the format has none. Raise StageError DATA: `CorruptLine`, `CorruptFile`, `MixedTypes`.
     """
     kind = format_of(file.name)
     if kind == "parquet":
@@ -554,8 +554,8 @@ def read(
 
 
 def text_rows(file: RawFile, wanted: Sequence[str], notes: list[str]) -> Iterator[ReadRow | Rejected]:
-    """The rows of a file of text, those that cannot be read among them. StageError DATA for a file that cannot be read
-    any further.
+    """Yield the rows of a text file, including those that cannot be read. Raise StageError DATA for a file that cannot
+    be read any further.
     """
     kind = format_of(file.name)
     with _decompressed(file) as stream:
@@ -565,14 +565,14 @@ def text_rows(file: RawFile, wanted: Sequence[str], notes: list[str]) -> Iterato
         except (EOFError, lzma.LZMAError) as error:
             raise unreadable(file, error) from error
         except OSError as error:
-            # What has a number is the storage's; the codecs have none.
+            # Errors with a number are the storage's; the codecs' have none.
             if error.errno is not None or not is_compressed(file):
                 raise
             raise unreadable(file, error) from error
 
 
 def has_lines(file: RawFile) -> bool:
-    """Whether each row is a line of text, so that rows can be found from any byte on, once it is decompressed."""
+    """Return True if each row is a line of text, so that reading can start at any byte of the decompressed file."""
     kind = format_of(file.name)
     if kind == "json":
         with _decompressed(file) as ahead:
@@ -581,13 +581,13 @@ def has_lines(file: RawFile) -> bool:
 
 
 def is_compressed(file: RawFile) -> bool:
-    """Whether the file can only be read from its start."""
+    """Return True if the file can only be read from its start."""
     return bool(_compression(file.name))
 
 
 def rows_between(file: RawFile, start: int, stop: int) -> Iterator[ReadRow | Rejected]:
-    """The rows of the lines that begin in a range of bytes of a file that `has_lines` and is not compressed, those that
-    cannot be read among them; lines are counted from the range's first one.
+    """Yield the rows of the lines that begin in a range of bytes of an uncompressed file that `has_lines`, including
+    those that cannot be read; lines are counted from the range's first one.
     """
     if start == 0:
         _refuse_other_content(file)
@@ -636,14 +636,14 @@ def _read_parquet(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
-    """As many rows as are a chunk where they are longest, `_BATCH_ROWS` at most."""
+    """Return the number of rows in a chunk of the longest ones, at most `_BATCH_ROWS`."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     longest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     return max(1, min(_BATCH_ROWS, _CHUNK_BYTES // max(longest, 1)))
 
 
 def _read_arrow(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:
-    """An IPC file, or an IPC stream, which is what `datasets` writes."""
+    """Read an IPC file, or an IPC stream, the format that `datasets` writes."""
     try:
         with file.open() as stream:
             is_file = stream.read(len(_IPC_FILE)) == _IPC_FILE
@@ -671,4 +671,4 @@ def _column_names(file: RawFile, schema: pa.Schema) -> list[str]:
 
 
 _IPC_FILE = b"ARROW1"
-"""How an IPC file begins; a stream does not."""
+"""First bytes of an IPC file; a stream has none."""

@@ -1,11 +1,11 @@
-"""Rows to predict, in shards that are read by themselves: a shard is a range of bytes of a text file, some row groups
-of a Parquet file, or a range of rows, whatever the format allows.
+"""Rows to predict, in independently readable shards: a shard is a range of bytes of a text file, some row groups of a
+Parquet file, or a range of rows, depending on the format.
 
-Which rows are in a shard depends on the data alone. So workers share them without a word, and a shard that was
-answered is never read again. Nobody counts rows ahead: a shard says how many it has when it is read, and rows get their
-numbers when all are there.
+The rows of a shard depend on the data alone. So workers share them without communication, and an answered shard is
+never read again. Rows are not counted ahead: a shard's number of rows is known when it is read, and rows get their
+numbers when all shards are done.
 
-Unlike `prepare`, which refuses data with a row that cannot be read, a reader here sets the row aside with the reason.
+Unlike `prepare`, which refuses data with an unreadable row, a reader here sets the row aside with the reason.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from finetune_trainer.failures import StageError
 
 T = TypeVar("T")
 MOST_BYTES = 4 << 20
-"""Bytes of a shard at most, as they are in the file: some 10,000 short rows, a minute of a small encoder on a core."""
+"""Limit of a shard's bytes in the file: some 10,000 short rows, a minute of a small encoder on a core."""
 LEAST_BYTES = 64 << 10
-"""The same at least: about 500 short rows, so that sorting them by length leaves little padding."""
+"""Least bytes of a shard: about 500 short rows, so that sorting them by length leaves little padding."""
 SHARDS = 256
-"""Shards that smaller data are cut into, between these bounds: so many workers can share them."""
+"""Number of shards of smaller data, between these bounds: so many workers can share them."""
 _ROWS = 4096
-"""Rows of a shard at most where the format has rows and no lines."""
+"""Limit of a shard's rows where the format has rows and no lines."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,27 @@ class AsideRow:
     content: str
     """Excerpt for people."""
     line: int | None = None
-    """Line of the shard that it ends at, from 1; None: the format has none."""
+    """Last line of the row in the shard, from 1; None: the format has none."""
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """Rows of one shard, as they were read."""
+    """Rows read from one shard."""
 
     count: int
     """All rows, readable or not."""
     numbers: NDArray[np.int64]
-    """Index in the shard of each row that is readable."""
+    """Index in the shard of each readable row."""
     table_of: Callable[[Sequence[int]], pa.Table] = field(repr=False)
-    """Wanted columns of some of these. StageError DATA where a column has several types."""
+    """Wanted columns of some of these rows. Raises StageError DATA where a column has several types."""
     lines: NDArray[np.int64] | None = None
-    """Line of the shard that each of them ends at, from 1."""
+    """Last line in the shard of each of these rows, from 1."""
     aside: tuple[AsideRow, ...] = ()
     last_line: int = 0
-    """Lines that the shard has, up to its last row."""
+    """Number of lines of the shard, up to its last row."""
 
     def checked(self, chosen: Sequence[int], check: Callable[[RawSplit], None]) -> pa.Table:
-        """Wanted columns of some of the readable rows. StageError DATA when `check` does not take them."""
+        """Return wanted columns of some of the readable rows. Raise StageError DATA when `check` refuses them."""
         table = self.table_of(chosen)
         check(RawSplit("", "", table, one_row=len(chosen) == 1))
         return table
@@ -102,14 +102,14 @@ class ShardKey:
 
     file: int
     start: int
-    """Byte, or row, that it begins at."""
+    """First byte, or row."""
 
     def __str__(self) -> str:
         return f"{self.file:05}-{self.start:015}"
 
     @classmethod
     def parse(cls, text: str) -> ShardKey:
-        """Return the key that is written so."""
+        """Parse the key's text."""
         file, _, start = text.partition("-")
         return cls(int(file), int(start))
 
@@ -120,7 +120,7 @@ class RowShard:
 
     key: ShardKey
     origin: str
-    """File that it is of, for people."""
+    """File of the shard, for people."""
     weight: int
     """Share of the data, in bytes or rows of the source."""
     read: Callable[[], ShardRows] = field(repr=False, compare=False)
@@ -131,20 +131,20 @@ class RowSource(Protocol):
 
     @property
     def origin(self) -> str:
-        """For people."""
+        """Return a name for people."""
 
     @property
     def weight(self) -> int | None:
-        """Sum over all shards; None: not known before the last one."""
+        """Return the sum over all shards; None: not known before the last one."""
 
     def identity(self) -> str:
-        """Digest of what the rows depend on, without reading them."""
+        """Return a digest of the inputs of the rows, without reading them."""
 
     def shards(self) -> Iterator[RowShard]:
-        """In the order of the rows. Those of a format that can only be read from its start are read on the way."""
+        """Yield the shards in the order of the rows. Formats readable only from their start are read on the way."""
 
     def numbered(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers that predictions give to rows at these positions among all of them."""
+        """Return the numbers of rows in predictions, for rows at these positions among all of them."""
 
 
 class _AllRows:
@@ -155,7 +155,7 @@ class _AllRows:
 
 
 def row_source(split: SplitSource, needs: Sequence[ColumnNeed]) -> RowSource:
-    """Rows of a split of raw data, of which the columns `needs` are wanted."""
+    """Return the rows of a split of raw data, with the columns of `needs`."""
     if isinstance(split, FileSplit):
         return FileRows(split, tuple(needs))
     if isinstance(split, HubSplit):
@@ -166,8 +166,8 @@ def row_source(split: SplitSource, needs: Sequence[ColumnNeed]) -> RowSource:
 def most_of(
     rows: list[int], attempt: Callable[[Sequence[int]], T], refused: dict[int, StageError]
 ) -> tuple[list[int], T | None]:
-    """Rows that `attempt` takes together, as many as there are, and what it makes of them; None without any. The others
-    go to `refused` with the reason: rows are halved until a single one is refused.
+    """Return the largest set of rows that `attempt` accepts together, and its result; None without any. Other rows are
+    added to `refused` with the reason: rows are halved until a single one is refused.
     """
     if not rows:
         return [], None
@@ -183,21 +183,21 @@ def most_of(
     if not kept:
         return [], None
     if len(refused) == before:
-        # Each half is fine by itself: nothing tells which of the rows is wrong.
+        # Each half is accepted by itself: the wrong row cannot be found.
         return rows, attempt(rows)
     return kept, attempt(kept)
 
 
 def no_rows(source: RowSource) -> StageError:
-    """The error for rows to predict of which there are none."""
+    """Return the error for a data set without rows to predict."""
     return StageError(
         FailureClass.DATA, "EmptySplit", f"{source.origin} has no rows.", "Give it rows, or leave predict out."
     )
 
 
 def check_first_rows(source: RowSource, check: Callable[[RawSplit], None]) -> None:
-    """StageError DATA when there is no row, or when none of the first ones can be read and taken by `check`: then it is
-    the data that are wrong, and not a row of them.
+    """Raise StageError DATA when there is no row, or when none of the first ones can be read and is accepted by
+    `check`: then the data as a whole are wrong, and not a single row.
     """
     shard = next(source.shards(), None)
     rows = None if shard is None else shard.read()
@@ -240,7 +240,7 @@ class HubRows(_AllRows):
         return self.split.digest()
 
     def shards(self) -> Iterator[RowShard]:
-        """StageError DATA `MissingColumn`."""
+        """Yield the shards. Raise StageError DATA `MissingColumn`."""
         rows = self.split.rows
         check_columns(self.split.name, self.origin, rows.column_names, self.needs)
         names = [name for name in _names(self.needs) if name in rows.column_names]
@@ -249,7 +249,7 @@ class HubRows(_AllRows):
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows of a split that was prepared, by the numbers that they have in the raw data."""
+    """Rows of a prepared split, by their numbers in the raw data."""
 
     split: PreparedSplit
     fingerprint: str
@@ -287,7 +287,7 @@ def _of_dataset(rows: datasets.Dataset, origin: str) -> Iterator[RowShard]:
 
 
 def rows_of_table(table: pa.Table) -> ShardRows:
-    """All rows of a table, readable by type."""
+    """Return all rows of a table, readable by type."""
     return ShardRows(len(table), np.arange(len(table)), partial(_taken, table))
 
 
@@ -319,15 +319,15 @@ class FileRows(_AllRows):
 
     @property
     def weight(self) -> int | None:
-        """Bytes. Those of compressed rows are not known."""
+        """Return the bytes; None for compressed rows, whose size is not known."""
         return None if any(map(is_compressed, self.split.files)) else sum(file.size for file in self.split.files)
 
     def identity(self) -> str:
-        """By names, sizes and versions of the files."""
+        """Digest names, sizes and versions of the files."""
         return hashlib.sha256("\n".join(file.version for file in self.split.files).encode()).hexdigest()
 
     def shards(self) -> Iterator[RowShard]:
-        """StageError DATA `MissingColumn` for a file that lacks a column, of text when its first shard is read."""
+        """Yield the shards. Raise StageError DATA `MissingColumn`; for text only when a file's first shard is read."""
         sizes = [file.size for file in self.split.files]
         most = min(max(sum(sizes) // SHARDS, LEAST_BYTES), MOST_BYTES)
         for number, (file, size) in enumerate(zip(self.split.files, sizes, strict=True)):
@@ -342,7 +342,7 @@ class _FileShards:
     file: FsFile
     size: int
     most: int
-    """Bytes of a shard at most."""
+    """Limit of a shard's bytes."""
     split: str
     needs: tuple[ColumnNeed, ...]
 
@@ -368,7 +368,7 @@ class _FileShards:
         return self._collected(rows_between(self.file, start, stop), whole=start == 0)
 
     def _in_order(self) -> Iterator[RowShard]:
-        """Rows of a file that has to be read from its start."""
+        """Yield the shards of a file that has to be read from its start."""
         start, size = 0, 0
         part: list[ReadRow | Rejected] = []
         for row in text_rows(self.file, _names(self.needs), []):
@@ -381,7 +381,7 @@ class _FileShards:
             yield self._shard(start, size, partial(self._collected, part, whole=start == 0))
 
     def _collected(self, rows: Iterable[ReadRow | Rejected], *, whole: bool) -> ShardRows:
-        """Columns of the rows; `whole`: they begin the file, so that they tell which columns it has."""
+        """Collect columns of the rows; `whole`: they begin the file, so that they show which columns it has."""
         values: list[dict[str, object]] = []
         numbers: list[int] = []
         lines: list[int] = []

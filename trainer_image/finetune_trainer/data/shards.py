@@ -1,8 +1,7 @@
-"""Rows become features: each shard, some consecutive rows of a role, becomes one file.
+"""Encoding of rows to features: each shard, some consecutive rows of a role, becomes one file.
 
-What is in a file depends on its rows alone and not on who writes it; so processes share the work without a word, and
-whatever runs them leaves the same bytes. A file is written a chunk of rows at a time: memory does not grow with the
-data.
+A file's content depends on its rows alone, not on its writer; so processes share the work without communication, and
+every engine writes the same bytes. A file is written a chunk of rows at a time: memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ SHARD_ROWS = 50_000
 fewer, the start of a worker would cost more than it saves.
 """
 CHUNK_ROWS = 10_000
-"""Rows tokenised at a time at most; paces progress."""
+"""Limit of rows tokenised at a time; paces progress."""
 CHUNK_BYTES = 4 << 20
-"""Bytes of text tokenised at a time: bounds memory, for a token of some 4 bytes takes about 100 while it is encoded."""
+"""Bytes of text tokenised at a time: limits memory, as a token of some 4 bytes takes about 100 while it is encoded."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,12 @@ class Rows:
     raw: datasets.Dataset
     """The whole raw split."""
     index: NDArray[np.int64]
-    """Of each row, where it is in the raw split; ascending."""
+    """Index of each row in the raw split; ascending."""
     targets: NDArray[Any] | None
-    """One for each row, as `encode` takes them."""
+    """One target for each row, as `encode` takes them."""
 
     def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
-        """Some columns of some rows."""
+        """Return some columns of some rows."""
         index = self.index[start:stop]
         first, end = int(index[0]), int(index[-1]) + 1
         span = self.raw.select_columns(list(columns)).with_format("arrow")[first:end]
@@ -65,18 +64,18 @@ class Rows:
         return span.filter(pa.array(chosen))
 
     def part(self, start: int, stop: int) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows(self.raw, self.index[start:stop], None if self.targets is None else self.targets[start:stop])
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one file is made of."""
+    """Input of one file."""
 
     role: str
     number: int
     of: int
-    """Shards of this role."""
+    """Number of shards of this role."""
     first: int
     """Position of its first row among those of its role."""
     rows: Rows
@@ -87,18 +86,18 @@ class Shard:
 
 @dataclass
 class ShardFacts:
-    """What was found in one shard, or in several."""
+    """Counts of one shard, or of several."""
 
     rows: int = 0
     features: int = 0
     truncated: int = 0
     learnt: int = 0
-    """Items of the loss; of rows without targets features."""
+    """Items of the loss; features for rows without targets."""
     lengths: Counter[int] = field(default_factory=Counter)
-    """Tokens of a feature, or of a pack of them -> how many there are."""
+    """Tokens of a feature, or of a pack of them -> number of these."""
 
     def add(self, other: ShardFacts) -> None:
-        """Both together."""
+        """Add the other's counts."""
         self.rows += other.rows
         self.features += other.features
         self.truncated += other.truncated
@@ -106,7 +105,7 @@ class ShardFacts:
         self.lengths.update(other.lengths)
 
     def of_split(self) -> SplitFacts:
-        """As the facts of a whole split."""
+        """Return them as the facts of a whole split."""
         made = self.lengths.total()
         histogram: Counter[int] = Counter()
         for length, count in sorted(self.lengths.items()):
@@ -123,7 +122,7 @@ class ShardFacts:
 
 
 def _bucket_edge(length: int) -> int:
-    """The next multiple of 8 up to 128 tokens, then of an eighth of the power of two below: fine enough to plan
+    """Return the next multiple of 8 up to 128 tokens, then of an eighth of the power of two below: fine enough to plan
     memory.
     """
     width = max(8, (1 << max(length - 1, 1).bit_length() - 1) // 8)
@@ -133,7 +132,7 @@ def _bucket_edge(length: int) -> int:
 def cut(
     role: str, rows: Rows, inputs: Mapping[str, str], *, shard_rows: int = SHARD_ROWS, chunk_rows: int = CHUNK_ROWS
 ) -> list[Shard]:
-    """All shards of one role."""
+    """Return all shards of one role."""
     starts = range(0, len(rows.index), shard_rows)
     return [
         Shard(role, number, len(starts), start, rows.part(start, start + shard_rows), inputs, chunk_rows)
@@ -146,14 +145,14 @@ def cut(
 
 @dataclass(frozen=True)
 class Encoder:
-    """What turns rows into features, the same in each process."""
+    """Encodes rows to features, alike in each process."""
 
     task: TaskModule
     coding: Coding
     packing: bool
 
     def write(self, folder: Path, shard: Shard, progressed: Callable[[int], None]) -> ShardFacts:
-        """Writes the shard's file. `progressed` is told of rows done since it was last told."""
+        """Write the shard's file. `progressed` is called with the number of rows done since its last call."""
         facts, name = ShardFacts(), shard_name(shard.role, shard.number, shard.of)
         # A shard may be given to a second process while the first one is only slow.
         partial = folder / f".{name}.{uuid.uuid4().hex}"
@@ -165,7 +164,7 @@ class Encoder:
         return facts
 
     def features(self, rows: pa.Table, inputs: Mapping[str, str]) -> tuple[FeatureSet, int]:
-        """Features of rows without targets, and how many of the rows have lost text."""
+        """Return the features of rows without targets, and the number of rows that lost text."""
         index = np.arange(len(rows))
         parts = [
             (self._encoded(part, inputs, None), index[start : start + len(part)], start)
@@ -179,7 +178,7 @@ class Encoder:
         return self.task.encode(given, targets, self.coding)
 
     def _tables(self, shard: Shard, facts: ShardFacts, progressed: Callable[[int], None]) -> Iterator[pa.Table]:
-        """The chunks in the order of the rows; adds to `facts`."""
+        """Yield the chunks in the order of the rows; adds to `facts`."""
         for start, chunk in _chunks(shard):
             stop = start + len(chunk)
             targets = None if shard.rows.targets is None else shard.rows.targets[start:stop]
@@ -197,7 +196,7 @@ class Encoder:
 
 
 def _chunks(shard: Shard) -> Iterator[tuple[int, pa.Table]]:
-    """The inputs of its rows in pieces, each with the number of rows before it."""
+    """Yield the inputs of its rows in pieces, each with the number of rows before it."""
     columns = list(dict.fromkeys(shard.inputs.values()))
     for start in range(0, len(shard.rows.index), shard.chunk_rows):
         table = shard.rows.table(start, min(start + shard.chunk_rows, len(shard.rows.index)), columns)
@@ -214,7 +213,7 @@ def _bounded(start: int, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
 
 
 def _batch(encoded: Encoded, index: NDArray[np.int64], before: int) -> FeatureBatch:
-    """Features of rows that are at `index` in the raw split, which `before` others of their role came before."""
+    """Return the features of rows at `index` in the raw split, with `before` rows of their role before them."""
     lists, numbers = {}, {}
     for name, values in encoded.features.items():
         if isinstance(values[0], Sequence):
@@ -226,7 +225,7 @@ def _batch(encoded: Encoded, index: NDArray[np.int64], before: int) -> FeatureBa
 
 
 def _flat(values: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """All values of lists of token ids, and where each list starts; ten times faster than letting Arrow look at every
+    """Return all values of lists of token ids, and the start of each list; ten times faster than Arrow's look at every
     Python int.
     """
     offsets = np.cumsum([0, *(len(each) for each in values)], dtype=np.int64)
@@ -234,7 +233,7 @@ def _flat(values: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[n
 
 
 def _table(encoded: Encoded, batch: FeatureBatch) -> pa.Table:
-    """The features as a file has them."""
+    """Return the features in the file's layout."""
     columns = {}
     for name in (*encoded.features, POSITION, ROW):
         if name in batch.lists:
@@ -250,7 +249,7 @@ def _table(encoded: Encoded, batch: FeatureBatch) -> pa.Table:
 
 @dataclass(frozen=True)
 class Recipe:
-    """By which another process makes the same Encoder."""
+    """Data from which another process creates the same Encoder."""
 
     job: TrainerJob
     max_length: int
@@ -258,7 +257,7 @@ class Recipe:
     model_type: str
 
     def encoder(self) -> Encoder:
-        """With a tokenizer of its own."""
+        """Create the Encoder with a tokenizer of its own."""
         coding = Coding(load_tokenizer(self.job), self.max_length, self.stride, self.model_type)
         return Encoder(task_of(self.job), coding, self.job.preparation.packing)
 
@@ -266,7 +265,7 @@ class Recipe:
 def write_here(
     folder: Path, shards: Sequence[Shard], encoder: Encoder, progressed: Callable[[int], None]
 ) -> Iterator[ShardFacts]:
-    """Writes all shards in this process, whose tokenizer takes the cores that there are."""
+    """Write all shards in this process, whose tokenizer uses all cores."""
     for shard in shards:
         yield encoder.write(folder, shard, progressed)
 
@@ -274,8 +273,8 @@ def write_here(
 def write_in_processes(
     folder: Path, shards: Sequence[Shard], recipe: Recipe, workers: int, progressed: Callable[[int], None]
 ) -> Iterator[ShardFacts]:
-    """Writes them in processes on this machine, one shard each at a time; tells of them in their order."""
-    # Forked from a process that has imported what takes seconds, and has no threads yet, as this one has.
+    """Write the shards in processes on this machine, one shard each at a time; yields their facts in order."""
+    # Forked from a process that has done the slow imports, and, unlike this one, has no threads.
     context = get_context("forkserver")
     context.set_forkserver_preload(["transformers.models.auto.tokenization_auto", __name__])
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(folder, recipe)) as pool:

@@ -1,13 +1,13 @@
-"""Prepared data that the jobs of one cache share: what one has prepared, the others take.
+"""Cache of prepared data that jobs share.
 
-An entry is named after everything that its content depends on, and appears whole or not at all. A job takes it by hard
-links where cache and workspace lie in one file system, else by copies, so that emptying the cache takes nothing away
-from a job. As linked files are the same files, what somebody has changed in one job would come to the next: each
-entry keeps the hashes of its files, and one that differs is thrown away.
+An entry is named after all of its inputs, and appears whole or not at all. A job takes it by hard links where cache and
+workspace are on one file system, else by copies, so that emptying the cache removes nothing from a job. As linked files
+are the same files, a change in one job would reach the next: each entry keeps the hashes of its files, and one that
+differs is deleted.
 
-Jobs that want the same entry at once wait for the first one's lock. Nothing rests on it: where a file system has no
-locks both prepare, and the one that ends later finds the other's entry. A cache that cannot be used is told in the log,
-and the job prepares for itself.
+Jobs that want the same entry at once wait for the first one's lock. Correctness does not depend on it: where a file
+system has no locks both prepare, and the later one finds the other's entry. A cache that cannot be used is logged, and
+the job prepares for itself.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from finetune_trainer.files import (
 log = logging.getLogger(__name__)
 
 KEPT_SECONDS = 30 * 24 * 3600
-"""An entry that no job took for so long is removed by the next job that prepares."""
+"""Age since the last use after which the next job that prepares deletes an entry."""
 _MANIFEST = "manifest.json"
 _DATA = "data"
 _TEMPORARY = "tmp-"
 
 
 class _Manifest(Message):
-    """What an entry consists of; when the file was touched last, the entry was used last."""
+    """Files of an entry; the manifest's modification time is the entry's last use."""
 
     files: dict[EntryName, FileEntry]
 
 
 @dataclass(frozen=True)
 class SharedData:
-    """The prepared data in one cache."""
+    """Prepared data in one cache."""
 
     folder: Path
 
     @classmethod
     def of(cls, paths: JobPaths, environment: Mapping[str, str]) -> SharedData:
-        """As the environment has it; by default beside the jobs of the workspace."""
+        """Return the environment's cache; by default it is beside the jobs of the workspace."""
         named = environment.get(ENV_CACHE)
         return cls((Path(named) if named else paths.root.parent / ".cache") / "prepared")
 
     @contextmanager
     def entry(self, name: str) -> Iterator[Entry | None]:
-        """The place of that name, which no other job works at; None where the cache cannot be used."""
+        """Yield the entry of that name, locked against other jobs; None where the cache cannot be used."""
         entry = Entry(self.folder / name)
         with ExitStack() as stack:
             try:
@@ -91,7 +91,7 @@ class SharedData:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Holds the lock of the entry, where there are locks."""
+    """Hold the lock of the entry, where there are locks."""
     file = folder / "lock"
     with ExitStack() as stack:
         try:
@@ -105,12 +105,12 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one name stands for."""
+    """Entry of one name."""
 
     folder: Path
 
     def used(self) -> float:
-        """When it was taken or given last, in seconds since the epoch."""
+        """Return the time when it was last taken or given, in seconds since the epoch."""
         for path in (self.folder / _DATA / _MANIFEST, self.folder):
             try:
                 return path.stat().st_mtime
@@ -119,7 +119,7 @@ class Entry:
         return time.time()
 
     def take(self, place: Path) -> bool:
-        """Fills the empty folder `place`, without its completion marker; False when there is nothing whole to take."""
+        """Fill the empty folder `place`, without its completion marker; return False when there is no whole entry."""
         data = self.folder / _DATA
         try:
             manifest = _Manifest.model_validate_json((data / _MANIFEST).read_bytes())
@@ -148,7 +148,7 @@ class Entry:
         return False
 
     def give(self, prepared: Path) -> None:
-        """Keeps a copy of a whole folder of prepared data for other jobs. A failure is told and changes nothing."""
+        """Keep a copy of a whole folder of prepared data for other jobs. A failure is only logged."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             discard_leftovers(self.folder, _TEMPORARY)
@@ -159,7 +159,7 @@ class Entry:
                 write_synced(temporary / _MANIFEST, _Manifest(files=files).to_json())
                 temporary.rename(self.folder / _DATA)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody without a lock was earlier
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process without a lock was earlier
                 log.warning("What was prepared cannot be kept in %s for other jobs: %s", self.folder, error)
 
 

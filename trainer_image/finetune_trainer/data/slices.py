@@ -1,8 +1,8 @@
-"""The tokens of a batch, dealt out to several processes: each has as many of every row, the first process the first
+"""Slices of a batch's tokens for several processes: each has equally many of every row, the first process the first
 ones.
 
 For models that read from left to right. The label of a token is learnt at the token before it, which another process
-may have: so labels move to where they are learnt before rows are cut.
+may have: so labels are shifted before rows are cut.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     import torch
 
 FOLLOWING = "shift_labels"
-"""Of a batch, as the losses of transformers call it: for each token the label of the one that follows it."""
+"""Key of a batch, named as in the losses of transformers: for each token the label of the next one."""
 LABELS = ("labels", FOLLOWING)
 ROW_POSITIONS = "row_positions"
-"""Of a batch with packs: `position_ids` of whole rows, by which a model tells the features of a pack apart."""
+"""Key of a batch with packs: `position_ids` of whole rows, which keep the features of a pack apart."""
 NOT_LEARNT = -100
-"""Of labels: what the losses of transformers leave out."""
+"""Label that the losses of transformers ignore."""
 
 
 @dataclass(frozen=True)
 class TokenSlice:
-    """Which tokens of each row this process has."""
+    """Slice of each row's tokens that this process has."""
 
     index: int = 0
     count: int = 1
     """Slices of a row; with 1 batches stay as they are."""
 
     def of(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This process's part of a batch that is filled up on the right: shape (rows, tokens / count). Rows are filled
-        up further where `count` does not divide their tokens.
+        """Return this process's part of a batch that is padded on the right: shape (rows, tokens / count). Rows are
+        padded further where `count` does not divide their tokens.
 
-        There is no mask in it: what is filled up follows the tokens of the row, which do not look ahead.
+        It has no mask: the padding follows the tokens of the row, which do not look ahead.
         """
         import torch
 
@@ -59,7 +59,7 @@ class TokenSlice:
             own["position_ids"] = cut(positions, width - 1)
         if "labels" in batch:
             following = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=NOT_LEARNT)
-            # The losses take the latter and ask for the former.
+            # The losses use the latter, but require the former.
             own |= dict.fromkeys(LABELS, cut(following, NOT_LEARNT))
         return own
 

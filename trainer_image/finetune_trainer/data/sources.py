@@ -1,8 +1,8 @@
-"""Finds the raw splits that a `dataset` names and reads them.
+"""Finds and reads the raw splits that a `dataset` names.
 
 A source is a folder, a file or a glob behind a scheme, or a data set of the Hub. `splits` name files by their stem
-(`train` is `train.jsonl` or `train-*.jsonl`) or splits of the Hub. What the user names and what is not there is an
-error that lists what is; nothing is taken in its stead.
+(`train` is `train.jsonl` or `train-*.jsonl`) or splits of the Hub. A named split that does not exist is an error that
+lists the existing ones; no other split replaces it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ColumnNeed:
     """A column of the raw data that the job uses."""
 
     setting: str
-    """Field path that names it, e.g. `dataset.columns.text`."""
+    """Path of the field that names it, e.g. `dataset.columns.text`."""
     name: str
     required: bool = True
 
@@ -52,46 +52,46 @@ class RawSplit:
     """The used columns of one split, in the order of its rows."""
 
     name: str
-    """The split as the user or its file calls it."""
+    """Name of the split, from the user or its file."""
     origin: str
-    """Where it came from, for errors."""
+    """Origin, for errors."""
     source: datasets.Dataset | pa.Table
-    """A table stays one: a `Dataset` takes longer to make than a small model takes for a row."""
+    """Rows; a table is kept as such: a `Dataset` takes longer to create than a small model takes for a row."""
     notes: tuple[str, ...] = ()
     """Sentences for people on how its files were read."""
     partial: bool = False
-    """Whether it has more rows than were read."""
+    """True if it has more rows than were read."""
     has: tuple[str, ...] = ()
     """All its columns."""
     one_row: bool = False
-    """Whether it is a row by itself, whose place others tell."""
+    """True for a single row of its own, whose place callers report."""
 
     @cached_property
     def rows(self) -> datasets.Dataset:
-        """The rows with what a `Dataset` knows of their columns."""
+        """Return the rows as a `Dataset`, with its features of their columns."""
         return dataset_of(self.source) if isinstance(self.source, pa.Table) else self.source
 
     @property
     def table(self) -> pa.Table:
-        """The rows as Arrow has them; not kept, as a selection of rows would be a copy of them."""
+        """Return the rows as an Arrow table; not kept, as a selection of rows would be a copy of them."""
         return self.source if isinstance(self.source, pa.Table) else arrow_table(self.source)
 
 
 class SplitSource(Protocol):
-    """One split that is there but not read yet."""
+    """One existing split, not read yet."""
 
     @property
     def name(self) -> str:
-        """The split as the user or its file calls it."""
+        """Name of the split, from the user or its file."""
 
     def digest(self) -> str:
-        """Names the content: equal digest, equal rows."""
+        """Return a digest of the content: equal digest, equal rows."""
 
     def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
-        """Its rows, or the first `most` of them, on disk: what is read anew goes into the folder `scratch`, which has
-        to stay while rows are used.
+        """Read its rows, or the first `most` of them, to disk: new files go into the folder `scratch`, which must be
+        kept while rows are used.
 
-        StageError DATA `MissingColumn`, `EmptySplit` and those of the readers.
+        Raise StageError DATA `MissingColumn`, `EmptySplit` and those of the readers.
         """
 
 
@@ -99,20 +99,20 @@ class Source(Protocol):
     """A data set whose splits are known by name."""
 
     def named(self, name: str) -> SplitSource | None:
-        """The split called `name`."""
+        """Return the split called `name`."""
 
     def names(self) -> tuple[str, ...]:
-        """What is there, for errors and for the choice of the only split."""
+        """Return the existing names, for errors and for the choice of the only split."""
 
     def whole(self) -> SplitSource | None:
-        """Everything as one split, when no file is called after a split; None for a folder and for the Hub."""
+        """Return everything as one split, when no file is named after a split; None for a folder and for the Hub."""
 
 
-# ----------------------------------------------------------------------------------------- what a role is read from
+# --------------------------------------------------------------------------------------------------- splits by role
 
 
 def source_of(source: DataSource, setting: str) -> Source:
-    """The files or the Hub data set behind `source.uri`; `setting` is the path of the DataSource in the job file."""
+    """Return the files or Hub data set behind `source.uri`; `setting` is the path of the DataSource in the job file."""
     uri = Uri.parse(source.uri, f"{setting}.uri")
     if uri.scheme == "hf":
         return HubSource(uri, source.config, setting)
@@ -128,10 +128,10 @@ def source_of(source: DataSource, setting: str) -> Source:
 
 
 def splits_by_role(source: DataSource, setting: str = "dataset", *, trains: bool = True) -> dict[Role, SplitSource]:
-    """The splits that a job uses, by role: all three when it trains, else validation and test.
+    """Return the splits that a job uses, by role: all three when it trains, else validation and test.
 
-    A file or a glob without names of splits is the train split, or the test split when nothing trains.
-    StageError DATA `SplitNotFound`.
+    A file or a glob without names of splits is the train split, or the test split when nothing trains. Raise StageError
+    DATA `SplitNotFound`.
     """
     found = source_of(source, setting)
     roles = SPLIT_ROLES if trains else SPLIT_ROLES[1:]
@@ -152,9 +152,9 @@ def splits_by_role(source: DataSource, setting: str = "dataset", *, trains: bool
 
 
 def predict_split(source: DataSource, setting: str = "predict.dataset") -> SplitSource:
-    """The one split to predict: the named one, else everything, else `test`, else the only split there is.
+    """Return the one split to predict: the named one, else everything, else `test`, else the only existing split.
 
-    Of several named ones test counts, then validation: a data set that is written once for the whole job (by a YAML
+    Of several named ones test is used, then validation: a data set that is written once for the whole job (by a YAML
     anchor) names all three.
     """
     found = source_of(source, setting)
@@ -188,7 +188,7 @@ def _split_not_found(source: DataSource, setting: str, role: str, name: str | No
 
 
 def check_columns(split: str, origin: str, has: Sequence[str], needs: Sequence[ColumnNeed]) -> None:
-    """StageError DATA `MissingColumn` for a required column that is not there."""
+    """Raise StageError DATA `MissingColumn` for a required column that is missing."""
     for need in needs:
         if need.required and need.name not in has:
             close = difflib.get_close_matches(need.name, has, n=1, cutoff=0.4)
@@ -213,36 +213,36 @@ def _empty(split: str, origin: str) -> StageError:
 
 
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime")
-"""Of `info` in the file systems of fsspec."""
+"""Keys of `info` in the file systems of fsspec that change with the content."""
 
 
 @dataclass(frozen=True)
 class FsFile:
-    """A file of a file system that fsspec knows."""
+    """A file of an fsspec file system."""
 
     filesystem: Any = field(repr=False, compare=False)
     name: str
 
     @property
     def stem(self) -> str:
-        """The file's name without folder and ending."""
+        """Return the file's name without folder and ending."""
         base = PurePosixPath(self.name).name
         return base[: -len(next(suffix for suffix in SUFFIXES if base.endswith(suffix)))]
 
     def open(self) -> IO[bytes]:
-        """The content, from the start."""
+        """Open the content, from the start."""
         stream: IO[bytes] = self.filesystem.open(self.name, "rb")
         return stream
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return int(self.filesystem.size(self.name))
 
     @property
     def version(self) -> str:
-        """Name, size and what the file system changes when it is written again: a digest of the content that nothing
-        has to be read for.
+        """Return name, size and the fields that the file system changes on a write: a digest of the content without
+        reading it.
         """
         told = self.filesystem.info(self.name)
         changes = [told[key] for key in _VERSION_KEYS if told.get(key) is not None]
@@ -258,12 +258,12 @@ class FileSplit:
 
     @property
     def origin(self) -> str:
-        """The file, or the first and the number of the others."""
+        """Return the file, or the first and the number of the others."""
         more = len(self.files) - 1
         return self.files[0].name + (f" and {more} more" if more else "")
 
     def digest(self) -> str:
-        """sha256 over the formats and the contents of the files; their names do not matter."""
+        """Return the sha256 over the formats and the contents of the files; their names do not matter."""
         whole = hashlib.sha256()
         for file in self.files:
             with file.open() as stream:
@@ -272,7 +272,7 @@ class FileSplit:
         return whole.hexdigest()
 
     def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
-        """The rows of all files; a file without rows beside others with rows is fine."""
+        """Read the rows of all files; a file without rows beside others with rows is fine."""
         wanted = list(dict.fromkeys(need.name for need in needs))
         has: dict[str, None] = {}
         schemas: list[pa.Schema] = []
@@ -309,7 +309,7 @@ class FileSplit:
 
 @contextmanager
 def _one_type(otherwise: str) -> Iterator[None]:
-    """StageError DATA `MixedTypes` for columns that Arrow finds no common type for."""
+    """Raise StageError DATA `MixedTypes` for columns for which Arrow finds no common type."""
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -328,7 +328,7 @@ class FileSource:
     setting: str
 
     def named(self, name: str) -> SplitSource | None:
-        """The files `name.*`, or the shards `name-*.*`."""
+        """Return the files `name.*`, or the shards `name-*.*`."""
         exact = tuple(file for file in self.files if file.stem == name)
         if len(exact) > 1:
             raise StageError(
@@ -342,11 +342,11 @@ class FileSource:
         return FileSplit(name, files) if files else None
 
     def names(self) -> tuple[str, ...]:
-        """The stems of all files."""
+        """Return the stems of all files."""
         return tuple(dict.fromkeys(file.stem for file in self.files))
 
     def whole(self) -> SplitSource | None:
-        """All files as one split, unless they lie in a folder or one is named after a split's role."""
+        """Return all files as one split, unless they are in a folder or one is named after a split's role."""
         if self.folder or (len(self.files) > 1 and any(file.stem in SPLIT_ROLES for file in self.files)):
             return None
         return FileSplit(self.files[0].stem, self.files)
@@ -380,7 +380,7 @@ def _file_source(uri: Uri, setting: str) -> FileSource:
 
 
 def _filesystem(uri: Uri, setting: str) -> tuple[Any, str]:
-    """The fsspec file system and the path in it."""
+    """Return the fsspec file system and the path in it."""
     if uri.scheme == "file":
         return fsspec.filesystem("file"), str(local_path(uri).absolute())
     if uri.scheme == "pkg":
@@ -416,11 +416,11 @@ class HubSplit:
     rows: datasets.Dataset
 
     def digest(self) -> str:
-        """The fingerprint by which `datasets` names the content of a loaded split."""
+        """Return the fingerprint by which `datasets` identifies the content of a loaded split."""
         return str(self.rows._fingerprint)
 
     def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
-        """The used columns, mapped from the Hub's cache; types and class names stay as the Hub has them."""
+        """Map the used columns from the Hub's cache; types and class names stay as on the Hub."""
         has = self.rows.column_names
         if not len(self.rows):
             raise _empty(self.name, self.repository)
@@ -448,7 +448,7 @@ class HubSource:
 
     @property
     def repository(self) -> str:
-        """`org/name`. StageError CONFIG for what is none."""
+        """Return `org/name`. Raise StageError CONFIG for any other form."""
         name = self.uri.rest.partition("@")[0].rstrip("/").removeprefix("datasets/")
         return hub_name(name, self.uri, f"{self.setting}.uri")
 
@@ -474,7 +474,7 @@ class HubSource:
             ) from error
 
     def named(self, name: str) -> SplitSource | None:
-        """The split, or a slice of one such as `train[:10%]`."""
+        """Return the split, or a slice of one such as `train[:10%]`."""
         if "[" in name or "+" in name:
             rows = self._load(name)
             assert isinstance(rows, datasets.Dataset)
@@ -482,9 +482,9 @@ class HubSource:
         return HubSplit(name, self.repository, self._all[name]) if name in self._all else None
 
     def names(self) -> tuple[str, ...]:
-        """All splits of the configuration."""
+        """Return all splits of the configuration."""
         return tuple(self._all)
 
     def whole(self) -> SplitSource | None:
-        """None: splits of the Hub have names."""
+        """Return None: splits of the Hub have names."""
         return None

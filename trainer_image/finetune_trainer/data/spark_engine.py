@@ -1,10 +1,10 @@
 """Shards written by Spark, for data that one machine would tokenise too slowly.
 
-The driver reads, checks and cuts as the built-in engine does; the executors take shards, map the rows that the driver
-has left in the job's folder, and write what any other process would write there. So they have to see that folder under
-the same path. Where there is no Spark cluster, the same runs on this machine in processes of Spark's own.
+The driver reads, checks and cuts as the built-in engine does; the executors take shards, map the driver's rows in the
+job's folder, and write the same files there as any other engine. So they must see that folder under the same path.
+Without a Spark cluster, this runs on this machine in processes of Spark's own.
 
-Shards and results travel as JSON. Spark pickles the function that it sends to executors, over its own connections and
+Shards and results are sent as JSON. Spark pickles the function that it sends to executors, over its own connections and
 never through the job's folder.
 """
 
@@ -41,9 +41,9 @@ def write_by_spark(
     partitions: int,
     progressed: Callable[[int], None],
 ) -> Iterator[ShardFacts]:
-    """Writes the shards in so many partitions, with their rows in `scratch`; tells of them when all are done.
+    """Write the shards in so many partitions, with their rows in `scratch`; yields their facts when all are done.
 
-    A session that runs already, of a notebook or a larger program, is used and left running. StageError CONFIG
+    A running session, of a notebook or a larger program, is used and left running. Raise StageError CONFIG
     `SparkMissing` without pyspark or Java; those of the task as they are.
     """
     kept = RowFolder(scratch)
@@ -71,8 +71,8 @@ def write_by_spark(
 
 
 class _Writer:
-    """What a partition runs: shards in, facts or the stage's own error out. A StageError that were raised here would
-    come to the driver as text.
+    """Function of a partition: shards in, facts or the stage's own error out. A StageError raised here would reach the
+    driver as text.
     """
 
     def __init__(self, folder: Path, scratch: Path, recipe: bytes) -> None:
@@ -97,5 +97,5 @@ class _Writer:
 
 @lru_cache(maxsize=1)
 def _encoder(recipe: bytes) -> Encoder:
-    """Spark keeps its Python processes from task to task."""
+    """Create the encoder once: Spark keeps its Python processes from task to task."""
     return read_recipe_text(recipe).encoder()

@@ -1,7 +1,7 @@
 """Arrow data on disk: rows are written a chunk at a time and read by mapping the file, so that neither side ever holds
 all of them in memory.
 
-The files are IPC streams, the format that `datasets` keeps its own data in.
+The files are IPC streams, the format of `datasets` for its own data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 
 def write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
-    """Writes tables of one schema, at least one, as they come."""
+    """Write tables of one schema, at least one, as they come."""
     every = iter(tables)
     first = next(every)
     with pa.ipc.new_stream(path, first.schema) as writer:
@@ -26,15 +26,15 @@ def write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
 
 
 def batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """The rows of a file as views of it, in the pieces that they were written in. Of a file that was cut off, those
-    that are whole.
+    """Yield the rows of a file as views of it, in the pieces in which they were written; of a truncated file the
+    complete pieces.
     """
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
         yield from reader
 
 
 class Spool:
-    """Tables on their way to disk, whose columns may turn out to have another type than the first rows said."""
+    """Writer of tables whose columns may turn out to have another type than in the first rows."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(tempfile.mkdtemp(dir=folder))
@@ -56,7 +56,7 @@ class Spool:
             self._writer.close()
 
     def write(self, table: pa.Table) -> pa.Schema:
-        """Appends the rows and gives the schema they are kept with: categories (dictionaries) become their values,
+        """Append the rows and return the schema they are kept with: categories (dictionaries) become their values,
         views plain text.
         """
         table = _plain(table)
@@ -71,8 +71,8 @@ class Spool:
         return table.schema
 
     def close(self, schema: pa.Schema) -> datasets.Dataset:
-        """All rows; columns that `schema` has and rows have not are null. pa.ArrowInvalid for a value that does not fit
-        its type.
+        """Return all rows; columns of `schema` that rows lack are null. Raise pa.ArrowInvalid for a value that does not
+        fit its type.
         """
         self._finish()
         if any(not each.equals(schema) for each in self._schemas):
@@ -92,7 +92,7 @@ def _plain(table: pa.Table) -> pa.Table:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Without dictionaries and views, which not every function knows."""
+    """Return the type without dictionaries and views, which not every function supports."""
     if pa.types.is_dictionary(kind):
         return _plain_type(kind.value_type)
     if pa.types.is_string_view(kind):

@@ -1,1 +1,1 @@
-"""What differs from task to task, and nothing about how a model is spread over processes."""
+"""Code that differs from task to task, independent of how a model is spread over processes."""

@@ -1,4 +1,4 @@
-"""Figures of classes, for all tasks that answer with one: of a row, or of a word."""
+"""Metrics of classes, for all tasks whose answer is a class: of a row, or of a word."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 
 
 def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Probability of each class, of logits of shape (answers, classes)."""
+    """Return the probability of each class, for logits of shape (answers, classes)."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     exponentials = np.exp(shifted)
     return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
 
 
 def cross_entropy(logits: NDArray[np.float32], ids: NDArray[Any]) -> float:
-    """Mean over the answers in nats; `ids`: the right class of each."""
+    """Return the mean over the answers in nats; `ids`: the right class of each."""
     return float(-np.log(np.maximum(softmax(logits)[np.arange(len(ids)), ids], 1e-45)).mean())
 
 
 def class_scores(ids: NDArray[Any], answers: NDArray[Any], count: int) -> dict[str, float]:
-    """Accuracy, and f1, precision and recall as the plain mean over `count` classes."""
+    """Return accuracy, and f1, precision and recall as the plain mean over `count` classes."""
     from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 
     precision, recall, f1, _ = precision_recall_fscore_support(
@@ -35,19 +35,19 @@ def class_scores(ids: NDArray[Any], answers: NDArray[Any], count: int) -> dict[s
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each class was given for each."""
+    """Counts of given classes by right class."""
 
     names: tuple[str, ...]
     counts: NDArray[np.int64]
     """Shape (classes, classes): rows are the right class, columns the answer."""
     unit: str
-    """What is counted, as a plural."""
+    """Name of the counted items, in the plural."""
 
     @classmethod
     def of(
         cls, ids: NDArray[Any], answers: NDArray[Any], names: Sequence[str], *, unit: str, none: str = "no answer"
     ) -> Confusion:
-        """`ids`: the right classes; `answers`: those given, -1 for none at all, which is a class called `none`."""
+        """Count. `ids`: the right classes; `answers`: the given ones, -1 for none, which is a class called `none`."""
         missing = answers < 0
         if missing.any():
             names, answers = (*names, none), np.where(missing, len(names), answers)
@@ -56,7 +56,7 @@ class Confusion:
         return cls(tuple(names), counts.reshape(count, count).astype(np.int64), unit)
 
     def largest(self, most: int) -> Confusion:
-        """With at most `most` classes: those of the most rows, in their order, and the others as one."""
+        """Return it with at most `most` classes: those of the most rows, in their order, and the others as one."""
         if len(self.names) <= most:
             return self
         kept = np.sort(np.argsort(-self.counts.sum(axis=1), kind="stable")[: most - 1])
@@ -68,7 +68,7 @@ class Confusion:
         return Confusion((*(self.names[at] for at in kept), others), joined, self.unit)
 
     def mistakes(self, most: int) -> list[tuple[str, str, int]]:
-        """The most frequent ones: right class, answer, count."""
+        """Return the most frequent mistakes: right class, answer, count."""
         wrong = self.counts * ~np.eye(len(self.names), dtype=bool)
         order = np.argsort(-wrong, axis=None, kind="stable")[:most]
         places = [divmod(int(at), len(self.names)) for at in order]
@@ -76,8 +76,8 @@ class Confusion:
 
 
 def telling_rows(wrong: NDArray[np.float64], most: int) -> list[int]:
-    """Rows for the report, at most so many: the worst first (at most half), then the first that are right. `wrong`: how
-    wrong each row's answer is, 0 where it is right.
+    """Return at most `most` rows for the report: the worst first (at most half), then the first right ones. `wrong`:
+    error of each row's answer, 0 where it is right.
     """
     worst = np.flatnonzero(wrong > 0)
     worst = worst[np.argsort(-wrong[worst], kind="stable")][: most // 2]

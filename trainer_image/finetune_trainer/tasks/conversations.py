@@ -1,4 +1,4 @@
-"""Conversations as tokens, by the chat template of the tokenizer."""
+"""Conversations as tokens, by the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Conversation:
 
     ids: list[int]
     replied: list[bool]
-    """Of each token, whether it is of a reply."""
+    """True for each token of a reply."""
     prompt: int
-    """Tokens before the last reply; all of them where it is still to be written."""
+    """Tokens before the last reply; all tokens where it is still to be written."""
 
 
 def conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, learnt: bool) -> Conversation:
-    """The whole of it when it is to be `learnt`, else what comes before the reply that is to be written. StageError
-    DATA for one that the template does not take.
+    """Encode the whole conversation for training (`learnt`), else the part before the reply that is to be written.
+    Raise StageError DATA for one that the template does not accept.
     """
     try:
         turns = (with_replies if learnt else asking)(tokenizer, messages)
@@ -60,16 +60,16 @@ def conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation as the template writes it."""
+    """A conversation rendered by the template."""
 
     text: str
     replies: tuple[tuple[int, int], ...]
-    """First and last character (exclusive) of what an assistant has to write, the end of its turn included."""
+    """First and last character (exclusive) of each assistant reply, the end of its turn included."""
 
 
 def with_replies(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Turns:
-    """The whole conversation. ValueError when the template writes earlier turns in another way once later ones follow:
-    where replies begin and end could not be told.
+    """Render the whole conversation. Raise ValueError when the template renders earlier turns differently once later
+    ones follow: the limits of replies would be unknown.
     """
     text, replies = _render(tokenizer, messages), []
     for at, message in enumerate(messages):
@@ -84,7 +84,7 @@ def with_replies(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 
 
 def asking(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Turns:
-    """What comes before the reply that is to be written; replies that end the conversation are left out."""
+    """Render the part before the reply that is to be written; replies that end the conversation are left out."""
     asked = len(messages)
     while asked and messages[asked - 1]["role"] == ASSISTANT:
         asked -= 1
@@ -94,13 +94,13 @@ def asking(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> T
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, reply: bool = False) -> str:
     if not messages:
         return ""
-    # Arrow gives every message the fields of all messages; those that it does not have are null.
+    # Arrow gives every message the fields of all messages; missing ones are null.
     own = [{name: value for name, value in each.items() if value is not None} for each in messages]
     return str(tokenizer.apply_chat_template(own, tokenize=False, add_generation_prompt=reply))
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """StageError MODEL for a tokenizer that does not know how conversations are written."""
+    """Raise StageError MODEL for a tokenizer without a chat template."""
     if not tokenizer.chat_template:
         raise StageError(
             FailureClass.MODEL,

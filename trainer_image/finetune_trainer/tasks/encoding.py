@@ -1,4 +1,4 @@
-"""Texts as token ids, by the shortest way that the tokenizer has."""
+"""Texts as token ids, by the tokenizer's fastest path."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def encodings(texts: Sequence[str], pairs: Sequence[str] | None, coding: Coding) -> list[Encoding] | None:
-    """What calling the tokenizer with `truncation=True` gives, but for the place of tokens in the text, which takes a
-    sixth of the time to find. None for a tokenizer that goes another way than transformers' own fast ones.
+    """Encode as the tokenizer does with `truncation=True`, but without the tokens' offsets in the text, which take a
+    sixth of the time. Return None for a tokenizer that overrides the path of transformers' own fast ones.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.tokenization_utils_base import TruncationStrategy
@@ -40,7 +40,7 @@ def encodings(texts: Sequence[str], pairs: Sequence[str] | None, coding: Coding)
 
 
 def plain_ids(coding: Coding, texts: list[str], *, special: bool) -> list[list[int]]:
-    """Whole texts, however long; `special`: with the tokens that the tokenizer puts around a text."""
+    """Encode whole texts, however long; `special`: with the tokens that the tokenizer puts around a text."""
     encoded = coding.tokenizer(
         texts, add_special_tokens=special, padding=False, return_attention_mask=False, verbose=False
     )
@@ -49,8 +49,8 @@ def plain_ids(coding: Coding, texts: list[str], *, special: bool) -> list[list[i
 
 
 def never_empty(ids: Sequence[list[int]], coding: Coding) -> list[list[int]]:
-    """Give texts without tokens one of padding: tokenizers of decoders add none of their own, and no model reads
-    nothing.
+    """Give texts without tokens a padding token: tokenizers of decoders add none of their own, and no model reads an
+    empty sequence.
     """
     padding = coding.tokenizer.pad_token_id
     assert isinstance(padding, int)
@@ -58,13 +58,13 @@ def never_empty(ids: Sequence[list[int]], coding: Coding) -> list[list[int]]:
 
 
 def prompts(coding: Coding, texts: list[str]) -> list[list[int]]:
-    """Texts that are to be continued: some tokenizers end every text with the end token; a prompt has not ended."""
+    """Encode texts to continue: some tokenizers end every text with the end token; a prompt has not ended."""
     end = coding.tokenizer.eos_token_id
     found = plain_ids(coding, texts, special=True)
     return [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in found]
 
 
 def completions(coding: Coding, texts: list[str]) -> list[list[int]]:
-    """What follows prompts, with the end token."""
+    """Encode the continuations of prompts, with the end token."""
     end = coding.tokenizer.eos_token_id
     return [[*ids, *([] if end is None else [end])] for ids in plain_ids(coding, texts, special=False)]

@@ -1,4 +1,4 @@
-"""Models with a head, as the Auto classes of transformers make them: what all tasks do alike."""
+"""Models with a head, as the Auto classes of transformers build them: the code that all tasks share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def labels_of(config: PretrainedConfig, head: str) -> tuple[str, ...] | None:
-    """`id2label` of a checkpoint whose architecture ends in `head`; None for another one."""
+    """Return the `id2label` of a checkpoint whose architecture ends in `head`; None for another one."""
     if not any(name.endswith(head) for name in config.architectures or ()):
         return None
     names = cast(dict[int, str], config.id2label or {})
@@ -30,35 +30,35 @@ def labels_of(config: PretrainedConfig, head: str) -> tuple[str, ...] | None:
 
 
 def name_labels(config: PretrainedConfig, names: Sequence[str]) -> None:
-    """Has the head one output for each of the names."""
+    """Give the head one output for each of the names."""
     config.id2label = dict(enumerate(names))
     config.label2id = {name: i for i, name in enumerate(names)}
 
 
 class WithHead:
-    """The part of a TaskModule that concerns its models."""
+    """Part of a TaskModule that concerns its models."""
 
     auto: str
-    """Class of transformers that makes them, AutoModelForTokenClassification for one."""
+    """Class of transformers that builds them, for example AutoModelForTokenClassification."""
     packed: tuple[str, ...] = ()
     writer: Writer | None = None
     objective: Objective | None = None
 
     def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
-        """A feature is one sequence."""
+        """Return the widths of features that are one sequence each."""
         return prepared.lengths(role)
 
     def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
-        """None: most answers are not one of a few classes."""
+        """Return None: most answers are not one of a few classes."""
         return None
 
     def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
-        """Encoders read whole sequences."""
+        """Raise always: encoders read whole sequences."""
         raise packing_error(f"rows of {job.task} cannot share a sequence")
 
     def built(self, job: TrainerJob, config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """The job's model to be trained; what its checkpoint lacks is drawn from the job's seed, and the names of these
-        weights are logged by transformers. StageError MODEL for weights that belong to another model.
+        """Build the job's model for training; weights that its checkpoint lacks are drawn from the job's seed, and
+        transformers logs their names. Raise StageError MODEL for weights that belong to another model.
         """
         import torch
 
@@ -85,7 +85,7 @@ class WithHead:
         return made
 
     def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
-        """For counting parameters on the meta device."""
+        """Build a model for counting parameters on the meta device."""
         name_labels(config, [str(i) for i in range(labels)])
         model: PreTrainedModel = self._class().from_config(config)
         return model
@@ -93,7 +93,7 @@ class WithHead:
     def load_model(
         self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any], dtype: torch.dtype
     ) -> PreTrainedModel:
-        """Refuses a checkpoint whose head is missing: its answers would be random."""
+        """Load a model; refuse a checkpoint whose head is missing: its answers would be random."""
         try:
             model, info = self._class().from_pretrained(
                 name_or_path, dtype=dtype, output_loading_info=True, **arguments
@@ -118,19 +118,19 @@ class WithHead:
 
 
 def packing_error(why: str, way_out: str = "Set preparation.packing to never.") -> StageError:
-    """The error for rows that cannot share a sequence."""
+    """Return the error for rows that cannot share a sequence."""
     return StageError(FailureClass.CONFIG, "PackingNotSupported", f"preparation.packing is on, and {why}.", way_out)
 
 
 def adopt_padding(job: TrainerJob, model: PreTrainedModel) -> None:
-    """Decoder models find a row's last token by the padding token, which their config often lacks."""
+    """Set the padding token: decoders find a row's last token by it, and their config often lacks it."""
     if model.config.pad_token_id is None:
         model.config.pad_token_id = load_tokenizer(job).pad_token_id
 
 
 def _refuse_foreign_weights(job: TrainerJob, model: PreTrainedModel, missing: Sequence[str]) -> None:
-    """A checkpoint that fills less than half of the encoder belongs to another model; a missing pooler is common and
-    fine.
+    """Refuse a checkpoint that fills less than half of the encoder: it belongs to another model. A missing pooler is
+    common and fine.
     """
     prefix = f"{model.base_model_prefix}."
     encoder = [name for name, _ in model.named_parameters() if name.startswith(prefix)]

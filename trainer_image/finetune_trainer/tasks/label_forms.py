@@ -1,7 +1,7 @@
-"""The forms that the label of a text may have: one class, several classes, or a number.
+"""Forms of a text's label: one class, several classes, or a number.
 
-A form knows how labels are read and checked, what a batch of them looks like, and how answers to them are judged. The
-data decide the form: a column of lists has several classes a row, one of fractions holds numbers, any other classes.
+A form reads and checks labels, batches them, and judges the answers to them. The data decide the form: a column of
+lists has several classes a row, a column of fractions holds numbers, any other holds classes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PATH = "dataset.columns.label"
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,8}")
 _FRACTION = re.compile(r"[+-]?[0-9]*\.[0-9]+(?:[eE][+-]?[0-9]+)?")
 _MANY_LABELS = 50
-"""Classes up to which nobody is asked whether the column holds classes at all."""
+"""Number of classes up to which a column is taken for classes without a check."""
 _FEW = 0.1
 """Share of fractions below which whole numbers are taken for classes, and the fractions for mistakes."""
 SECRET = -1
-"""What Hub data sets write where the labels of a test split are kept secret."""
+"""Label in Hub data sets whose test labels are kept secret."""
 
 
 class Form(Protocol):
@@ -47,63 +47,63 @@ class Form(Protocol):
 
     name: LabelForm
     column: str
-    """Of features, where the label is known."""
+    """Column of features, where the label is known."""
     metrics: tuple[str, ...]
     columns: tuple[str, ...]
-    """Of predictions."""
+    """Columns of predictions."""
     baseline: str
-    """What `constant` answers, as the end of a sentence."""
+    """Description of the answer of `constant`, as the end of a sentence."""
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
-        """The label of each row as it was given; StageError DATA for the first that is none."""
+        """Return the label of each row as given; raise StageError DATA for the first invalid one."""
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
-        """Label names in the order of their ids, by the split that defines them; empty for numbers."""
+        """Return the label names in the order of their ids, by the split that defines them; empty for numbers."""
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
-        """What `column` of features holds for each row; StageError DATA for a label that is none of `names`."""
+        """Return `column`'s value for each row; raise StageError DATA for a label that is not in `names`."""
 
     def counts(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
-        """Rows of each label."""
+        """Count the rows of each label."""
 
     def batch(self, features: Sequence[Feature]) -> torch.Tensor:
-        """`labels` as the model takes them."""
+        """Return `labels` as the model expects them."""
 
     def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
-        """As the model computes it, over all rows."""
+        """Compute the model's loss over all rows."""
 
     def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """`metrics`."""
+        """Compute `metrics`."""
 
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """Those of `metrics` that the best answer has which is the same for all rows."""
+        """Compute those of `metrics` that apply to the best answer that is the same for all rows."""
 
     def answer_schema(self, names: Sequence[str]) -> pa.Schema:
-        """Return names and types of what `predictions` has."""
+        """Return names and types of the columns of `predictions`."""
 
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
-        """`columns`, one value for each row."""
+        """Return `columns`, one value for each row."""
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
-        """What the report shows."""
+        """Return the sample for the report."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the report tells of each row."""
+    """Label, answer and score of each row for the report."""
 
     right: Sequence[str]
     said: Sequence[str]
     sure: NDArray[np.float64]
     wrong: NDArray[np.float64]
-    """How wrong it is; 0: it is right."""
+    """Error of the answer; 0: it is right."""
 
 
 # ------------------------------------------------------------------------------------------------------------ one class
 
 
 class OneClass:
-    """A class id from 0 without gaps, or a word."""
+    """One class: an id from 0 without gaps, or a name."""
 
     name: LabelForm = "single_label_classification"
     column: str = "label"
@@ -112,7 +112,7 @@ class OneClass:
     baseline: str = "always answering the most frequent label"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
-        """Ints, or texts; whole numbers written as text stay text."""
+        """Return ints, or texts; whole numbers written as text stay text."""
         values = split.table[column]
         empty = pc.is_null(values)
         if is_text(values.type):
@@ -127,11 +127,11 @@ class OneClass:
         if not (is_text(values.type) or pa.types.is_integer(values.type)):
             rule = "a label is a whole number, a word, a fraction, or a list of words"
             raise row_error("LabelType", split, 0, PATH, column, values[0].as_py(), rule)
-        once: dict[Any, Any] = {}  # a word is one object, however many rows have it
+        once: dict[Any, Any] = {}  # equal names share one object, however many rows have them
         return [once.setdefault(label, label) for chunk in values.chunks for label in chunk.to_pylist()]
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
-        """Those of a Hub data set's classes, else the ids or words that there are."""
+        """Return the names of a Hub data set's classes, else the ids or names in the data."""
         names = class_names(split.rows.features[column]) or _names(split, column, values, values)
         if len(names) > max(_MANY_LABELS, len(values) // 2):
             raise StageError(
@@ -144,7 +144,7 @@ class OneClass:
         return names
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
-        """Ids."""
+        """Return ids."""
         position = _positions(values, names)
         ids = [position.get(value, SECRET) for value in values]
         if SECRET in ids:
@@ -153,34 +153,34 @@ class OneClass:
         return np.asarray(ids, np.int64)
 
     def counts(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
-        """By id."""
+        """Count the rows by id."""
         return dict(zip(names, np.bincount(targets, minlength=len(names)).tolist(), strict=True))
 
     def batch(self, features: Sequence[Feature]) -> torch.Tensor:
-        """Shape (rows,)."""
+        """Return labels of shape (rows,)."""
         import torch
 
         return torch.tensor([int(feature[self.column]) for feature in features])
 
     def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
-        """Cross-entropy in nats."""
+        """Compute the cross-entropy in nats."""
         return cross_entropy(logits, targets)
 
     def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """Accuracy, and f1, precision and recall as the plain mean over the labels."""
+        """Return accuracy, and f1, precision and recall as the plain mean over the labels."""
         return class_scores(targets, logits.argmax(axis=1), len(names))
 
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """The most frequent label of the very rows that are judged: no constant answer scores higher accuracy."""
+        """Judge the most frequent label of the very rows that are judged: no constant answer has a higher accuracy."""
         most = np.bincount(targets, minlength=len(names)).argmax()
         return class_scores(targets, np.full_like(targets, most), len(names))
 
     def answer_schema(self, names: Sequence[str]) -> pa.Schema:
-        """`label` and its probabilities."""
+        """Return the schema of `label` and its probabilities."""
         return pa.schema([("label", pa.string()), ("score", pa.float64()), ("scores", _by_name_type(names))])
 
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
-        """`label`, its probability `score`, and `scores` with the probability of each label."""
+        """Return `label`, its probability `score`, and `scores` with the probability of each label."""
         shares = softmax(logits)
         best = shares.argmax(axis=1)
         return {
@@ -190,7 +190,7 @@ class OneClass:
         }
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
-        """The more sure of a wrong label, the worse."""
+        """Rate a wrong label as worse the higher its probability."""
         shares = softmax(logits)
         best, sure = shares.argmax(axis=1), shares.max(axis=1)
         right, said = ([names[each] for each in ids] for ids in (targets, best))
@@ -201,7 +201,7 @@ class OneClass:
 
 
 class SeveralClasses:
-    """A list of class ids or words for each row, which may be empty; each label is a question of its own."""
+    """Several classes: a list of class ids or names a row, which may be empty; each label is judged on its own."""
 
     name: LabelForm = "multi_label_classification"
     column: str = "flags"
@@ -210,7 +210,7 @@ class SeveralClasses:
     baseline: str = "giving every row the labels that more than half of the rows have"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
-        """Lists of ints or of texts."""
+        """Return lists of ints or of texts."""
         values = split.table[column]
         kind = values.type.value_type
         if not (is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
@@ -227,13 +227,13 @@ class SeveralClasses:
         return found
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
-        """Those of a Hub data set's classes, else the ids or words that there are."""
+        """Return the names of a Hub data set's classes, else the ids or names in the data."""
         feature = split.rows.features[column]
         every = [label for labels in values for label in labels]
         return class_names(getattr(feature, "feature", None)) or (_names(split, column, every, values) if every else ())
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
-        """A row of zeros and ones for each row, shape (rows, labels)."""
+        """Return zeros and ones for each row, shape (rows, labels)."""
         every = [label for labels in values for label in labels]
         position = _positions(every, names)
         flags = np.zeros((len(values), len(names)), np.int32)
@@ -245,44 +245,44 @@ class SeveralClasses:
         return flags
 
     def counts(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
-        """A row counts for each of its labels."""
+        """Count a row for each of its labels."""
         return dict(zip(names, targets.sum(axis=0).tolist(), strict=True))
 
     def batch(self, features: Sequence[Feature]) -> torch.Tensor:
-        """Shape (rows, labels), zeros and ones as fractions: the loss takes no whole numbers."""
+        """Return labels of shape (rows, labels), zeros and ones as floats: the loss takes no integers."""
         import torch
 
         return torch.from_numpy(np.stack([feature[self.column] for feature in features]).astype(np.float32))
 
     def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
-        """Binary cross-entropy in nats, the mean over rows and labels."""
+        """Compute the binary cross-entropy in nats, the mean over rows and labels."""
         x = logits.astype(np.float64)
         # log(1 + e^-|x|) does not overflow.
         return float((np.maximum(x, 0) - x * targets + np.log1p(np.exp(-np.abs(x)))).mean())
 
     def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """f1, precision and recall as the plain mean over the labels; accuracy: the share of rows whose labels are all
-        right.
+        """Return f1, precision and recall as the plain mean over the labels; accuracy: the share of rows whose labels
+        are all right.
         """
         return _flag_scores(targets, (logits > 0).astype(np.int32))
 
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """Of the very rows that are judged."""
+        """Judge the usual labels of the very rows that are judged."""
         usual = (2 * targets.sum(axis=0) > len(targets)).astype(np.int32)
         return _flag_scores(targets, np.tile(usual, (len(targets), 1)))
 
     def answer_schema(self, names: Sequence[str]) -> pa.Schema:
-        """`labels` and the probabilities."""
+        """Return the schema of `labels` and the probabilities."""
         return pa.schema([("labels", pa.list_(pa.string())), ("scores", _by_name_type(names))])
 
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
-        """`labels` whose probability is above one half, and `scores` with the probability of each label."""
+        """Return the `labels` whose probability is above one half, and `scores` with the probability of each label."""
         shares = _sigmoid(logits)
         chosen = [[name for name, share in zip(names, row, strict=True) if share > 0.5] for row in shares]
         return {"labels": pa.array(chosen, pa.list_(pa.string())), "scores": _by_name(shares, names)}
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
-        """As wrong as the label of which it was most wrongly sure; as sure as of the label of which it was least."""
+        """Take the error of the most confidently wrong label, and the confidence of the least confident one."""
         shares = _sigmoid(logits)
         off = np.abs(shares - targets)
         said = [_together(row > 0.5, names) for row in shares]
@@ -296,7 +296,7 @@ class SeveralClasses:
 
 
 class ANumber:
-    """A fraction, also one that is written as text with a decimal point."""
+    """A number with a fraction, also as text with a decimal point."""
 
     name: LabelForm = "regression"
     column: str = "value"
@@ -305,7 +305,7 @@ class ANumber:
     baseline: str = "always answering the mean"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
-        """Finite fractions."""
+        """Return finite floats."""
         values = split.table[column]
         found: list[Any] = []
         for row, value in enumerate(values.to_pylist()):
@@ -320,29 +320,29 @@ class ANumber:
         return found
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
-        """None."""
+        """Return none."""
         return ()
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
-        """The numbers."""
+        """Return the numbers."""
         return np.asarray(values, np.float64)
 
     def counts(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
-        """Nothing to count."""
+        """Count nothing: numbers are no classes."""
         return {}
 
     def batch(self, features: Sequence[Feature]) -> torch.Tensor:
-        """Shape (rows,)."""
+        """Return labels of shape (rows,)."""
         import torch
 
         return torch.tensor([float(feature[self.column]) for feature in features], dtype=torch.float32)
 
     def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
-        """Mean squared error."""
+        """Compute the mean squared error."""
         return float(((logits[:, 0].astype(np.float64) - targets) ** 2).mean())
 
     def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """Correlations are 0 where they have no value, as of constant answers."""
+        """Return errors and correlations; a correlation is 0 where it is undefined, as for constant answers."""
         from scipy import stats
         from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
 
@@ -357,19 +357,19 @@ class ANumber:
         }
 
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """The mean of the very rows that are judged: no constant has a smaller squared error."""
+        """Judge the mean of the very rows that are judged: no constant has a smaller squared error."""
         return self.measured(np.full((len(targets), 1), targets.mean()), targets, names)
 
     def answer_schema(self, names: Sequence[str]) -> pa.Schema:
-        """`value`."""
+        """Return the schema of `value`."""
         return pa.schema([("value", pa.float64())])
 
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
-        """`value`."""
+        """Return `value`."""
         return {"value": pa.array(logits[:, 0].astype(np.float64), pa.float64())}
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
-        """The further off, the worse; nothing is known of how sure it is, so the report shows how far."""
+        """Rate an answer by its distance, which the report shows as well: a number has no confidence."""
         said = logits[:, 0].astype(np.float64)
         right, shown = ([f"{value:.4g}" for value in values] for values in (targets, said))
         off = np.abs(said - targets)
@@ -380,7 +380,7 @@ FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (OneClass(), Seve
 
 
 def form_of(split: RawSplit, column: str, given: Mapping[str, str]) -> Form:
-    """The form of a column, by what it holds; one whose values have names (`given`) holds classes."""
+    """Return the form of a column, by its content; a column whose values have names (`given`) holds classes."""
     values = split.table[column]
     if is_list(values.type):
         return FORMS["multi_label_classification"]
@@ -399,7 +399,7 @@ def form_of(split: RawSplit, column: str, given: Mapping[str, str]) -> Form:
 
 
 def _names(split: RawSplit, column: str, every: Sequence[Any], values: Sequence[Any]) -> tuple[str, ...]:
-    """The names by all labels of the split; `values`: those of each row, for an error."""
+    """Return the names by all labels of the split; `values`: those of each row, for an error."""
     distinct = set(every)
     numbers = {label: int(label) for label in distinct if isinstance(label, int) or _WHOLE_NUMBER.fullmatch(label)}
     if len(numbers) < len(distinct):
@@ -418,7 +418,7 @@ def _names(split: RawSplit, column: str, every: Sequence[Any], values: Sequence[
 
 
 _SIGNS = {-1, 0, 1}
-"""Opinions: against, neutral, for."""
+"""Labels of opinions: against, neutral, for."""
 
 
 def _ways_out(labels: Sequence[object]) -> str:
@@ -427,7 +427,7 @@ def _ways_out(labels: Sequence[object]) -> str:
 
 
 def numbers_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Tell that whole numbers which are no class ids are taken as names."""
+    """Return a note that whole numbers which are no class ids are taken as names."""
     ids = names[0] == "0" and names[-1] == str(len(names) - 1)
     if ids or not all(_WHOLE_NUMBER.fullmatch(name) for name in names):
         return ()
@@ -442,14 +442,14 @@ def numbers_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[st
 
 
 def mapped_names(given: Mapping[str, str]) -> tuple[str, ...]:
-    """The names in `dataset.labels`, in the order of their ids: that of the values, whole numbers by size."""
+    """Return the names in `dataset.labels`, in the order of their ids: that of the values, whole numbers by size."""
     whole = all(_WHOLE_NUMBER.fullmatch(value) for value in given)
     return tuple(dict.fromkeys(given[value] for value in sorted(given, key=int if whole else str)))
 
 
 def mapped(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[str, str]) -> list[Any]:
-    """Labels by their names in `dataset.labels`; StageError DATA `UnknownLabel` for the first row whose value is not
-    in it.
+    """Map labels to their names in `dataset.labels`; raise StageError DATA `UnknownLabel` for the first row whose value
+    it lacks.
     """
     feature = split.rows.features[column]
     classes = class_names(getattr(feature, "feature", feature))
@@ -471,7 +471,7 @@ def mapped(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[s
 
 
 def unused_note(split: RawSplit, column: str, found: Sequence[Any], given: Mapping[str, str]) -> tuple[str, ...]:
-    """Tell of names in `dataset.labels` that no row has; `found` as `mapped` gives it."""
+    """Return a note on names in `dataset.labels` that no row has; `found`: the result of `mapped`."""
     there = {one for value in found for one in (value if isinstance(value, list) else [value])}
     unused = [name for name in mapped_names(given) if name not in there]
     if not unused:
@@ -483,14 +483,14 @@ def unused_note(split: RawSplit, column: str, found: Sequence[Any], given: Mappi
 
 
 def _positions(every: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
-    """Label as it is given -> its id."""
+    """Return label as given -> its id."""
     if every and isinstance(every[0], int):
         if all(_WHOLE_NUMBER.fullmatch(name) for name in names):
             return {int(name): i for i, name in enumerate(names)}
         return {i: i for i in range(len(names))}
     position: dict[Any, int] = {name: i for i, name in enumerate(names)}
     if every and not any(label in position for label in every) and set(every) <= {str(i) for i in range(len(names))}:
-        return {str(i): i for i in range(len(names))}  # class ids as a CSV file has them
+        return {str(i): i for i in range(len(names))}  # class ids as in a CSV file
     return position
 
 

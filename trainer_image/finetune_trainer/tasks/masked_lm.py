@@ -1,8 +1,8 @@
-"""Masked language modelling: an encoder learns to fill in words that are hidden from it.
+"""Masked language modelling: an encoder learns to fill in masked words.
 
-As BERT was trained (Devlin et al. 2018, section 3.1): 15 % of the tokens are asked for (of a short text one at least),
-of which 80 % are hidden, 10 % replaced by others and 10 % left. Training draws anew in each epoch, from the job's seed
-and the tokens themselves, so that all strategies draw alike; evaluation always asks for the same tokens.
+As in BERT's training (Devlin et al. 2018, section 3.1): 15 % of the tokens are predicted (of a short text at least
+one), of which 80 % are masked, 10 % replaced by others and 10 % left. Training draws new tokens in each epoch, from the
+job's seed and the tokens themselves, so that all strategies draw alike; evaluation always predicts the same tokens.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _CANDIDATE = pa.struct([pa.field("token", pa.string()), pa.field("score", pa.flo
 
 
 class Fills:
-    """What fits where a text has mask tokens."""
+    """Candidates for the mask tokens of a text."""
 
     stages = frozenset({Stage.PREDICT})
 
     def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
-        """All windows."""
+        """Return all windows."""
         return np.arange(len(split.position))
 
     def write(
@@ -70,7 +70,7 @@ class Fills:
         features: Sequence[Feature],
         generation: Generation,
     ) -> list[Answer]:
-        """For each mask that this window owns the best `tokens`, as words, and their `scores`."""
+        """Return for each mask that this window owns the best `tokens`, as words, and their `scores`."""
         import torch
 
         batch = padded(features, {"input_ids": padding_token(tokenizer)})
@@ -90,9 +90,9 @@ class Fills:
 class MaskedLm(LanguageTask):
     """The TaskModule of `masked-lm`.
 
-    A feature has `input_ids`, `fresh` (1 for tokens that may be asked for: no special ones, and none that the window
-    before has, too) and, where it is learnt, `mask` and `vocabulary`, what is drawn from. An answer has `surprise` and
-    `hit`, one for each token that was asked for, or `tokens` and `scores` of masks.
+    A feature has `input_ids`, `fresh` (1 for tokens that may be predicted: no special ones, and none that the window
+    before has, too) and, in training, `mask` and `vocabulary`, from which tokens are drawn. An answer has `surprise`
+    and `hit`, one for each predicted token, or `tokens` and `scores` of masks.
     """
 
     auto: str = "AutoModelForMaskedLM"
@@ -105,32 +105,32 @@ class MaskedLm(LanguageTask):
     # --------------------------------------------------------------------------------------------------------- data
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
-        """The text."""
+        """Return the column of the text."""
         if columns.text is None:
             raise not_set(f"{setting}.columns.text", "the column that holds the text")
         refuse_other_columns(columns, setting, ("text",), "masked-lm reads text")
         return (ColumnNeed(f"{setting}.columns.text", columns.text),)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """`text`."""
+        """Return `text`."""
         assert columns.text is not None
         return {"text": columns.text}
 
     def judged(self, columns: Columns) -> dict[str, str]:
-        """Nothing: the tokens are in the features."""
+        """Return no columns: the tokens are in the features."""
         return {}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
-        """Every text is there and is text."""
+        """Check that every text exists and is text."""
         name = self.inputs(columns)["text"]
         refuse_not_text(split, f"{setting}.columns.text", name, split.table[name])
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """All texts are learnt, but those to predict."""
+        """Mark all texts as learnt, but those to predict."""
         return Targets(of={role: np.ones(len(split.rows), bool) for role, split in raw.items()})
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Windows of each text. None is truncated."""
+        """Cut each text into windows. No text is truncated."""
         made_ready(coding, pair=False)
         tokenizer = coding.tokenizer
         if tokenizer.mask_token_id is None:
@@ -168,14 +168,14 @@ class MaskedLm(LanguageTask):
         return Encoded(features, rows=of_row, learnt=None if targets is None else sum(map(sum, fresh)))
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """Hides tokens, and pads on the right."""
+        """Mask tokens, and pad on the right."""
         asked = [_asked(feature) for feature in features] if "mask" in features[0] else features
         return padded(asked, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
 
     # ------------------------------------------------------------------------------------------------------- models
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """A head that the checkpoint lacks is drawn."""
+        """Build the model; a head that the checkpoint lacks is drawn."""
         return self.built(job, load_config(job), dtype)
 
     # ------------------------------------------------------------------------------------------------------ results
@@ -183,12 +183,12 @@ class MaskedLm(LanguageTask):
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
-        """How likely each token was that was asked for."""
+        """Return the loss of each predicted token."""
         said = model(**{name: value for name, value in batch.items() if name != "labels"})
         return surprises([(said.logits, batch["labels"])])
 
     def labelled(self, split: PreparedSplit) -> bool:
-        """Whether tokens are asked for."""
+        """Return whether tokens are to be predicted."""
         return "mask" in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
@@ -196,11 +196,11 @@ class MaskedLm(LanguageTask):
         return token_figures(answers)
 
     def answer_schema(self, labels: Labels) -> pa.Schema:
-        """`masks`, whatever the labels."""
+        """Return the schema of `masks`, whatever the labels."""
         return pa.schema([("masks", pa.list_(pa.list_(_CANDIDATE)))])
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """`masks`: for each mask of the text, in order, the tokens that fit best with their probabilities."""
+        """Return `masks`: for each mask of the text, in order, the best tokens with their probabilities."""
         found = []
         for windows in split.features_by_row[rows]:
             said = [answers[at] for at in windows]
@@ -214,7 +214,7 @@ class MaskedLm(LanguageTask):
         return pa.table({"masks": found}, schema=self.answer_schema(labels_of(split.facts)))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """By the pipeline."""
+        """Describe use by the pipeline."""
         return Card(
             use='print(model(f"This is {model.tokenizer.mask_token}.", '
             f'tokenizer_kwargs={{"truncation": True, "max_length": {facts.max_length}}})[0]["token_str"])',
@@ -225,12 +225,12 @@ class MaskedLm(LanguageTask):
         )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """The rows whose hidden tokens were expected least."""
+        """Return the rows whose masked tokens have the highest loss."""
         return surprising_rows(answers, split, most)
 
 
 def _asked(feature: Feature) -> Feature:
-    """With some tokens hidden, and labels for them: at least one, as in BERT's own preparation of data."""
+    """Mask some tokens, and label them: at least one, as in BERT's own preparation of data."""
     ids, fresh = np.array(feature["input_ids"], np.int64), np.asarray(feature["fresh"]) == 1
     draw = np.random.default_rng([*feature.get(DRAW, ()), *ids.tolist()])
     chance = np.where(fresh, draw.random(len(ids)), 1)

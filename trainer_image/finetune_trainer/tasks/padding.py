@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def padded(features: Sequence[Feature], fills: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Each column of `fills` that features have, shape (features, longest), filled up on the right; and the
+    """Pad each column of `fills` that features have on the right, shape (features, longest); and add the
     `attention_mask` of `input_ids`.
     """
     import torch

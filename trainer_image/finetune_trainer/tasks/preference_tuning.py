@@ -1,9 +1,9 @@
-"""Preference tuning: of two answers to a prompt a decoder learns to prefer the chosen one to the rejected one, by
-direct preference optimisation (Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a
-Reward Model", 2023).
+"""Preference tuning: a decoder learns to prefer the chosen of two answers to a prompt to the rejected one, by direct
+preference optimisation (Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward
+Model", 2023).
 
-How much likelier an answer has become than under the reference, the model as it was before training, counts as the
-reward that the model gives it. A prompt is text, or a conversation that the answers go on.
+The reward of an answer is its gain in log-likelihood over the reference, the model before training. A prompt is text,
+or a conversation that the answers continue.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _READS = "preference-tuning reads prompt, chosen and rejected"
 class PreferenceTuning(DecoderTask):
     """The TaskModule of `preference-tuning`.
 
-    A feature is a pair: `input_ids` has the prompt with the chosen answer and behind it the prompt with the rejected
-    one, `chosen` how many tokens the former are, `prompt` how many of them are given; `labels` are the tokens of the
-    answers, elsewhere -100. Without answers the prompt is all there is. An answer has the log-likelihoods of the
-    two, in nats (`chosen`, `rejected`), or `generated_text`.
+    A feature is a pair: `input_ids` has the prompt with the chosen answer, followed by the prompt with the rejected
+    one, `chosen` the number of tokens of the former, `prompt` the number of tokens of the prompt; `labels` are the
+    tokens of the answers, elsewhere -100. Without answers the feature is the prompt. An answer has the log-likelihoods
+    of the two, in nats (`chosen`, `rejected`), or `generated_text`.
     """
 
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["preference-tuning"]
@@ -78,7 +78,7 @@ class PreferenceTuning(DecoderTask):
     # --------------------------------------------------------------------------------------------------------- data
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
-        """The answers are not read where they are to be written."""
+        """Return the columns to read; the answers are not read where they are to be written."""
         refuse_other_columns(columns, setting, _COLUMNS, _READS)
         what = {"prompt": "what is to be answered", "chosen": "the better answer", "rejected": "the worse answer"}
         found = []
@@ -91,19 +91,19 @@ class PreferenceTuning(DecoderTask):
         return tuple(found)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """`prompt`."""
+        """Return `prompt`."""
         assert columns.prompt is not None
         return {"prompt": columns.prompt}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
-        """Prompts are text or conversations, and none is missing."""
+        """Check that prompts are text or conversations, and that none is missing."""
         name = self.inputs(columns)["prompt"]
         values = split.table[name]
         refuse = refuse_not_messages if is_list(values.type) else refuse_not_text
         refuse(split, f"{setting}.columns.prompt", name, values)
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """Of each row its chosen and its rejected answer, in the form of the prompt."""
+        """Return each row's chosen and rejected answer, in the form of the prompt."""
         found: dict[str, NDArray[Any]] = {}
         for role, split in raw.items():
             chosen, rejected = columns.chosen, columns.rejected
@@ -118,8 +118,8 @@ class PreferenceTuning(DecoderTask):
         return Targets(of=found)
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Where a prompt and its longer answer do not fit, both sequences lose as much of the prompt's beginning, down
-        to half of `max_length`, then their ends.
+        """Encode pairs. Where a prompt and its longer answer do not fit, both sequences lose the same part of the
+        prompt's beginning, down to half of `max_length`, then their ends.
         """
         talks = bool(rows["prompt"]) and not isinstance(rows["prompt"][0], str)
         features: dict[str, list[Any]] = {"input_ids": [], "prompt": []}
@@ -137,7 +137,7 @@ class PreferenceTuning(DecoderTask):
         return Encoded(features, truncated=truncated)
 
     def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
-        """Both sequences of a pair are filled up to the longer one."""
+        """Return the widths: both sequences of a pair are padded to the longer one."""
         split, lengths = prepared.of(role), prepared.lengths(role)
         if not self.labelled(split):
             return lengths
@@ -146,7 +146,7 @@ class PreferenceTuning(DecoderTask):
         return 2 * longer
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """All chosen sequences, then all rejected ones; and what the reference says, where it is known."""
+        """Return all chosen sequences, then all rejected ones; and the reference's figures, where they are known."""
         import torch
 
         ends = [int(feature["chosen"]) for feature in features]
@@ -161,7 +161,7 @@ class PreferenceTuning(DecoderTask):
     # ------------------------------------------------------------------------------------------------------- models
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Without dropout: what a model loses by it would count as a difference from the reference."""
+        """Build the model without dropout, whose effect would count as a difference from the reference."""
         import torch
 
         model = self.built(job, load_config(job), dtype)
@@ -176,30 +176,30 @@ class PreferenceTuning(DecoderTask):
     # ------------------------------------------------------------------------------------------------------ results
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Pairs."""
+        """Count the pairs."""
         return len(batch["input_ids"]) // 2
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
-        """How likely each of the two answers is."""
+        """Return the log-likelihood of each of the two answers."""
         pair = [each.double().cpu().numpy() for each in likelihoods(model, batch)]
         return [dict(zip(_ANSWERS, each, strict=True)) for each in zip(*pair, strict=True)]
 
     def _rewards(self, answers: Sequence[Answer]) -> list[NDArray[np.float64]]:
-        """Of the chosen and of the rejected answer of each row."""
+        """Return the rewards of each row's chosen and rejected answer."""
         gained = ([float(answer[name] - answer[f"{REFERENCE}{name}"]) for answer in answers] for name in _ANSWERS)
         return [self._beta * np.array(each, np.float64) for each in gained]
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """The pairs with the least margin, which is their `score`."""
+        """Return the pairs with the least margin, which is their `score`."""
         chosen, rejected = self._rewards(answers)
         worst = np.argsort(chosen - rejected, kind="stable")[:most]
         return [{"row": int(row), "score": float(chosen[row] - rejected[row])} for row in worst]
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """As DPOTrainer of trl measures: rewards are log-likelihoods over those of the reference, times beta; the
-        margin is that of the chosen over the rejected one, and right where it is above 0.
+        """Measure as DPOTrainer of trl does: rewards are log-likelihoods over those of the reference, times beta; the
+        margin is that of the chosen over the rejected one, and a row is right where it is above 0.
         """
 
         chosen, rejected = self._rewards(answers)
@@ -213,7 +213,7 @@ class PreferenceTuning(DecoderTask):
         }
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """By the pipeline."""
+        """Describe use by the pipeline."""
         return Card(
             use='print(model("Tell me more.", max_new_tokens=64)[0]["generated_text"])',
             long_rows=f"Of prompts with an answer of more than {facts.max_length} tokens together the beginning of the "
@@ -229,13 +229,13 @@ class PreferenceTuning(DecoderTask):
 
 @dataclass(frozen=True)
 class DirectPreference:
-    """The Objective."""
+    """Objective of direct preference optimisation."""
 
     beta: float
     compares: tuple[str, ...] = _ANSWERS
 
     def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """- log sigmoid(beta x (what the chosen answer has gained over the reference - what the rejected one has)):
+        """Compute - log sigmoid(beta x (gain of the chosen answer over the reference - gain of the rejected one)):
         Rafailov et al. (2023), equation 7.
         """
         import torch
@@ -247,7 +247,7 @@ class DirectPreference:
 
 
 def likelihoods(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the chosen and of the rejected answers their log-likelihoods in nats, shape (pairs,) each."""
+    """Return the log-likelihoods in nats of the chosen and of the rejected answers, shape (pairs,) each."""
     import torch
 
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -263,27 +263,27 @@ def likelihoods(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tu
 
 
 def _part(feature: Feature, part: slice) -> Feature:
-    """One sequence of a pair."""
+    """Return one sequence of a pair."""
     return {name: feature[name][part] for name in ("input_ids", "labels")}
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A prompt with an answer, or alone."""
+    """A prompt with or without an answer."""
 
     ids: list[int]
     prompt: int
-    """Tokens that are given."""
+    """Number of tokens of the prompt."""
 
     @property
     def labels(self) -> list[int]:
-        """The answer; the first token follows nothing, and is not learnt."""
+        """Return the labels of the answer; the first token follows no other, and is not learnt."""
         given = max(1, self.prompt)
         return [NOT_LEARNT] * len(self.ids[:given]) + self.ids[given:]
 
 
 def _texts(given: list[str], targets: NDArray[Any] | None, coding: Coding) -> Iterator[list[_Sequence]]:
-    """Of each row the sequence with the chosen answer and that with the rejected one, or the prompt."""
+    """Yield each row's sequences with the chosen and with the rejected answer, or the prompt."""
     found = prompts(coding, given)
     if targets is None:
         yield from ([_Sequence(ids or [coding.tokenizer.pad_token_id], len(ids))] for ids in found)
@@ -294,7 +294,7 @@ def _texts(given: list[str], targets: NDArray[Any] | None, coding: Coding) -> It
 
 
 def _conversations(given: list[Any], targets: NDArray[Any] | None, coding: Coding) -> Iterator[list[_Sequence]]:
-    """The same by the chat template."""
+    """Yield the same by the chat template."""
     require_template(coding.tokenizer)
     for row, messages in enumerate(given):
         pair = [[]] if targets is None else [[reply] for reply in targets[row]]
@@ -303,8 +303,8 @@ def _conversations(given: list[Any], targets: NDArray[Any] | None, coding: Codin
 
 
 def _fitted(sequences: Sequence[_Sequence], room: int) -> tuple[list[_Sequence], bool]:
-    """At most `room` tokens each, and whether any were cut off. Both keep the same of the prompt, its end: it is one
-    prompt that is answered.
+    """Cut to at most `room` tokens each, and return True if any were cut off. Both keep the same end of the prompt:
+    both answer one prompt.
     """
     over = max(0, max(len(each.ids) for each in sequences) - room)
     drop = min(over, max(0, min(each.prompt for each in sequences) - room // 2))
@@ -315,7 +315,7 @@ def _fitted(sequences: Sequence[_Sequence], room: int) -> tuple[list[_Sequence],
 
 
 def _replies(split: RawSplit, column: str, role: str) -> list[Mapping[str, Any]]:
-    """The message that each row's answer is; StageError DATA for the first row whose answer is something else."""
+    """Return the message of each row's answer; raise StageError DATA for the first answer that is not one message."""
     path = f"dataset.columns.{role}"
     values = split.table[column]
     refuse_not_messages(split, path, column, values)

@@ -1,9 +1,9 @@
 """Extractive question answering: the answer to a question is a span of a paragraph, or there is none.
 
-A paragraph that does not fit beside its question is cut into windows that overlap. A window that does not hold the
-whole answer is taught to point to its first token, as one of a question without an answer is: the way of BERT's authors
-for SQuAD. An answer is the best span over all windows of a row; where the data have questions without an answer, the
-best score of none (the least over the windows, as each window has to agree) is compared with it.
+A paragraph that does not fit beside its question is cut into overlapping windows. A window without the whole answer is
+taught to point to its first token, like a question without an answer: the method of BERT's authors for SQuAD. An answer
+is the best span over all windows of a row; where the data have questions without an answer, it is compared with the
+no-answer score (the least over the windows, as each window has to agree).
 
 Models let the padding of a batch compete with the paragraph for the answer. Their loss would depend on how rows are cut
 into micro-batches; the loss here leaves padding out.
@@ -63,13 +63,13 @@ if TYPE_CHECKING:
 _COLUMNS = ("question", "context", "answers")
 _HEAD = "ForQuestionAnswering"
 NO_ANSWER = "no answer"
-"""The one label there is: where it is known, questions may have no answer."""
+"""The only label: where it is known, questions may have no answer."""
 LONGEST_ANSWER = 30
-"""Tokens, as in the scripts of SQuAD's baselines."""
+"""Limit in tokens, as in the scripts of SQuAD's baselines."""
 _BEST = 20
-"""Starts, and ends, of a window that are looked at, as there."""
+"""Number of starts, and of ends, of a window that are considered, as there."""
 _CANDIDATES = 5
-"""Of a prediction."""
+"""Number of candidates in a prediction."""
 _NOWHERE = -1
 
 
@@ -78,15 +78,15 @@ class _Span:
     """A part of a paragraph."""
 
     score: float
-    """Logits of start and end."""
+    """Sum of the logits of start and end."""
     first: int
-    """Characters of the paragraph."""
+    """First character in the paragraph."""
     last: int
 
 
 @dataclass(frozen=True)
 class SpanLoss:
-    """The Objective: cross-entropy of start and end over the tokens of a window, without padding."""
+    """Objective: cross-entropy of start and end over the tokens of a window, without padding."""
 
     compares: tuple[str, ...] = ()
 
@@ -109,9 +109,9 @@ class SpanLoss:
 class QuestionAnswering(heads.WithHead):
     """The TaskModule of `question-answering`.
 
-    A target is a pair of a row's answers and the characters that they begin at. A feature has `start` and `end`, the
-    tokens of the answer, and for each token the characters of the paragraph that it stands for, `first` and `last`, or
-    -1. An answer has the logits `start` and `end` of each token.
+    A target is a pair of a row's answers and the characters at which they begin. A feature has `start` and `end`, the
+    answer's tokens, and the range of each token's characters in the paragraph, `first` and `last`, or -1. An answer has
+    the logits `start` and `end` of each token.
     """
 
     auto: str = "AutoModelForQuestionAnswering"
@@ -123,7 +123,7 @@ class QuestionAnswering(heads.WithHead):
     # --------------------------------------------------------------------------------------------------------- data
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
-        """Question and paragraph, and the answers when named."""
+        """Return the columns of question and paragraph, and of the answers when named."""
         asked = {"question": "the question", "context": "the paragraph"}
         for role, what in asked.items():
             if getattr(columns, role) is None:
@@ -137,17 +137,17 @@ class QuestionAnswering(heads.WithHead):
         return tuple(needs)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """`question` and `context`."""
+        """Return `question` and `context`."""
         assert columns.question is not None
         assert columns.context is not None
         return {"question": columns.question, "context": columns.context}
 
     def judged(self, columns: Columns) -> dict[str, str]:
-        """`answers`: their words are what answers are compared with."""
+        """Return `answers`: answers are compared with their texts."""
         return {} if columns.answers is None else {"answers": columns.answers}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
-        """Every question and paragraph is there and is text."""
+        """Check that every question and paragraph exists and is text."""
         table = split.table
         for role, name in self.inputs(columns).items():
             path, values = f"{setting}.columns.{role}", table[name]
@@ -157,7 +157,7 @@ class QuestionAnswering(heads.WithHead):
                 raise row_error("NullText", split, row, path, name, values[row].as_py(), f"a row needs its {role}")
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """A row may have several answers, or none when the model knows of that (`known`) or train has such rows."""
+        """Return the targets; rows may have several answers, or none if the model (`known`) or train has such rows."""
         answered = {role: split for role, split in raw.items() if columns.answers in split.rows.column_names}
         found = {role: _answers(split, columns) for role, split in answered.items()}
         first = found.get("train", next(iter(found.values()), None))
@@ -165,14 +165,14 @@ class QuestionAnswering(heads.WithHead):
         return Targets(known or Labels((NO_ANSWER,) if open_ends else ()), found)
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
-        """Rows without an answer, where there may be such."""
+        """Count the rows without an answer, where there may be such."""
         return {name: sum(not texts for texts, _ in targets) for name in labels.names}
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Windows of each paragraph, each behind the whole question; a question is cut to half of a window. A row is
+        """Cut each paragraph into windows behind the whole question; a question is cut to half of a window. A row is
         truncated when its question is cut, or when no window holds its answer.
 
-        StageError DATA for an answer of which the tokenizer leaves nothing: it could not be learnt.
+        Raise StageError DATA for an answer without tokens: it could not be learnt.
         """
         room, tokenizer = made_ready(coding, pair=True), coding.tokenizer
         types = "token_type_ids" in tokenizer.model_input_names
@@ -220,7 +220,7 @@ class QuestionAnswering(heads.WithHead):
         return Encoded(features, rows=of_row, truncated=len(cut))
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """Pads on the right."""
+        """Pad on the right."""
         import torch
 
         batch = padded(features, {"input_ids": pad_token_id, "token_type_ids": 0})
@@ -232,44 +232,44 @@ class QuestionAnswering(heads.WithHead):
     # ------------------------------------------------------------------------------------------------------- models
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
-        """Whether a checkpoint with a head for spans was taught that there may be no answer."""
+        """Return the labels of a checkpoint with a head for spans: `NO_ANSWER` if it knows missing answers."""
         if heads.labels_of(config, _HEAD) is None:
             return None
         return Labels((NO_ANSWER,) if getattr(config, "answers_may_be_missing", False) else ())
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """A head of another kind in the checkpoint is replaced."""
+        """Build the model; a head of another kind in the checkpoint is replaced."""
         config = load_config(job)
         heads.name_labels(config, ("start", "end"))
         config.answers_may_be_missing = NO_ANSWER in facts.labels
         return self.built(job, config, dtype)
 
     def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
-        """One output for starts and one for ends, whatever the labels."""
+        """Build an empty model with one output for starts and one for ends, whatever the labels."""
         return super().empty_model(config, 2)
 
     # ------------------------------------------------------------------------------------------------------ results
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Windows."""
+        """Count the windows."""
         return len(batch["start_positions"])
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
-        """Logits of starts and ends."""
+        """Return the logits of starts and ends."""
         said = model(**_without_targets(batch))
         starts, ends = (each.float().cpu().numpy() for each in (said.start_logits, said.end_logits))
         sizes = [len(feature["input_ids"]) for feature in features]
         return [{"start": starts[row, :size], "end": ends[row, :size]} for row, size in enumerate(sizes)]
 
     def labelled(self, split: PreparedSplit) -> bool:
-        """Whether questions have answers."""
+        """Return whether questions have answers."""
         return "start" in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """Mean cross-entropy of start and end over windows in nats, as models compute it; exact match and F1 of
-        SQuAD, between 0 and 1: for a row without an answer both are 1 if none was given.
+        """Return the mean cross-entropy of start and end over windows in nats, as models compute it; exact match and F1
+        of SQuAD, between 0 and 1: for a row without an answer both are 1 if none was given.
         """
         losses = [
             (_surprise(answer["start"], start) + _surprise(answer["end"], end)) / 2
@@ -279,14 +279,14 @@ class QuestionAnswering(heads.WithHead):
         return {"loss": float(np.mean(losses)), **measured(said, _gold(split))}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
-        """Never answering, where that may be right."""
+        """Judge never answering, where that may be right."""
         if NO_ANSWER not in split.facts.labels:
             return {}
         gold = _gold(split)
         return measured([""] * len(gold), gold)
 
     def answer_schema(self, labels: Labels) -> pa.Schema:
-        """`answer`, `score`, `start`, `end` and `candidates`, whatever the labels."""
+        """Return the schema of `answer`, `score`, `start`, `end` and `candidates`, whatever the labels."""
         return pa.schema(
             [
                 ("answer", pa.string()),
@@ -298,8 +298,8 @@ class QuestionAnswering(heads.WithHead):
         )
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """`answer` (empty: none), its probability among the `candidates`, the characters where it begins and ends, and
-        the best candidates.
+        """Return `answer` (empty: none), its probability among the `candidates`, the characters where it begins and
+        ends, and the best candidates.
         """
         decided = list(self._decided(answers, split, rows))
         columns = {
@@ -312,7 +312,7 @@ class QuestionAnswering(heads.WithHead):
         return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """With the model itself: transformers has no pipeline for spans any more."""
+        """Describe use with the model itself: transformers has no pipeline for spans any more."""
         return Card(
             use=_USE.format(max_length=facts.max_length),
             auto=self.auto,
@@ -322,7 +322,7 @@ class QuestionAnswering(heads.WithHead):
         )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """The wrong answers given with most confidence (at most half), then the first right ones."""
+        """Return the most confident wrong answers (at most half), then the first right ones."""
         gold = _gold(split)
         decided = list(self._decided(answers, split, slice(None)))
         right = np.array([measured([e.text], [g])["exact_match"] == 1.0 for e, g in zip(decided, gold, strict=True)])
@@ -338,7 +338,7 @@ class QuestionAnswering(heads.WithHead):
         ]
 
     def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_Decided]:
-        """What is answered to each of some rows."""
+        """Yield the answer to each of some rows."""
         may_be_none = NO_ANSWER in split.facts.labels
         chosen = range(*rows.indices(split.rows))
         contexts = split.raw_values(split.inputs["context"], rows)
@@ -352,7 +352,7 @@ class QuestionAnswering(heads.WithHead):
 
 
 def _without_targets(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what the model takes to answer; with positions it would compute its own loss."""
+    """Return the model's inputs; with positions it would compute its own loss."""
     return {name: value for name, value in batch.items() if not name.endswith("_positions")}
 
 
@@ -376,8 +376,8 @@ print(tokenizer.decode(given["input_ids"][0, first : last + 1]))"""
 
 
 def _shorten(questions: list[str], coding: Coding, room: int) -> set[int]:
-    """Cut questions so that they leave the paragraph half of the window, and more than what windows share; return the
-    rows of those that are cut. `room`: tokens of a window that are not special ones.
+    """Cut questions so that they leave the paragraph half of the window, and more than the windows share; return the
+    rows of the cut ones. `room`: tokens of a window that are not special ones.
     """
     most = max(1, room - max(coding.max_length // 2, coding.stride + 1))
     encoded = coding.tokenizer(questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -399,8 +399,8 @@ def _without_tokens(answer: str, question: str) -> StageError:
 def _answer_tokens(
     texts: Sequence[str], starts: Sequence[int], windows: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[tuple[int, int]] | None:
-    """Return the first and the last token of a row's first answer in each of its windows, and the window's first token
-    twice where it does not hold all tokens of the answer. None for an answer that has no token in any window.
+    """Return the first and the last token of a row's first answer in each of its windows, or the window's first token
+    twice where it lacks tokens of the answer. None for an answer that has no token in any window.
 
     `windows`: the first and the last character of each token, see `QuestionAnswering`. A blank at the edge of an
     answer, and a character that the tokenizer drops, belong to no token, and are not missed.
@@ -437,7 +437,7 @@ class _Decided:
 
 
 def _spans(answer: Answer, first: NDArray[np.int32], last: NDArray[np.int32]) -> list[_Span]:
-    """The best spans of a window."""
+    """Return the best spans of a window."""
     inside = np.flatnonzero(first != _NOWHERE)
     starts, ends = (inside[np.argsort(-answer[name][inside], kind="stable")[:_BEST]] for name in ("start", "end"))
     return [
@@ -449,7 +449,7 @@ def _spans(answer: Answer, first: NDArray[np.int32], last: NDArray[np.int32]) ->
 
 
 def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _Decided:
-    """The best of the spans, or none at all when that scores higher. `none`: its score, where it may be right."""
+    """Return the best of the spans, or no answer when that scores higher. `none`: its score, where it may be right."""
     distinct = {(span.first, span.last): span for span in sorted(spans, key=lambda span: span.score)}
     best = sorted(distinct.values(), key=lambda span: -span.score)[:_BEST]
     scores = [span.score for span in best] + ([] if none is None else [none])
@@ -469,8 +469,8 @@ def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _Decide
 
 
 def measured(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Exact match and F1 as the scripts of SQuAD compute them, as shares of 1: the best over all gold answers of a row;
-    where a row has none, the empty answer is the right one.
+    """Compute exact match and F1 as the scripts of SQuAD do, as shares of 1: the best over all gold answers of a row;
+    for a row without one, the empty answer is the right one.
     """
     from torchmetrics.functional.text import squad
 
@@ -483,7 +483,7 @@ def measured(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, fl
 
 
 def _surprise(logits: NDArray[np.float32], wanted: int) -> float:
-    """Cross-entropy of one position in nats."""
+    """Return the cross-entropy of one position in nats."""
     shifted = logits.astype(np.float64) - float(logits.max())
     return float(np.log(np.exp(shifted).sum()) - shifted[wanted])
 
@@ -492,12 +492,12 @@ def _surprise(logits: NDArray[np.float32], wanted: int) -> float:
 
 
 def _gold(split: PreparedSplit) -> list[list[str]]:
-    """The right answers of each row."""
+    """Return the right answers of each row."""
     return [list(answers["text"]) for answers in split.raw()[split.inputs["answers"]]]
 
 
 def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:
-    """Texts and starts of each row's answers; StageError DATA for those that are not in their paragraph."""
+    """Return texts and starts of each row's answers; raise StageError DATA for those that their paragraph lacks."""
     assert columns.answers is not None
     path, column = "dataset.columns.answers", columns.answers
     table = split.table

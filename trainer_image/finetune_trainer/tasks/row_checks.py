@@ -1,4 +1,4 @@
-"""What is wrong with a row or a column, in the same words for all tasks."""
+"""Errors of rows and columns, with the same wording for all tasks."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether Arrow holds text in it."""
+    """Return whether it is a text type of Arrow."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether Arrow holds lists in it."""
+    """Return whether it is a list type of Arrow."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def class_names(feature: object) -> tuple[str, ...] | None:
-    """Names of the classes that a Hub data set declares; None for another feature."""
+    """Return the names of the classes that a Hub data set declares; None for another feature."""
     return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """The label names that there are, for an error."""
+    """Return the known label names, for an error."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") + f" (ids 0 to {len(names) - 1})"
 
 
 def not_set(path: str, what: str) -> StageError:
-    """The error for a column that has to be named."""
+    """Return the error for a column that has to be named."""
     return StageError(FailureClass.CONFIG, "MissingSetting", f"{path} is not set; it names {what}.", f"Set {path}.")
 
 
 def refuse_other_columns(columns: Columns, setting: str, own: Collection[str], rule: str) -> None:
-    """StageError CONFIG for columns that belong to other tasks: nothing would read them. `rule` says what is read."""
+    """Raise StageError CONFIG for columns of other tasks, which nothing reads. `rule` names the task's columns."""
     for name, value in columns:
         if value is not None and name not in own:
             path = f"{setting}.columns.{name}"
@@ -55,8 +55,8 @@ def refuse_other_columns(columns: Columns, setting: str, own: Collection[str], r
 
 
 def first_row(values: pa.ChunkedArray, is_wrong: Callable[[pa.Array], pa.Array]) -> int | None:
-    """Index of the first row that is wrong, None: there is none. A chunk at a time, for what `is_wrong` makes of a
-    column may be as large as the column.
+    """Return the index of the first wrong row, None when there is none. Reads a chunk at a time: the result of
+    `is_wrong` may be as large as the column.
     """
     before = 0
     for chunk in values.chunks:
@@ -68,7 +68,7 @@ def first_row(values: pa.ChunkedArray, is_wrong: Callable[[pa.Array], pa.Array])
 
 
 def refuse_not_text(split: RawSplit, path: str, column: str, values: pa.ChunkedArray) -> None:
-    """StageError DATA for a column that is not text, or for its first row without one."""
+    """Raise StageError DATA for a column that is not text, or for its first row without one."""
     if not is_text(values.type):
         kind = "all null" if pa.types.is_null(values.type) else f"of type {values.type}"
         raise row_error("NotText", split, 0, path, column, values[0].as_py(), f"the column is {kind}, not text")
@@ -79,7 +79,7 @@ def refuse_not_text(split: RawSplit, path: str, column: str, values: pa.ChunkedA
 
 
 def refuse_not_messages(split: RawSplit, path: str, column: str, values: pa.ChunkedArray) -> None:
-    """StageError DATA for a column that is no list of {role, content}, or for its first row without one."""
+    """Raise StageError DATA for a column that is no list of {role, content}, or for its first row without one."""
     kind = values.type
     fields = {field.name for field in kind.value_type} if is_list(kind) and pa.types.is_struct(kind.value_type) else ()
     if not {"role", "content"} <= set(fields):
@@ -97,7 +97,7 @@ def refuse_not_messages(split: RawSplit, path: str, column: str, values: pa.Chun
 
 
 def wanted_texts(split: RawSplit, column: str, role: str = "target") -> NDArray[Any]:
-    """The texts of `dataset.columns.<role>`, dtype object; StageError DATA as `refuse_not_text`."""
+    """Return the texts of `dataset.columns.<role>`, dtype object; raise StageError DATA as `refuse_not_text`."""
     texts = split.table[column]
     refuse_not_text(split, f"dataset.columns.{role}", column, texts)
     return np.array(texts.to_pylist(), object)
@@ -106,7 +106,7 @@ def wanted_texts(split: RawSplit, column: str, role: str = "target") -> NDArray[
 def row_error(
     reason: str, split: RawSplit, row: int, path: str, column: str, value: object, rule: str, hint: str = ""
 ) -> StageError:
-    """StageError DATA for one value; `row` counts from 0 here and from 1 in the message."""
+    """Return StageError DATA for one value; `row` counts from 0 here and from 1 in the message."""
     shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
     place = "" if split.one_row else f"Split {split.name} ({split.origin}), row {row + 1}: "
     return StageError(

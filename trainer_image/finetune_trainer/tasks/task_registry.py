@@ -1,4 +1,4 @@
-"""The tasks by name. A task's module is imported only when a job has that task."""
+"""Registry of tasks by name. A task's module is imported only when a job has that task."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Text classification over one text or a pair of texts: one class a row, several, or a number (`label_forms.py`).
 
 Classes are ids 0 to n-1 without gaps, or names; names get ids in the sorted order of the train split's labels. Whole
-numbers that are no such ids (1 to 5, -1 and 1) are names. Anything else (missing labels, one of a split that train does
-not have, 7 among 0 and 1) is refused with the row, for a wrong label costs accuracy silently.
+numbers that are no such ids (1 to 5, -1 and 1) are names. Everything else (missing labels, a label that train lacks, 7
+among 0 and 1) is refused with the row, because a wrong label costs accuracy silently.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _HEAD = "ForSequenceClassification"
 
 
 class TextClassification(heads.WithHead):
-    """The TaskModule of `text-classification`. A target is what its form makes of a label, an answer has `logits`, one
-    for each label.
+    """The TaskModule of `text-classification`. A target is its form's value of a label, an answer has `logits`, one for
+    each label.
     """
 
     auto: str = "AutoModelForSequenceClassification"
@@ -61,13 +61,13 @@ class TextClassification(heads.WithHead):
     answer_columns: frozenset[str] = frozenset(column for form in FORMS.values() for column in form.columns)
 
     def __init__(self, label_names: Mapping[str, str] | None = None) -> None:
-        """`label_names`: the job's `dataset.labels`."""
+        """Create the task. `label_names`: the job's `dataset.labels`."""
         self._label_names = label_names or {}
 
     # --------------------------------------------------------------------------------------------------------- data
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
-        """Text, the pair's second text when named, the label when named."""
+        """Return the columns of the text, and of the pair's second text and the label when named."""
         if columns.text is None:
             raise not_set(f"{setting}.columns.text", "the column that holds the text")
         if labelled and columns.label is None:
@@ -81,26 +81,25 @@ class TextClassification(heads.WithHead):
         return tuple(needs)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """`text`, and `text_pair` for pairs."""
+        """Return `text`, and `text_pair` for pairs."""
         named = {"text": columns.text, "text_pair": columns.text_pair}
         return {role: name for role, name in named.items() if name is not None}
 
     def judged(self, columns: Columns) -> dict[str, str]:
-        """Nothing: labels are features."""
+        """Return no columns: labels are in the features."""
         return {}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
-        """Every text is there and is text."""
+        """Check that every text exists and is text."""
         table = split.table
         for role, name in self.inputs(columns).items():
             path = f"{setting}.columns.{'textPair' if role == 'text_pair' else role}"
             refuse_not_text(split, path, name, table[name])
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Truncates the longer text of a pair first; no padding."""
+        """Encode without padding; truncate the longer text of a pair first."""
         texts, pairs = list(rows["text"]), list(rows["text_pair"]) if "text_pair" in rows else None
-        # token_type_ids tell the two texts of a pair apart; with one text they are all 0, which is what models assume
-        # anyway.
+        # token_type_ids distinguish the two texts of a pair; with one text they are all 0, the models' default.
         types = pairs is not None and "token_type_ids" in coding.tokenizer.model_input_names
         made = encodings(texts, pairs, coding)
         if made is None:
@@ -118,8 +117,8 @@ class TextClassification(heads.WithHead):
     # ------------------------------------------------------------------------------------------------------- labels
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """Names from the model (`known`), from `dataset.labels`, from a Hub data set's class names, or from the first
-        split with labels; so their form.
+        """Return the targets, with names from the model (`known`), from `dataset.labels`, from a Hub data set's class
+        names, or from the first split with labels; likewise their form.
         """
         column, given = columns.label, self._label_names
         labelled = {role: split for role, split in raw.items() if column in split.rows.column_names}
@@ -153,13 +152,13 @@ class TextClassification(heads.WithHead):
         return Targets(Labels(names, form.name), found, notes)
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
-        """Rows of each label."""
+        """Count the rows of each label."""
         return _form(labels.form).counts(targets, labels.names)
 
     # ------------------------------------------------------------------------------------------------------- models
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
-        """From `id2label` and `problem_type`, when the checkpoint was saved with a classification head."""
+        """Read `id2label` and `problem_type`, when the checkpoint was saved with a classification head."""
         names = heads.labels_of(config, _HEAD)
         if names is None:
             return None
@@ -167,7 +166,7 @@ class TextClassification(heads.WithHead):
         return Labels(() if form == "regression" else names, form)
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """A head of another size in the checkpoint is replaced."""
+        """Build the model; a head of another size in the checkpoint is replaced."""
         config = load_config(job)
         form = _form(facts.label_form)
         heads.name_labels(config, facts.labels or (form.column,))
@@ -179,7 +178,7 @@ class TextClassification(heads.WithHead):
     # ------------------------------------------------------------------------------------------------------ batches
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """Pads on the right."""
+        """Pad on the right."""
         batch = padded(features, {"input_ids": pad_token_id, "token_type_ids": 0})
         for form in FORMS.values():
             if form.column in features[0]:
@@ -189,44 +188,44 @@ class TextClassification(heads.WithHead):
     # ------------------------------------------------------------------------------------------------------ results
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Rows."""
+        """Count the rows."""
         return len(batch["labels"])
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
-        """The logits of each row."""
+        """Return the logits of each row."""
         said = model(**{name: value for name, value in batch.items() if name != "labels"})
         return [{"logits": row} for row in said.logits.float().cpu().numpy()]
 
     def labelled(self, split: PreparedSplit) -> bool:
-        """Whether rows have a label."""
+        """Return whether rows have a label."""
         return _form(split.facts.label_form).column in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """By the form of the labels."""
+        """Score by the form of the labels."""
         form, logits = _form(split.facts.label_form), _logits(answers)
         targets = _targets(split, form)
         return {"loss": form.loss(logits, targets), **form.measured(logits, targets, split.facts.labels)}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
-        """By the form of the labels."""
+        """Compute the baseline by the form of the labels."""
         form = _form(split.facts.label_form)
         return form.constant(_targets(split, form), split.facts.labels)
 
     def answer_schema(self, labels: Labels) -> pa.Schema:
-        """By the form of the labels."""
+        """Return the schema by the form of the labels."""
         return _form(labels.form).answer_schema(labels.names)
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """By the form of the labels."""
+        """Predict by the form of the labels."""
         return pa.table(_form(split.facts.label_form).predictions(_logits(answers[rows]), split.facts.labels))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """Of one text, or of a pair."""
+        """Describe use with one text, or with a pair."""
         pair = bool(job.dataset and job.dataset.columns.text_pair)
         asked = '{"text": "first text", "text_pair": "second text"}' if pair else '"a text"'
-        # All labels of a model that gives several are of interest, and a number is no probability.
+        # A model with several labels should return all of them, and a number is no probability.
         more = {"multi_label_classification": ", top_k=None", "regression": ', function_to_apply="none"'}
         cut = f", truncation=True, max_length={facts.max_length}"
         return Card(
@@ -237,14 +236,14 @@ class TextClassification(heads.WithHead):
         )
 
     def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
-        """Of rows that have one class each."""
+        """Count for rows that have one class each."""
         form = _form(split.facts.label_form)
         if form.name != "single_label_classification":
             return None
         return Confusion.of(_targets(split, form), _logits(answers).argmax(axis=1), split.facts.labels, unit="rows")
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """The worst answers (at most half), then the first right ones."""
+        """Return the worst answers (at most half), then the first right ones."""
         form = _form(split.facts.label_form)
         seen = form.sample(_logits(answers), _targets(split, form), split.facts.labels)
         return [
@@ -256,7 +255,7 @@ class TextClassification(heads.WithHead):
 def _called(
     texts: list[str], pairs: list[str] | None, coding: Coding, *, types: bool
 ) -> tuple[dict[str, Sequence[Any]], int]:
-    """Features, and how many are truncated, by a tokenizer of which only the call is known."""
+    """Return features and the number of truncated ones, by only calling the tokenizer."""
     tokenizer, max_length = coding.tokenizer, coding.max_length
     arguments: dict[str, Any] = {"padding": False, "return_attention_mask": False, "return_token_type_ids": types}
     encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length, verbose=False, **arguments)
@@ -273,12 +272,12 @@ def _called(
 
 
 def _form(name: LabelForm | None) -> Form:
-    """One class where nothing is said, as of data without labels."""
+    """Return the form; one class without a name, as for data without labels."""
     return FORMS[name or "single_label_classification"]
 
 
 def _column_of(targets: NDArray[Any]) -> str:
-    """Of features: targets of different forms differ in type or shape."""
+    """Return the column of features: targets of different forms differ in type or shape."""
     if targets.ndim == 2:
         return FORMS["multi_label_classification"].column
     return FORMS["regression" if targets.dtype.kind == "f" else "single_label_classification"].column
@@ -299,10 +298,10 @@ def _is_secret(values: Sequence[Any]) -> bool:
 
 
 def _refuse_other_form(split: RawSplit, column: str, form: Form, given: Mapping[str, str]) -> None:
-    """StageError DATA for a split whose labels are of another form than those that decide it."""
+    """Raise StageError DATA for a split whose labels are of another form than those of the deciding split."""
     kind = split.table[column].type
     found = form_of(split, column, given)
-    # Whole numbers may stand for fractions, and words of one split may happen to look like them.
+    # Integers may stand for fractions, and names of one split may happen to look like them.
     lists = "multi_label_classification"
     if (found.name == lists) != (form.name == lists) or (
         found.name == "regression" and form.name == "single_label_classification" and not is_text(kind)

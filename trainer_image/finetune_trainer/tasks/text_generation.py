@@ -1,7 +1,7 @@
-"""Text generation: a decoder learns to write on. Rows are plain text, a prompt (`source`) with what is to follow it
+"""Text generation: a decoder learns to continue text. Rows are plain text, a prompt (`source`) with its continuation
 (`target`), or a conversation (`messages`); of the latter two only the target and the replies are learnt.
 
-Each token is learnt once: a long text becomes windows that overlap, and what windows share counts in the first alone.
+Each token is learnt once: a long text is cut into overlapping windows, and shared tokens count in the first alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TextGeneration(DecoderTask):
     """The TaskModule of `text-generation`.
 
     A feature has `input_ids`, `labels` (the token itself where it is learnt, else -100; never the first token, which
-    follows nothing) and `prompt`, how many tokens are given when the rest is to be written. An answer has `surprise`
+    follows no other) and `prompt`, the number of given tokens when the rest is to be written. An answer has `surprise`
     and `hit`, one for each label, or `generated_text`.
     """
 
@@ -71,7 +71,7 @@ class TextGeneration(DecoderTask):
     # --------------------------------------------------------------------------------------------------------- data
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
-        """Those of the form that is named; the target is not read where it is to be written."""
+        """Return the columns of the named form; the target is not read where it is to be written."""
         refuse_other_columns(columns, setting, _COLUMNS, _READS)
         named = {name: getattr(columns, name) for name in _COLUMNS if getattr(columns, name) is not None}
         forms = ({"text"}, {"messages"}, {"source"}, {"source", "target"})
@@ -90,12 +90,12 @@ class TextGeneration(DecoderTask):
         )
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """`text`, `source` or `messages`."""
+        """Return `text`, `source` or `messages`."""
         named = {"text": columns.text, "source": columns.source, "messages": columns.messages}
         return {role: name for role, name in named.items() if name is not None}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
-        """Texts are text, messages have a role and a content each, and none is missing."""
+        """Check that texts are text, that messages have a role and a content each, and that none is missing."""
         table = split.table
         for role, name in self.inputs(columns).items():
             if role == "messages":
@@ -104,7 +104,7 @@ class TextGeneration(DecoderTask):
                 refuse_not_text(split, f"{setting}.columns.{role}", name, table[name])
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """Of prompts their continuation; of texts and conversations that they are learnt at all."""
+        """Return the continuation of prompts; for texts and conversations True for each learnt row."""
         found: dict[str, NDArray[Any]] = {}
         for role, split in raw.items():
             count = len(split.rows)
@@ -125,8 +125,8 @@ class TextGeneration(DecoderTask):
         return Targets(of=found)
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Texts as windows; of a prompt and of a conversation the beginning is cut off where both do not fit, down to
-        half of a feature, then the end.
+        """Encode texts as windows; a prompt or a conversation that does not fit loses its beginning, down to half of a
+        feature, then its end.
         """
         features: dict[str, list[Any]] = {"input_ids": [], "prompt": []}
         if targets is not None:
@@ -152,7 +152,7 @@ class TextGeneration(DecoderTask):
         return Encoded(features, rows=of_row, truncated=truncated, learnt=learnt)
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """Pads on the right. The features of a pack are told apart by positions that begin anew."""
+        """Pad on the right. Positions restart for each feature of a pack, which keeps them apart."""
         batch = padded(features, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
         if SIZES in features[0]:
             del batch["attention_mask"]
@@ -162,8 +162,8 @@ class TextGeneration(DecoderTask):
     # ------------------------------------------------------------------------------------------------------- models
 
     def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
-        """Rows of a pack are told apart by positions, as the masks of transformers do by themselves where a model takes
-        positions and has its mask made there.
+        """Require positions, which keep the rows of a pack apart: transformers masks by them where a model takes
+        positions and creates its mask there.
         """
         from transformers import AutoModelForCausalLM
 
@@ -179,7 +179,7 @@ class TextGeneration(DecoderTask):
             )
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """StageError STRATEGY_NOT_IN_EFFECT for a model that mixes the rows of a pack in spite of `refuse_packing`."""
+        """Build the model; raise StageError STRATEGY_NOT_IN_EFFECT if it mixes the rows of a pack all the same."""
         model = self.built(job, load_config(job), dtype)
         heads.adopt_padding(job, model)
         if job.preparation.packing:
@@ -191,17 +191,17 @@ class TextGeneration(DecoderTask):
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
-        """How likely each token was that follows."""
+        """Return the loss of each next token."""
         given = {name: value for name, value in batch.items() if name not in LABELS}
         wanted = batch[FOLLOWING] if FOLLOWING in batch else batch["labels"][:, 1:]
         return surprises(logits_at(model, given, wanted))
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """See `token_figures`; of completions and replies alone where rows have prompts."""
+        """See `token_figures`; only for completions and replies where rows have prompts."""
         return token_figures(answers)
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """By the pipeline, with a conversation where it learnt from such."""
+        """Describe use by the pipeline, with a conversation where the training had such."""
         chat = job.dataset is not None and job.dataset.columns.messages is not None
         asked = '[{"role": "user", "content": "Tell me more."}]' if chat else '"Tell me more."'
         kept = (
@@ -222,7 +222,7 @@ class TextGeneration(DecoderTask):
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A row as tokens."""
+    """Tokens of a row."""
 
     ids: Sequence[int]
     learnt: Sequence[bool]
@@ -241,7 +241,7 @@ def _tokens(rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, cod
 
 
 def _texts(texts: list[str], coding: Coding) -> Iterator[_Tokens]:
-    """Whole texts with the end token, in windows. To write on, the end token is not given."""
+    """Encode whole texts with the end token, in windows. For writing, the end token is left out."""
     end = coding.tokenizer.eos_token_id
     for ids in plain_ids(coding, texts, special=True):
         known = ids[:-1] if ids and ids[-1] == end else ids
@@ -260,7 +260,7 @@ def _windows(length: int, coding: Coding) -> Iterator[tuple[int, int, int]]:
 
 
 def _completions(sources: list[str], targets: NDArray[Any] | None, coding: Coding) -> Iterator[_Tokens]:
-    """A prompt, and where it is known what follows, with the end token."""
+    """Encode prompts, and where it is known the continuation, with the end token."""
     given = prompts(coding, sources)
     wanted = [[]] * len(given) if targets is None else completions(coding, targets.tolist())
     for prompt, follows in zip(given, wanted, strict=True):
@@ -268,7 +268,7 @@ def _completions(sources: list[str], targets: NDArray[Any] | None, coding: Codin
 
 
 def _conversations(rows: Sequence[Any], coding: Coding, *, learnt: bool) -> Iterator[_Tokens]:
-    """By the chat template, whose special tokens are all there are."""
+    """Encode by the chat template, whose special tokens are the only ones."""
     require_template(coding.tokenizer)
     for messages in rows:
         turns = conversation(coding.tokenizer, messages, learnt=learnt)
@@ -276,7 +276,7 @@ def _conversations(rows: Sequence[Any], coding: Coding, *, learnt: bool) -> Iter
 
 
 def _fitted(ids: list[int], learnt: list[bool], prompt: int, coding: Coding) -> _Tokens:
-    """One feature of at most `max_length` tokens; the prompt keeps its end, and at least half of it."""
+    """Return one feature of at most `max_length` tokens; the prompt keeps its end, and at least half of it."""
     room = coding.max_length
     if not ids:
         ids, learnt = [coding.tokenizer.pad_token_id], [False]
@@ -287,7 +287,7 @@ def _fitted(ids: list[int], learnt: list[bool], prompt: int, coding: Coding) -> 
 
 
 def _positions(sizes: Sequence[Sequence[int]], width: int) -> torch.Tensor:
-    """Shape (packs, width): counts from 0 for each feature of a pack, and for what is filled up behind them."""
+    """Return positions of shape (packs, width): counts from 0 for each feature of a pack, and for the padding."""
     import torch
 
     rows = []
@@ -305,7 +305,7 @@ def _replied(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _refuse_mixing(job: TrainerJob, model: PreTrainedModel) -> None:
-    """Has the model read a row alone and behind another one: when that changes what it says, it mixes rows."""
+    """Compute a row alone and behind another one; raise when the logits differ, because then the model mixes rows."""
     import torch
 
     ids = torch.arange(2 * _PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
@@ -318,7 +318,7 @@ def _refuse_mixing(job: TrainerJob, model: PreTrainedModel) -> None:
             alone = read(input_ids=ids[:, _PROBE_TOKENS:], position_ids=positions[:, _PROBE_TOKENS:]).logits
             behind = read(input_ids=ids, position_ids=positions).logits[:, _PROBE_TOKENS:]
         mixed = float((alone - behind).abs().max()) > _APART * float(alone.abs().max())
-    except TypeError:  # It does not know positions.
+    except TypeError:  # it takes no positions
         mixed = True
     finally:
         model.train(was_training)

@@ -1,5 +1,5 @@
 """Text to text: an encoder reads a text, a decoder writes another. Summaries are judged by ROUGE, translations by BLEU
-and chrF, on what the model writes by itself.
+and chrF, on the text that the model generates.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _COLUMNS = ("source", "target")
 _ROUGE = METRICS["summarization"][None]
 _TRANSLATED = METRICS["translation"][None]
 Judge = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
-"""Texts that were written, and those that were wanted -> metrics."""
+"""Generated and wanted texts -> metrics."""
 
 
 class Transforms:
-    """A decoder writes what the encoder's text becomes."""
+    """Writer for models whose decoder transforms the encoder's text."""
 
     stages = frozenset({Stage.EVALUATE, Stage.PREDICT})
 
     def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
-        """Each row is one feature."""
+        """Return all features: each row is one."""
         return np.arange(len(split.position))
 
     def write(
@@ -65,7 +65,7 @@ class Transforms:
         features: Sequence[Feature],
         generation: Generation,
     ) -> list[Answer]:
-        """By `generate`, from the model's own first token."""
+        """Call `generate`, from the model's own first token."""
         batch = padded(features, {"input_ids": padding_token(tokenizer)})
         return texts(tokenizer, generated(model, tokenizer, batch, generation))
 
@@ -74,12 +74,12 @@ class TextToText(LanguageTask):
     """The TaskModule of `summarization` and `translation`.
 
     A feature has `input_ids` and the `labels` that the decoder learns. An answer has `surprise` and `hit`, one for each
-    label, and `generated_text` where the model has written.
+    label, and `generated_text` where the model has generated text.
     """
 
     auto: str = "AutoModelForSeq2SeqLM"
     of_checkpoints: str = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
-    # transformers smooths labels that it takes away from the model, which makes the decoder's inputs of them.
+    # transformers removes labels from the inputs to smooth them, but the model derives its decoder's inputs from them.
     smooths_labels: frozenset[LabelForm | None] = frozenset()
     answer_columns: frozenset[str] = frozenset({WRITTEN})
     writer: Writer | None = Transforms()
@@ -91,7 +91,7 @@ class TextToText(LanguageTask):
     # --------------------------------------------------------------------------------------------------------- data
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
-        """The source, and the target when named."""
+        """Return the columns of the source, and of the target when named."""
         if columns.source is None:
             raise not_set(f"{setting}.columns.source", "the column that holds the text to turn")
         if labelled and columns.target is None:
@@ -103,21 +103,21 @@ class TextToText(LanguageTask):
         return tuple(needs)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """`source`."""
+        """Return `source`."""
         assert columns.source is not None
         return {"source": columns.source}
 
     def judged(self, columns: Columns) -> dict[str, str]:
-        """`target`: what is written is compared with it."""
+        """Return `target`: generated text is compared with it."""
         return {} if columns.target is None else {"target": columns.target}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
-        """Every source is there and is text."""
+        """Check that every source exists and is text."""
         assert columns.source is not None
         refuse_not_text(split, f"{setting}.columns.source", columns.source, split.table[columns.source])
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """The wanted texts."""
+        """Return the wanted texts."""
         found: dict[str, NDArray[Any]] = {}
         for role, split in raw.items():
             if columns.target is not None and columns.target in split.rows.column_names:
@@ -125,7 +125,7 @@ class TextToText(LanguageTask):
         return Targets(of=found)
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Both texts lose their end where they are too long."""
+        """Encode; both texts lose their end where they are too long."""
         sources, cut = _cut(coding, text=list(rows["source"]))
         features: dict[str, Sequence[Any]] = {"input_ids": never_empty(sources, coding)}
         if targets is not None:
@@ -134,7 +134,7 @@ class TextToText(LanguageTask):
         return Encoded(features, truncated=sum(cut), learnt=sum(map(len, features.get("labels", ()))))
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """Pads both on the right."""
+        """Pad both on the right."""
         batch = padded(features, {"input_ids": pad_token_id})
         if "labels" in features[0]:
             labels = padded([{"input_ids": feature["labels"]} for feature in features], {"input_ids": NOT_LEARNT})
@@ -144,7 +144,7 @@ class TextToText(LanguageTask):
     # ------------------------------------------------------------------------------------------------------- models
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """As the checkpoint has it."""
+        """Build the model as in the checkpoint."""
         return self.built(job, load_config(job), dtype)
 
     # ------------------------------------------------------------------------------------------------------ results
@@ -152,30 +152,30 @@ class TextToText(LanguageTask):
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
-        """How likely each wanted token was after those before it."""
+        """Return the loss of each wanted token after those before it."""
         return surprises([(model(**batch).logits, batch["labels"])])
 
     def labelled(self, split: PreparedSplit) -> bool:
-        """Whether wanted texts are known."""
+        """Return whether wanted texts are known."""
         return "labels" in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """See `token_figures`; and the task's own metrics of what the model has written, where it has."""
+        """See `token_figures`; and the task's own metrics of the generated text, where there is any."""
         figures = token_figures(answers)
         if WRITTEN in answers[0]:
             figures |= self._judge(written(answers, split.features_by_row), _wanted(split))
         return figures
 
     def answer_schema(self, labels: Labels) -> pa.Schema:
-        """`generated_text`, whatever the labels."""
+        """Return the schema of `generated_text`, whatever the labels."""
         return TEXT_SCHEMA
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """`generated_text`."""
+        """Return `generated_text`."""
         return text_table(written(answers, split.features_by_row[rows]))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """With the model itself: transformers has no pipeline for these tasks any more."""
+        """Describe use with the model itself: transformers has no pipeline for these tasks any more."""
         return Card(
             use=_USE.format(max_length=facts.max_length),
             auto=self.auto,
@@ -185,7 +185,7 @@ class TextToText(LanguageTask):
         )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """Those that are least like what was wanted, by the last of the metrics, then the first that equal it."""
+        """Return the rows least like the wanted text, by the last of the metrics, then the first that equal it."""
         said, gold = written(answers, split.features_by_row), _wanted(split)
         name = self.metrics[None][-1]
         whole = self._judge(["a"], ["a"])[name] or 1.0
@@ -205,17 +205,17 @@ print(tokenizer.decode(said[0], skip_special_tokens=True))"""
 
 
 def summarization() -> TextToText:
-    """Judged by ROUGE."""
+    """Return the task judged by ROUGE."""
     return TextToText(_ROUGE, rouge)
 
 
 def translation() -> TextToText:
-    """Judged by BLEU and chrF."""
+    """Return the task judged by BLEU and chrF."""
     return TextToText(_TRANSLATED, bleu)
 
 
 def rouge(said: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
-    """F-measures of Google's rouge_score with stemming, as shares of 1: the mean over rows."""
+    """Return the F-measures of Google's rouge_score with stemming, as shares of 1: the mean over rows."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(_ROUGE), use_stemmer=True)
@@ -224,7 +224,7 @@ def rouge(said: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
 
 
 def bleu(said: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
-    """Of the whole split by sacrebleu, between 0 and 100 as it gives them."""
+    """Return the scores of the whole split by sacrebleu, between 0 and 100 as it returns them."""
     import sacrebleu
 
     references = [list(wanted)]
@@ -240,13 +240,13 @@ def _wanted(split: PreparedSplit) -> list[str]:
 
 
 def _cut(coding: Coding, **texts: list[str]) -> tuple[list[list[int]], list[bool]]:
-    """Tokens of each text with its end token, and whether some were lost."""
+    """Return the tokens of each text with its end token, and True for texts that were cut."""
     encoded = coding.tokenizer(**texts, padding=False, truncation=False, return_attention_mask=False, verbose=False)
     special = coding.tokenizer.num_special_tokens_to_add(pair=False)
     found, cut = [], []
     for ids in encoded["input_ids"]:
         long = len(ids) > coding.max_length
-        # What a tokenizer adds at the end, the end token, stays.
+        # Keep the token that a tokenizer adds at the end, the end token.
         found.append([*ids[: coding.max_length - 1], ids[-1]] if long and special else ids[: coding.max_length])
         cut.append(long)
     return found, cut

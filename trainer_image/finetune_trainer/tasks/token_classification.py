@@ -1,13 +1,13 @@
 """Token classification: one tag for each word of a row, as in named-entity recognition.
 
-Rows are lists of words. A row that is longer than the model's input is cut into windows that overlap, and each word is
+Rows are lists of words. A row that is longer than the model's input is cut into overlapping windows, and each word is
 learnt and answered once, in the window in which it has most text around it: training, evaluation and prediction count
-every word alike, and none is lost. A word's tag belongs to its first token; the others of the word have none. A word of
-which the tokenizer leaves nothing cannot be learnt; it is answered with `O` where there is such a tag, and counts as
-missed where another one was right.
+every word alike, and none is lost. A word's tag belongs to its first token; its other tokens have none. A word without
+tokens cannot be learnt; it is answered with `O` where there is such a tag, and counts as missed where another one was
+right.
 
 Longformer attends to a window of neighbours; its first token attends to all of them, and they to it. The model itself
-fills inputs up to a multiple of its attention window.
+pads inputs to a multiple of its attention window.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 _COLUMNS = ("tokens", "tags")
 _HEAD = "ForTokenClassification"
 _NOT_COUNTED = -100
-"""What the loss of transformers' models leaves out."""
+"""Label that the loss of transformers' models ignores."""
 _NO_WORD = -1
 _NO_TAG = -1
-"""The answer to a word without tokens where no tag is `O`."""
+"""Answer to a word without tokens where no tag is `O`."""
 _LEAST = 1e-12
-"""Confidence in the answer to a word without tokens, where answers are put in order: wrong, and last of the wrong."""
+"""Confidence in the answer to a word without tokens, for sorting answers: wrong, and last of the wrong."""
 _GLOBAL_ATTENTION = ("longformer", "led")
-"""Values of `model_type` that want to be told which tokens attend to all others."""
+"""Values of `model_type` whose inputs mark the tokens that attend to all others."""
 _ENTITY_TAG = re.compile(r"[BIESLU]-.+")
 _OUTSIDE = "O"
 _METRICS = METRICS["token-classification"]
@@ -72,8 +72,8 @@ _METRICS = METRICS["token-classification"]
 class TokenClassification(heads.WithHead):
     """The TaskModule of `token-classification`.
 
-    A target is the tag ids of a row's words. A feature has `words`: for each token the index of the word that it is the
-    first token of, or -1, also for words that another window answers; and `tags`, the tag id of that word, or -100. An
+    A target is the tag ids of a row's words. A feature has `words`: for each token the index of the word whose first
+    token it is, or -1, also for words that another window answers; and `tags`, the tag id of that word, or -100. An
     answer has the `logits` of its words, in their order.
     """
 
@@ -85,7 +85,7 @@ class TokenClassification(heads.WithHead):
     # --------------------------------------------------------------------------------------------------------- data
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
-        """The words, and the tags when named."""
+        """Return the columns of the words, and of the tags when named."""
         if columns.tokens is None:
             raise not_set(f"{setting}.columns.tokens", "the column that holds the list of words")
         if labelled and columns.tags is None:
@@ -97,16 +97,16 @@ class TokenClassification(heads.WithHead):
         return tuple(needs)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """`tokens`."""
+        """Return `tokens`."""
         assert columns.tokens is not None
         return {"tokens": columns.tokens}
 
     def judged(self, columns: Columns) -> dict[str, str]:
-        """`tags`: those of words without tokens are in no feature."""
+        """Return `tags`: those of words without tokens are in no feature."""
         return {} if columns.tags is None else {"tags": columns.tags}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
-        """Every row is a list of at least one word, and every word is text."""
+        """Check that every row is a list of at least one word, and that every word is text."""
         path, name = f"{setting}.columns.tokens", self.inputs(columns)["tokens"]
         values = split.table[name]
         if not is_list(values.type) or not is_text(values.type.value_type):
@@ -122,8 +122,8 @@ class TokenClassification(heads.WithHead):
             raise row_error("NullWord", split, row, path, name, values[row].as_py(), "a word is text")
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """Names from the model (`known`), from a Hub data set's class names, or from the first split with tags: `O`
-        first, then the others in their order.
+        """Return the targets, with names from the model (`known`), from a Hub data set's class names, or from the first
+        split with tags: `O` first, then the others in their order.
         """
         column = columns.tags
         tagged = {role: split for role, split in raw.items() if column in split.rows.column_names}
@@ -147,12 +147,12 @@ class TokenClassification(heads.WithHead):
         return Targets(Labels(names), {role: _ids(split, column, names) for role, split in tagged.items()})
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
-        """Words of each tag."""
+        """Count the words of each tag."""
         counts = np.bincount(np.concatenate(targets), minlength=len(labels.names))
         return dict(zip(labels.names, counts.tolist(), strict=True))
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Windows of each row. None is truncated."""
+        """Cut each row into windows. No row is truncated."""
         made_ready(coding, pair=False)
         encoded = coding.tokenizer(
             list(rows["tokens"]),
@@ -182,7 +182,7 @@ class TokenClassification(heads.WithHead):
         return Encoded(features, rows=of_row, learnt=learnt)
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """Pads on the right."""
+        """Pad on the right."""
         fills = {"input_ids": pad_token_id, "global_attention_mask": 0, "tags": _NOT_COUNTED}
         batch = padded(features, fills)
         if "tags" in batch:
@@ -192,12 +192,12 @@ class TokenClassification(heads.WithHead):
     # ------------------------------------------------------------------------------------------------------- models
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
-        """From `id2label`, when the checkpoint was saved with a head for tags."""
+        """Read `id2label`, when the checkpoint was saved with a head for tags."""
         names = heads.labels_of(config, _HEAD)
         return None if names is None else Labels(names)
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """A head of another size in the checkpoint is replaced."""
+        """Build the model; a head of another size in the checkpoint is replaced."""
         config = load_config(job)
         heads.name_labels(config, facts.labels)
         return self.built(job, config, dtype)
@@ -205,36 +205,36 @@ class TokenClassification(heads.WithHead):
     # ------------------------------------------------------------------------------------------------------ results
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Words."""
+        """Count the words."""
         return int(batch["labels"].ne(_NOT_COUNTED).sum())
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
-        """The logits of the words that each window answers."""
+        """Return the logits of the words that each window answers."""
         said = model(**{name: value for name, value in batch.items() if name != "labels"})
         logits = said.logits.float().cpu().numpy()
-        # A model may fill up its input and answer for what it added; features say how far they go.
+        # A model may pad its input and return logits for the padding; features have the true length.
         return [{"logits": logits[row, np.flatnonzero(each["words"] != _NO_WORD)]} for row, each in enumerate(features)]
 
     def labelled(self, split: PreparedSplit) -> bool:
-        """Whether words have tags."""
+        """Return whether words have tags."""
         return "tags" in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """Mean cross-entropy of a word with tokens in nats; of all words see `measured`."""
+        """Return the mean cross-entropy of a word with tokens in nats; for all words see `measured`."""
         loss = cross_entropy(np.concatenate(_logits_by_row(answers, split)), np.concatenate(_tags_by_row(split)))
         said = [said.ids for said in _said(answers, split, slice(None))]
         return {"loss": loss, **measured(_gold(split), said, split.facts.labels)}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
-        """The most frequent tag of the very words that are judged, which is `O` as a rule: no entity at all."""
+        """Judge the most frequent tag of the very words that are judged, usually `O`: no entity at all."""
         tags = _gold(split)
         most = np.bincount(np.concatenate(tags)).argmax()
         return measured(tags, [np.full_like(each, most) for each in tags], split.facts.labels)
 
     def answer_schema(self, labels: Labels) -> pa.Schema:
-        """`tags`, `scores` and `entities`, whatever the labels."""
+        """Return the schema of `tags`, `scores` and `entities`, whatever the labels."""
         return pa.schema(
             [
                 ("tags", pa.list_(pa.string())),
@@ -244,9 +244,9 @@ class TokenClassification(heads.WithHead):
         )
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """`tags` and their probabilities `scores`, one for each word, and `entities` with their type, first and last
-        word (counted from 0), text and the least probability of their words. A word without tokens has the score 0, and
-        no tag (null) where no tag is `O`.
+        """Return `tags` and their probabilities `scores`, one for each word, and `entities` with their type, first and
+        last word (counted from 0), text and the least probability of their words. A word without tokens has the score
+        0, and no tag (null) where no tag is `O`.
         """
         names, raw = split.facts.labels, split.raw_values(split.inputs["tokens"], rows)
         tags, scores, found = [], [], []
@@ -258,7 +258,7 @@ class TokenClassification(heads.WithHead):
         return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """With `pipeline`, which takes a text and finds its words by itself."""
+        """Describe use with `pipeline`, which splits a text into words itself."""
         return Card(
             use='print(model("a text with names in it", aggregation_strategy="simple"))',
             long_rows=f"Longer inputs were cut into windows of {facts.max_length} tokens that overlap; `pipeline` does "
@@ -268,13 +268,13 @@ class TokenClassification(heads.WithHead):
         )
 
     def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
-        """Of words; one without tokens may have no tag."""
+        """Count for words; one without tokens may have no tag."""
         said = [each.ids for each in _said(answers, split, slice(None))]
         right = np.concatenate(_gold(split))
         return Confusion.of(right, np.concatenate(said), split.facts.labels, unit="words", none="no tag")
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """Rows with a wrong tag given with most confidence first (at most half), then the first rows that are right."""
+        """Return rows with the most confident wrong tag first (at most half), then the first right rows."""
         tags, said, names = _gold(split), list(_said(answers, split, slice(None))), split.facts.labels
         wrong = np.array([
             float(np.where(each.ids != right, np.maximum(each.scores, _LEAST), 0.0).max())
@@ -306,7 +306,7 @@ _ENTITY = pa.struct(
 
 
 def _owned(windows: Sequence[Sequence[int | None]], stride: int) -> list[list[int]]:
-    """For each token of each window the word that it is the first token of and that this window answers, else -1.
+    """Return for each token of each window the word whose first token it is and that this window answers, else -1.
 
     `windows`: for each token the index of its word in the row, None for special tokens; neighbours share `stride`
     tokens. A word that begins in several windows is answered by the one whose nearer end is farthest from it.
@@ -338,8 +338,8 @@ def _owned(windows: Sequence[Sequence[int | None]], stride: int) -> list[list[in
 def _by_row(
     split: PreparedSplit, part: Callable[[int], NDArray[Any]], rows: slice
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[Any]]]:
-    """For some rows the words that are answered, in their order, and what `part` has of each; words of which the
-    tokenizer leaves nothing are missing. `part`: of a feature, one value for each of the words that it answers.
+    """Yield for some rows the answered words, in their order, and the value of `part` for each; words without tokens
+    are missing. `part`: of a feature, one value for each of the words that it answers.
     """
     for features in split.features_by_row[rows]:
         words = np.concatenate([_answered(split.list_of("words", at)) for at in features])
@@ -348,13 +348,13 @@ def _by_row(
 
 
 def _answered(words: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The words that a feature answers, as its answer has them."""
+    """Return the words that a feature answers, in the order of its answer."""
     answered: NDArray[np.int32] = words[words != _NO_WORD]
     return answered
 
 
 def _tags_by_row(split: PreparedSplit) -> list[NDArray[np.int32]]:
-    """For each row the tag ids of its words."""
+    """Return for each row the tag ids of its words."""
 
     def tags_of(at: int) -> NDArray[np.int32]:
         tags: NDArray[np.int32] = split.list_of("tags", at)[split.list_of("words", at) != _NO_WORD]
@@ -364,18 +364,18 @@ def _tags_by_row(split: PreparedSplit) -> list[NDArray[np.int32]]:
 
 
 def _logits_by_row(answers: Sequence[Answer], split: PreparedSplit) -> list[NDArray[np.float32]]:
-    """For each row its words' logits."""
+    """Return for each row its words' logits."""
     return [logits for _, logits in _by_row(split, lambda at: answers[at]["logits"], slice(None))]
 
 
 @dataclass(frozen=True)
 class _Said:
-    """The answer to all words of a row."""
+    """Answer to all words of a row."""
 
     ids: NDArray[np.int32]
-    """Of their tags; of a word without tokens the id of `O`, or `_NO_TAG`."""
+    """Ids of their tags; for a word without tokens the id of `O`, or `_NO_TAG`."""
     scores: NDArray[np.float64]
-    """Their probabilities; of a word without tokens 0."""
+    """Their probabilities; for a word without tokens 0."""
 
 
 def _said(answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_Said]:
@@ -400,7 +400,7 @@ def _gold(split: PreparedSplit) -> list[NDArray[np.int32]]:
 
 
 def measured(tags: Sequence[NDArray[Any]], answers: Sequence[NDArray[Any]], names: Sequence[str]) -> dict[str, float]:
-    """Accuracy of words; f1, precision and recall of whole entities by seqeval where tags are those of entities
+    """Return accuracy of words; f1, precision and recall of whole entities by seqeval where tags are those of entities
     (`B-person`), else of tags, as the plain mean over them. `tags` and `answers`: tag ids of each row's words; an
     answer may be `_NO_TAG`, which is never right.
     """
@@ -439,7 +439,7 @@ def _entities(tags: Sequence[str], words: Sequence[str], scores: NDArray[np.floa
 
 
 def _check_tags(split: RawSplit, column: str, words: str) -> None:
-    """A tag for each word: a word or a class id."""
+    """Check that each word has a tag: a name or a class id."""
     path, table = "dataset.columns.tags", split.table
     values = table[column]
     kind = values.type.value_type if is_list(values.type) else None
@@ -472,7 +472,7 @@ def _names(split: RawSplit, column: str) -> tuple[str, ...]:
 
 
 def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
-    """One array of ids for each row."""
+    """Return one array of ids for each row."""
     values = split.table[column].combine_chunks()
     flat = values.flatten()
     known: dict[Any, int] = {name: i for i, name in enumerate(names)}
@@ -492,7 +492,7 @@ def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
 
 
 def _tag_error(split: RawSplit, column: str, value: object, rule: str) -> StageError:
-    """For the first row that has the tag."""
+    """Return the error for the first row that has the tag."""
     values = split.table[column]
     row = next(number for number, tags in enumerate(values.to_pylist()) if value in tags)
     return row_error("LabelOutOfRange", split, row, "dataset.columns.tags", column, values[row].as_py(), rule)

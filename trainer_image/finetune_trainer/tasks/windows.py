@@ -1,4 +1,4 @@
-"""Long rows as windows that overlap: what tasks that cut them have in common."""
+"""Overlapping windows of long rows: the shared part of tasks that cut them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from finetune_trainer.tasks.task_protocol import Coding
 
 
 def made_ready(coding: Coding, *, pair: bool) -> int:
-    """Has the tokenizer count windows from the left, and gives the tokens of a window that are not special ones.
+    """Make the tokenizer cut windows from the left, and return the tokens of a window that are not special ones.
 
-    StageError MODEL for a tokenizer that does not tell where in a row its tokens are, CONFIG for windows that would not
-    move on.
+    Raise StageError MODEL for a tokenizer without offsets of tokens in a row, CONFIG for windows that would not
+    advance.
     """
     tokenizer = coding.tokenizer
     if not tokenizer.is_fast:
@@ -29,6 +29,6 @@ def made_ready(coding: Coding, *, pair: bool) -> int:
             f"Windows of {coding.max_length} tokens hold {max(0, room)} of a row, and share {coding.stride}.",
             "Raise preparation.maxLength, or lower preparation.stride.",
         )
-    # Nothing of a row is cut off, so that the side has no meaning but this.
+    # Windows keep all of a row, so the side decides only the order.
     tokenizer.truncation_side = "right"
     return room

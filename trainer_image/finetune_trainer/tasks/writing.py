@@ -1,4 +1,4 @@
-"""Models that write: what the tasks have in common whose answers are text of their own."""
+"""Models that generate text: the shared part of tasks whose answers are generated."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from finetune_trainer.data.prepared import PreparedSplit
 
 WRITTEN = "generated_text"
-"""The column of predictions, as pipelines of transformers call it; and what an answer calls it."""
+"""Column of predictions, by its name in pipelines of transformers; and its key in an answer."""
 
 
 class Watch(Protocol):
-    """Sees what a model writes while it does."""
+    """Observer of a model's tokens during generation."""
 
     def arguments(self) -> Mapping[str, Any]:
-        """Further arguments of `generate`."""
+        """Return further arguments of `generate`."""
 
     def told(self, tokens: torch.Tensor) -> Answer:
-        """What the answer of one row has beside its text. `tokens`: those that were written."""
+        """Return the fields of one row's answer beside its text. `tokens`: the generated ones."""
 
 
 watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
-"""Set by who calls the stages' code and wants to see tokens, as a server does."""
+"""Set by callers of the stages' code that observe tokens, for example a server."""
 
 
 def search(generation: Generation) -> dict[str, Any]:
-    """The settings as arguments of `generate`."""
+    """Return the settings as arguments of `generate`."""
     chosen: dict[str, Any] = {
         "max_new_tokens": generation.max_new_tokens,
         "num_beams": generation.num_beams,
@@ -58,19 +58,19 @@ def search(generation: Generation) -> dict[str, Any]:
 
 
 def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end what is written: the model's own, and the tokenizer's, with which training rows end."""
+    """Return the tokens that end generation: the model's own, and the tokenizer's, with which training rows end."""
     own = getattr(model.generation_config, "eos_token_id", None)
     found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
     return sorted(token for token in found if isinstance(token, int))
 
 
 class Continues:
-    """A decoder writes on behind the prompt of a feature, its first `prompt` tokens."""
+    """Writer for decoders, which continue the prompt of a feature, its first `prompt` tokens."""
 
     stages = frozenset({Stage.PREDICT})
 
     def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
-        """Of each row the last: there the text ends."""
+        """Return the last feature of each row: there the text ends."""
         return np.array([each[-1] for each in split.features_by_row])
 
     def write(
@@ -80,8 +80,8 @@ class Continues:
         features: Sequence[Feature],
         generation: Generation,
     ) -> list[Answer]:
-        """Prompts are filled up on the left, so that all of them end where writing begins; one that leaves too few of
-        the model's positions loses its beginning.
+        """Pad prompts on the left, so that all of them end where generation begins; a prompt that leaves too few of the
+        model's positions loses its beginning.
         """
         import torch
 
@@ -98,7 +98,7 @@ class Continues:
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Its number, which every tokenizer of ours has."""
+    """Return the id of the padding token, which every tokenizer of ours has."""
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     return pad
@@ -110,7 +110,7 @@ def generated(
     batch: Mapping[str, torch.Tensor],
     generation: Generation,
 ) -> torch.Tensor:
-    """The tokens that the model writes, shape (rows, tokens), behind those of `batch` when it is a decoder alone."""
+    """Return the generated tokens, shape (rows, tokens), behind those of `batch` for a decoder-only model."""
     watching = watch.get()
     tokens: torch.Tensor = cast(Any, model).generate(
         **{name: tensor.to(model.device) for name, tensor in batch.items()},
@@ -123,7 +123,7 @@ def generated(
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor) -> list[Answer]:
-    """Each row of tokens as an answer."""
+    """Decode each row of tokens to an answer."""
     answers: list[Answer] = [
         {WRITTEN: np.array(text)} for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)
     ]
@@ -133,7 +133,7 @@ def texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor) -> list[Answ
 
 
 def written(answers: Sequence[Answer], features: Sequence[range]) -> list[str]:
-    """The text for each row, which its last feature has. `features`: those of each row."""
+    """Return the text for each row, from its last feature. `features`: those of each row."""
     return [str(answers[each[-1]][WRITTEN]) for each in features]
 
 
@@ -142,14 +142,14 @@ TEXT_SCHEMA = pa.schema([(WRITTEN, pa.string())])
 
 
 def text_table(said: Sequence[str]) -> pa.Table:
-    """The task's columns of the predictions."""
+    """Return the task's columns of the predictions."""
     return pa.table({WRITTEN: said}, schema=TEXT_SCHEMA)
 
 
 def surprises(said: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answer]:
-    """Of each row the cross-entropy of its labels in nats (`surprise`), and whether they were the likeliest token
-    (`hit`). `said`: parts of all rows, one after the other, each as logits, shape (rows, tokens, vocabulary), and the
-    labels at the same places, (rows, tokens).
+    """Return each row's cross-entropy of its labels in nats (`surprise`), and True where they were the likeliest token
+    (`hit`). `said`: parts of all rows in order, each as logits, shape (rows, tokens, vocabulary), and the labels at the
+    same places, (rows, tokens).
     """
     import torch
 
@@ -166,11 +166,11 @@ def surprises(said: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answer]
 def logits_at(
     model: torch.nn.Module, given: Mapping[str, torch.Tensor], labels: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What a decoder says to `given`, as `surprises` takes it: all at once, but where one process has the whole model,
-    which is in inference mode, at most `ASKED_LOGITS` at a time, and those alone at whose place a row has a label.
+    """Yield a decoder's logits for `given`, as `surprises` takes them: all at once, unless one process has the whole
+    model in inference mode; then at most `ASKED_LOGITS` at a time, only for places at which a row has a label.
 
-    The logits of one row of 131,072 tokens are 34 GB in bf16, while the rest of a pass has one layer at a time.
-    Processes that share a model would ask it different numbers of times, and wait for each other for ever.
+    The logits of one row of 131,072 tokens are 34 GB in bf16, while the rest of a forward pass holds one layer at a
+    time. Processes that share a model would call it different numbers of times, and wait for each other forever.
     """
     parts = _parts(model, labels)
     if parts is None:
@@ -182,7 +182,7 @@ def logits_at(
 
 
 def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tensor] | None:
-    """Places of the labels, in parts; None where all are asked for at once."""
+    """Return the places of the labels, in parts; None for all at once."""
     import torch
     from transformers import PreTrainedModel
 
@@ -198,7 +198,7 @@ def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tenso
 
 @contextmanager
 def _reading_once(body: torch.nn.Module) -> Iterator[None]:
-    """What `body` says to the first call of its `forward` it says to all."""
+    """Cache the output of the first call of `body`'s `forward` for all later calls."""
     own, read = vars(body).get("forward"), body.forward
     said: list[Any] = []
 
@@ -217,9 +217,9 @@ def _reading_once(body: torch.nn.Module) -> Iterator[None]:
 
 
 def judged(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The logits of one row, shape (tokens, vocabulary), in float32 where there is a label, with these labels: at most
-    `JUDGED_LOGITS` at a time, but at least those of a token. The logits are by far the largest thing in a pass, and in
-    float32 they would be there several times. Where gradients are wanted all of it is kept anyway, and comes at once.
+    """Yield the logits of one row, shape (tokens, vocabulary), in float32 where there is a label, with these labels: at
+    most `JUDGED_LOGITS` at a time, but at least those of a token. Logits are by far the largest tensor of a forward
+    pass, and float32 would hold them several times. With gradients they are all kept anyway, and yielded at once.
     """
     import torch
 
@@ -230,7 +230,7 @@ def judged(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.T
 
 
 def token_figures(answers: Sequence[Answer]) -> dict[str, float]:
-    """Mean cross-entropy of a token in nats, its exponential, and the share of tokens that were the likeliest one."""
+    """Return the mean cross-entropy of a token in nats, its exponential, and the share of likeliest tokens."""
     surprise: NDArray[np.float64] = np.concatenate([answer["surprise"] for answer in answers]).astype(np.float64)
     if not len(surprise):
         raise StageError(
@@ -245,7 +245,7 @@ def token_figures(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def surprising_rows(answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-    """At most so many rows for the report, the least expected first: `row`, and the perplexity of its tokens as
+    """Return at most so many rows for the report, the highest loss first: `row`, and the perplexity of its tokens as
     `score`.
     """
     by_row = [
@@ -257,7 +257,7 @@ def surprising_rows(answers: Sequence[Answer], split: PreparedSplit, most: int) 
 
 
 def _prompt_limit(model: PreTrainedModel, generation: Generation) -> int:
-    """Tokens that a prompt may have; StageError CONFIG when answers would take all of the model's positions."""
+    """Return a prompt's limit in tokens; raise StageError CONFIG when answers would take all of the positions."""
     positions = position_limit(model.config)
     if positions is None:
         return 1 << 30

@@ -1,1 +1,1 @@
-"""The train stage: the loop and the small objects around it."""
+"""The train stage: the loop and its collaborators."""

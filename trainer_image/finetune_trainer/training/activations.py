@@ -1,10 +1,9 @@
-"""What is kept of a forward pass for the backward pass, and where: recomputed in whole or in part, or moved to host
-memory.
+"""Activations kept for the backward pass: all, some with the rest recomputed, or in host memory.
 
-Selective checkpointing keeps what is dear to compute and small, the results of matrix products with weights and of
-fused attention, and computes the rest again: norms, activation functions, dropout, unfused attention scores
-(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5, goes by the same
-ratio; torch calls the means selective activation checkpointing).
+Selective checkpointing keeps results that are small and expensive to compute, those of matrix products with weights and
+of fused attention, and recomputes the rest: norms, activation functions, dropout, unfused attention scores (Korthikanti
+et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5, chooses by the same ratio;
+torch calls it selective activation checkpointing).
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from finetune_contract.choices import CheckpointingMode, StrategyName
 from finetune_trainer.strategies.strategy_protocol import expect
 
 _LEAST_BYTES = 1 << 16
-"""A copy of less costs more time than its room is worth."""
+"""Least size to copy: a smaller copy costs more time than its memory is worth."""
 _PRODUCTS = frozenset({nn.functional.linear, torch.addmm, torch.matmul, torch.bmm})
-"""Calls of torch that multiply with the weights of a module, and that autocast computes in 16 bits."""
+"""Functions of torch that multiply with the weights of a module, and that autocast computes in 16 bits."""
 _FUSED_ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -37,7 +36,7 @@ _FUSED_ATTENTION = (
 
 
 def checkpointing_arguments(mode: CheckpointingMode) -> Mapping[str, object]:
-    """Fields of TrainingArguments for activation checkpointing."""
+    """Return the fields of TrainingArguments for activation checkpointing."""
     if mode == "none":
         return {"activation_checkpointing": False}
     # The reentrant form fails under FSDP and DDP when inputs need no gradient, as token ids do not.
@@ -48,7 +47,7 @@ def checkpointing_arguments(mode: CheckpointingMode) -> Mapping[str, object]:
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For the forward pass and for its repetition, as torch's checkpoint asks for them."""
+    """Return the contexts of the forward pass and of its repetition, in the form that torch's checkpoint expects."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
@@ -61,7 +60,7 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 def assert_checkpointing_in_effect(mode: CheckpointingMode, model: nn.Module, strategy: StrategyName) -> None:
-    """StageError STRATEGY_NOT_IN_EFFECT unless the blocks of `model` recompute what was asked for."""
+    """Raise StageError STRATEGY_NOT_IN_EFFECT unless the blocks of `model` recompute as `mode` requires."""
     found = "off" if not getattr(model, "is_activation_checkpointing", False) else "full"
     blocks = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     kinds = {getattr(block._gradient_checkpointing_func, "keywords", {}).get("context_fn") for block in blocks}
@@ -75,52 +74,52 @@ def assert_checkpointing_in_effect(mode: CheckpointingMode, model: nn.Module, st
 
 
 class Activations(Protocol):
-    """Where saved activations lie."""
+    """Storage of saved activations."""
 
     def watch(self, model: nn.Module) -> None:
-        """Gets to know the model as it is spread, before the first step."""
+        """Register the sharded model, before the first step."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around the forward pass of a micro-batch."""
+        """Return the context of a micro-batch's forward pass."""
 
     def assert_in_effect(self, strategy: StrategyName) -> None:
-        """StageError STRATEGY_NOT_IN_EFFECT when the first forward pass kept nothing where it should have."""
+        """Raise StageError STRATEGY_NOT_IN_EFFECT when the first forward pass stored nothing in the required place."""
 
 
 class OnDevice:
-    """Where autograd leaves them."""
+    """Leaves activations where autograd saves them."""
 
     def watch(self, model: nn.Module) -> None:
-        """Nothing to know."""
+        """Do nothing."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Nothing to do."""
+        """Return an empty context."""
         return nullcontext()
 
     def assert_in_effect(self, strategy: StrategyName) -> None:
-        """It always is."""
+        """Do nothing: it always is."""
 
 
 class InHostMemory:
-    """Copied to page-locked host memory after their layer, and back before its backward pass.
+    """Copies activations to page-locked host memory after their layer, and back before its backward pass.
 
-    Weights, which autograd saves as well, stay where they are. They are told by their storage while their module
-    computes: ZeRO-3 and FSDP give a weight another storage each time it is gathered. Under autocast products save a
-    16-bit copy of a weight, which is made here to be known. On a CPU nothing is copied, as the device is the host.
+    Weights, which autograd saves as well, stay in place. They are recognised by their storage while their module
+    computes: ZeRO-3 and FSDP give a weight another storage each time it is gathered. Under autocast, products save a
+    16-bit copy of a weight, which is created here to be known. On a CPU nothing is copied, as the device is the host.
     """
 
     def __init__(self) -> None:
         self._weights: Counter[int] = Counter()
-        """Storage -> modules that compute with it now."""
+        """Storage -> number of modules that compute with it now."""
         self._running: list[list[int]] = []
         """Storages of the modules that compute now, the innermost last."""
         self._casts = _WeightCasts()
         self.moved_bytes = 0
-        """Of the forward passes so far."""
+        """Bytes moved in the forward passes so far."""
         self._seen = False
 
     def watch(self, model: nn.Module) -> None:
-        """Follows every module that has weights of its own; its hooks come after those of the strategies."""
+        """Add hooks to every module that has weights of its own, after those of the strategies."""
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(self._begin)
@@ -135,7 +134,7 @@ class InHostMemory:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """What autograd saves within it is moved."""
+        """Move the tensors that autograd saves inside the context."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self._casts:
             try:
                 yield
@@ -143,7 +142,7 @@ class InHostMemory:
                 self._casts.forget()
 
     def is_activation(self, tensor: torch.Tensor) -> bool:
-        """Whether a saved tensor is neither a weight nor too small to move."""
+        """Return whether a saved tensor is neither a weight nor too small to move."""
         if tensor.numel() * tensor.element_size() < _LEAST_BYTES:
             return False
         storage = _storage(tensor)
@@ -155,12 +154,12 @@ class InHostMemory:
             return None, tensor
         self.moved_bytes += tensor.numel() * tensor.element_size()
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
-        # In the order of the device's stream, so that the room is not used again before it has been copied.
+        # In the order of the device's stream, so that the memory is not reused before it has been copied.
         host.copy_(tensor, non_blocking=True)
         return tensor.device, host
 
     def assert_in_effect(self, strategy: StrategyName) -> None:
-        """After the first forward pass: autograd has asked where to keep what it saves."""
+        """Check after the first forward pass, once autograd has called the hooks."""
         found = "the model saved no activations through the hooks that move them"
         expect(self._seen, strategy, "ActivationsNotOffloaded", found)
 
@@ -171,15 +170,15 @@ def _unpack(packed: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
 
 
 class _WeightCasts(TorchFunctionMode):
-    """The 16-bit copies of weights in a forward pass under autocast: one of each weight, as autocast itself keeps."""
+    """Creates 16-bit copies of weights in a forward pass under autocast: one a weight, as autocast itself does."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         self.storages: set[int] = set()
-        """Of the copies."""
+        """Storages of the copies."""
 
     def forget(self) -> None:
-        """Ends the forward pass; what autograd has saved lives on."""
+        """End the forward pass; tensors saved by autograd stay alive."""
         self._copies, self.storages = {}, set()
 
     def __torch_function__(
@@ -191,7 +190,7 @@ class _WeightCasts(TorchFunctionMode):
 
     def _cast(self, weight: nn.Parameter) -> torch.Tensor:
         device = weight.device.type
-        # A copy that is made without a gradient would keep it from the weight where it is used again.
+        # A copy created without a gradient would cut the weight off from its gradient at the next use.
         if weight.dtype != torch.float32 or not (torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
             return weight
         if id(weight) not in self._copies:
@@ -202,7 +201,7 @@ class _WeightCasts(TorchFunctionMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identity of the memory that this process holds of it."""
+    """Return the address of the memory that this process holds of it."""
     from torch.distributed.tensor import DTensor
 
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

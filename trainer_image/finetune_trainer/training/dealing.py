@@ -1,4 +1,4 @@
-"""Features of a split, dealt out to the ranks, and what the model says of them as it is spread.
+"""Distribution of a split's features over the ranks, and the sharded model's answers to them.
 
 Every rank runs the same number of batches, because with FSDP and ZeRO-3 a forward pass gathers parameters from all of
 them.
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Deal:
-    """How splits are dealt out to the data-parallel ranks."""
+    """Distribution of splits over the data-parallel ranks."""
 
     prepared: PreparedData
     task: TaskModule
     batch_tokens: int
-    """Padded tokens of a batch at most."""
+    """Limit of padded tokens in a batch."""
     rank: int
     ranks: int
     tokens: TokenSlice = WHOLE
-    """What this process has of each feature."""
+    """Slice of each feature's tokens in this process."""
 
     def split(self, role: str, wanted: NDArray[np.int64] | None = None) -> DealtSplit:
-        """The features of a split with the indices `wanted`, or all of them, in batches of like widths."""
+        """Distribute the features of a split with the indices `wanted`, or all, in batches of similar widths."""
         widths = self.task.widths(self.prepared, role)
         wanted = np.arange(len(widths)) if wanted is None else wanted
         batches = [wanted[each] for each in inference_batches(widths[wanted], batch_tokens=self.batch_tokens)]
@@ -49,22 +49,22 @@ class Deal:
 
 @dataclass(frozen=True)
 class DealtSplit:
-    """What one rank has of a split."""
+    """A rank's share of a split."""
 
     deal: Deal
     role: str
     features: int
-    """Of the whole split."""
+    """Number of features of the whole split."""
     wanted: NDArray[np.int64]
-    """Indices of those that are dealt out, over all ranks."""
+    """Indices of the distributed features, over all ranks."""
     mine: list[NDArray[np.int64]]
-    """The batches of this rank."""
+    """Batches of this rank."""
 
     def answers(
         self, model: torch.nn.Module, device: torch.device
     ) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:  # fmt: skip
-        """Of each of this rank's batches: indices of the features, and an answer for each, of this
-        process's tokens. Keeps the model's mode.
+        """Yield for each of this rank's batches the indices of the features, and an answer for each, for this process's
+        tokens. Keeps the model's mode.
         """
         training = model.training
         model.eval()

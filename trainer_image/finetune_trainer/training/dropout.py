@@ -1,9 +1,9 @@
 """Dropout on CPUs from fewer random numbers.
 
 torch draws a dropout mask on a CPU with one thread and one 64-bit random number for each element: for small encoders
-that is a tenth of a step in fp32, and a fifth in bf16. Here a random number serves four elements with 16 bits each.
-The share that is dropped is thereby a multiple of 2^-16, and what is kept is scaled by that very share, so that the
-expectation is exact. The numbers come from torch's own generator: what restores its state (a resumed run, recomputed
+that is a tenth of a step in fp32, and a fifth in bf16. Here a random number serves four elements with 16 bits each. The
+dropped share is thereby a multiple of 2^-16, and kept elements are scaled by exactly that share, so that the
+expectation is exact. The numbers come from torch's own generator: restoring its state (a resumed run, recomputed
 activations) repeats the masks.
 """
 
@@ -16,10 +16,10 @@ _LEVELS = 1 << 16
 
 
 class SharedBitsDropout(nn.Dropout):
-    """`nn.Dropout` for plain tensors on a CPU; all others it leaves to that class."""
+    """`nn.Dropout` for plain tensors on a CPU; other tensors are left to that class."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Of any shape; zeros and scaled elements of it while training, else itself."""
+        """Return zeros and scaled elements of `input`, of any shape, while training, else `input` itself."""
         dropped = round(self.p * _LEVELS)
         plain = type(input) is torch.Tensor and input.device.type == "cpu"
         if not plain or not self.training or self.inplace or dropped in (0, _LEVELS):
@@ -29,13 +29,13 @@ class SharedBitsDropout(nn.Dropout):
 
 
 def _uniform_16_bits(count: int) -> torch.Tensor:
-    """`count` numbers of int16, each as likely as any other."""
+    """Return `count` numbers of int16, uniformly distributed."""
     drawn = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
     return drawn.view(torch.int16)[:count]
 
 
 def share_random_bits(model: nn.Module) -> int:
-    """Has the dropout layers of `model` draw fewer random numbers; how many there are."""
+    """Make the dropout layers of `model` draw fewer random numbers; return their number."""
     found = [
         (module, name, child)
         for module in model.modules()

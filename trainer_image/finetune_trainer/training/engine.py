@@ -38,22 +38,22 @@ from finetune_trainer.training.training_arguments import is_optimizer
 from finetune_trainer.training.unused_weights import LossOf, may_leave_weights_unused
 
 _NOT_DECAYED = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Patterns of the names of weights without weight decay, besides all of `nn.LayerNorm`; those of transformers' Trainer,
-whose optimizer groups are in the checkpoints.
+"""Name patterns of weights without weight decay, besides all of `nn.LayerNorm`; those of transformers' Trainer, whose
+optimizer groups are in the checkpoints.
 """
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The figures of one optimizer step."""
+    """Figures of one optimizer step."""
 
     learning_rate: float
     grad_norm: Any
-    """Before clipping, a number or a tensor on the device; None where DeepSpeed computes none."""
+    """Norm before clipping, a number or a tensor on the device; None where DeepSpeed computes none."""
 
 
 class Engine:
-    """A model that accelerate prepares, or that its strategy has spread already."""
+    """A model that accelerate prepares, or that its strategy has already sharded."""
 
     def __init__(self, model: PreTrainedModel, args: TrainingArguments, strategy: Strategy, *, adapted: bool) -> None:
         self.args = args
@@ -76,8 +76,8 @@ class Engine:
 
     @property
     def placed(self) -> Placed:
-        """The model as it is spread, after `start`."""
-        # Around everything else when the job asks for torch_compile.
+        """Return the sharded model, after `start`."""
+        # Outermost wrapper when the job asks for torch_compile.
         wrapped = getattr(self.wrapped, "_orig_mod", self.wrapped)
         return Placed(
             self.model, wrapped, self._inner_optimizer(), self.args.world_size, self.args.device, self._adapted
@@ -87,8 +87,8 @@ class Engine:
         return self.optimizer.optimizer
 
     def start(self, first_loss: LossOf) -> None:
-        """Build the optimizer, wrap the model, and build the schedule. `first_loss`: of the micro-batch that this rank
-        begins with, on the device.
+        """Build the optimizer, wrap the model, and build the schedule. `first_loss`: that of this rank's first
+        micro-batch, on the device.
         """
         args = self.args
         if args.use_liger_kernel:
@@ -108,13 +108,13 @@ class Engine:
         self.wrapped.train()
 
     def _look_for_unused_weights(self, first_loss: LossOf) -> None:
-        """Have DistributedDataParallel look in each step for weights without a gradient where there are any: it walks
-        through the graph then, and reduces a map of the weights besides their gradients.
+        """Make DistributedDataParallel search in each step for weights without a gradient if there are any: it then
+        walks through the graph, and reduces a map of the weights besides their gradients.
         """
         args = self.args
         if self._strategy.name != "ddp" or self._strategy.spreads_itself:
             return
-        # It cannot look where activations are recomputed, and need not where the graph never changes.
+        # It cannot search where activations are recomputed, and need not where the graph never changes.
         if args.ddp_find_unused_parameters is not None or args.activation_checkpointing or args.ddp_static_graph:
             return
         with self.accelerator.autocast():
@@ -131,7 +131,7 @@ class Engine:
 
     def assert_in_effect(self, optimizer: OptimizerName) -> None:
         """Raise StageError STRATEGY_NOT_IN_EFFECT unless the strategy, the loss scaling, torch.compile and the
-        optimizer are the ones asked for.
+        optimizer are the requested ones.
         """
         placed, args, name = self.placed, self.args, self._strategy.name
         self._strategy.assert_in_effect(placed)
@@ -148,14 +148,14 @@ class Engine:
 
     @property
     def _scales_loss(self) -> bool:
-        """fp16 loses small gradients unless the loss is scaled."""
+        """Return True for fp16, which loses small gradients unless the loss is scaled."""
         return bool(self.args.fp16)
 
     # ------------------------------------------------------------------------------------------------------------ step
 
     def to_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the batch on its way to the device: from page-locked memory, as the loader leaves it for a GPU, the
-        host does not wait for it.
+        """Return the batch on its way to the device: from page-locked memory, the loader's for a GPU, the host does not
+        wait for the copy.
         """
         return {name: value.to(self.args.device, non_blocking=True) for name, value in batch.items()}
 
@@ -174,7 +174,7 @@ class Engine:
         return self._stepped(grad_norm)
 
     def _clipped(self, most: float) -> Any:
-        """Clip the gradients and return their norm before; under FSDP it comes as a DTensor."""
+        """Clip the gradients and return their norm before; under FSDP it is a DTensor."""
         own = self._strategy.replica_step
         if own is not None:
             return own.clip_gradients(self.model, most)
@@ -190,7 +190,7 @@ class Engine:
 
     def figures(self, loss: torch.Tensor, done: OptimizerStep) -> tuple[float, float | None]:
         """Return the mean over all ranks of their `loss`, and the norm of the gradients. Every rank must call it. Both
-        come in one copy, for which the host waits.
+        are read in one copy, for which the host waits.
         """
         mean = self.accelerator.gather(loss).mean().double()
         if not isinstance(done.grad_norm, torch.Tensor):
@@ -201,7 +201,7 @@ class Engine:
 
 
 class DeepSpeedEngine(Engine):
-    """A model in DeepSpeed's engine, which has the precision, the exchange of gradients and the step."""
+    """A model in DeepSpeed's engine, which handles the precision, the exchange of gradients and the step."""
 
     _moves_model = False
     _scales_loss = False
@@ -212,7 +212,7 @@ class DeepSpeedEngine(Engine):
     def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
         from deepspeed.utils import logger as deepspeed_logger
 
-        # Raises ValueError for what contradicts `args`.
+        # Raises ValueError for a contradiction to `args`.
         self._config.trainer_config_finalize(self.args, self.model, self.args.max_steps)
         deepspeed_logger.setLevel(logging.ERROR)
         super()._wrap(optimizer)
@@ -232,20 +232,20 @@ class DeepSpeedEngine(Engine):
         }
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add the gradients of `loss`, which is divided by the whole step already."""
+        """Add the gradients of `loss`, which is already divided by the whole step."""
         engine: Any = self.wrapped
         engine.set_gradient_accumulation_boundary(is_boundary=last)
         engine.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> OptimizerStep:
-        """Have the engine clip, step and clear the gradients."""
+        """Make the engine clip, step and clear the gradients."""
         engine: Any = self.wrapped
         engine.step()
         return self._stepped(engine.get_global_grad_norm())
 
 
 def engine_of(model: PreTrainedModel, args: TrainingArguments, strategy: Strategy, *, adapted: bool) -> Engine:
-    """Return the engine of the strategy, with the model spread by it."""
+    """Return the engine of the strategy, with the model sharded by it."""
     kind = Engine if args.deepspeed_plugin is None else DeepSpeedEngine
     return kind(model, args, strategy, adapted=adapted)
 
@@ -258,7 +258,7 @@ def _accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accelerator
         "static_graph": args.ddp_static_graph,
     }
     given = {name: value for name, value in asked.items() if value is not None}
-    # Gradients lie in the buckets that are reduced, or there would be a second copy of all of them.
+    # Gradients are views of the reduced buckets, or there would be a second copy of all of them.
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, **given)
     return Accelerator(
         mixed_precision=args.mixed_precision,
@@ -271,8 +271,8 @@ def _accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accelerator
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: trained weights with and without weight decay, by the mesh of processes that they
-    are spread over, because one fused kernel cannot step weights of several meshes.
+    """Return the optimizer's groups: trained weights with and without weight decay, by the device mesh over which they
+    are sharded, because one fused kernel cannot step weights of several meshes.
     """
     named = get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED))  # type: ignore[no-untyped-call]
     decayed = set(named)

@@ -15,23 +15,23 @@ log = logging.getLogger(__name__)
 
 
 class History:
-    """The lines of one run. Rank 0 writes; a resumed run drops what came after the step that it resumes from."""
+    """Lines of one run. Rank 0 writes; a resumed run drops the lines after the step from which it resumes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def begin(self, step: int) -> None:
-        """Keeps the lines up to `step` (0: none) and drops the others, also a last line that was cut off."""
+        """Keep the lines up to `step` (0: none) and drop the others, also a truncated last line."""
         kept = [line for line in self.read() if line["step"] <= step]
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Appends one step."""
+        """Append one step."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines."""
+        """Return all complete lines."""
         if not self._path.exists():
             return []
         lines: list[dict[str, Any]] = []
@@ -44,10 +44,10 @@ class History:
 
 
 class RunFigures:
-    """What the lines of a history come to.
+    """Summary figures of a history.
 
-    Lines that an older image wrote, in an attempt before this one, may lack fields. A figure covers the steps whose
-    lines have what it is made of, which is said when it is not all of them, and is left out when there are none.
+    Lines of an older image, from an earlier attempt, may lack fields. A figure covers the steps whose lines have its
+    fields; a warning is logged when these are not all steps, and without any the figure is left out.
     """
 
     def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -55,8 +55,8 @@ class RunFigures:
         self._steps = [line for line in lines if "loss" in line]
 
     def losses(self) -> dict[str, float]:
-        """`loss_first` and `loss_last`: means of the training loss over the first and the last 5 % of the steps, of at
-        least one step; empty when the lines of all steps are gone.
+        """Return `loss_first` and `loss_last`: means of the training loss over the first and the last 5 % of the steps,
+        of at least one step; empty when there are no lines of steps.
         """
         losses = [line["loss"] for line in self._steps]
         if not losses:
@@ -66,9 +66,9 @@ class RunFigures:
         return {"loss_first": sum(losses[:count]) / count, "loss_last": sum(losses[-count:]) / count}
 
     def rates(self) -> dict[str, float]:
-        """`samples_per_second` over all steps: these have equally many samples, so it is the harmonic mean of their
-        rates. `tokens` of all steps and `tokens_per_second` without padding, and `padding_share`: the part of what was
-        computed that was padding.
+        """Return `samples_per_second` over all steps: these have equally many samples, so it is the harmonic mean of
+        their rates; `tokens` of all steps and `tokens_per_second` without padding, and `padding_share`: the padding's
+        part of all computed tokens.
         """
         rates: dict[str, float] = {}
         if counted := self._steps_with("samples_per_second"):
@@ -82,7 +82,7 @@ class RunFigures:
         return rates
 
     def _steps_with(self, *fields: str) -> list[Mapping[str, Any]]:
-        """Those whose lines have all of the fields."""
+        """Return the steps whose lines have all of the fields."""
         having = [line for line in self._steps if all(field in line for field in fields)]
         if len(having) < len(self._steps):
             log.warning(
@@ -95,7 +95,7 @@ class RunFigures:
         return having
 
     def seconds(self) -> dict[TimePart, float]:
-        """Of each part, over all steps and what was between them."""
+        """Return the seconds of each part, over all steps and the time between them."""
         parts: dict[TimePart, float] = {}
         for line in self._lines:
             for part, seconds in line.get("seconds", {}).items():
@@ -103,7 +103,7 @@ class RunFigures:
         return parts
 
     def validation(self, step: int | None = None) -> dict[str, float]:
-        """Return the evaluation in mid-training after `step`, None: the last one, with the names of the history
+        """Return the evaluation during training after `step`, None: the last one, with the names of the history
         (`eval_loss`); empty without one.
         """
         evaluations = [line for line in self._lines if "eval_loss" in line and step in (None, line["step"])]

@@ -1,5 +1,5 @@
-"""SIGTERM, SIGINT and, below mpirun, which passes no other on, SIGUSR1: at once where nothing can be saved, after the
-step where training can save.
+"""SIGTERM, SIGINT and, below mpirun, which forwards no other, SIGUSR1: end at once where nothing can be saved, after
+the step where training can save.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from finetune_trainer.failures import StageError
 
 
 def preempted(where: str) -> StageError:
-    """The error that ends a stage that was told to stop; exit code 143."""
+    """Return the error that ends a stage after a signal to stop; exit code 143."""
     return StageError(
         FailureClass.PREEMPTED,
         "Interrupted",
@@ -23,10 +23,10 @@ def preempted(where: str) -> StageError:
 
 
 class Interruption:
-    """Whether this process was told to stop.
+    """Requests to stop this process.
 
-    Until `defer` a signal raises StageError PREEMPTED where it strikes; from then on it is only noted. A launcher
-    passes one Ctrl-C on as a second signal, so any number of them means the same as one.
+    Until `defer` a signal raises StageError PREEMPTED at once; from then on it is only recorded. A launcher forwards
+    one Ctrl-C as a second signal, so any number of them counts as one.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class Interruption:
         self.requested = False
 
     def install(self) -> None:
-        """Takes over the three signals; only the main thread can, elsewhere (in a test) nothing happens."""
+        """Handle the three signals; only the main thread can, elsewhere (in a test) nothing happens."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 signal.signal(number, self._on_signal)
 
     def defer(self) -> None:
-        """From now on signals are noted in `requested`, for the loop to act upon between two steps."""
+        """From now on record signals in `requested`, for the loop to act upon between two steps."""
         self._deferred = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
-"""Tells transformers whether the rows of a micro-batch are padded, which the host knows before they go to the device.
+"""Passes transformers the fact whether the rows of a micro-batch are padded, known to the host before the transfer.
 
-Without padding its masks are left out, for the faster kernels of attention. transformers looks at the mask on the
-device to find out, in each forward pass, and on a GPU the host waits there for all that was asked of it before.
+Without padding the masks are left out, for faster attention kernels. transformers inspects the mask on the device to
+find out, in each forward pass, and on a GPU the host then waits for all queued work.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class KnownPadding:
-    """What is known of the mask of a micro-batch."""
+    """Facts about the mask of a micro-batch."""
 
     shape: tuple[int, ...]
     padded: bool
 
     current: ClassVar[KnownPadding | None] = None
-    """Of the forward pass under way; None: nothing."""
+    """Facts for the current forward pass; None: unknown."""
 
     @staticmethod
     def of(batch: Mapping[str, torch.Tensor]) -> KnownPadding | None:
-        """Look at a batch in host memory; None: it has no mask of tokens."""
+        """Inspect a batch in host memory; None: it has no mask of tokens."""
         mask = batch.get(MASK)
         if mask is None or mask.ndim != 2:
             return None
         return KnownPadding(tuple(mask.shape), not bool(mask.all()))
 
     def of_each(self, parts: int) -> KnownPadding:
-        """The same of each of the `parts` that the rows are divided into."""
+        """Return the facts for each of the `parts` into which the rows are divided."""
         return KnownPadding((self.shape[0] // parts, *self.shape[1:]), self.padded)
 
 
 @contextmanager
 def known_padding(known: KnownPadding | None) -> Iterator[None]:
-    """Forward passes within it are of a batch of which `known` is known."""
+    """Make `known` the facts for forward passes inside the context."""
     AttentionMaskInterface.register("sdpa", _mask)
     KnownPadding.current = known
     try:
@@ -53,9 +53,9 @@ def known_padding(known: KnownPadding | None) -> Iterator[None]:
 
 
 def _mask(**asked: Any) -> torch.Tensor | None:
-    """The mask of transformers for fused attention; None: causal, or all see all, without one."""
+    """Return the mask of transformers for fused attention; None: no mask, attention is causal or complete."""
     known, mask = KnownPadding.current, asked.get(MASK)
-    # A compiled graph holds for both, and looks at no values.
+    # A compiled graph is for both cases, and must not inspect values.
     if (
         known is not None
         and mask is not None

@@ -1,14 +1,14 @@
 """The training loop: rows, forward and backward, one optimizer step, a report, validation, a checkpoint.
 
 `TrainingLoop.train` shows the order. The model with its wrappers, optimizer and gradients is in `Engine`; rows,
-strategy, checkpoints and reports come as `LoopParts`. The settings are transformers' `TrainingArguments`; its `Trainer`
-takes no part (`training.script` runs programs that use one).
+strategy, checkpoints and reports are passed as `LoopParts`. The settings are transformers' `TrainingArguments`; its
+`Trainer` is not used (`training.script` runs programs that use one).
 
-- The loss of a step is the mean over the whole global batch whatever the ranks and the accumulation.
-- Validation and checkpoints come after the step has been reported, so that a checkpoint holds a finished step.
-- One small all-reduce in host memory at the start of a step tells every rank of it whether any was asked to stop.
-- On a GPU the host runs ahead of the device, and waits for it once a step: for the figures that it reports.
-- A clock is told which part of a step begins where.
+- The loss of a step is the mean over the whole global batch, for any number of ranks and accumulation steps.
+- Validation and checkpoints follow the step's report, so that a checkpoint holds a finished step.
+- One small all-reduce in host memory at the start of a step shares its items and requests to stop with every rank.
+- On a GPU the host runs ahead of the device, and waits for it once a step: for the reported figures.
+- A clock records the part of the step that each moment belongs to.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class StepReport:
     learning_rate: float
     grad_norm: float | None
     seconds: float
-    """From asking for its rows to its loss; without evaluation and checkpoints."""
+    """Seconds from requesting its rows to its loss; without evaluation and checkpoints."""
     samples: int
     tokens: int
     computed_tokens: int
     """`tokens` with padding."""
     parts: Mapping[TimePart, float]
-    """Seconds since the step before, or since the start."""
+    """Seconds since the previous step, or since the start."""
 
     @property
     def rates(self) -> dict[str, float]:
-        """Over all processes; tokens without padding."""
+        """Return the rates over all processes; tokens without padding."""
         return {
             "samples_per_second": self.samples / self.seconds,
             "tokens_per_second": self.tokens / self.seconds,
@@ -76,55 +76,55 @@ class StepReport:
 
 
 class Observer(Protocol):
-    """Hears of finished steps and evaluations."""
+    """Receives finished steps and evaluations."""
 
     def on_step(self, report: StepReport) -> None:
-        """After every step, on every rank."""
+        """Handle a finished step; called after every step, on every rank."""
 
     def on_validation_batch(self, step: int, done: int) -> None:
-        """After every batch of an evaluation after `step`, on every rank."""
+        """Handle a finished batch of an evaluation after `step`; called on every rank."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After every evaluation, on every rank, with the same figures."""
+        """Handle a finished evaluation; called on every rank, with the same figures."""
 
     def on_pause(self, step: int, parts: Mapping[TimePart, float]) -> None:
-        """After an evaluation or a checkpoint after `step`, on every rank, with the seconds since the step's end."""
+        """Handle the end of an evaluation or checkpoint after `step`, with the time since the step; on every rank."""
 
 
 class Saver(Protocol):
     """Writes and reads checkpoints of a running loop."""
 
     def wants(self) -> bool:
-        """Whether a checkpoint by the clock is due; asked on rank 0."""
+        """Return whether a checkpoint by the clock is due; called on rank 0."""
 
     def due(self, step: int, *, by_clock: bool) -> bool:
-        """Whether to save after `step`; the same answer on every rank."""
+        """Return whether to save after `step`; the same answer on every rank."""
 
     def save(self, loop: TrainingLoop) -> None:
-        """Every rank calls it."""
+        """Save a checkpoint; every rank calls it."""
 
     def resume(self, loop: TrainingLoop) -> None:
-        """Restores model, optimizer, schedule, the count of steps, and the generators; every rank calls it."""
+        """Restore model, optimizer, schedule, the count of steps, and the generators; every rank calls it."""
 
 
 class Stopper(Protocol):
-    """Decides about the end before the last step."""
+    """Decides whether to end before the last step."""
 
     def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
-        """Asked after every evaluation, on every rank, with the same figures."""
+        """Return the decision after an evaluation; called on every rank, with the same figures."""
 
     @property
     def stopped(self) -> bool:
-        """Whether it has said so, in this attempt or in the one that is resumed."""
+        """Return whether it has decided to stop, in this attempt or in the resumed one."""
 
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The small objects that the loop works with."""
+    """Collaborators of the loop."""
 
     strategy: Strategy
     adapted: Adapted | None
-    """None: all weights are trained."""
+    """Adapter in the model; None: all weights are trained."""
     order: EpochOrder
     rows: TrainRows
     collate: Collate
@@ -137,26 +137,26 @@ class LoopParts:
     optimizer: OptimizerName = "adamw"
     checkpointing: CheckpointingMode = "none"
     in_float8: InFloat8 | None = None
-    """None: no layer multiplies in fp8."""
+    """Layers in fp8; None: no layer multiplies in fp8."""
     activations: Activations = field(default_factory=OnDevice)
     clock: PartClock = field(default_factory=PartClock)
     objective: Objective | None = None
-    """None: the loss of the model itself is minimised."""
+    """Loss to minimise; None: the model's own."""
     reference: Reference = field(default_factory=NoReference)
     callbacks: Sequence[TrainerCallback] = ()
-    """Experiment trackers; of transformers' events they get the begin, the end and the figures of a training."""
+    """Experiment trackers; of transformers' events they receive the begin, the end and the figures of a training."""
 
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What all ranks know at the start of a step."""
+    """Values that all ranks share at the start of a step."""
 
     items: float
     """Labelled items of the step, over all ranks."""
     stop: bool
-    """Whether any process was asked to stop."""
+    """True if any process was asked to stop."""
     save: bool
-    """Whether a checkpoint by the clock is due."""
+    """True if a checkpoint by the clock is due."""
 
 
 class TrainingLoop:
@@ -178,11 +178,11 @@ class TrainingLoop:
 
     @property
     def placed(self) -> Placed:
-        """The model as it is spread, once training has begun."""
+        """Return the sharded model, once training has begun."""
         return self.engine.placed
 
     def train(self, *, resume: bool = False) -> None:
-        """Train to the last step, or until the stopper ends the run. `resume`: go on from the saver's checkpoint."""
+        """Train to the last step, or until the stopper ends the run. `resume`: start from the saver's checkpoint."""
         clock, engine, state, order = self.parts.clock, self.engine, self.state, self.parts.order
         self._set_up(resume)
         steps = micro_batches(self._loader(), order, state.global_step, self.args.gradient_accumulation_steps)
@@ -228,7 +228,7 @@ class TrainingLoop:
         self._tell_trackers("on_train_begin")
 
     def _first_loss(self, model: torch.nn.Module) -> torch.Tensor:
-        """Return the loss of an epoch's first micro-batch, in which the reference, asked later, answers 0."""
+        """Return the loss of an epoch's first micro-batch, with 0 for the reference's answers, measured later."""
         parts = self.parts
         batch = parts.collate(parts.rows.without_reference(next(iter(parts.order))))
         if parts.objective is not None:
@@ -237,7 +237,7 @@ class TrainingLoop:
         return self.objective.loss(model, self.engine.to_device(batch))
 
     def _ask_reference(self) -> None:
-        """Before the first step and before anything is read from a checkpoint the model is what it began with."""
+        """Measure the reference: before the first step and any checkpoint, the model is in its initial state."""
         if self.parts.objective is None or not self.parts.objective.compares:
             return
         clock = self.parts.clock
@@ -257,15 +257,14 @@ class TrainingLoop:
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,
-            # A generator of its own: an iterator draws a seed when it starts, and that must not shift the dropout
-            # masks.
+            # A generator of its own: an iterator draws a seed when it starts, which must not shift the dropout masks.
             generator=torch.Generator().manual_seed(args.seed),
         )
 
     # ------------------------------------------------------------------------------------------------------------ step
 
     def _agree(self, items: int) -> _Agreed:
-        """Sum `items` over all ranks; on the way these agree on stopping and saving after the step."""
+        """Sum `items` over all ranks, which in the same call agree on stopping and saving after the step."""
         wanted = self.args.process_index == 0 and self.parts.saver.wants()
         asked = self.parts.interruption.requested
         if torch.distributed.is_initialized():
@@ -274,7 +273,7 @@ class TrainingLoop:
         return _Agreed(of_step, asks > 0, wants > 0)
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Divide a batch of the loader into the micro-batches of one pass through a pipeline; elsewhere it is one."""
+        """Divide a batch of the loader into the micro-batches of a pass through a pipeline; without one, keep it."""
         own = self.parts.strategy.replica_step
         if own is None or own.passed == 1:
             return [dict(batch)]
@@ -284,8 +283,8 @@ class TrainingLoop:
     def _forward_and_backward(
         self, batch: Mapping[str, torch.Tensor], items: Sequence[int], of_step: float, *, last: bool
     ) -> torch.Tensor:
-        """Add the gradients of a batch, and return its share in the loss of the step. `items`: of its micro-batches,
-        counted before they came to the device, which need not be waited for.
+        """Add the gradients of a batch, and return its share in the loss of the step. `items`: those of its
+        micro-batches, counted before the transfer to the device, for which the host need not wait.
         """
         clock, own = self.parts.clock, self.parts.strategy.replica_step
         padding = KnownPadding.of(batch)
@@ -312,9 +311,9 @@ class TrainingLoop:
         return loss.detach()
 
     def _share(self, model: Any, batch: dict[str, torch.Tensor], items: int, of_step: float) -> torch.Tensor:
-        """The micro-batch's share in the mean over the global batch, times the ranks, because gradients are averaged
-        over them; processes of one replica read the same rows, and are counted as often on both sides. Of rows whose
-        tokens are divided each process counts its own.
+        """Return the micro-batch's share in the mean over the global batch, times the ranks, because gradients are
+        averaged over them; processes of one replica read the same rows, and are counted as often on both sides. Where
+        the tokens of rows are divided, each process counts its own.
 
         mean over global batch = sum over micro-batches of (mean of micro-batch x its items) / items of the global batch
         """
@@ -323,14 +322,14 @@ class TrainingLoop:
                 mean = self.objective.loss(model, batch)
                 share: torch.Tensor = mean * (items * self.args.world_size / of_step)
             else:
-                # A window may hold no item; the mean over none is no number, and all ranks have to go backward.
+                # A window may hold no item; the mean over none is NaN, and all ranks have to run the backward pass.
                 said = model(**{name: value for name, value in batch.items() if name not in LABELS})
                 share = said.logits.sum() * 0.0
         self.parts.activations.assert_in_effect(self.parts.strategy.name)
         return share
 
     def _average_gradients(self) -> None:
-        """Make them those of the global batch, where the strategy does it itself."""
+        """Average the gradients over the global batch, where the strategy does it itself."""
         if (own := self.parts.strategy.replica_step) is not None:
             self.parts.clock.enter("communication")
             own.average_gradients(self.engine.model)

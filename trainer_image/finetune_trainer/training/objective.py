@@ -1,4 +1,4 @@
-"""The loss that a training minimises: the model's own, the same with smoothed labels, or that of the task."""
+"""Loss that a training minimises: the model's own, the same with smoothed labels, or the task's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune_trainer.tasks.task_protocol import Objective
 
 
 class ModelLoss:
-    """The loss that the model computes from its labels."""
+    """Loss that the model computes from its labels."""
 
     compares: tuple[str, ...] = ()
 
@@ -22,7 +22,7 @@ class ModelLoss:
 
 
 class SmoothedLoss:
-    """Cross-entropy with smoothed labels, of models whose logits and labels are at the same places."""
+    """Cross-entropy with smoothed labels, for models whose logits and labels are at the same places."""
 
     compares: tuple[str, ...] = ()
 

@@ -1,7 +1,7 @@
-"""The rows of every step, for this process.
+"""Rows of every step, for this process.
 
-Made from `training_order` alone, so the rows of a step are the same however many processes share it; accelerate's own
-sharding of a data loader would deal them out in another order and pad the last batch.
+Derived from `training_order` alone, so the rows of a step are the same for any number of processes; accelerate's own
+sharding of a data loader would distribute them in another order and pad the last batch.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class EpochOrder(Sampler[list[Pick]]):
         *,
         grouped: bool,
     ) -> None:
-        """`lengths`: tokens of each row; `widths`: those that it takes of a batch, where they are more; `grouped`:
-        whether all rows of a step are of like length.
+        """Create the order. `lengths`: tokens of each row; `widths`: tokens that it takes in a batch, where they are
+        more; `grouped`: True if all rows of a step have similar lengths.
         """
         _check(batch)
         self._lengths = lengths
@@ -84,7 +84,7 @@ class EpochOrder(Sampler[list[Pick]]):
         )
 
     def start_at(self, epoch: int, step: int = 0) -> None:
-        """Draw the order of `epoch`; the next iteration begins with the micro-batches of `step`."""
+        """Draw the order of `epoch`; the next iteration starts with the micro-batches of `step`."""
         self._first = step
         if epoch != self._epoch:
             self._epoch = epoch
@@ -92,24 +92,24 @@ class EpochOrder(Sampler[list[Pick]]):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of one epoch."""
+        """Return the number of optimizer steps in one epoch."""
         return len(self._order)
 
     @property
     def step_rows(self) -> int:
-        """Rows of one step over all ranks."""
+        """Return the number of rows in one step over all ranks."""
         return self._batch.global_batch_size
 
     def step_tokens(self, step: int) -> int:
-        """Tokens of all rows of one step of the current epoch, over all ranks, without padding."""
+        """Count the tokens of all rows of one step of the current epoch, over all ranks, without padding."""
         return int(self._lengths[self._order[step]].sum())
 
     def step_computed_tokens(self, step: int) -> int:
-        """The same with padding: each row of a micro-batch is as long as its longest."""
+        """Count them with padding: each row of a micro-batch is as long as its longest."""
         return int(self._widths[self._order[step]].max(axis=-1).sum()) * self._batch.micro_batch_size
 
     def rows_of(self, steps: int) -> NDArray[np.int64]:
-        """The rows that the first steps of a run read, over all ranks; ascending."""
+        """Return the rows that the first steps of a run read, over all ranks; ascending."""
         epochs = (self._draw(epoch)[: steps - epoch * self.steps] for epoch in range(-(-steps // self.steps)))
         return np.unique(np.concatenate([rows.ravel() for rows in epochs]))
 
@@ -124,7 +124,7 @@ class EpochOrder(Sampler[list[Pick]]):
 
 
 def _check(batch: Batch) -> None:
-    """StageError CONFIG when the sizes do not multiply to the global batch."""
+    """Raise StageError CONFIG when the sizes do not multiply to the global batch."""
     rows = batch.micro_batch_size * batch.gradient_accumulation * batch.data_parallel
     if rows != batch.global_batch_size:
         raise StageError(
@@ -151,14 +151,14 @@ class TrainRows(Dataset[Any]):
         return self.__getitems__([pick])[0]
 
     def __getitems__(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
-        """torch asks a data set that has this for a whole batch at once."""
+        """Return a whole batch, in the one call that torch makes for a data set with this method."""
         features = self.without_reference(picks)
         for feature, pick in zip(features, picks, strict=True):
             feature |= self._reference.of("train", pick.row)
         return features
 
     def without_reference(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
-        """Return the features of a batch as they are before the reference is asked."""
+        """Return the features of a batch as they are before the reference is measured."""
         features = self._prepared.features("train", [pick.row for pick in picks])
         for feature, pick in zip(features, picks, strict=True):
             feature[DRAW] = pick.draw
@@ -166,7 +166,7 @@ class TrainRows(Dataset[Any]):
 
 
 class Collate:
-    """Features of a micro-batch into tensors; a class because worker processes must be able to unpickle it."""
+    """Collates features of a micro-batch to tensors; a class because worker processes must be able to unpickle it."""
 
     def __init__(self, task: TaskModule, pad_token_id: int, tokens: TokenSlice = WHOLE) -> None:
         self._task = task
@@ -177,7 +177,7 @@ class Collate:
         return self._tokens.of(self._task.collate(features, pad_token_id=self._pad_token_id))
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """How many items the loss of the batch is the mean of."""
+        """Count the items over which the loss of the batch is the mean."""
         return self._task.items(batch)
 
 

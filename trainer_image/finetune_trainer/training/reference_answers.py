@@ -1,9 +1,9 @@
-"""What the model says of the features before training, for tasks whose objective compares it with that.
+"""Answers of the model before training, for tasks whose objective compares the model with them.
 
-It is asked once, as it is spread and before anything of a checkpoint is read, so that no second model is held during
-training and every strategy will do whose forward pass is a plain one. The answers are kept beside the checkpoints: a
-run that goes on takes them from there, and they belong to the prepared data and to the weights that the run began
-with. Of the train split those features are asked for that some step reads.
+They are computed once, by the sharded model and before a checkpoint is read, so that training holds no second model and
+any strategy with a plain forward pass works. They are kept beside the checkpoints, where a resumed run reads them, and
+belong to the prepared data and to the weights with which the run began. Of the train split only features that some step
+reads are answered.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Said:
-    """What the reference has said; apart from who asks it, for it goes to the processes that read rows."""
+    """Answers of the reference, without the objects that compute them: processes that read rows receive it."""
 
     names: Sequence[str] = ()
-    """What is compared; nothing for most tasks."""
+    """Names of the compared values; empty for most tasks."""
     values: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """By role, shape (features, names); NaN for features that nobody has asked about."""
+    """By role, shape (features, names); NaN for features without an answer."""
 
     def of(self, role: str, feature: int) -> Answer:
         """Return the answers on one feature, under `REFERENCE` names."""
@@ -48,46 +48,46 @@ class Said:
 
 
 class Reference(Protocol):
-    """Whom the model is compared with."""
+    """Reference that the model is compared with."""
 
     said: Said
 
     def measure(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Asks `model`, which is the reference still, where nothing is known yet. Every rank calls it."""
+        """Compute the answers by `model`, which still is the reference, where none are known. Every rank calls it."""
 
 
 @dataclass
 class NoReference:
-    """Of tasks that compare the model with nothing."""
+    """Reference of tasks without a comparison."""
 
     said: Said = field(default_factory=Said)
 
     def measure(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass
 class KeptReference:
-    """Asked about some splits, its answers kept in a file."""
+    """Reference with answers on some splits, kept in a file."""
 
     said: Said
     splits: Mapping[str, DealtSplit]
-    """By role, dealt out to the ranks."""
+    """Splits by role, distributed over the ranks."""
     folder: Path
     basis: Mapping[str, str]
-    """What the answers depend on, besides the features that are asked for."""
+    """Inputs of the answers, besides the features."""
     world: ProcessWorld
     told: Callable[[int], None]
-    """Hears of each batch by its number."""
+    """Called with the number of each finished batch."""
 
     @property
     def path(self) -> Path:
-        """Another one for another basis."""
+        """Return the path of the file, which differs for another basis."""
         digest = hashlib.sha256(json.dumps(self.basis, sort_keys=True).encode()).hexdigest()
         return self.folder / f"reference-{digest[:16]}.npz"
 
     def measure(self, model: torch.nn.Module, device: torch.device) -> None:
-        """From the file, where it has all that is asked for."""
+        """Read the answers from the file if it is complete; else compute and write them."""
         kept: list[Any] = [self._read() if self.world.is_main else None]
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(kept, src=0)

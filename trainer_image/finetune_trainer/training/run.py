@@ -64,14 +64,14 @@ from finetune_trainer.training.validation_rounds import Validation
 log = logging.getLogger(__name__)
 
 _VALIDATION_TOKENS_PER_MICRO_BATCH = 4
-"""A forward pass without gradients keeps one layer's activations: four times the rows of a training micro-batch are
-safe.
+"""Factor of a validation batch: a forward pass without gradients keeps one layer's activations, so four times the rows
+of a training micro-batch are safe.
 """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the stage adds to the report."""
+    """Data that the stage adds to the report."""
 
     metrics: dict[str, Any]
     artifacts: dict[str, str]
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def read_deepspeed_config(path: Path | None) -> dict[str, Any] | None:
-    """The parsed deepspeed.json; StageError CONFIG when it cannot be read."""
+    """Parse deepspeed.json; raise StageError CONFIG when it cannot be read."""
     if path is None:
         return None
     try:
@@ -95,7 +95,7 @@ def read_deepspeed_config(path: Path | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What all parts of the stage go by."""
+    """Inputs that all parts of the stage share."""
 
     job: TrainerJob
     training: Training
@@ -107,12 +107,12 @@ class _Run:
 
     @property
     def data_rank(self) -> int:
-        """Which of the processes that read rows of their own this one belongs to."""
+        """Data-parallel rank of this process: processes of one rank read the same rows."""
         return self._mesh.data_rank(self.world.rank)
 
     @property
     def tokens_of_rows(self) -> TokenSlice:
-        """The tokens of its rows that this process has."""
+        """Slice of its rows' tokens that this process has."""
         return self._mesh.token_slice(self.world.rank)
 
     @property
@@ -122,11 +122,11 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Start:
-    """The model before its first step."""
+    """Model before its first step."""
 
     model: PreTrainedModel
     job: TrainerJob
-    """With the revision of the model that the training begins with."""
+    """Job with the model revision with which the training begins."""
     adapted: Adapted | None
     in_float8: InFloat8 | None
     digest: str | None
@@ -143,7 +143,7 @@ def train(
     interruption: Interruption,
     fp8_without_units: bool = False,
 ) -> Outcome:
-    """Trains the job's model; on rank 0 leaves `model/`, `history.jsonl` and the train section of metrics.json.
+    """Train the job's model; on rank 0 write `model/`, `history.jsonl` and the train section of metrics.json.
 
     `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
     """
@@ -159,8 +159,8 @@ def train(
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
     order = _order(run)
-    # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw
-    # a new head on rank 0 alone, from another state of the generator than every other strategy.
+    # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw a
+    # new head on rank 0 alone, from another state of the generator than every other strategy.
     start = _start(run)
     saver = _saver(run, start, stopper)
     resume = saver.find() is not None
@@ -182,7 +182,7 @@ def train(
     peaks = _peak_memory_bytes(training)
     if not world.is_main:
         return Outcome({}, {}, run.prepared.facts.fingerprint)
-    shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have met in _peak_memory_bytes
+    shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have synchronised in _peak_memory_bytes
     _publish(run, start, loop.placed.model, state, stopper.best_weights())
     spent, seconds = clock.lap(), time.monotonic() - started
     observer.on_pause(loop.state.global_step, spent)
@@ -258,12 +258,12 @@ def _parts(
 
 
 def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str, Any], best: Path | None) -> None:
-    """Write `model/`, and `adapter/` of an adapted model. `best`: the file with the weights of the best evaluation, in
-    place of the last ones.
+    """Write `model/`, and `adapter/` of an adapted model. `best`: the file with the weights of the best evaluation,
+    which replace the last ones.
     """
     if best is not None:
         state = torch.load(best, weights_only=True)
-    # Gathered from shards, what the model has once would be there under each of its names.
+    # Gathered from shards, a shared weight would appear under each of its names.
     tied = tied_names(trained)
     state = {name: weight for name, weight in state.items() if name not in tied}
     size = 0 if start.adapted else sum(weight.numel() * weight.element_size() for weight in state.values())
@@ -271,7 +271,7 @@ def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str
         if start.adapted is None:
             trained.save_pretrained(str(model_folder), state_dict=state)
         else:
-            unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # or transformers would load it in shards
+            unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else transformers loads it in shards
             whole = run.task.build_model(start.job, run.prepared.facts)
             merged = write_adapter_and_merge(whole, start.adapted, start.job, state, adapter_folder)
             merged.save_pretrained(str(model_folder))
@@ -306,7 +306,7 @@ def _outcome(
         "time": time_split(course.seconds(), run.strategy, clock).model_dump(mode="json"),
     }
     write_environment(paths, training_environment(training.world))
-    # What an earlier model was worth is not said of this one.
+    # Metrics of an earlier model do not apply to this one.
     metrics = merge_metrics(paths, {"train": {**figures, **details}}, without=("evaluate", "majority"))
     write_model_card(paths, run.job, run.prepared.facts, metrics)
     folders = (paths.model, paths.adapter, *((paths.checkpoints,) if kept else ()))
@@ -315,8 +315,8 @@ def _outcome(
 
 
 def _published_tokenizer(job: TrainerJob, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """Return the tokenizer to be saved with the model, which cuts texts where the model ends when it is asked to cut:
-    that of the base model may know no limit.
+    """Return the tokenizer to be saved with the model, which truncates at the model's limit when asked to: that of the
+    base model may have no limit.
     """
     tokenizer = load_tokenizer(job)
     limit = position_limit(model.config)
@@ -326,7 +326,7 @@ def _published_tokenizer(job: TrainerJob, model: PreTrainedModel) -> PreTrainedT
 
 
 def training_of(job: TrainerJob) -> Training:
-    """`job.training`; StageError CONFIG when the job trains nothing."""
+    """Return `job.training`; raise StageError CONFIG when the job trains nothing."""
     if job.training is None:
         raise StageError(
             FailureClass.CONFIG,
@@ -338,7 +338,7 @@ def training_of(job: TrainerJob) -> Training:
 
 
 def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, prepared: PreparedData) -> None:
-    """StageError CONFIG for a setting that the task's loss would leave without effect."""
+    """Raise StageError CONFIG for a setting that has no effect on the task's loss."""
     if training.label_smoothing and prepared.facts.label_form not in task.smooths_labels:
         raise StageError(
             FailureClass.CONFIG,
@@ -349,7 +349,7 @@ def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, pre
 
 
 def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
-    """StageError CONFIG for activation checkpointing of a model that has not learnt it."""
+    """Raise StageError CONFIG for activation checkpointing of a model that does not support it."""
     if training.strategy.activation_checkpointing != "none" and not model.supports_gradient_checkpointing:
         raise StageError(
             FailureClass.CONFIG,
@@ -361,7 +361,7 @@ def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
 
 
 def _refuse_liger(training: Training, model: PreTrainedModel) -> None:
-    """StageError CONFIG where Liger's kernels would not be used: it passes over models that it does not know."""
+    """Raise StageError CONFIG where Liger's kernels would not be used: it skips unknown models."""
     if not training.arguments.get("use_liger_kernel"):
         return
     from transformers.utils.import_utils import is_liger_kernel_available
@@ -383,7 +383,7 @@ def _refuse_liger(training: Training, model: PreTrainedModel) -> None:
 
 
 def _in_float8(training: Training, model: PreTrainedModel) -> InFloat8:
-    """The model's layers converted, of which the log tells."""
+    """Convert the model's layers, and log the result."""
     converted = convert(model)
     log.info("%s.", converted)
     if not training.arguments.get("torch_compile"):
@@ -417,7 +417,7 @@ def _stopper(run: _Run) -> EarlyStopper | NeverStop:
 def _saver(run: _Run, start: _Start, stopper: EarlyStopper | NeverStop) -> RunSaver:
     settings, checkpoints = identity(run.job, run.prepared.facts.fingerprint), run.training.checkpoints
     if start.digest is not None:
-        settings["reference_weights"] = start.digest  # those of a checkpoint are others
+        settings["reference_weights"] = start.digest  # a checkpoint has other weights
     if start.adapted is not None:
         settings["frozen_weights"] = start.adapted.base  # they are not in the checkpoint
     signer = signer_of(run.job.name, checkpoints, os.environ)
@@ -450,8 +450,8 @@ def _reference(run: _Run, start: _Start, deal: Deal, order: EpochOrder, told: Ca
 
 @contextmanager
 def _published(paths: JobPaths, size: int) -> Iterator[tuple[Path, Path]]:
-    """Folders beside those of the model and the adapter, to write them to; in the end they take the place of these.
-    `size`: bytes of the weights, 0 where they are not known.
+    """Yield temporary folders for the model and the adapter, which finally replace theirs. `size`: bytes of the
+    weights, 0 where they are not known.
     """
     folders = (paths.model, paths.adapter)
     partial = {folder: folder.with_name(f"{folder.name}.partial") for folder in folders}
@@ -475,7 +475,7 @@ def _published(paths: JobPaths, size: int) -> Iterator[tuple[Path, Path]]:
 
 
 def _peak_memory_bytes(training: Training) -> list[int]:
-    """The most that each process has used, by rank: of its GPU, or its resident set on CPU. Every rank must call it."""
+    """Return each process's peak memory, by rank: of its GPU, or its resident set on CPU. Every rank must call it."""
     # ru_maxrss counts kibibytes on Linux.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if training.world.device == "cuda":

@@ -1,4 +1,4 @@
-"""What a checkpoint of a running loop holds, and when one is due."""
+"""Content of a running loop's checkpoints, and the times at which they are due."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _STATE = "state"
 _SCHEDULER = "scheduler.pt"
 _STOPPING = "stopping.json"
 _TRAINER_STATE = "trainer_state.json"
-"""Earlier releases, which trained by transformers' Trainer, look for it when they resume."""
+"""File that earlier releases, which trained by transformers' Trainer, read when they resume."""
 
 
 class HasState(Protocol):
-    """Something small that goes on where it was."""
+    """A small object with a state to resume from."""
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the state as JSON."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """From what `state` gave."""
+        """Restore a result of `state`."""
 
 
 class RunSaver:
@@ -71,11 +71,11 @@ class RunSaver:
         self._saved_any = False
         self._saved_at = time.monotonic()
         self._saving_seconds = 0.0
-        """That the last checkpoint took."""
+        """Duration of the last checkpoint."""
         self._working_since: float | None = None
 
     def find(self) -> Path | None:
-        """The checkpoint to go on from, the same on every rank; None to start at step 0."""
+        """Return the checkpoint to resume from, the same on every rank; None to start at step 0."""
         found: list[Any] = [None, None]
         if self._schedule.resume and self._world.is_main:
             try:
@@ -83,7 +83,7 @@ class RunSaver:
             except StageError as error:
                 found[1] = error.message, error.reason, error.hint
         if torch.distributed.is_initialized():
-            barrier()  # rank 0 hashes what it finds
+            barrier()  # rank 0 hashes the checkpoints that it finds
             torch.distributed.broadcast_object_list(found, src=0)
         if found[1] is not None:
             message, reason, hint = found[1]
@@ -107,29 +107,29 @@ class RunSaver:
 
     @property
     def first_step(self) -> int:
-        """Steps that are done already."""
+        """Return the number of steps already done."""
         return self._source.manifest.step if self._source is not None else 0
 
     def wants(self) -> bool:
-        """By the clock, when the schedule is in minutes, or when more work is not saved than may be lost: for that a
-        checkpoint is as far from the one before that saving takes at most `MOST_SAVING` of the time.
+        """Return True by the clock, when the schedule is in minutes, or when more unsaved work could be lost than
+        allowed; then checkpoints are so far apart that saving takes at most `MOST_SAVING` of the time.
         """
         now, minutes, within = time.monotonic(), self._schedule.every_minutes, self._schedule.within_minutes
         if minutes is not None:
             return now - self._saved_at >= 60 * minutes
         if within is None:
             return False
-        if self._working_since is None:  # what comes before the first step is not lost work
+        if self._working_since is None:  # time before the first step is not lost work
             self._working_since = now
         pause = max(60 * within, self._saving_seconds / MOST_SAVING)
         return now - max(self._working_since, self._saved_at) >= pause
 
     def due(self, step: int, *, by_clock: bool) -> bool:
-        """By steps and by the clock; only by the clock when the schedule is in minutes."""
+        """Return True by steps or by the clock; only by the clock when the schedule is in minutes."""
         return by_clock or (self._schedule.every_minutes is None and step % self._schedule.every_steps == 0)
 
     def save(self, loop: TrainingLoop) -> None:
-        """Every rank writes its part; rank 0 seals the whole. Returns on all ranks when it counts."""
+        """Write every rank's part; rank 0 seals the checkpoint. Returns on all ranks when it is valid."""
         step = loop.state.global_step
         started = time.monotonic()
         try:
@@ -143,7 +143,7 @@ class RunSaver:
         log.info("Checkpoint of step %d written in %.1f s.", step, self._saving_seconds)
 
     def saved(self, seconds: float) -> None:
-        """Remember that a checkpoint was written, which took so long."""
+        """Record that a checkpoint was written, and its duration."""
         self._saved_any, self._saved_at, self._saving_seconds = True, time.monotonic(), seconds
 
     def _write(self, loop: TrainingLoop, step: int) -> None:
@@ -180,8 +180,8 @@ class RunSaver:
         self._restore_random_state()
 
     def _restore_random_state(self) -> None:
-        """This rank's generators; in another world ones drawn from the seed and the step, alike for all processes of a
-        replica, which drop out the same.
+        """Restore this rank's generators; in a world of another size seed them from the seed and the step, alike for
+        all processes of a replica, whose dropout must be the same.
         """
         path = self._chosen().folder / _random_name(self._world.rank)
         if path.exists() and self._chosen().manifest.world_size == self._world.size:
@@ -195,12 +195,12 @@ class RunSaver:
 
 
 _BY_GROUP = ("lr_lambdas", "base_lrs", "_last_lr")
-"""Of a scheduler's state: lists with one entry for each parameter group."""
+"""Keys of a scheduler's state: lists with one entry for each parameter group."""
 
 
 def schedule_of_groups(state: dict[str, Any], groups: int) -> dict[str, Any]:
-    """A scheduler's state for another number of parameter groups, which all follow one schedule: how many there are
-    depends on how the model is spread.
+    """Return a scheduler's state for another number of parameter groups, which all follow one schedule: the number
+    depends on the sharding.
     """
     return {name: value[:1] * groups if name in _BY_GROUP else value for name, value in state.items()}
 
@@ -210,7 +210,7 @@ def _random_name(rank: int) -> str:
 
 
 def random_state() -> dict[str, Any]:
-    """All generators of this process, in types that load without running code."""
+    """Return the state of all generators of this process, in types that load without running code."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -223,7 +223,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """What `random_state` gave."""
+    """Restore a result of `random_state`."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))

@@ -25,38 +25,38 @@ log = logging.getLogger(__name__)
 
 
 class NeverStop:
-    """Trains to the last step."""
+    """Never stops before the last step."""
 
     def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
-        """No."""
+        """Return False."""
         return False
 
     @property
     def stopped(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     @property
     def best_step(self) -> int | None:
-        """None: the last weights are the result."""
+        """Return None: the last weights are the result."""
         return None
 
     def best_weights(self) -> Path | None:
-        """The last weights are the result."""
+        """Return None: the last weights are the result."""
         return None
 
     def state(self) -> dict[str, Any]:
-        """Nothing to remember."""
+        """Return an empty state."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing."""
 
 
 class EarlyStopper:
     """Stops after `patience` evaluations without improvement and keeps the weights of the best one.
 
-    A smaller value is better of those in LOWER_IS_BETTER, of any other metric a greater one.
+    A smaller value is better for metrics in LOWER_IS_BETTER, a greater one for all others.
     """
 
     def __init__(self, settings: EarlyStopping, folder: Path, world: ProcessWorld) -> None:
@@ -69,7 +69,7 @@ class EarlyStopper:
         self._without_improvement = 0
 
     def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
-        """Every rank decides from the same figures; rank 0 writes the weights."""
+        """Decide, on every rank from the same figures; rank 0 writes the weights."""
         name = self._settings.metric
         better = self._best is None or (
             metrics[name] < self._best if name in LOWER_IS_BETTER else metrics[name] > self._best
@@ -86,11 +86,11 @@ class EarlyStopper:
 
     @property
     def stopped(self) -> bool:
-        """Whether the patience is over."""
+        """Return whether the patience is used up."""
         return self._without_improvement >= self._settings.patience
 
     def _write(self, state: dict[str, Any]) -> None:
-        """The new ones first, then away with the others: a run that is killed here has its best weights still."""
+        """Write the new weights, then delete the others: a run that is killed here still has its best weights."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(self._best_step)
         partial = path.with_suffix(".partial")
@@ -107,15 +107,15 @@ class EarlyStopper:
 
     @property
     def best_step(self) -> int | None:
-        """The step whose weights are the result; None when nothing was evaluated."""
+        """Return the step whose weights are the result; None when nothing was evaluated."""
         return None if self._best is None else self._best_step
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step}.pt"
 
     def best_weights(self) -> Path | None:
-        """The file with the best weights; None when nothing was evaluated. For rank 0, as the others keep no hash.
-        StageError CHECKPOINT when the file was changed since it was written.
+        """Return the file with the best weights; None when nothing was evaluated. For rank 0, as the others keep no
+        hash. Raise StageError CHECKPOINT when the file was changed since it was written.
         """
         if self._best is None:
             return None
@@ -130,7 +130,7 @@ class EarlyStopper:
         return path
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on from. With the hash of the weights, which are not in the checkpoint themselves."""
+        """Return the state for a resumed run, with the hash of the weights, which are not in the checkpoint."""
         return {
             "best": self._best,
             "best_step": self._best_step,
@@ -139,8 +139,8 @@ class EarlyStopper:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """From `state`. When the best weights are gone (those of a later step may have replaced them after the
-        checkpoint was written), the next evaluation counts as the best.
+        """Restore a result of `state`. When the best weights are missing (those of a later step may have replaced them
+        after the checkpoint was written), the next evaluation counts as the best.
         """
         if state["best"] is not None and not self._path(state["best_step"]).exists():
             log.warning("The best weights, of step %d, are gone; early stopping begins anew.", state["best_step"])

@@ -1,4 +1,4 @@
-"""What the world hears of a run: history, progress, log lines."""
+"""Reports of a run: history, progress, log lines."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ _LOG_INTERVAL_SECONDS = 10.0
 
 @dataclass
 class SilentObserver:
-    """For all ranks but the first: only whoever watches over this process hears of its steps."""
+    """Observer of all ranks but the first: it only updates the progress, for monitoring of this process."""
 
     progress: ProgressSink
     total_steps: int
 
     def on_step(self, report: StepReport) -> None:
-        """An update of the progress."""
+        """Update the progress."""
         self.progress.update(report.step, self.total_steps)
 
     def on_validation_batch(self, step: int, done: int) -> None:
-        """An update of the progress."""
+        """Update the progress."""
         self.progress.update(step, self.total_steps)
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def on_pause(self, step: int, parts: Mapping[TimePart, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass
 class RunObserver:
-    """For rank 0."""
+    """Observer of rank 0."""
 
     history: History
     progress: ProgressSink
     total_steps: int
     validation: dict[str, float] = field(default_factory=dict)
-    """The last evaluation."""
+    """Metrics of the last evaluation."""
     _logged_at: float = float("-inf")
     _figures: dict[str, float] = field(default_factory=dict)
-    """Of the last step."""
+    """Figures of the last step."""
 
     def on_step(self, report: StepReport) -> None:
-        """A history line, an update of the progress, and a log line every ten seconds."""
+        """Write a history line, update the progress, and log a line every ten seconds."""
         rates = report.rates
         self.history.add(
             {
@@ -78,15 +78,15 @@ class RunObserver:
             log.info("step %d/%d  loss %.4f  %.1f samples/s", report.step, self.total_steps, report.loss, rate)
 
     def on_validation_batch(self, step: int, done: int) -> None:
-        """An update of the progress: an evaluation may take long, and is no standstill."""
+        """Update the progress: a long evaluation is no standstill."""
         self.progress.update(step, self.total_steps, **self._figures, **self.validation, validation_batches=done)
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shown with the progress from now on."""
+        """Keep the metrics, to report them with the progress from now on."""
         self.validation = {f"eval_{name}": value for name, value in metrics.items()}
         self.history.add({"step": step, **self.validation})
         log.info("step %d  %s", step, "  ".join(f"{name} {value:.4f}" for name, value in self.validation.items()))
 
     def on_pause(self, step: int, parts: Mapping[TimePart, float]) -> None:
-        """A history line."""
+        """Write a history line."""
         self.history.add({"step": step, "seconds": rounded(parts)})

@@ -1,7 +1,7 @@
-"""Where the wall-clock time of a training goes: at each moment one part is under way, so they add up to the whole.
+"""Division of a training's wall-clock time: at each moment exactly one part is active, so they add up to the whole.
 
-On a GPU the host runs ahead of the device. There a part ends with a CUDA event, which has its time when the device
-comes by; events are read once a step, right after the loop has waited for the step's loss in any case, so that
+On a GPU the host runs ahead of the device. There a part ends with a CUDA event, whose time is set when the device
+reaches it; events are read once a step, right after the loop has waited for the step's loss in any case, so that
 measuring adds no wait. A few events a micro-batch cost microseconds.
 """
 
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
 
 
 class Moments(Protocol):
-    """Marks moments, and tells how far apart they are."""
+    """Marks moments, and measures the time between them."""
 
     name: Literal["host", "cuda-events"]
 
     def now(self) -> Any:
-        """A mark."""
+        """Return a mark."""
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Between two marks. Waits for the later one."""
+        """Return the time between two marks. Waits for the later one."""
 
 
 class HostMoments:
-    """By the host's clock: nothing on a CPU runs ahead."""
+    """Moments of the host's clock: no work on a CPU runs ahead."""
 
     name: Literal["host", "cuda-events"] = "host"
 
     def now(self) -> float:
-        """Seconds since some time."""
+        """Return seconds since an arbitrary time."""
         return time.perf_counter()
 
     def seconds(self, earlier: float, later: float) -> float:
-        """The difference."""
+        """Return the difference."""
         return later - earlier
 
 
 class CudaMoments:
-    """By events on the current stream: the later of when the host came by and when the device did."""
+    """Moments of events on the current stream: the later of the host's and the device's time."""
 
     name: Literal["host", "cuda-events"] = "cuda-events"
 
     def now(self) -> Any:
-        """An event that the device will pass."""
+        """Return an event that the device will reach."""
         import torch
 
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -60,38 +60,38 @@ class CudaMoments:
         return event
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """To half a microsecond (CUDA runtime API, `cudaEventElapsedTime`)."""
+        """Return the time to half a microsecond (CUDA runtime API, `cudaEventElapsedTime`)."""
         if not later.query():
             later.synchronize()
         return float(earlier.elapsed_time(later)) / 1000
 
 
 def moments_of(device: Device) -> Moments:
-    """What marks moments where the work is done by `device`."""
+    """Return the Moments for work on `device`."""
     return CudaMoments() if device == "cuda" else HostMoments()
 
 
 @dataclass
 class PartClock:
-    """Divides time into parts. A lap is the time since the one before."""
+    """Divides time into parts. A lap is the time since the previous one."""
 
     moments: Moments = field(default_factory=HostMoments)
     part: TimePart = "start"
-    """What is under way."""
+    """Active part."""
 
     def __post_init__(self) -> None:
         self._marks: list[tuple[TimePart, Any]] = [(self.part, self.moments.now())]
         self._lap_began = time.perf_counter()
 
     def enter(self, part: TimePart) -> None:
-        """Ends the part under way and begins `part`."""
+        """End the active part and begin `part`."""
         if part != self.part:
             self._marks.append((part, self.moments.now()))
             self.part = part
 
     def lap(self) -> dict[TimePart, float]:
-        """Seconds of each part since the last lap; they add up to the host's time, to which the part `rest` is
-        fitted.
+        """Return the seconds of each part since the last lap; they add up to the host's time, to which the part `rest`
+        is adjusted.
         """
         end = self.moments.now()
         parts: dict[TimePart, float] = {}
@@ -104,7 +104,7 @@ class PartClock:
 
 
 def time_split(parts: Mapping[TimePart, float], strategy: Strategy, clock: PartClock) -> TimeSplit:
-    """The parts of a training in the order of `TimePart`, to a millisecond; the total is their sum."""
+    """Return the parts of a training in the order of `TimePart`, to a millisecond; the total is their sum."""
     known = {part: round(parts[part], 3) for part in get_args(TimePart) if part in parts}
     mixed = tuple(part for part in strategy.communicates_in if part in known)
     total = round(sum(known.values()), 3)
@@ -112,5 +112,5 @@ def time_split(parts: Mapping[TimePart, float], strategy: Strategy, clock: PartC
 
 
 def rounded(parts: Mapping[TimePart, float]) -> dict[TimePart, float]:
-    """For a file: to a microsecond, without what took none."""
+    """Round for a file: to a microsecond, without parts of zero."""
     return {part: round(seconds, 6) for part, seconds in parts.items() if round(seconds, 6)}

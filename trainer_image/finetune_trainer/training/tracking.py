@@ -1,8 +1,8 @@
-"""Experiment trackers that hear of a training's figures: TensorBoard, MLflow, Weights & Biases.
+"""Experiment trackers for a training's figures: TensorBoard, MLflow, Weights & Biases.
 
-transformers' own callbacks tell them, on rank 0; this module opens what they write to and ends it. Everything lies
-below the job's folder unless the trackers' own variables say otherwise, a run that is resumed goes on with the same
-curves, and nothing leaves the machine without being asked to.
+transformers' own callbacks send the figures, on rank 0; this module opens the destinations and closes them. All files
+are below the job's folder unless the trackers' own variables set another place, a resumed run continues the same
+curves, and no data leave the machine without a request for it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 _TENSORBOARD_FOLDER = "TENSORBOARD_LOGGING_DIR"
 _MLFLOW_STORE = "MLFLOW_TRACKING_URI"
 _IDS = "runs.json"
-"""Below the folder of trackers: tracker -> the run that a resumed training goes on with."""
+"""File below the folder of trackers: tracker -> the run that a resumed training continues."""
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """A training that is told of."""
+    """A training to be tracked."""
 
     job: str
     folder: Path
-    """For what trackers write."""
+    """Folder for the trackers' files."""
     first_step: int
-    """Steps that are done already; 0: a new run."""
+    """Number of steps already done; 0: a new run."""
     environment: Mapping[str, str]
 
 
 def refuse_missing_trackers(arguments: Mapping[str, JsonValue], environment: Mapping[str, str]) -> None:
-    """StageError CONFIG `TrackerMissing` for trackers that this image has no library for."""
+    """Raise StageError CONFIG `TrackerMissing` for trackers without a library in this image."""
     for tracker in trackers(arguments):
         missing = [name for name in libraries_of(tracker, environment) if find_spec(name) is None]
         if missing:
@@ -60,7 +60,7 @@ def refuse_missing_trackers(arguments: Mapping[str, JsonValue], environment: Map
 
 
 def libraries_of(tracker: Tracker, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the modules that a tracker needs; a store of our own is a database."""
+    """Return the modules that a tracker needs; our own store needs a database."""
     if tracker == "mlflow" and _MLFLOW_STORE not in environment:
         return ("mlflow", "sqlalchemy", "alembic")
     return (tracker,)
@@ -68,9 +68,9 @@ def libraries_of(tracker: Tracker, environment: Mapping[str, str]) -> tuple[str,
 
 @contextmanager
 def tracking(arguments: Mapping[str, JsonValue], tracked: Tracked) -> Iterator[tuple[TrainerCallback, ...]]:
-    """Callbacks of the trackers that `report_to` names. When the training fails, so do their runs.
+    """Yield callbacks of the trackers that `report_to` names. When the training fails, their runs are marked as failed.
 
-    StageError STORAGE_LOST `TrackerUnavailable` when one cannot be opened.
+    Raise StageError STORAGE_LOST `TrackerUnavailable` when one cannot be opened.
     """
     openers = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def _tensorboard(tracked: Tracked) -> Iterator[TrainerCallback]:
     from transformers.integrations.integration_utils import TensorBoardCallback
 
     folder = tracked.environment.get(_TENSORBOARD_FOLDER) or str(tracked.folder / "tensorboard")
-    # What an earlier attempt has told of later steps is not shown any more.
+    # Hide records of an earlier attempt on later steps.
     writer: Any = SummaryWriter(folder, purge_step=tracked.first_step + 1)
     try:
         yield TensorBoardCallback(writer)  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ def _mlflow(tracked: Tracked) -> Iterator[TrainerCallback]:
     own = _MLFLOW_STORE not in environment
     if own:
         folder.mkdir(parents=True, exist_ok=True)
-        # A database is what MLflow keeps up; its store of plain files is not to be used any more (MLflow 3).
+        # MLflow maintains its database store; its store of plain files is deprecated (MLflow 3).
         mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
     name = environment.get("MLFLOW_EXPERIMENT_NAME") or tracked.job
     if mlflow.get_experiment_by_name(name) is None:
@@ -129,7 +129,7 @@ def _mlflow(tracked: Tracked) -> Iterator[TrainerCallback]:
         mlflow.flush_async_logging()
         mlflow.end_run(status)
         if own:
-            mlflow.set_tracking_uri(None)  # or it would pass for the environment's
+            mlflow.set_tracking_uri(None)  # or it would be taken for the environment's
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def _wandb(tracked: Tracked) -> Iterator[TrainerCallback]:
 
 
 def _ids(tracked: Tracked) -> dict[str, str]:
-    """What `_remember` has kept."""
+    """Return the ids that `_remember` has kept."""
     try:
         return dict(json.loads((tracked.folder / _IDS).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def _ids(tracked: Tracked) -> dict[str, str]:
 
 
 def _run_id(tracked: Tracked, tracker: Tracker) -> str | None:
-    """The tracker's run that a resumed training goes on with."""
+    """Return the tracker's run that a resumed training continues."""
     return _ids(tracked).get(tracker) if tracked.first_step else None
 
 

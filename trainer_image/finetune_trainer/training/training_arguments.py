@@ -1,4 +1,4 @@
-"""From the job to `transformers.TrainingArguments`: the one place where they are made."""
+"""From the job to `transformers.TrainingArguments`: the only place that creates them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "adamw_torch_fused", "adafactor": "adafactor", "sgd": "sgd"}
-"""As transformers calls them. Unfused, AdamW on a CPU passes over each weight a dozen times."""
+"""Names in transformers. Unfused, AdamW on a CPU passes over each weight a dozen times."""
 
 _OPTIMIZER_CLASSES: Mapping[OptimizerName, tuple[str, ...]] = {
     "adamw": ("AdamW", "DeepSpeedCPUAdam"),
@@ -37,14 +37,14 @@ _READ_BY: Mapping[str, OptimizerName] = {
 
 
 def is_optimizer(name: OptimizerName, optimizer: object) -> bool:
-    """Whether what steps at the bottom of `optimizer` and its wrappers is the one called `name`."""
+    """Return whether the optimizer inside `optimizer` and its wrappers is the one called `name`."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return type(optimizer).__name__ in _OPTIMIZER_CLASSES[name]
 
 
 def refuse_bad_arguments(training: Training) -> None:
-    """StageError CONFIG for the first bad field of `training.arguments`, naming all of them."""
+    """Raise StageError CONFIG for the first bad field of `training.arguments`, naming all of them."""
     problems = check_arguments(training.arguments)
     if problems:
         raise StageError(
@@ -56,11 +56,10 @@ def refuse_bad_arguments(training: Training) -> None:
 
 
 def training_arguments(training: Training, output: Path, strategy_arguments: Mapping[str, object]) -> TrainingArguments:
-    """The arguments of the job's run.
+    """Return the arguments of the job's run.
 
-    Checkpoints, evaluation and the data order are the trainer's own; experiment trackers are told all arguments, so
-    these are off. Raises StageError CONFIG when transformers refuses a value, e.g. a DeepSpeed configuration that says
-    something else.
+    Checkpoints, evaluation and the data order are the trainer's own, and off here, as experiment trackers record all
+    arguments. Raises StageError CONFIG when transformers refuses a value, e.g. a contradicting DeepSpeed configuration.
     """
     from transformers import TrainingArguments
 
@@ -90,7 +89,7 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
         "dataloader_pin_memory": training.world.device == "cuda",
         "ddp_timeout": int(COLLECTIVE_TIMEOUT.total_seconds()),
     }
-    # What report_to names is opened by `tracking`, which hands the loop its callbacks.
+    # The trackers of report_to are opened by `tracking`, which passes the loop their callbacks.
     free = {name: value for name, value in training.arguments.items() if name != "report_to"}
     merged: dict[str, Any] = {**fields, **strategy_arguments, **free}
     try:
@@ -106,7 +105,7 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
 
 
 def refused_arguments(error: Exception) -> StageError:
-    """The error for arguments that transformers refuses."""
+    """Return the error for arguments that transformers refuses."""
     if "DeepSpeed config values" in str(error):
         mismatches = "; ".join(line.removeprefix("- ") for line in str(error).splitlines() if line.startswith("- "))
         return StageError(
@@ -124,7 +123,7 @@ def refused_arguments(error: Exception) -> StageError:
 
 
 def known_arguments_json() -> str:
-    """The content of `finetune_contract/training_arguments.json`, from the installed transformers."""
+    """Return the content of `finetune_contract/training_arguments.json`, from the installed transformers."""
     from transformers import TrainingArguments
 
     hints = typing.get_type_hints(TrainingArguments)
@@ -134,7 +133,7 @@ def known_arguments_json() -> str:
 
 
 def _json_types(annotation: Any) -> set[str]:
-    """The kinds of JSON values that an annotation allows."""
+    """Return the kinds of JSON values that an annotation allows."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return set().union(*(_json_types(part) for part in typing.get_args(annotation)))

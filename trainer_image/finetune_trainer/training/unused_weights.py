@@ -1,8 +1,8 @@
-"""Whether a step may leave trained weights without a gradient, which DistributedDataParallel has to know: it waits for
-the gradient of each weight unless it looks, in each step, for those that get none.
+"""Detection of trained weights that a step may leave without a gradient, which DistributedDataParallel must know: it
+waits for the gradient of each weight unless it searches, in each step, for those without.
 
-The graph of one micro-batch tells, without a backward pass. Models that choose layers or experts anew for each batch
-count as such whatever that graph has.
+The graph of one micro-batch shows them, without a backward pass. Models that choose layers or experts for each batch
+always count as such.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 LossOf: TypeAlias = Callable[[torch.nn.Module], torch.Tensor]
-"""The loss of a micro-batch by a model."""
+"""Function that computes a model's loss of a micro-batch."""
 
 _CHOOSES = re.compile(r"layer_?drop|experts$")
-"""In names of a config: the chance that a layer is left out, the number of experts."""
+"""Pattern of config names: the probability of leaving out a layer, the number of experts."""
 
 
 def may_leave_weights_unused(model: PreTrainedModel, loss_of: LossOf) -> bool:
-    """Return whether a step may leave trained weights of `model` without a gradient. Keep the model's mode; draw no
+    """Return whether a step may leave trained weights of `model` without a gradient. Keeps the model's mode; draws no
     random numbers.
     """
     if _chooses(model):
@@ -42,7 +42,7 @@ def _chooses(model: PreTrainedModel) -> bool:
 
 
 def _leaves(loss: torch.Tensor) -> set[int]:
-    """Ids of the weights that the backward pass of `loss` comes to."""
+    """Return the ids of the weights that the backward pass of `loss` reaches."""
     found: set[int] = set()
     seen: set[Any] = {loss.grad_fn}
     nodes = [loss.grad_fn]

@@ -1,4 +1,4 @@
-"""Metrics on the validation split in mid-training, on the model as it is spread."""
+"""Metrics on the validation split during training, by the sharded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLE = "validation"
 
 
 class Validation:
-    """The validation split, dealt out to the ranks."""
+    """The validation split, distributed over the ranks."""
 
     def __init__(self, deal: Deal, reference: Said) -> None:
         self._deal = deal
@@ -29,8 +29,8 @@ class Validation:
     def metrics(
         self, model: torch.nn.Module, device: torch.device, told: Callable[[int], None]
     ) -> dict[str, float]:  # fmt: skip
-        """Loss (without label smoothing) and the task's metrics, the same on every rank. Keeps the mode; `told` hears
-        of each batch by its number.
+        """Return the loss (without label smoothing) and the task's metrics, the same on every rank. Keeps the mode;
+        `told` is called with the number of each batch.
         """
         mine = []
         for number, answered in enumerate(self._dealt.answers(model, device), start=1):
@@ -39,7 +39,7 @@ class Validation:
         split = self._deal.prepared.of(ROLE)
         answers: list[Answer] = [{}] * len(split.position)
         everyone, slices = gathered(mine), self._deal.tokens.count
-        # Neighbours have slices of the same features, in their order.
+        # Neighbouring ranks have slices of the same features, in order.
         for first in range(0, len(everyone), slices):
             for batch in zip(*everyone[first : first + slices], strict=True):
                 wanted, _ = batch[0]
@@ -49,7 +49,7 @@ class Validation:
 
 
 def _joined(parts: Sequence[Answer]) -> Answer:
-    """One answer of those for its slices."""
+    """Join the answers to a feature's slices."""
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
