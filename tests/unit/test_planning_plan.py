@@ -241,7 +241,8 @@ def test_rows_with_two_answers_are_two_sequences_each_and_are_compared_once():
     (activations,) = (term.formula for term in result.memory.terms if term.name == "activations")
     assert activations.startswith("16 rows x 2 sequences x 128 tokens x ")
     tokens = 2 * 3200 * 100
-    forward = 2 * (gpt2.parameters - gpt2.embedding_parameters) + 4 * 12 * 768 * 50
+    scored = gpt2.parameters - gpt2.embedding_parameters + gpt2.vocabulary_size * 768
+    forward = 2 * scored + 4 * 12 * 768 * 50
     assert result.estimate.basis.startswith(
         f"{tokens * 3 * forward + tokens / 2 * forward:.3g} operations for {tokens:,}"
     )

@@ -17,7 +17,7 @@ from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.course import Course, reference
 from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
 from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_lost, reported_success, without_report
-from finetune_operator.reconcile.gangs import look_for_rest
+from finetune_operator.reconcile.gang_placement import look_for_rest
 from finetune_operator.reconcile.planned import configuration
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
