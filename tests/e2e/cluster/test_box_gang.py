@@ -63,7 +63,7 @@ def test_half_of_a_gang_is_reported_and_leaves_its_node_and_the_whole_one_trains
 
     def stopped(status: Object) -> Object | None:
         train = stage_of(status, "train")
-        return status if train["attempt"] == 1 and train["state"] == "Failed" or train["attempt"] > 1 else None
+        return status if (train["attempt"] == 1 and train["state"] == "Failed") or train["attempt"] > 1 else None
 
     team.wait(name, stopped, "stopped")
     box.kubectl("uncordon", closed_node)
