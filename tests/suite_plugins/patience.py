@@ -79,6 +79,9 @@ seconds = {"import": imported - float(sys.argv[1]), "fork": forked - imported}
 print(json.dumps({**seconds, "disk": written - forked, "cpu": computed - written}))
 """
 
+MOST_TEST_SECONDS = 1800.0
+"""Limit of one test, whatever the patience, unless a longer one is asked for."""
+
 # The factor of this process if its environment lost it, and the ratios if it was measured here.
 _factor: float | None = None
 _ratios: dict[str, float] = {}
@@ -87,6 +90,14 @@ _ratios: dict[str, float] = {}
 def patient(seconds: float) -> float:
     """Return `seconds` of the reference machine, scaled to the speed of this machine."""
     return seconds * factor()
+
+
+def bounded(seconds: float, most: float) -> float:
+    """Return `seconds` scaled as `patient` does, but at most `most`, where that is more than the seconds themselves.
+
+    For limits that are ample already: a wait for an event that never comes must not take an hour of a run.
+    """
+    return min(patient(seconds), max(seconds, most))
 
 
 def factor() -> float:
@@ -159,7 +170,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     # Not at the top: the plugin may be disabled, and this hook with it.
     import pytest_timeout
 
-    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patient(settings.timeout)))
+    limit = bounded(settings.timeout, MOST_TEST_SECONDS)
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
 
 
 def main() -> None:

@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from suite_plugins.patience import patient
+from suite_plugins.patience import bounded
 from suite_plugins.times import spent
 
 T = TypeVar("T")
 
 # Ample for any wait of the tests on the reference machine, next to other tests.
 WAIT_SECONDS = 240.0
+MOST_SECONDS = 900.0
+"""Limit of one wait, whatever the patience, unless a longer one is asked for: two waits that fail end within the time
+that a run of CI has to spare.
+"""
 
 
 @spent("waiting")
@@ -23,8 +27,8 @@ def wait_until(
     *,
     poll_seconds: float = 0.02,
 ) -> T:
-    """Return the first true value of `look`; after `seconds`, scaled by `patient`, fail with `what` or its value."""
-    limit = patient(seconds)
+    """Return the first true value of `look`; after `seconds`, scaled to the machine, fail with `what` or its value."""
+    limit = bounded(seconds, MOST_SECONDS)
     end = time.monotonic() + limit
     while True:
         # Compare before looking: a process that was stopped for long still gets a look after its limit.

@@ -13,7 +13,7 @@ import pytest_timeout
 
 from cluster_support.control_plane import Cluster
 from suite_plugins import patience
-from suite_plugins.patience import MAX_FACTOR, REFERENCE_SECONDS, VARIABLE, factor, patient, raise_to
+from suite_plugins.patience import MAX_FACTOR, REFERENCE_SECONDS, VARIABLE, bounded, factor, patient, raise_to
 from suite_plugins.waiting import wait_until
 
 TESTS = Path(__file__).parents[1]
@@ -73,8 +73,19 @@ def test_limits_of_tests_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         pytest_timeout, "pytest_timeout_set_timer", lambda item, settings: limits.append(settings.timeout)
     )
-    patience.pytest_timeout_set_timer(None, namedtuple("Settings", "timeout")(600))  # type: ignore[arg-type]
-    assert limits == [1800]
+    for seconds in (500, 700, 2400):
+        patience.pytest_timeout_set_timer(None, namedtuple("Settings", "timeout")(seconds))  # type: ignore[arg-type]
+    assert limits == [1500, patience.MOST_TEST_SECONDS, 2400]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "factor", "limit"), [(240, 2, 480), (240, 10, 900), (1200, 2, 1200), (2400, 10, 2400)]
+)
+def test_a_wait_for_what_never_comes_has_an_end(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, factor: int, limit: float
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(factor))
+    assert bounded(seconds, 900) == limit
 
 
 def test_limits_of_kubectl_are_scaled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
