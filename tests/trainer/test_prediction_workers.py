@@ -153,7 +153,10 @@ def test_workers_write_the_bytes_that_one_process_writes(crew: Crew):
     assert answered[0] == ROWS
     told = [Progress.model_validate_json(line) for line in progress.read_text().splitlines()]
     assert (told[-1].step, told[-1].total_steps) == (ROWS, ROWS)
-    assert told[-1].metrics["rows_per_second"] > 0
+    rates = [one.metrics["rows_per_second"] for one in told if "rows_per_second" in one.metrics]
+    assert all(rate > 0 for rate in rates)
+    # Worker 0 measures from its first look on, when the others may have answered everything.
+    assert rates or told[0].step == ROWS
 
 
 def test_killed_and_replaced_workers_answer_no_shard_twice_but_those_under_way(crew: Crew):
