@@ -1,4 +1,4 @@
-"""What the cluster costs in time: one job through each launcher, against `finetune run` of the same job.
+"""Time that the cluster costs: one job through each launcher, against `finetune run` of the same job.
 
 Baseline: `finetune run` on this machine, one node with two processes. Arms: PyTorchJob, MPIJob and Indexed Job on two
 nodes with a process each, on a cluster in a box on the same machine, with the images as they are built. All arms train

@@ -1,4 +1,4 @@
-"""How long from `kubectl apply` to the first child, when many jobs come at once; and what the operator costs.
+"""Time from `kubectl apply` to the first child when many jobs come at once, and the cost of the operator.
 
     python tests/benchmarks/operator_load.py [--jobs 300] [--idle-minutes 10]
 

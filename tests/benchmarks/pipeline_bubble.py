@@ -1,4 +1,4 @@
-"""How long the processes of a pipeline are idle, against the formula that plans are made with.
+"""Idle time of the processes of a pipeline, against the formula of the planner.
 
 A process that takes t for a micro-batch, forward and backward, is done with m of them in m t; what is left of a pass is
 the bubble. t is the slope of the pass time over m. Formula: `planning.model_parallel.bubble`, (p - 1) / (v m + p - 1).

@@ -1,4 +1,4 @@
-"""What several workers of the stage predict cost, and what is lost when they are killed.
+"""Cost of several workers of the stage predict, and work that is lost when they are killed.
 
 Two parts, each with processes as the pods of an Indexed Job run them, one thread each:
 

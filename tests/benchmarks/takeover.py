@@ -1,4 +1,4 @@
-"""How long nobody acts when the replica of the operator that acts goes away.
+"""Time without an acting operator when the acting replica goes away.
 
     python tests/benchmarks/takeover.py [--rounds 5]
 

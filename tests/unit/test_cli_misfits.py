@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] =
 
 @pytest.fixture(autouse=True, params=["much memory", "little memory"])
 def free_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is free on this machine has no part in plans for another one."""
+    """Vary the free memory of this machine, which has no part in plans for another one."""
     free = (60 if request.param == "much memory" else 2) << 30
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 << 30, available=free))
 

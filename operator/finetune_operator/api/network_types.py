@@ -24,7 +24,7 @@ class IpBlock(SpecModel):
 
 
 class Peer(SpecModel):
-    """Who may be reached: addresses, or pods by their labels and those of their namespaces."""
+    """Reachable peers: addresses, or pods by their labels and those of their namespaces."""
 
     ip_block: IpBlock | None = Field(default=None, description="Addresses; then no selectors.")
     namespace_selector: LabelSelector | None = Field(

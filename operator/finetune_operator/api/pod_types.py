@@ -57,7 +57,7 @@ class KeyRef(SpecModel):
 
 
 class EnvVarSource(SpecModel):
-    """Where a value comes from; exactly one."""
+    """Source of a value; exactly one."""
 
     field_ref: FieldRef | None = None
     resource_field_ref: ResourceFieldRef | None = None
@@ -155,7 +155,7 @@ class ClaimRequests(SpecModel):
 
 
 class ClaimResources(SpecModel):
-    """What a claim takes."""
+    """Resources of a claim."""
 
     requests: ClaimRequests
 
@@ -242,7 +242,7 @@ class Volume(SpecModel):
 
 
 class VolumeMount(SpecModel):
-    """Where a volume is mounted in the trainer's container."""
+    """Mount point of a volume in the trainer's container."""
 
     name: DnsLabel
     mount_path: Annotated[str, StringConstraints(pattern=FOLDER_PATTERN, max_length=1024)]
@@ -301,7 +301,7 @@ class PreferredNodeTerm(SpecModel):
 
 
 class NodeAffinity(SpecModel):
-    """Which nodes."""
+    """Selected nodes."""
 
     required: NodeTerms | None = Field(default=None, alias="requiredDuringSchedulingIgnoredDuringExecution")
     preferred: tuple[PreferredNodeTerm, ...] | None = Field(
@@ -341,7 +341,7 @@ class WeightedPodTerm(SpecModel):
 
 
 class PodAffinity(SpecModel):
-    """Which other pods."""
+    """Selected other pods."""
 
     required: tuple[PodTerm, ...] | None = Field(default=None, alias="requiredDuringSchedulingIgnoredDuringExecution")
     preferred: tuple[WeightedPodTerm, ...] | None = Field(
@@ -350,7 +350,7 @@ class PodAffinity(SpecModel):
 
 
 class Affinity(SpecModel):
-    """Where a pod should run."""
+    """Rules for the node of a pod."""
 
     node_affinity: NodeAffinity | None = None
     pod_affinity: PodAffinity | None = None
@@ -375,7 +375,7 @@ class SeLinuxOptions(SpecModel):
 
 
 class PodSecurityContext(SpecModel):
-    """What PodSecurity `restricted` leaves open."""
+    """Settings that PodSecurity `restricted` leaves open."""
 
     run_as_user: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     run_as_group: Id | None = None

@@ -41,7 +41,7 @@ they mean nothing.
 
 
 class Price(SpecModel):
-    """What one hour of one node costs."""
+    """Price of one hour of one node."""
 
     product: Text = Field(description="GPU product as in accelerator.product; cpu for a node without GPUs.")
     gpus: int = Field(ge=0, description="GPUs on the node, a count.")
@@ -124,7 +124,7 @@ NODE_LABELS = (
 
 
 class Nodes(SpecModel):
-    """How the operator learns which GPUs nodes have."""
+    """Sources of the facts about the GPUs of nodes."""
 
     read: bool = Field(
         default=True,
@@ -139,7 +139,7 @@ class Nodes(SpecModel):
 
 
 class Defaults(SpecModel):
-    """What a job gets that does not say otherwise."""
+    """Defaults of jobs."""
 
     image: Image = Field(default=TRAINER_IMAGE, description="Trainer image of jobs that name none.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
@@ -181,7 +181,7 @@ class Defaults(SpecModel):
 
 
 class Limits(SpecModel):
-    """How long the operator waits for what may come right by itself."""
+    """Limits of the operator's patience with troubles that may pass by themselves."""
 
     image_pull_seconds: Count = Field(
         default=600, description="Until a job whose image cannot be pulled has failed. Default 600."
@@ -223,7 +223,7 @@ ProgressTokens: TypeAlias = Literal["review", "keys"]
 
 
 class Progress(SpecModel):
-    """How pods report progress to the operator."""
+    """Progress reports of pods to the operator."""
 
     enabled: bool = Field(default=True, description="Whether they do. Default true.")
     url: Annotated[str, StringConstraints(pattern=HTTPS_PATTERN, max_length=1024)] | None = Field(
@@ -255,7 +255,7 @@ RESOLVERS = (
 
 
 class Network(SpecModel):
-    """What the pods of jobs may reach: each job gets a NetworkPolicy of its own."""
+    """Network access of the pods of jobs: each job gets its own NetworkPolicy."""
 
     enabled: bool = Field(default=True, description="Whether jobs get one. Default true.")
     egress_ports: Annotated[tuple[Port, ...], Field(max_length=64)] = Field(
@@ -292,7 +292,7 @@ SPOT_TOLERATIONS = (
 
 
 class Spot(SpecModel):
-    """Which nodes are spot nodes, and how patient jobs with spec.spot are."""
+    """Labels of spot nodes, and the patience of jobs with spec.spot."""
 
     nodes: Annotated[
         tuple[Annotated[dict[str, str], Field(max_length=16)], ...], Field(min_length=1, max_length=16)
@@ -313,7 +313,7 @@ class Spot(SpecModel):
 
 
 class Spark(SpecModel):
-    """What engine spark of preparation and predict runs with. It is refused until both are set."""
+    """Images and service account of engine spark in preparation and predict. It is refused until both are set."""
 
     image: Image | None = Field(
         default=None, description="Image with Java, Spark and the trainer, for these stages alone. Left out: none."
@@ -370,7 +370,7 @@ PROFILES: Mapping[Profile, Mapping[AllowedNames, tuple[str, ...]]] = {
 
 
 class Allow(SpecModel):
-    """What jobs may use of their namespace, and how large they may be."""
+    """Bounds on the use of a namespace by jobs, and on their size."""
 
     profile: Profile = Field(
         default="open",
@@ -445,7 +445,7 @@ class Settings(SpecModel):
     namespaces: tuple[DnsLabel, ...] = Field(
         default=(), description="Namespaces whose jobs are run. Left out: all of them."
     )
-    defaults: Defaults = Field(default=Defaults(), description="What a job gets that does not say otherwise.")
+    defaults: Defaults = Field(default=Defaults(), description="Defaults of jobs.")
     limits: Limits = Field(default=Limits(), description="How long the operator waits.")
     progress: Progress = Field(default=Progress(), description="How pods report progress.")
     spot: Spot = Field(default=Spot(), description="Spot nodes.")
@@ -470,7 +470,7 @@ class Settings(SpecModel):
         default=(),
         description="GPUs beside those of the built-in table (docs/hardware.md), or in place of its figures.",
     )
-    nodes: Nodes = Field(default=Nodes(), description="How the operator learns which GPUs nodes have.")
+    nodes: Nodes = Field(default=Nodes(), description="Sources of the facts about the GPUs of nodes.")
 
     def progress_deadline(self, policy: RunPolicySpec) -> int:
         """Return the seconds without progress after which an attempt is stopped: the job's, or else ours; 0: never."""

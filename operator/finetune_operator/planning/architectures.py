@@ -362,9 +362,9 @@ class _Mixture:
 
     parameters: int
     idle: int
-    """Those of the experts that one token does not pass."""
+    """Parameters of the experts that one token does not pass."""
     width: int
-    """Of all experts that it passes."""
+    """Width of all experts that it passes."""
 
 
 def _mixture(config: _Config, h: int, f: int) -> _Mixture | None:

@@ -184,11 +184,11 @@ class _Handlers:
         return json_response({"name": "finetune-trainer", "version": "0.1.0", "extensions": []})
 
     async def live(self, request: Request) -> Response:
-        """Whether the process works."""
+        """Tell whether the process works."""
         return json_response({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        """Whether requests should be sent here: after the warm-up, until it drains."""
+        """Tell whether requests should be sent here: after the warm-up, until it drains."""
         return json_response({"ready": self._state.ready}, 200 if self._state.ready else 503)
 
     async def openapi(self, request: Request) -> Response:

@@ -30,7 +30,7 @@ from finetune_operator.launchers.launcher_rows import TrainingLauncher, to_come
 
 
 class FineTuneJobSpec(SpecModel):
-    """What the user wants."""
+    """Desired job."""
 
     task: Task = Field(description="What the model learns. Required.")
     model: ModelSpec = Field(description="The model to start from. Required.")

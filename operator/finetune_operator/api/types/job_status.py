@@ -102,7 +102,7 @@ class StageStatus(StatusModel):
 
 
 class EstimateStatus(StatusModel):
-    """What the plan expects."""
+    """Estimates of the plan."""
 
     duration_seconds: float | None = Field(default=None, ge=0, description="Training time in seconds.")
     cost: float | None = Field(default=None, ge=0, description="Cost of the training in `currency`.")
@@ -110,7 +110,7 @@ class EstimateStatus(StatusModel):
 
 
 class PlanStatus(StatusModel):
-    """What will run; it holds no auto."""
+    """Resolved plan, without any auto."""
 
     strategy: str = Field(description="Strategy in words, e.g. deepspeed-zero2.")
     launcher: str = Field(description="Launcher.")
@@ -138,7 +138,7 @@ class PlanStatus(StatusModel):
 
 
 class AdaptationStatus(StatusModel):
-    """How the plan was changed after a failure."""
+    """Changes of the plan after failures."""
 
     micro_batch_limit: int | None = Field(
         default=None, ge=1, description="Largest micro-batch that is tried after memory ran out."
@@ -155,7 +155,7 @@ class AdaptationStatus(StatusModel):
 
 
 class MeasuredStatus(StatusModel):
-    """What was measured or read. The plan rests on it."""
+    """Measured facts, on which the plan rests."""
 
     model: dict[str, JsonValue] | None = Field(default=None, description="Shape of the model.")
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
@@ -165,7 +165,7 @@ class MeasuredStatus(StatusModel):
 
 
 class ProgressStatus(StatusModel):
-    """Where the running stage is."""
+    """Progress of the running stage."""
 
     step: int | None = Field(default=None, ge=0, description="Optimizer step, or row.")
     total_steps: int | None = Field(default=None, ge=0, description="Steps, or rows, in all.")
@@ -198,7 +198,7 @@ class FailureStatus(StatusModel):
 
 
 class CostStatus(StatusModel):
-    """What the job has used."""
+    """Resources that the job has used."""
 
     node_seconds: float = Field(
         default=0, ge=0, description="Seconds in which all pods of an attempt ran, times its nodes."
@@ -217,7 +217,7 @@ class CostStatus(StatusModel):
 
 
 class SpotStatus(StatusModel):
-    """How the training on spot nodes goes."""
+    """State of the training on spot nodes."""
 
     since: str | None = Field(
         default=None,
@@ -234,7 +234,7 @@ class SpotStatus(StatusModel):
 
 
 class ArtifactsStatus(StatusModel):
-    """What the job made."""
+    """Results of the job."""
 
     model: str | None = Field(default=None, description="URI of the model.")
     report: str | None = Field(default=None, description="URI of report.html.")
@@ -288,7 +288,7 @@ class EndpointStatus(StatusModel):
 
 
 class FineTuneJobStatus(StatusModel):
-    """What the operator knows."""
+    """Observed state of the job."""
 
     observed_generation: int | None = Field(
         default=None, ge=0, description="Generation of the spec that this status speaks of."
@@ -298,7 +298,7 @@ class FineTuneJobStatus(StatusModel):
     conditions: tuple[Condition, ...] = Field(default=(), max_length=16, description="Aspects of the job.")
     stages: tuple[StageStatus, ...] = Field(default=(), max_length=8, description="The stages in order.")
     plan: PlanStatus | None = Field(default=None, description="What will run.")
-    progress: ProgressStatus | None = Field(default=None, description="Where the running stage is.")
+    progress: ProgressStatus | None = Field(default=None, description="Progress of the running stage.")
     failure: FailureStatus | None = Field(default=None, description="Why the job failed.")
     restarts: int = Field(default=0, ge=0, description="Restarts so far.")
     counted_restarts: int = Field(
@@ -311,10 +311,10 @@ class FineTuneJobStatus(StatusModel):
     adaptation: AdaptationStatus | None = Field(default=None, description="How the plan was changed after failures.")
     measured: MeasuredStatus | None = Field(default=None, description="What prepare measured, and nodes told.")
     spot: SpotStatus | None = Field(
-        default=None, description="How the training on spot nodes goes. Left out: the job does not ask for them."
+        default=None, description="State of the training on spot nodes. Left out: the job does not ask for them."
     )
-    cost: CostStatus | None = Field(default=None, description="What the job has used.")
-    artifacts: ArtifactsStatus | None = Field(default=None, description="What the job made.")
+    cost: CostStatus | None = Field(default=None, description="Resources that the job has used.")
+    artifacts: ArtifactsStatus | None = Field(default=None, description="Results of the job.")
     endpoint: EndpointStatus | None = Field(
         default=None, description="Revisions of the endpoint. Left out: the job has none."
     )

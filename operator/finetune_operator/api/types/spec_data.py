@@ -160,7 +160,7 @@ class DatasetSpec(SpecModel):
 
 
 class PreparationSpec(SpecModel):
-    """How rows become tokens."""
+    """Conversion of rows to tokens."""
 
     engine: Literal["auto", "job", "spark"] = Field(
         default="auto",

@@ -1,4 +1,4 @@
-"""How the model is spread over devices."""
+"""Distribution of the model over devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune_operator.api.types.field_types import Auto, Count, FreeObject, Spe
 
 
 class OffloadSpec(SpecModel):
-    """What is kept outside of device memory."""
+    """State that is kept outside of device memory."""
 
     optimizer: OffloadDevice = Field(
         default="none",
@@ -54,7 +54,7 @@ class PipelineSpec(SpecModel):
 
 
 class ParallelismSpec(SpecModel):
-    """How the model is spread over devices. What is asked for is in effect or an error, never replaced in silence."""
+    """Distribution of the model over devices. What is asked for is in effect or an error, never replaced in silence."""
 
     strategy: StrategyChoice = Field(
         default="auto",

@@ -47,7 +47,7 @@ class ElasticSpec(SpecModel):
 
 
 class ResourcesSpec(SpecModel):
-    """What one job takes."""
+    """Resources of a job."""
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
         default=1, description="Nodes for training, a count. Default 1."
@@ -83,7 +83,7 @@ class ResourcesSpec(SpecModel):
 
 
 class StorageSpec(SpecModel):
-    """Where results and caches lie in a cluster."""
+    """Storage of results and caches in a cluster."""
 
     workspace: Uri | None = Field(
         default=None,

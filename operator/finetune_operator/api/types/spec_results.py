@@ -1,4 +1,4 @@
-"""What a trained model is used for: evaluation, generation, prediction and serving."""
+"""Uses of a trained model: evaluation, generation, prediction and serving."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EvaluationSpec(SpecModel):
 
 
 class GenerationSpec(SpecModel):
-    """How a model writes when it is evaluated or predicts."""
+    """Generation of text in evaluation and prediction."""
 
     max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         default=128, description="Most tokens of an answer, a count. Default 128."
@@ -54,7 +54,7 @@ class GenerationSpec(SpecModel):
 
 
 class PreferenceSpec(SpecModel):
-    """How preferences are learnt, by direct preference optimisation."""
+    """Learning of preferences, by direct preference optimisation."""
 
     beta: Annotated[float, Field(gt=0, le=100)] = Field(
         default=0.1,
@@ -124,7 +124,7 @@ class PredictSpec(SpecModel):
 
 
 class EndpointResourcesSpec(SpecModel):
-    """What one server takes, as requests and limits. Its GPU follows from `resources.gpusPerNode`."""
+    """Requests and limits of one server. Its GPU follows from `resources.gpusPerNode`."""
 
     cpu: Quantity | None = Field(default=None, description="CPU cores. Left out: requested from the plan, no limit.")
     memory: Quantity | None = Field(default=None, description="Memory. Left out: requested from the plan, no limit.")

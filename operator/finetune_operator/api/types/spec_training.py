@@ -1,4 +1,4 @@
-"""How the model is trained: the built-in loop, or a program of the user."""
+"""Training of the model: the built-in loop, or a program of the user."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ScriptSpec(SpecModel):
 
 
 class TrainingSpec(SpecModel):
-    """How the model is trained. `training: {}` trains with the defaults; without training nothing is trained."""
+    """Training of the model. `training: {}` trains with the defaults; without training nothing is trained."""
 
     epochs: Annotated[float, Field(gt=0, le=100_000)] | None = Field(
         default=None,

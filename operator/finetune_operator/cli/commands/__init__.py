@@ -1,1 +1,1 @@
-"""What can be typed, by topic; `cli.main` puts the commands together."""
+"""Commands by topic; `cli.main` puts them together."""

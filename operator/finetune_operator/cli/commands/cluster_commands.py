@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 COMPLETE_SECONDS = 3.0
-"""How long a shell waits for the names of jobs."""
+"""Time limit of a shell's completion of names of jobs."""
 
 
 def names_of_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """What a shell offers for JOB; nothing when the cluster does not answer at once."""
+    """Return a shell's completions of JOB; none if the cluster does not answer at once."""
     import asyncio
 
     from finetune_operator.cli.cluster_jobs import ClusterError, Connection, connect

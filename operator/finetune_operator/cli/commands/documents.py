@@ -56,7 +56,7 @@ def schema(output: DocumentForm = DocumentOutput.JSON) -> None:
 
 
 def fields_like(incomplete: str) -> list[str]:
-    """What a shell offers for FIELD: the fields of the object that is typed so far."""
+    """Return a shell's completions of FIELD: the fields of the object that is typed so far."""
     from finetune_operator.api.explain import NoSuchFieldError, find_field
 
     above = incomplete.rpartition(".")[0]

@@ -39,7 +39,7 @@ def hardware_of(text: str | None, settings: Settings = LOCAL_SETTINGS) -> Hardwa
 
 
 def tell_notes(inputs: Inputs) -> None:
-    """What was passed over, and what should be known of accepted jobs."""
+    """Print notes on documents that were passed over, and on accepted jobs."""
     for text in inputs.notes:
         note(text)
 
@@ -77,7 +77,7 @@ def refuse_plan(entry: JobEntry, refused: PlanRefused, output: Output | Document
 
 
 def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, ask_trainer: bool) -> Facts:
-    """What is known for a plan without a cluster: measured here, prepared earlier, or given with --hardware."""
+    """Return the facts for a plan without a cluster: measured here, prepared earlier, or given with --hardware."""
     from finetune_operator.cli.measure import Measured, free_part, measure, own_hardware
     from finetune_operator.planning.plan_types import Facts
 
@@ -97,7 +97,7 @@ def cluster_facts(
     ask_trainer: bool,
     nodes: NodesTold | None = None,
 ) -> Facts:
-    """What the operator knows before the first stage, which is nothing but the job, and what the options add.
+    """Return the facts of the operator before the first stage, which has nothing but the job, and those of the options.
 
     Which operators a cluster has is not known here: what the job names is taken as installed.
     """

@@ -1,0 +1,76 @@
+"""Docstrings and comments name things: they begin with a noun or a verb, and do not speak of programs as of people."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = {
+    "operator": ("operator",),
+    "trainer": ("trainer_image",),
+    "tests": ("tests", ".ci"),
+}
+FIRST_WORDS = re.compile(r"(Of|What|Whether|That|How|Who|Where|Which)\b")
+MOST_WHAT = 10
+"""Per 10,000 words."""
+TALK = ("told", "said", "heard", "mourn", "bury")
+MOST_TALK = 3
+"""Per 10,000 words: what an argument or a field of that name needs in backticks."""
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value
+
+
+def comments(source: str) -> Iterator[str]:
+    """Yield the comments of a module."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+@cache
+def prose_of(part: str) -> list[tuple[str, list[tuple[int, str]], list[str]]]:
+    """Return the modules of a part of the repository with their docstrings and comments."""
+    found = []
+    for folder in PARTS[part]:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            place = file.relative_to(ROOT)
+            if not {"build", ".venv"} & set(place.parts):
+                source = file.read_text(encoding="utf-8")
+                found.append((str(place), list(docstrings(ast.parse(source))), list(comments(source))))
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_docstrings_begin_with_a_noun_or_a_verb(part: str) -> None:
+    found = [
+        f"{place}:{line}: {text.strip().splitlines()[0]}"
+        for place, texts, _ in prose_of(part)
+        for line, text in texts
+        if FIRST_WORDS.match(text.strip())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_prose_names_what_it_speaks_of(part: str) -> None:
+    words: list[str] = []
+    for _, texts, notes in prose_of(part):
+        words += re.findall(r"[a-z']+", " ".join([*(text for _, text in texts), *notes]).lower())
+    assert words.count("what") * 10_000 / len(words) <= MOST_WHAT
+    assert sum(map(words.count, TALK)) * 10_000 / len(words) <= MOST_TALK
