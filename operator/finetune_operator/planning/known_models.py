@@ -143,20 +143,26 @@ def _mistral(vocabulary: int) -> Config:
 def _qwen2(
     h: int, layers: int, heads: tuple[int, int], f: int, vocabulary: int = 152_064, tied: bool = False
 ) -> Config:
-    return _decoder("qwen2", h, layers, heads, f, vocabulary, 32_768, tie_word_embeddings=tied)
+    # The larger ones read 131,072 tokens; configs of their instruct variants have the length without YaRN.
+    positions = 32_768 if tied else 131_072
+    return _decoder("qwen2", h, layers, heads, f, vocabulary, positions, tie_word_embeddings=tied)
 
 
-def _qwen3(h: int, layers: int, heads: tuple[int, int], f: int, tied: bool = False) -> Config:
-    return _decoder("qwen3", h, layers, heads, f, 151_936, 40_960, head_dim=128, tie_word_embeddings=tied)
+_QWEN3_2507 = 262_144
+"""Positions of the variants of July 2025, the longest of their shape."""
 
 
-def _mixtral(h: int, layers: int, heads: tuple[int, int], f: int, vocabulary: int) -> Config:
-    return _decoder("mixtral", h, layers, heads, f, vocabulary, 32_768, num_local_experts=8, num_experts_per_tok=2)
+def _qwen3(h: int, layers: int, heads: tuple[int, int], f: int, tied: bool = False, positions: int = 40_960) -> Config:
+    return _decoder("qwen3", h, layers, heads, f, 151_936, positions, head_dim=128, tie_word_embeddings=tied)
+
+
+def _mixtral(h: int, layers: int, heads: tuple[int, int], f: int, vocabulary: int, positions: int) -> Config:
+    return _decoder("mixtral", h, layers, heads, f, vocabulary, positions, num_local_experts=8, num_experts_per_tok=2)
 
 
 def _qwen3_moe(h: int, layers: int, heads: tuple[int, int], f: int, of_expert: int) -> Config:
     experts: Config = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": of_expert}
-    return _decoder("qwen3_moe", h, layers, heads, f, 151_936, 40_960, head_dim=128, **experts)
+    return _decoder("qwen3_moe", h, layers, heads, f, 151_936, _QWEN3_2507, head_dim=128, **experts)
 
 
 def _gemma(h: int, layers: int, heads: tuple[int, int], f: int) -> Config:
@@ -190,8 +196,8 @@ _DECODERS: dict[str, Config] = {
     "mistral-7b-instruct-v0.1": _mistral(32_000),
     "mistral-7b-instruct-v0.2": _mistral(32_000),
     "mistral-7b-instruct-v0.3": _mistral(32_768),
-    "mixtral-8x7b": _mixtral(4096, 32, (32, 8), 14_336, 32_000),
-    "mixtral-8x22b": _mixtral(6144, 56, (48, 8), 16_384, 32_768),
+    "mixtral-8x7b": _mixtral(4096, 32, (32, 8), 14_336, 32_000, 32_768),
+    "mixtral-8x22b": _mixtral(6144, 56, (48, 8), 16_384, 32_768, 65_536),
     "qwen2.5-0.5b": _qwen2(896, 24, (14, 2), 4864, 151_936, tied=True),
     "qwen2.5-1.5b": _qwen2(1536, 28, (12, 2), 8960, 151_936, tied=True),
     "qwen2.5-3b": _qwen2(2048, 36, (16, 2), 11_008, 151_936, tied=True),
@@ -201,7 +207,7 @@ _DECODERS: dict[str, Config] = {
     "qwen2.5-72b": _qwen2(8192, 80, (64, 8), 29_568),
     "qwen3-0.6b": _qwen3(1024, 28, (16, 8), 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, (16, 8), 6144, tied=True),
-    "qwen3-4b": _qwen3(2560, 36, (32, 8), 9728, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, (32, 8), 9728, tied=True, positions=_QWEN3_2507),
     "qwen3-8b": _qwen3(4096, 36, (32, 8), 12_288),
     "qwen3-14b": _qwen3(5120, 40, (40, 8), 17_408),
     "qwen3-32b": _qwen3(5120, 64, (64, 8), 25_600),
