@@ -74,3 +74,24 @@ def test_prose_names_what_it_speaks_of(part: str) -> None:
         words += re.findall(r"[a-z']+", " ".join([*(text for _, text in texts), *notes]).lower())
     assert words.count("what") * 10_000 / len(words) <= MOST_WHAT
     assert sum(map(words.count, TALK)) * 10_000 / len(words) <= MOST_TALK
+
+
+GENERATED = {"docs/api.md", "docs/names.md", "docs/settings.md", "docs/support.md", "manifests/examples/README.md"}
+LONGEST_LINE = 160
+"""Characters of a line of prose; tables and code have their own."""
+
+
+PROSE = ("*.md", "docs/*.md", "charts/**/*.md", "images/**/*.md", "manifests/**/*.md", "tests/benchmarks/*.md")
+FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+
+
+def test_lines_of_the_documentation_are_wrapped() -> None:
+    files = {str(file.relative_to(ROOT)): file for pattern in PROSE for file in ROOT.glob(pattern)}
+    assert "README.md" in files
+    found = []
+    for name in sorted(files.keys() - GENERATED):
+        for line in FENCED.sub("", files[name].read_text(encoding="utf-8")).splitlines():
+            # A command in a line of its own cannot be wrapped.
+            if len(line) > LONGEST_LINE and not line.lstrip().startswith("|") and not re.search(r"`[^`]{100,}`", line):
+                found.append(f"{name}: {line[:80]}")
+    assert found == []
