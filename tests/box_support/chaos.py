@@ -175,7 +175,7 @@ class Watch:
         self.seen: set[tuple[str, str, int]] = set()
         """Job, stage and attempt of everything that ever ran."""
         self.worked: set[tuple[str, str, int]] = set()
-        """Those that were seen working."""
+        """Job, stage and attempt of each container in which a stage was seen running."""
         self.overlaps: list[str] = []
         self.trouble: Exception | None = None
 

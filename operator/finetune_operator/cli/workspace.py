@@ -36,7 +36,7 @@ AFTER_TRAINING = (Stage.EVALUATE, Stage.PREDICT)
 _OWN_BLOCKS = ("spec.evaluation", "spec.predict", "spec.generation")
 """Blocks of fields that stages of AFTER_TRAINING read."""
 _PREPARED_FIELDS = ("spec.predict.dataset", "spec.predict.columns")
-"""Those of these fields that prepare also reads."""
+"""Fields among them that prepare also reads."""
 INPUTS_FILE = "inputs.json"
 FAILURE_FILE = "failure.json"
 FILES_FIELD = "files of "

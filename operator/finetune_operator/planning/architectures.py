@@ -373,12 +373,10 @@ def _mixture(config: _Config, h: int, f: int) -> _Mixture | None:
         return None
     if config.values.get("mlp_only_layers") or config.number("decoder_sparse_step", default=1) != 1:
         raise UnknownArchitectureError("a mixture of experts with other blocks between has no formula")
-    experts, width = (
-        config.number("num_local_experts", "num_experts"),
-        config.number("moe_intermediate_size", default=f),
-    )
-    chosen = config.number("num_experts_per_tok")
-    return _Mixture(experts * (3 * h * width + h), (experts - chosen) * 3 * h * width, chosen * width)
+    experts, chosen = config.number("num_local_experts", "num_experts"), config.number("num_experts_per_tok")
+    width = config.number("moe_intermediate_size", default=f)
+    expert = 3 * h * width
+    return _Mixture(experts * (expert + h), (experts - chosen) * expert, chosen * width)
 
 
 def _t5(config: _Config, task: Task, labels: int) -> _Counts:

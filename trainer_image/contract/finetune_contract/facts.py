@@ -49,9 +49,9 @@ class ModelFacts(Message):
     parameter_bytes: int = Field(gt=0)
     """Size of the weights as stored, in bytes."""
     idle_parameters: int = Field(default=0, ge=0, exclude_if=lambda idle: not idle)
-    """Those of `parameters` that one token does not pass: the experts of a mixture that were not chosen for it."""
+    """Parameters that one token does not pass: the experts of a mixture that were not chosen for it."""
     head_parameters: int = Field(ge=0, default=0)
-    """Those of `parameters` in the task's head (with the encoder's pooler): an adapter run trains them whole."""
+    """Parameters of the task's head, with the encoder's pooler: an adapter run trains them in full."""
     linear_layers: dict[str, LinearWidths] = Field(default_factory=dict)
     """Name in its block, numbers as `*` (`attention.self.query`, `experts.*.w1`) -> widths of the linear layers that
     adapters can adapt; empty: unknown.
