@@ -31,6 +31,19 @@ def training(served: tuple[LauncherName, ...] = ("job",), uid: str = UID, **limi
     return world
 
 
+def on_spot_nodes(fallback: bool) -> World:
+    """A training on four spot nodes whose last worker finds none, under an administrator who is patient."""
+    body = {"limits": {"gangSeconds": 600}, "spot": {"fallbackAfterSeconds": 1800}}
+    world = World(settings=Settings.model_validate_json(json.dumps(body)))
+    spot = {"enabled": True, "fallbackToOnDemand": fallback, "maxRunSeconds": 3600, "maxWaitSeconds": 36_000}
+    world.spec = {**SPEC, "resources": {"nodes": 4}, "spot": spot}
+    world.settle()
+    world.succeed()
+    world.settle()
+    half_place(world)
+    return world
+
+
 def half_place(world: World) -> str:
     """The newest child gets its pods; the last worker, whose name is returned, finds no node."""
     names = world.make_pods(world.newest(), "Running")
@@ -141,3 +154,19 @@ def test_an_image_that_cannot_be_pulled_is_reported_first() -> None:
     }
     world.settle()
     assert "ImagePullBackOff" in world.said("Running")[2]
+
+
+def test_a_training_that_falls_back_from_spot_nodes_waits_for_that() -> None:
+    world = on_spot_nodes(fallback=True)
+    world.wait(1799)
+    assert world.stage("train") == ("Running", 1)
+    world.wait(1)
+    assert [note.reason for note in world.events if note.reason in ("SpotUnavailable", "GangIncomplete")] == [
+        "SpotUnavailable"
+    ]
+
+
+def test_a_training_that_may_only_run_on_spot_nodes_leaves_them_too() -> None:
+    world = on_spot_nodes(fallback=False)
+    world.wait(600)
+    assert len(reported(world)) == 1

@@ -68,7 +68,9 @@ def look_for_rest(course: Course, stage: StageStatus, pods: Sequence[PodView]) -
     else is to be reported of it.
     """
     gang, limit = half_placed(stage, pods), course.settings.limits.gang_seconds
-    if gang is None:
+    # A fallback to any nodes ends the wait in a better way, and counts it from the creation of the attempt's pods.
+    falls_back = stage.capacity == "spot" and course.spec.spot.fallback_to_on_demand
+    if gang is None or falls_back:
         return course, False
     until = gang.since + timedelta(seconds=limit) if limit else None
     if until is not None and until <= course.now and not course.spec.run_policy.suspend:
