@@ -11,7 +11,13 @@ from finetune_contract.choices import LANGUAGE_TASKS, RUNG_TASKS, WRITING_TASKS,
 from finetune_contract.plans import ASKED_LOGITS
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.planning.assumed_facts import is_well_known
-from finetune_operator.planning.cost import CPU_FLOPS_PER_CORE, CPU_UTILISATION, GPU_UTILISATION, forward_flops
+from finetune_operator.planning.cost import (
+    CPU_FLOPS_PER_CORE,
+    CPU_UTILISATION,
+    GPU_UTILISATION,
+    forward_flops,
+    tied_head,
+)
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.memory import inference_bytes
@@ -167,7 +173,7 @@ def _seconds_to_predict(draft: Draft) -> float | None:
     split = draft.data.splits.get("test") or draft.data.splits.get("validation")
     if split is None or not split.rows:
         return None
-    operations = forward_flops(draft.model, split.tokens, split.tokens / split.rows)
+    operations = forward_flops(draft.model, split.tokens, split.tokens / split.rows, tied_head(draft))
     if draft.hardware.gpu is None or draft.inference_device == "cpu":
         return operations / (draft.hardware.cpu_cores * CPU_FLOPS_PER_CORE * CPU_UTILISATION)
     gpu = find_gpu(draft.hardware.gpu.product, draft.settings.hardware)
