@@ -17,7 +17,7 @@ from finetune_operator.api.types import StageStatus
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.status_times import stamp
-from finetune_operator.reconcile.usage import attempt_over
+from finetune_operator.reconcile.usage import attempt_stopped
 
 INCOMPLETE = "GangIncomplete"
 """Reason of condition Running, and of the event when the attempt is stopped."""
@@ -88,15 +88,8 @@ def _stopped(course: Course, stage: StageStatus, gang: HalfPlaced) -> Course:
     """Stop the attempt; the next one starts after a delay, in which another job may get all its nodes."""
     seconds = _delay(course, stage)
     held = human_seconds((course.now - gang.since).total_seconds())
-    course = attempt_over(course, stage, course.now)
-    stopped = stage.model_copy(
-        update={
-            "state": "Failed",
-            "completion_time": stamp(course.now),
-            "next_attempt_time": stamp(course.now + timedelta(seconds=seconds)),
-        }
-    )
-    return course.with_stage(stopped).tell(
+    following = stamp(course.now + timedelta(seconds=seconds))
+    return attempt_stopped(course, stage, next_attempt_time=following).tell(
         INCOMPLETE,
         f"{gang.message}. After {held} attempt {stage.attempt} is stopped, as limits.gangSeconds says, so that others "
         f"can have the nodes; attempt {stage.attempt + 1} starts in {human_seconds(seconds)}, which is no restart.",

@@ -20,7 +20,7 @@ from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.status_times import earliest, moment, seconds_since, stamp
-from finetune_operator.reconcile.usage import attempt_over
+from finetune_operator.reconcile.usage import attempt_stopped
 from finetune_operator.rendering.spot_affinity import first_capacity
 
 WAITING = "WaitingForSpot"
@@ -191,17 +191,8 @@ def _prospect(course: Course, fallback: datetime | None) -> str:
 
 def _fallen_back(course: Course, stage: StageStatus, pod: PodView) -> Course:
     """Stop the attempt; the next one, on any nodes, starts once nothing of it is left."""
-    course = attempt_over(course, stage, course.now)
-    stopped = stage.model_copy(
-        update={
-            "state": "Failed",
-            "completion_time": stamp(course.now),
-            "next_attempt_time": None,
-            "capacity": "onDemand",
-        }
-    )
     waited = human_seconds((course.now - pod.created).total_seconds())
-    return course.with_stage(stopped).tell(
+    return attempt_stopped(course, stage, capacity="onDemand").tell(
         "SpotUnavailable",
         f"No spot node took pod {pod.name} for {waited} ({pod.unschedulable}): attempt {stage.attempt + 1} of "
         f"{stage.name} trains on any nodes, as spot.fallbackToOnDemand allows.",

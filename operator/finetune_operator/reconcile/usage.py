@@ -52,3 +52,10 @@ def attempt_over(course: Course, stage: StageStatus, at: datetime) -> Course:
         return course
     ran = spot.ran_seconds + seconds_since(stage.running_since, at)
     return course.with_status(spot=spot.model_copy(update={"ran_seconds": ran}))
+
+
+def attempt_stopped(course: Course, stage: StageStatus, **changes: object) -> Course:
+    """End an attempt that has not failed, so that another one follows; `changes`: further fields of the stage."""
+    course = attempt_over(course, stage, course.now)
+    update = {"state": "Failed", "completion_time": stamp(course.now), "next_attempt_time": None, **changes}
+    return course.with_stage(stage.model_copy(update=update))
