@@ -178,7 +178,7 @@ def difference(folder: Path, name: str, entry: FileEntry) -> tuple[Path, str] | 
     if found.st_size != entry.size:
         return path, f"has {found.st_size} bytes instead of {entry.size}"
     if sha256_of(path) != entry.sha256:
-        return path, "has other content than was written"
+        return path, "has changed since it was written"
     return None
 
 
@@ -201,7 +201,7 @@ def _entries_below(folder: Path) -> list[Path]:
 def _files_below(folder: Path) -> Iterator[Path]:
     for path in _entries_below(folder):
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise OSError(f"{path} is not a regular file, and only those can be kept by their hashes.")
+            raise OSError(f"{path} is not a regular file, and only those can be stored by hash.")
         yield path
 
 

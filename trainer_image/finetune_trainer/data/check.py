@@ -78,7 +78,7 @@ def _check_place(job: TrainerJob, found: _Findings) -> None:
     source = job.dataset
     if source is not None:
         found.of(lambda: source_of(source, "dataset").names())
-    found.notes.append("training.script reads the data by itself: columns and labels are not checked.")
+    found.notes.append("training.script reads the data itself: columns and labels are not checked.")
 
 
 class _Findings:
@@ -106,7 +106,7 @@ class _Findings:
             if doubtful and not known:
                 return
             if doubtful and partial:
-                self.notes.append(f"Of the rows that were read: {error.message} {error.hint}")
+                self.notes.append(f"In the rows that were read: {error.message} {error.hint}")
             elif all(problem.message != error.message for problem in self.problems):
                 self.problems.append(classify(error))
 

@@ -96,7 +96,7 @@ class Pod:
             raise StageError(
                 FailureClass.WORLD_SIZE,
                 "WorldSizeMismatch",
-                f"{world.size} pods prepare, the plan counts on {job.preparation.pods}.",
+                f"{world.size} pods run stage prepare, and the plan has {job.preparation.pods}.",
                 "Run the stage as an Indexed Job with preparation.workers completions, or set preparation.engine to "
                 "auto.",
             )
@@ -106,8 +106,8 @@ class Pod:
                 FailureClass.CONFIG,
                 "AttemptMissing",
                 f"{world.size} pods prepare together and {ENV_ATTEMPT} is not set, so they cannot tell each other's "
-                "word from that of an earlier attempt.",
-                "Set it to the same text in all of them, and to another one in each attempt.",
+                "files from those of an earlier attempt.",
+                "Set it to the same value in all pods, and to a new value for each attempt.",
             )
         return cls(world.rank, world.size, attempt, paths.root)
 
@@ -133,8 +133,8 @@ class Pod:
         return StageError(
             FailureClass.COLLECTIVE,
             "PodFailed",
-            f"Pod {index} of the {self.count} that prepare has failed ({failure.reason}): {failure.message}",
-            f"The first cause is in the report of pod {index}.",
+            f"Pod {index} of {self.count} of stage prepare failed ({failure.reason}): {failure.message}",
+            f"See the report of pod {index} for the first cause.",
         )
 
 
@@ -196,7 +196,7 @@ class Leader:
             try:
                 self._tell()
             except OSError as error:
-                log.warning("The other pods cannot be told that this one lives: %s", error)
+                log.warning("The heartbeat for the other pods cannot be written: %s", error)
 
     def write(
         self,
@@ -225,7 +225,7 @@ class Leader:
             if not silent:
                 time.sleep(POLL_SECONDS)
                 continue
-            log.warning("Pod %d of %d is silent; pod 0 writes shard %d itself.", number % count, count, number)
+            log.warning("Pod %d of %d sends no heartbeat; pod 0 writes shard %d itself.", number % count, count, number)
             found.add(number, _write(place, number, shards[number], encoder, lambda _rows: None))
             progressed(len(shards[number].rows.index))
         for number, shard in enumerate(shards):
@@ -349,9 +349,8 @@ def _silent(pod: Pod, seconds: float) -> StageError:
     return StageError(
         FailureClass.COLLECTIVE,
         "LeaderSilent",
-        f"Pod 0 of the {pod.count} that prepare, which reads the data, gave no sign of life in {pod.place} for "
-        f"{seconds:g} s.",
-        "Look at why that pod does not run; all pods have to run at the same time, and to see the same files.",
+        f"Pod 0 of {pod.count}, which reads the data, wrote no heartbeat to {pod.place} for {seconds:g} s.",
+        "Check why that pod does not run; all pods must run at the same time and share their files.",
     )
 
 

@@ -160,7 +160,7 @@ def row_source(split: SplitSource, needs: Sequence[ColumnNeed]) -> RowSource:
         return FileRows(split, tuple(needs))
     if isinstance(split, HubSplit):
         return HubRows(split, tuple(needs))
-    raise TypeError(f"no rows can be taken from a {type(split).__name__}")
+    raise TypeError(f"rows of a {type(split).__name__} cannot be read")
 
 
 def most_of(
@@ -191,7 +191,7 @@ def most_of(
 def no_rows(source: RowSource) -> StageError:
     """Return the error for a data set without rows to predict."""
     return StageError(
-        FailureClass.DATA, "EmptySplit", f"{source.origin} has no rows.", "Give it rows, or leave predict out."
+        FailureClass.DATA, "EmptySplit", f"{source.origin} has no rows.", "Add rows, or leave predict out."
     )
 
 
