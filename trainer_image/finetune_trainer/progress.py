@@ -146,7 +146,7 @@ class ProgressFile:
                 file.write(progress.model_dump_json(by_alias=True, exclude_none=True) + "\n")
         except OSError as error:
             if not self._warned:
-                log.warning("Progress cannot be written to %s (%s); the stage goes on without.", self._path, error)
+                log.warning("Progress cannot be written to %s (%s); the stage continues without it.", self._path, error)
             self._warned = True
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class KubeflowProgress:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if not self._warned:
                     log.warning(
-                        "Progress cannot be sent to %s:%s (%s); training goes on without.",
+                        "Progress cannot be sent to %s:%s (%s); training continues without it.",
                         self._host,
                         self._port,
                         error,

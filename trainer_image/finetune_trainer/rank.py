@@ -54,19 +54,19 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="finetune-trainer", description="Runs one stage of a fine-tuning job.")
+    parser = argparse.ArgumentParser(prog="finetune-trainer", description="Run one stage of a fine-tuning job.")
     parser.add_argument(
         "stage",
         choices=[*(str(stage) for stage in STAGES), "facts", "report", "check"],
-        help="facts: prints what a plan needs to know; report: writes report.html; check: reads the first rows of the "
-        "data, and prints what is in them and wrong with them",
+        help="facts: print the facts that a plan needs; report: write report.html; check: read the first rows of the "
+        "data, and print their content and faults",
     )
     parser.add_argument("--trains", action="store_true", help="for check: the built-in loop trains")
     parser.add_argument("--script", action="store_true", help="for check: a program trains, and reads the data itself")
-    parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
+    parser.add_argument("--job", type=Path, required=True, help="path of job.json")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
-    parser.add_argument("--command", help="for the report: what runs the job again")
-    parser.add_argument("--deepspeed", type=Path, help="the deepspeed.json to obey, with strategy deepspeed")
+    parser.add_argument("--command", help="for report: the command that runs the job again")
+    parser.add_argument("--deepspeed", type=Path, help="path of deepspeed.json, with strategy deepspeed")
     return parser.parse_args(argv)
 
 
@@ -119,7 +119,7 @@ def _report_again(done: TrainerReport, world: ProcessWorld) -> int:
     """Report a completed stage again: the caller has missed the report of the earlier attempt."""
     report = done.model_copy(update={"rank": world.rank, "world_size": world.size})
     write_report(report, report_path(world.rank, os.environ))
-    log.info("%s was done before, with the same settings.", done.stage)
+    log.info("Skipping %s: it is done with the same settings.", done.stage)
     return EXIT_OK
 
 

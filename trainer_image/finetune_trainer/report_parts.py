@@ -74,7 +74,7 @@ def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts |
         known = f"majority class: {majority[name]:.4f}" if name in majority else f"on {evaluated.get('split')} rows"
         tiles.append(Tile(name, f"{value:.4f}", known))
     if {"loss_first", "loss_last"} <= train.keys():
-        tiles.append(Tile("Training loss", f"{train['loss_last']:.4f}", f"at first {train['loss_first']:.4f}"))
+        tiles.append(Tile("Training loss", f"{train['loss_last']:.4f}", f"initially {train['loss_first']:.4f}"))
     if cost is not None:
         tiles.append(Tile(*cost.tile))
     if (peak := train.get("peak_memory_bytes")) is not None:
@@ -102,19 +102,19 @@ _MEASURES: Mapping[Task, tuple[str, str]] = {
     "text-classification": ("confidence", "The most confident wrong answers first."),
     "token-classification": (
         "confidence",
-        "The most confident wrong tags first; the confidence is that in the least sure tag.",
+        "The most confident wrong tags first; the confidence is that of the least certain tag.",
     ),
     "question-answering": ("confidence", "The most confident wrong answers first."),
-    "summarization": (METRICS["summarization"][None][-1], "Those farthest from what was wanted first."),
-    "translation": (METRICS["translation"][None][-1], "Those farthest from what was wanted first."),
+    "summarization": (METRICS["summarization"][None][-1], "The answers farthest from the expected text first."),
+    "translation": (METRICS["translation"][None][-1], "The answers farthest from the expected text first."),
     "text-generation": (
         "perplexity",
-        "Evaluation measures how likely the given text is: the rows that the model expects least.",
+        "Evaluation measures the likelihood of the given text; the least likely rows first.",
     ),
-    "masked-lm": ("perplexity", "The rows whose hidden tokens the model expects least."),
+    "masked-lm": ("perplexity", "The rows with the least likely masked tokens first."),
     "preference-tuning": (
         "margin",
-        "The pairs whose chosen answer is preferred least; below 0 the rejected one is preferred.",
+        "The pairs with the weakest preference for the chosen answer first; below 0 the rejected one is preferred.",
     ),
 }
 """Name of an example's score, and the order of the examples."""
@@ -145,7 +145,7 @@ def examples_shown(
     answered = "predicted" in samples[0]
     wrong = tuple(each for each in samples if not answered or each["predicted"] != each["label"])
     right = tuple(each for each in samples if answered and each["predicted"] == each["label"])
-    heading = "Examples that went wrong" if answered else "Examples that went worst"
+    heading = "Wrong answers" if answered else "Worst rows"
     return Examples(heading, note, measure, answered, wrong, right)
 
 
@@ -225,12 +225,12 @@ def cost_shown(job: TrainerJob, plan: Mapping[str, Any], paths: JobPaths) -> Cos
     rows.append(("total", _duration(total), _duration(node_total)))
     estimate = plan.get("estimate") or {}
     if estimate.get("cost") is None or not estimate.get("seconds"):
-        note = "No price of a node is known, so there is no amount: the time of nodes is what would be priced."
-        return Cost(tuple(rows), note, ("Time of nodes", _duration(node_total), "no price is known"))
+        note = "No price of a node is known, so node time is shown without an amount."
+        return Cost(tuple(rows), note, ("Node time", _duration(node_total), "no price is known"))
     per_hour = estimate["cost"] / (estimate["seconds"] / 3600 * (world.nodes if world is not None else 1))
     currency = estimate.get("currency") or ""
     amount = f"{node_total / 3600 * per_hour:,.2f} {currency}".strip()
-    note = f"{amount} at {per_hour:,.2f} {currency} a node and hour, the price that the plan has."
+    note = f"{amount} at {per_hour:,.2f} {currency} per node-hour, the price in the plan."
     return Cost(tuple(rows), note, ("Cost", amount, f"{_duration(node_total)} of nodes"))
 
 

@@ -265,7 +265,7 @@ def _training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, s
     spread = f", tensor {strategy.tensor}" if strategy.tensor > 1 else ""
     if strategy.pipeline is not None:
         pipeline = strategy.pipeline
-        spread += f", pipeline {pipeline.degree} ({pipeline.schedule}, {pipeline.micro_batches} micro-batches a pass)"
+        spread += f", pipeline {pipeline.degree} ({pipeline.schedule}, {pipeline.micro_batches} micro-batches per pass)"
     adapter = {} if training.adapter is None else {"Adapter": _adapter_words(training.adapter)}
     arithmetic = f"{batch.micro_batch_size} x {batch.gradient_accumulation} accumulation x {batch.data_parallel} ranks"
     return {
@@ -294,7 +294,7 @@ def _steps_words(training: Training, train: Mapping[str, Any]) -> str:
     if ran < training.max_steps:
         words += f" of {training.max_steps} planned: stopped early"
     best = train.get("best_step")
-    return words if best is None else f"{words}; the weights are those after step {best}, the best evaluation"
+    return words if best is None else f"{words}; weights of step {best}, the best evaluation"
 
 
 def _adapter_words(adapter: Adapter) -> str:
@@ -439,7 +439,7 @@ _PARTS: Mapping[TimePart, str] = {
     "forward": "forward",
     "backward": "backward",
     "forward_backward": "forward and backward, interleaved by the pipeline",
-    "communication": "communication by itself",
+    "communication": "communication alone",
     "optimizer": "optimizer",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
@@ -447,8 +447,9 @@ _PARTS: Mapping[TimePart, str] = {
     "finish": "writing the model",
 }
 _CLOCKS = {
-    "host": "Measured by the clock of the host, on which the work was done.",
-    "cuda-events": "Measured by CUDA events: a part ends when the device comes by, not when the host has asked it to.",
+    "host": "Measured with the clock of the host, which did the work.",
+    "cuda-events": "Measured with CUDA events: a part ends when the device completes it, not when the host has "
+    "launched it.",
 }
 
 
@@ -467,15 +468,15 @@ def _time_shown(job: TrainerJob, train: Mapping[str, Any]) -> _Time | None:
     if not train:
         return None
     if "time" not in train:
-        why = "a program of its own trained" if job.script is not None else "an earlier version of the trainer trained"
-        return _Time(note=f"Not known, for {why}.")
+        why = "a program of the job trained" if job.script is not None else "an earlier version of the trainer trained"
+        return _Time(note=f"Not known: {why}.")
     split = TimeSplit.model_validate(train["time"])
     total = split.total_seconds
     words = {part: _part_words(part, split, job) for part in split.parts}
     rows = [(words[part], f"{value:,.3f} s", f"{value / (total or 1):.1%}") for part, value in split.parts.items()]
     note = f"On process 0, over all attempts whose steps count. {_CLOCKS[split.clock]}"
     if split.with_communication:
-        note += " Communication that runs beside what is computed cannot be told apart from it."
+        note += " Communication that overlaps with computation is not measured separately."
     bar = shares({words[part]: value for part, value in split.parts.items()})
     return _Time((*rows, ("total", f"{total:,.3f} s", "100.0%")), tuple(bar), note)
 
@@ -484,7 +485,7 @@ def _part_words(part: TimePart, split: TimeSplit, job: TrainerJob) -> str:
     words = _PARTS[part]
     again = job.training is not None and job.training.strategy.activation_checkpointing != "none"
     if again and part in ("backward", "forward_backward"):
-        words += ", with activations computed again"
+        words += ", with recomputed activations"
     return f"{words}, with its communication" if part in split.with_communication else words
 
 

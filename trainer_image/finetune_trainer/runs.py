@@ -75,8 +75,8 @@ def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
             return
         if paths.root.exists() and any(paths.root.iterdir()):
             place = _move_aside(paths.root)
-            whose = "no run that is known" if found is None else f"run {found}"
-            log.warning("%s held results of %s; they are in %s now.", paths.root, whose, place)
+            whose = "an unknown run" if found is None else f"run {found}"
+            log.warning("%s contained results of %s; moved them to %s.", paths.root, whose, place)
         write_atomically(paths.run, RunMarker(run=job.run).to_json())
 
 
@@ -84,13 +84,13 @@ def _refuse_other_run(paths: JobPaths, run: str) -> None:
     found = _marked(paths)
     if found == run:
         return
-    whose = f"belongs to run {found!r}" if found is not None else f"is not marked by any run ({paths.run.name})"
+    whose = f"belongs to run {found!r}" if found is not None else f"has no marker of a run ({paths.run.name})"
     raise StageError(
         FailureClass.CONFIG,
         "OtherRun",
         f"{paths.root} {whose}; this is run {run!r} of job {paths.root.name}.",
-        "Two jobs of one name must not share a workspace at the same time. Create the job anew: its stage prepare "
-        "moves the other results aside.",
+        "Two jobs with one name must not share a workspace at the same time. Recreate the job: its stage prepare "
+        "moves the other results away.",
     )
 
 

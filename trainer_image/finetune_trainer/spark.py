@@ -117,7 +117,7 @@ def _check_columns(names: Sequence[str], answering: _Answering) -> None:
                 FailureClass.DATA,
                 "MissingColumn",
                 f"{_SETTING}.columns.{role} is {name!r}; the data have the columns {', '.join(names)}.",
-                "Name a column of the data.",
+                "Set it to a column of the data.",
             )
 
 
@@ -144,8 +144,8 @@ class _Answering:
             raise StageError(
                 FailureClass.CONFIG,
                 "UnknownColumn",
-                f"{_SETTING}.columns has {', '.join(unknown)}; known are {', '.join(Columns.model_fields)}.",
-                "Give the columns by their role in the task, as in a job.",
+                f"{_SETTING}.columns has {', '.join(unknown)}; supported are {', '.join(Columns.model_fields)}.",
+                "Set the columns by their role in the task, as in a job.",
             )
         job = TrainerJob(
             name="spark",
@@ -247,7 +247,7 @@ _INSTALL = "Install finetune-trainer[spark] on the driver and where executors ru
 
 
 def _udf(answering: _Answering) -> Callable[..., Any]:
-    with needed_library("pyspark", "SparkMissing", "pyspark, which finetune_trainer.spark works with", _INSTALL):
+    with needed_library("pyspark", "SparkMissing", "pyspark, which finetune_trainer.spark needs", _INSTALL):
         from pyspark.sql.functions import pandas_udf
         from pyspark.sql.pandas.types import from_arrow_schema
     schema = answering.schema()

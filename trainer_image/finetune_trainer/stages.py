@@ -123,7 +123,7 @@ def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:
     try:
         return MeasuredFacts(model=model_facts(job))
     except Exception as error:
-        log.warning("The model's size is not known, and is left to assumptions: %s", error)
+        log.warning("The size of the model is not known, and the plan assumes one: %s", error)
         return None
 
 

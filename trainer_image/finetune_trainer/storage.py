@@ -43,7 +43,7 @@ def storage_errors_named(folder: Path, what: str, needed: int = 0, *, shared: bo
             FailureClass.STORAGE_FULL,
             "NoSpaceLeft",
             f"The volume of {folder} is full: {what} needs {much} {of}.",
-            "Free space or give the workspace more; checkpoints.keep bounds what checkpoints take.",
+            "Free space or enlarge the workspace; checkpoints.keep limits the space of checkpoints.",
         ) from error
 
 

@@ -81,7 +81,7 @@ def labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
     raise StageError(
         FailureClass.DATA,
         "NoLabels",
-        f"Neither test nor validation has labels; prepared are {', '.join(prepared.facts.splits)}.",
+        f"Neither test nor validation has labels; the prepared splits are {', '.join(prepared.facts.splits)}.",
         "Set dataset.columns.label and a split with labels, or leave evaluation out.",
     )
 

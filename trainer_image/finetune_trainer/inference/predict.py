@@ -165,7 +165,7 @@ def _led(
     discard_leftovers(paths.root, _OVER)  # of a worker that was killed here
     if done.truncated:
         share, length = f"{done.truncated:,} of {done.rows:,} rows", given.coding.max_length
-        log.warning("%s are longer than %d tokens and lose text.", share, length)
+        log.warning("%s exceed %d tokens and are truncated.", share, length)
     return result
 
 
@@ -193,7 +193,8 @@ class _Given:
             raise StageError(
                 FailureClass.DATA,
                 "SplitNotFound",
-                f"There is no prepared split test to predict; prepared are {', '.join(prepared.facts.splits)}.",
+                "There is no prepared split test to predict; the prepared splits are "
+                f"{', '.join(prepared.facts.splits)}.",
                 "Set predict.dataset, or dataset.splits.test, and run the stage prepare again.",
             )
         assert job.dataset is not None
@@ -478,7 +479,7 @@ def _output_names(columns: Sequence[str], own: Collection[str]) -> dict[str, str
         raise StageError(
             FailureClass.CONFIG,
             "ColumnNameTaken",
-            f"predict.columns {', '.join(columns)} would write one name twice ("
+            f"predict.columns {', '.join(columns)} would write a column name twice ("
             f"{', '.join(f'input_{column}' if column in own else column for column in columns)}).",
             "Rename one of the columns in the data, or do not copy it.",
         )

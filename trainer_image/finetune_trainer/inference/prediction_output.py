@@ -244,8 +244,8 @@ def _by_ending(uri: Uri) -> Format:
     raise StageError(
         FailureClass.CONFIG,
         "OutputFormat",
-        f"predict.output is {uri.text!r}; the ending chooses the format, and it is neither .jsonl nor .parquet.",
-        "Let it end in .jsonl or .parquet, in / for a folder of parts, or set predict.format.",
+        f"predict.output is {uri.text!r}; the ending sets the format, and it is neither .jsonl nor .parquet.",
+        "End it in .jsonl or .parquet, in / for a folder of parts, or set predict.format.",
     )
 
 
@@ -258,7 +258,7 @@ def _place(uri: Uri, text: str, paths: JobPaths) -> Place:
         raise StageError(
             FailureClass.CONFIG,
             "DriverMissing",
-            f"predict.output is {uri.text!r}, but nothing installed here writes to {uri.scheme}://: {error}",
+            f"predict.output is {uri.text!r}, but no installed driver writes to {uri.scheme}://: {error}",
             "Install the fsspec driver of this scheme, or use file://.",
         ) from error
     return _RemotePlace(text, paths.root)

@@ -90,7 +90,7 @@ class Parts:
                 FailureClass.STORAGE_LOST,
                 "ManifestDamaged",
                 f"{place} is damaged: {error}",
-                f"Delete {self.folder}; its rows are answered anew.",
+                f"Delete {self.folder}; its rows are answered again.",
             ) from error
         mine: dict[str, object] = {"version": version, **means}
         theirs: dict[str, object] = {"version": found.version, **found.means}
@@ -100,7 +100,7 @@ class Parts:
             raise StageError(
                 FailureClass.CONFIG,
                 "WorkersDiffer",
-                f"This worker cannot compute as {place} says: {told}.",
+                f"This worker differs from {place}: {told}.",
                 "Run all workers with one image and one job.",
             )
         return found
@@ -156,7 +156,7 @@ class Parts:
                 FailureClass.DATA,
                 "MixedTypes",
                 f"A column of predict.columns has different types in the rows: {error}",
-                "Give all rows of the column one type, or do not copy it.",
+                "Use one type in all rows of the column, or do not copy it.",
             ) from error
 
     def joined(

@@ -103,9 +103,9 @@ class Tasks:
             raise StageError(
                 FailureClass.COLLECTIVE,
                 "ExecutorsLost",
-                f"Spark has given up the {len(self._workers)} executors that predict beside the driver: "
+                f"Spark gave up on the {len(self._workers)} executors that predict beside the driver: "
                 f"{_last_words(self._error)}",
-                "Look at the executors' pods and at the log above; what is finished is kept.",
+                "Check the executors' pods and the log above; finished parts are kept.",
             ) from self._error
 
     def replaced(self) -> int:
@@ -184,7 +184,7 @@ class Work:
                 FailureClass.CONFIG,
                 "FolderNotShared",
                 f"An executor does not see the job's folder {paths.root}.",
-                "Mount it in executors under the path that the driver has.",
+                "Mount it in the executors at the same path as in the driver.",
             )
         self._settle(index, job)
         worker = Worker(index, self._count, self._attempt)

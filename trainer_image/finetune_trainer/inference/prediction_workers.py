@@ -161,7 +161,7 @@ class Worker:
             raise StageError(
                 FailureClass.WORLD_SIZE,
                 "WorldSizeMismatch",
-                f"{world.size} workers predict, the plan counts on {planned} (predict.workers).",
+                f"{world.size} workers run stage predict, and the plan has {planned} (predict.workers).",
                 "Run the stage as an Indexed Job with predict.workers completions, or leave predict.workers out.",
             )
         if planned == 1:
@@ -173,7 +173,7 @@ class Worker:
                 "AttemptMissing",
                 f"{planned} workers predict together and {ENV_ATTEMPT} is not set, so they cannot tell each other's "
                 "claims from those of an earlier attempt.",
-                "Set it to the same text in all of them, and to another one in each attempt.",
+                "Set it to the same value in all workers, and to a new value for each attempt.",
             )
         return cls(world.rank, world.size, attempt)
 
@@ -529,7 +529,7 @@ class Crew:
                 self._beat()
             except OSError as error:
                 if not warned and os.path.exists(self._parts):  # noqa: PTH110
-                    log.warning("The other workers cannot be told that this one lives: %s", error)
+                    log.warning("The heartbeat for the other workers cannot be written: %s", error)
                     warned = True
 
 
@@ -558,8 +558,8 @@ class OtherFailedError(StageError):
         super().__init__(
             FailureClass.COLLECTIVE,
             "PodFailed",
-            f"Pod {index} of the {worker.count} that predict has failed ({failure.reason}): {failure.message}",
-            f"The first cause is in the report of pod {index}.",
+            f"Pod {index} of {worker.count} of stage predict failed ({failure.reason}): {failure.message}",
+            f"See the report of pod {index} for the first cause.",
         )
         self.failure = failure
 

@@ -108,7 +108,8 @@ def reference_model(job: TrainerJob, task: TaskModule, precision: InferencePreci
         raise StageError(
             FailureClass.CONFIG,
             "NothingToCompare",
-            f"{job.task} is judged by what training has changed, and this job has not trained the model.",
+            f"Evaluation of {job.task} compares the model with the one before training, and this job has not trained "
+            "it.",
             "Leave evaluation out.",
         )
     began_with, _ = pinned(job)
@@ -244,7 +245,7 @@ def _asked(
             continue
         # Only now, after the error, which holds the tensors of the pass, is released.
         torch.cuda.empty_cache()
-        log.warning("%d rows at once do not fit the GPU's memory: batches are half as large from here on.", len(wanted))
+        log.warning("%d rows at once do not fit the GPU's memory: halving the batch size from here on.", len(wanted))
         halves = (half for batch in (wanted, *waiting) for half in np.array_split(batch, 2))
         waiting = deque(half for half in halves if len(half))
 
@@ -254,8 +255,7 @@ def _too_long(tokens: int, error: Exception) -> StageError:
         FailureClass.OUT_OF_MEMORY,
         "RowTooLong",
         f"A row of {tokens} tokens by itself does not fit the GPU's memory beside the model: {error}",
-        "Set preparation.maxLength lower, use a GPU with more memory, or leave the stage out. A model that was trained "
-        "is kept.",
+        "Lower preparation.maxLength, use a GPU with more memory, or leave the stage out. A trained model is kept.",
     )
 
 

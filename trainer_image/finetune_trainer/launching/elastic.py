@@ -132,9 +132,9 @@ def wait_for_host(rendezvous: Rendezvous) -> None:
                 raise StageError(
                     FailureClass.COLLECTIVE,
                     "RendezvousTimeout",
-                    f"The first pod ({rendezvous.endpoint}) did not answer within {rendezvous.timeout_seconds} s: "
+                    f"The first pod ({rendezvous.endpoint}) did not respond within {rendezvous.timeout_seconds} s: "
                     f"{error}.",
-                    "Look at why that pod does not start; pods of one gang must run at the same time.",
+                    "Check why that pod does not start; pods of one gang must run at the same time.",
                 ) from error
         time.sleep(_POLL_SECONDS)
 
@@ -158,8 +158,8 @@ def run(arguments: argparse.Namespace) -> int:
         failure = FailureReport(
             failure_class=FailureClass.COLLECTIVE,
             reason="RendezvousFailed",
-            message=f"The pods of the gang did not come together: {type(error).__name__}: {error}",
-            hint="Look at the other pods: they must all run at the same time and reach the first one.",
+            message=f"The rendezvous of the gang failed: {type(error).__name__}: {error}",
+            hint="Check the other pods: they must all run at the same time and reach the first one.",
             time=time.time(),
         )
         return _told(arguments.report, AgentReport(failure=failure), failure.exit_code)

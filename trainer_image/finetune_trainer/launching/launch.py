@@ -93,13 +93,15 @@ def _job_name(file: Path) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="finetune-trainer launch", description="Runs one stage.")
+    parser = argparse.ArgumentParser(prog="finetune-trainer launch", description="Run one stage.")
     parser.add_argument("stage", choices=[str(stage) for stage in Stage if stage is not Stage.SERVE])
-    parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
+    parser.add_argument("--job", type=Path, required=True, help="path of job.json")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
-    parser.add_argument("--deepspeed", type=Path, help="the deepspeed.json to obey, with strategy deepspeed")
-    parser.add_argument("--with", dest="launcher", choices=list(_LAUNCHERS), required=True, help="how ranks start")
-    parser.add_argument("--attached", action="store_true", help="kill all at once when standard input ends")
+    parser.add_argument("--deepspeed", type=Path, help="path of deepspeed.json, with strategy deepspeed")
+    parser.add_argument(
+        "--with", dest="launcher", choices=list(_LAUNCHERS), required=True, help="how to start the ranks"
+    )
+    parser.add_argument("--attached", action="store_true", help="kill all processes when standard input ends")
     parser.add_argument("--hostfile", type=Path, help="with mpirun: the hosts of the ranks")
     return parser.parse_args(argv)
 

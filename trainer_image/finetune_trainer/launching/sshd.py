@@ -65,7 +65,7 @@ LogLevel ERROR
 
 def serve(argv: Sequence[str]) -> int:
     """Serve until SIGTERM; return the exit code."""
-    parser = argparse.ArgumentParser(prog="finetune-trainer sshd", description="Waits for mpirun in an MPI worker.")
+    parser = argparse.ArgumentParser(prog="finetune-trainer sshd", description="Wait for mpirun in an MPI worker.")
     parser.add_argument("--port", type=int, default=SSH_PORT)
     parser.add_argument("--authorized-keys", type=Path, help="default: .ssh/authorized_keys in the home of passwd")
     arguments = parser.parse_args(argv)
@@ -102,8 +102,8 @@ def _command(folder: Path, arguments: argparse.Namespace) -> list[str]:
         raise StageError(
             FailureClass.CONFIG,
             "NoPasswdEntry",
-            f"User {os.getuid()} has no entry in passwd, so ssh can neither name it nor find its keys.",
-            "Run the pod as a user that the image knows (1000).",
+            f"User {os.getuid()} has no entry in passwd, so ssh finds neither its name nor its keys.",
+            "Run the pod as a user that exists in the image (1000).",
         ) from None
     subprocess.run(
         [keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key")], check=True, capture_output=True

@@ -84,14 +84,14 @@ def _stopped(asked_at: float) -> FailureReport:
     return FailureReport(
         failure_class=FailureClass.PREEMPTED,
         reason="Terminated",
-        message="The pod was told to stop, and its processes ended before they could save.",
-        hint="Run the job again; it goes on from its last checkpoint. If this repeats, give the pods a longer grace "
+        message="The pod was stopped, and its processes ended before they could save.",
+        hint="Run the job again; it resumes from its last checkpoint. If this repeats, give the pods a longer grace "
         "period.",
         time=asked_at,
     )
 
 
 def _silent(end: End) -> FailureReport:
-    words = f" Its last words: {end.last_words[-_SHOWN:]}" if end.last_words else ""
+    words = f" Last output: {end.last_words[-_SHOWN:]}" if end.last_words else ""
     told = of_exit(end.code, time.time())
     return told.model_copy(update={"message": told.message + words})

@@ -65,12 +65,12 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _SHOWN = 1000
 """Characters of the program's stderr that go into a message."""
 _HINTS = {
-    FailureClass.OUT_OF_MEMORY: "The program decides by itself what it takes: lower its batch size under "
-    "training.script.hyperparameters, or raise resources.memory or the GPUs.",
-    FailureClass.STORAGE_FULL: "Free space or give the workspace more; save_total_limit bounds what checkpoints take.",
-    FailureClass.COLLECTIVE: "The first cause is in the report of another rank.",
+    FailureClass.OUT_OF_MEMORY: "The program decides how much memory it uses: lower its batch size under "
+    "training.script.hyperparameters, or raise resources.memory or the number of GPUs.",
+    FailureClass.STORAGE_FULL: "Free space or enlarge the workspace; save_total_limit limits the space of checkpoints.",
+    FailureClass.COLLECTIVE: "See the report of another rank for the first cause.",
 }
-_HINT = "It is the program's own error; the log above has all that it said."
+_HINT = "The error is in the program; the log above has its whole output."
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _measured(paths: JobPaths) -> dict[str, float]:
     try:
         found = {} if file is None else json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be read, so what it says is not passed on: %s", file, error)
+        log.warning("%s cannot be read, so its metrics are not reported: %s", file, error)
         return {}
     values = found.items() if isinstance(found, dict) else ()
     return {
@@ -160,7 +160,7 @@ def _check_end(end: End, program: Program, world: ProcessWorld) -> None:
     then saves a partly trained model.
     """
     if end.asked_at is not None:
-        raise preempted("while the program ran; it goes on from its newest checkpoint if it reads FINETUNE_RESUME_FROM")
+        raise preempted("while the program ran; it resumes from its newest checkpoint if it reads FINETUNE_RESUME_FROM")
     if end.code == EXIT_OK:
         return
     if signal_of(end.code) is not None:
@@ -185,7 +185,7 @@ def _raised(end: End, program: Program, world: ProcessWorld) -> StageError:
     return StageError(
         failure_class,
         kind if _WORD.fullmatch(kind) else "ProgramFailed",
-        f"{what}{place}: {said[:_SHOWN]}" if said else f"{what} and said nothing on stderr.",
+        f"{what}{place}: {said[:_SHOWN]}" if said else f"{what} and wrote nothing to stderr.",
         _HINTS.get(failure_class, _HINT),
     )
 

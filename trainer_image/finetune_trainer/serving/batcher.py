@@ -119,7 +119,7 @@ class Batcher:
         """Queue a request of the running event loop. RequestError 429 if the queue is full."""
         if self._rows and self._rows + len(rows) > self._serving.max_queue:
             retry = max(1, round(self._rows * self._token_seconds * 64))
-            message = f"The queue of {self._serving.max_queue} rows is full: ask again in {retry} s."
+            message = f"The queue of {self._serving.max_queue} rows is full: retry in {retry} s."
             raise RequestError(429, message, {"Retry-After": str(retry)})
         ticket = Ticket(form, rows, asyncio.get_running_loop().create_future(), deadline, put)
         with self._wake:
@@ -184,9 +184,9 @@ class Batcher:
 
     def _over(self, ticket: Ticket) -> bool:
         if ticket.gone:
-            self._settle([(ticket, RequestError(499, "The client is gone."))])
+            self._settle([(ticket, RequestError(499, "The client has disconnected."))])
         elif ticket.late:
-            self._settle([(ticket, RequestError(504, "The request's time is over before its answer was computed."))])
+            self._settle([(ticket, RequestError(504, "The request timed out before its answer was computed."))])
         else:
             return False
         return True

@@ -71,7 +71,7 @@ class OpenAIHandlers:
             texts = [row["generated_text"] for row in found]
             return json_response(told.whole(texts, request.state.tokens, request.state.finishes))
         if len(rows) != 1:
-            raise RequestError(400, "A stream has one prompt: send others in requests of their own.", param="prompt")
+            raise RequestError(400, "A stream has one prompt: send others in separate requests.", param="prompt")
         # The status code is sent first: wait for the first piece, or the reason why there is none.
         ticket, pieces, first = await self._queue.begun(request, form, rows[0])
         return StreamingResponse(_events(told, first, pieces, ticket), media_type="text/event-stream")

@@ -60,8 +60,8 @@ class QueueClient:
                 request.state.finishes = ticket.finishes
                 return ticket.done.result()
             if gone.done():
-                raise RequestError(499, "The client is gone.")
-            raise RequestError(504, "The request's time is over before its answer was computed.")
+                raise RequestError(499, "The client has disconnected.")
+            raise RequestError(504, "The request timed out before its answer was computed.")
         finally:
             ticket.gone = True
             ticket.done.cancel()

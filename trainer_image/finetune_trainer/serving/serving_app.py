@@ -56,7 +56,7 @@ def make_app(state: ServerState) -> Starlette:
         # A path has a route for each of its methods, and Starlette lists those of the first only.
         found = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
         allowed = {"Allow": ", ".join(sorted({name for each in found for name in each.methods or ()}))}
-        why = "There is no such path; see /openapi.json." if code == 404 else "The path does not take this method."
+        why = "There is no such path; see /openapi.json." if code == 404 else "The path does not support this method."
         return _error(request.url.path, RequestError(code, why, allowed if code == 405 else None))
 
     handlers = _Handlers(state)

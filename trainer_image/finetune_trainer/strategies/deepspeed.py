@@ -127,14 +127,14 @@ class DeepSpeed:
             )
         stage, asked = engine.zero_optimization_stage(), self._settings.zero_stage
         expect(
-            stage == asked, self.name, "WrongZeroStage", f"the engine runs ZeRO stage {stage}, asked for was {asked}"
+            stage == asked, self.name, "WrongZeroStage", f"the engine runs ZeRO stage {stage}, requested was {asked}"
         )
         size = engine.dp_world_size
         expect(
             size == self._world_size,
             self.name,
             "WrongGroupSize",
-            f"the engine knows {size} of {self._world_size} processes",
+            f"the engine has {size} of {self._world_size} processes",
         )
         for kind, enabled in (("bf16", engine.bfloat16_enabled()), ("fp16", engine.fp16_enabled())):
             found = f"{kind} is {'on' if enabled else 'off'} in the engine and the precision is {self._precision}"
@@ -169,11 +169,11 @@ class DeepSpeed:
         asked = (self._settings.offload_optimizer, self._settings.offload_parameters)
         found = (_device_of(engine.zero_offload_optimizer()), _device_of(engine.zero_offload_param()))
         for what, there, wanted in zip(("optimizer state is", "parameters are"), found, asked, strict=True):
-            words = f"{what} offloaded to {there}, asked for was {wanted}"
+            words = f"{what} offloaded to {there}, requested was {wanted}"
             expect(there == wanted, self.name, "WrongOffload", words)
         optimizer, parameters = asked
         swapped = bool(getattr(engine.optimizer, "swap_optimizer", False))
-        words = f"the optimizer keeps its state in {'files' if swapped else 'memory'}, asked for was {optimizer}"
+        words = f"the optimizer keeps its state in {'files' if swapped else 'memory'}, requested was {optimizer}"
         expect(swapped == (optimizer == "nvme"), self.name, "WrongOffload", words)
         if parameters == "none":
             return
@@ -189,8 +189,8 @@ class DeepSpeed:
                     continue  # too small for a file of its own
             in_files = getattr(shard.final_location, "value", shard.final_location) == "nvme"
             right = in_files if parameters == "nvme" else shard.device.type == "cpu"
-            words = f"the shard of {name} lies {'in a file' if in_files else f'on {shard.device}'}"
-            expect(right, self.name, "WrongOffload", f"{words}, asked for was {parameters}")
+            words = f"the shard of {name} is {'in a file' if in_files else f'on {shard.device}'}"
+            expect(right, self.name, "WrongOffload", f"{words}, requested was {parameters}")
 
     def _assert_zero_plus_plus(self, engine: Any, placed: Placed) -> None:
         """Expect the configured secondary shards and quantized communication."""
@@ -200,7 +200,7 @@ class DeepSpeed:
         for name, parameter in placed.model.named_parameters() if wanted > 1 else ():
             group = getattr(parameter, "ds_zero_param_process_group", None)
             size = 1 if group is None else torch.distributed.get_world_size(group)
-            words = f"{name} has secondary shards over {size} processes, asked for were {wanted}"
+            words = f"{name} has secondary shards over {size} processes, requested were {wanted}"
             expect(size == wanted, self.name, "WrongSecondaryShards", words)
         found = (engine.zero_quantized_weights(), engine.zero_quantized_gradients())
         for key, state in zip(_QUANTIZED, found, strict=True):
@@ -335,7 +335,7 @@ def _read(part: CheckpointPart, path: Path, map_location: Any) -> Any:
             FailureClass.CHECKPOINT,
             "CheckpointHoldsCode",
             f"{path} was not read: it holds more than tensors and numbers: {str(error).splitlines()[0]}",
-            "Find out who wrote it. Delete this checkpoint to go on from the one before it.",
+            "Find out who wrote it. Delete this checkpoint to resume from the previous one.",
         ) from error
 
 
@@ -407,7 +407,7 @@ def _refuse_missing(builder: str, asked: str, way_out: str) -> None:
         raise StageError(
             FailureClass.CONFIG,
             "OperatorMissing",
-            f"{asked} needs DeepSpeed's {builder.removesuffix('Builder')} operator, which is not to be had here: "
+            f"{asked} needs DeepSpeed's {builder.removesuffix('Builder')} operator, which is not available here: "
             f"{reason}.",
             way_out,
         ) from error

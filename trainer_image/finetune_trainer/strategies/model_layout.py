@@ -133,7 +133,9 @@ def layout_of(model: PreTrainedModel) -> Layout:
     layout = Layout(form, prefix, len(layers), heads)
     shared = [name for name, _ in model.named_parameters() if layout.stage_of(name, (0, layout.count)) < 0]
     if shared:
-        raise _cannot(model, f"its weight {shared[0]} is in no part that one stage could have; known are {families}")
+        raise _cannot(
+            model, f"its weight {shared[0]} is in no part that one stage could have; supported are {families}"
+        )
     return layout
 
 
@@ -142,7 +144,7 @@ def _cannot(model: PreTrainedModel, why: str) -> StageError:
         FailureClass.CONFIG,
         "NoPipelineLayout",
         f"parallelism.pipeline.degree is above 1, and {type(model).__name__} cannot be cut into stages: {why}.",
-        "Set parallelism.pipeline.degree to 1, and strategy fsdp or deepspeed to spread the model.",
+        "Set parallelism.pipeline.degree to 1, and strategy fsdp or deepspeed to shard the model.",
     )
 
 
@@ -169,7 +171,7 @@ def balance(layers: Sequence[float], stages: int, *, before: float = 0.0, after:
     """
     count = len(layers)
     if stages < 1 or count < stages:
-        raise ValueError(f"{count} layers cannot be dealt out to {stages} stages")
+        raise ValueError(f"{count} layers cannot be divided among {stages} stages")
     sums = [0.0]
     for cost in layers:
         sums.append(sums[-1] + cost)

@@ -123,7 +123,7 @@ class ModelParallel(FullState):
             same = name in found and torch.allclose(
                 found[name].cpu().float(), value.cpu().float(), rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
             )
-            what = f"the {type(model).__name__} answers other {name} spread than whole"
+            what = f"the {type(model).__name__} computes different {name} in parallel than as a whole"
             expect(same, self._label, "OtherAnswers", what)
 
     def assert_in_effect(self, placed: Placed) -> None:

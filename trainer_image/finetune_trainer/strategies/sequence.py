@@ -92,7 +92,7 @@ class SequenceParallel:
             everywhere = torch.tensor([same], dtype=torch.int32)
             distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
             # Fails for a model that mixes tokens outside attention, for example.
-            found = f"the {type(model).__name__} answers otherwise when its rows are cut into slices"
+            found = f"the {type(model).__name__} computes different logits when its rows are cut into slices"
             expect(bool(everywhere), self._label, "OtherAnswers", found)
         return self._inner.prepare_model(model)
 
@@ -264,9 +264,9 @@ def refuse_model(model: PreTrainedModel, degree: int) -> None:
     kind = type(model)
     why = ""
     if "position_ids" not in inspect.signature(kind.forward).parameters:
-        why = "it takes no positions, and would count those of a slice from 0"
+        why = "it accepts no positions, and would count those of a slice from 0"
     elif not hasattr(sys.modules[kind.__module__], "create_causal_mask") or not kind._supports_attention_backend:
-        why = "its attention is not one that transformers lets be replaced"
+        why = "transformers cannot replace its attention"
     elif model.config._attn_implementation != "sdpa":
         why = f"its attention is {model.config._attn_implementation}, and sdpa is needed"
     if why:

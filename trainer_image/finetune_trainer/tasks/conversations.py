@@ -106,5 +106,5 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
             FailureClass.MODEL,
             "NoChatTemplate",
             "The rows are conversations, and the model's tokenizer has no chat template.",
-            "Use a model that was made for conversations, or rows of plain text.",
+            "Use a model that was trained for conversations, or rows of plain text.",
         )

@@ -109,7 +109,7 @@ class OneClass:
     column: str = "label"
     metrics: tuple[str, ...] = METRICS["text-classification"]["single_label_classification"]
     columns: tuple[str, ...] = ("label", "score", "scores")
-    baseline: str = "always answering the most frequent label"
+    baseline: str = "always predicting the most frequent label"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Return ints, or texts; whole numbers written as text stay text."""
@@ -207,7 +207,7 @@ class SeveralClasses:
     column: str = "flags"
     metrics: tuple[str, ...] = METRICS["text-classification"]["multi_label_classification"]
     columns: tuple[str, ...] = ("labels", "scores")
-    baseline: str = "giving every row the labels that more than half of the rows have"
+    baseline: str = "predicting for every row the labels that more than half of the rows have"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Return lists of ints or of texts."""
@@ -302,7 +302,7 @@ class ANumber:
     column: str = "value"
     metrics: tuple[str, ...] = METRICS["text-classification"]["regression"]
     columns: tuple[str, ...] = ("value",)
-    baseline: str = "always answering the mean"
+    baseline: str = "always predicting the mean"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Return finite floats."""

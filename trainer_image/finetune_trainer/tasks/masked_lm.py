@@ -137,7 +137,7 @@ class MaskedLm(LanguageTask):
             raise StageError(
                 FailureClass.MODEL,
                 "NoMaskToken",
-                f"The tokenizer {type(tokenizer).__name__} has no mask token: its model does not fill in words.",
+                f"The tokenizer {type(tokenizer).__name__} has no mask token, so its model cannot fill in words.",
                 "Use an encoder such as BERT or RoBERTa, or set task to text-generation.",
             )
         encoded = tokenizer(

@@ -207,7 +207,7 @@ class TextGeneration(DecoderTask):
         kept = (
             f"Longer texts were cut into windows of {facts.max_length} tokens that overlap."
             if job.dataset is not None and job.dataset.columns.text is not None
-            else f"Of rows of more than {facts.max_length} tokens the beginning of the prompt was cut off."
+            else f"In rows of more than {facts.max_length} tokens the beginning of the prompt was cut off."
         )
         return Card(
             use=f'print(model({asked}, max_new_tokens=64)[0]["generated_text"])',

@@ -93,9 +93,9 @@ class TextToText(LanguageTask):
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of the source, and of the target when named."""
         if columns.source is None:
-            raise not_set(f"{setting}.columns.source", "the column that holds the text to turn")
+            raise not_set(f"{setting}.columns.source", "the column that holds the source text")
         if labelled and columns.target is None:
-            raise not_set(f"{setting}.columns.target", "the column that holds the wanted text")
+            raise not_set(f"{setting}.columns.target", "the column that holds the target text")
         refuse_other_columns(columns, setting, _COLUMNS, "summarization and translation read source and target")
         needs = [ColumnNeed(f"{setting}.columns.source", columns.source)]
         if columns.target is not None:

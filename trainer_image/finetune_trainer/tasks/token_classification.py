@@ -264,7 +264,7 @@ class TokenClassification(heads.WithHead):
             long_rows=f"Longer inputs were cut into windows of {facts.max_length} tokens that overlap; `pipeline` does "
             "so with `stride`.",
             counted="words",
-            baseline="always giving the most frequent tag",
+            baseline="always predicting the most frequent tag",
         )
 
     def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
@@ -481,7 +481,7 @@ def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
     distinct = pc.unique(flat).to_pylist()
     strange = [value for value in distinct if value not in known]
     if strange:
-        rule = f"the tag {strange[0]!r} is none of {shown_names(names)}"
+        rule = f"the tag {strange[0]!r} is not one of {shown_names(names)}"
         raise _tag_error(split, column, strange[0], rule)
     codes = np.asarray([known[value] for value in distinct], np.int32)
     ids = codes[np.asarray(pc.index_in(flat, pa.array(distinct, flat.type)).to_numpy())]

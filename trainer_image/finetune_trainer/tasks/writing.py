@@ -237,7 +237,7 @@ def token_figures(answers: Sequence[Answer]) -> dict[str, float]:
             FailureClass.DATA,
             "NothingToMeasure",
             "No row of the split has a token to predict.",
-            "Give the split longer rows.",
+            "Add longer rows to the split.",
         )
     loss = float(surprise.mean())
     hits = np.concatenate([answer["hit"] for answer in answers])
@@ -265,8 +265,8 @@ def _prompt_limit(model: PreTrainedModel, generation: Generation) -> int:
         raise StageError(
             FailureClass.CONFIG,
             "AnswersTooLong",
-            f"generation.maxNewTokens is {generation.max_new_tokens}, and the model holds {positions} tokens, the "
-            "prompt among them.",
+            f"generation.maxNewTokens is {generation.max_new_tokens}, and the model holds {positions} tokens, "
+            "including the prompt.",
             f"Set generation.maxNewTokens to less than {positions}.",
         )
     return positions - generation.max_new_tokens

@@ -388,7 +388,7 @@ class TrainingLoop:
         if validates or saves:
             self.parts.observer.on_pause(step, clock.lap())
         if stop:
-            raise preempted(f"and stopped after step {step} of {self.state.max_steps}")
+            raise preempted(f"after step {step} of {self.state.max_steps}")
 
     def _validate(self, step: int) -> None:
         assert self.parts.validation is not None

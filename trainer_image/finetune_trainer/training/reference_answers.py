@@ -107,7 +107,7 @@ class KeptReference:
             self.said.values[role] = values
         if self.world.is_main:
             self._write()
-        log.info("The reference has been asked about %d batches of features.", done)
+        log.info("The reference model has computed %d batches of features.", done)
 
     def _read(self) -> dict[str, NDArray[np.float32]] | None:
         if not self.path.is_file():

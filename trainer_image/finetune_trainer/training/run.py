@@ -203,7 +203,9 @@ def _order(run: _Run) -> EpochOrder:
     grouped = groups_by_length(run.job.task, training.arguments)
     order = EpochOrder(lengths, training.loop_batch, run.data_rank, training.seed, widths, grouped=grouped)
     if order.steps != training.steps_per_epoch:
-        log.warning("An epoch of these data has %d steps, the plan counted %d.", order.steps, training.steps_per_epoch)
+        log.warning(
+            "An epoch of these data has %d steps, and the plan assumed %d.", order.steps, training.steps_per_epoch
+        )
     return order
 
 
@@ -343,7 +345,7 @@ def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, pre
         raise StageError(
             FailureClass.CONFIG,
             "LabelSmoothing",
-            f"training.labelSmoothing is {training.label_smoothing:g}, which this task's loss does not take.",
+            f"training.labelSmoothing is {training.label_smoothing:g}, which this task's loss does not support.",
             "Leave training.labelSmoothing out.",
         )
 
@@ -356,7 +358,7 @@ def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
             "ActivationCheckpointing",
             f"parallelism.activationCheckpointing is {training.strategy.activation_checkpointing}, and "
             f"{type(model).__name__} does not support it.",
-            "Set parallelism.activationCheckpointing to none, and training.microBatchSize lower if memory is short.",
+            "Set parallelism.activationCheckpointing to none, and lower training.microBatchSize if memory is short.",
         )
 
 

@@ -140,7 +140,7 @@ def choose(
             ledger.refuse(rung, "not measured: its labels may differ, and predict.tolerance is not set")
             continue
         if wish.optimization == "measured" and spent > MEASURING_SHARE * whole:
-            used = f"measuring had taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
+            used = f"measuring has taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
             ledger.refuse(rung, f"not measured: {used}")
             continue
         began = time.perf_counter()
@@ -164,9 +164,9 @@ def _asked_for(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path,
             why = str(error)
     if why is not None:
         raise not_available(rung.name, why)
-    reason = "asked for by name"
+    reason = "requested by name"
     rows = (
-        RungRow(name="none", why="not measured: another way was asked for by name, and predict.tolerance is not set"),
+        RungRow(name="none", why="not measured: another one was requested by name, and predict.tolerance is not set"),
         RungRow(
             name=rung.name, memory_bytes=ready.memory, setup_seconds=ready.seconds, chosen=True,
             why=f"{reason}; not measured: predict.tolerance is not set",
@@ -184,7 +184,7 @@ def by_name(
     try:
         rung = rung_by_name(name)
     except KeyError:
-        raise not_available(name, "this image does not know it") from None
+        raise not_available(name, "this image does not have it") from None
     why = rung.unavailable(model, machine or Machine.here())
     if why is None:
         try:
@@ -310,7 +310,7 @@ class _Ledger:
         reason = (
             f"{gain:.2f} times as fast as the plain model on {self.sample.rows:,} rows"
             if best is not self.plain
-            else f"no rung that is right enough was faster on {self.sample.rows:,} rows"
+            else f"no rung that is accurate enough was faster on {self.sample.rows:,} rows"
         )
         for trial in right:
             if trial is not best:
@@ -367,14 +367,14 @@ def not_available(name: str, why: str) -> StageError:
     return StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "RungNotAvailable",
-        f"predict.optimization {name} cannot be had here: {why}.",
+        f"predict.optimization {name} is not available here: {why}.",
         "Choose another one, or leave predict.optimization at auto.",
     )
 
 
 def small_job(seconds: float) -> str:
     """Return the reason why nothing is measured."""
-    return f"the plain model ends within {math.ceil(seconds)} s, which measuring would not shorten"
+    return f"the plain model ends within {math.ceil(seconds)} s, too short to gain from measuring"
 
 
 # --------------------------------------------------------------------------------------------------------- comparing

@@ -109,7 +109,7 @@ class RungInUse:
         if self.answerer.job.task not in RUNG_TASKS:
             why = f"rungs are for {', '.join(RUNG_TASKS)}"
         elif self.answerer.means.device != "cpu":
-            why = "rungs are measured on CPUs alone"
+            why = "rungs are measured on CPUs only"
         if why is None:
             return None
         if asked != "measured":
@@ -134,7 +134,7 @@ class RungInUse:
             return None
         if found.basis != self._basis():
             return None
-        log.info("The rungs were measured before, on this kind of machine.")
+        log.info("Using earlier measurements of the rungs on this type of machine.")
         made = None if found.table.chosen == "none" else self._made(found.table.chosen)
         return Chosen(found.table.chosen, made, found.table)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GRAPH = Path("onnx") / "model.onnx"
 _PACKAGES = ("onnx", "onnxscript")
-_EXTRA = "the image for CPUs has it, as has finetune-trainer[fast-inference]"
+_EXTRA = "it is in the image for CPUs and in finetune-trainer[fast-inference]"
 _TARGETS = frozenset({"labels", "start_positions", "end_positions"})
 _EXAMPLE_ROWS = 3
 """Rows of the example: torch.export treats a size of 0 or 1 as constant, and equal sizes as the same one."""
@@ -38,9 +38,9 @@ def why_not(model: PreTrainedModel, packages: Sequence[str]) -> str | None:
         if importlib.util.find_spec(package) is None:
             return f"the package {package} is not installed: {_EXTRA}"
     if model.device.type != "cpu":
-        return "runs on a CPU alone, and the model is on a GPU"
+        return "runs on CPUs only, and the model is on a GPU"
     if model.can_generate():
-        return "the model writes texts: a graph answers one forward pass"
+        return "the model generates text, and a graph computes one forward pass"
     if getattr(model, "hf_quantizer", None) is not None:
         return "the model's weights are quantized already"
     return None
