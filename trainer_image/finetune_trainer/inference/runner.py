@@ -254,7 +254,7 @@ def _too_long(tokens: int, error: Exception) -> StageError:
     return StageError(
         FailureClass.OUT_OF_MEMORY,
         "RowTooLong",
-        f"A row of {tokens} tokens by itself does not fit the GPU's memory beside the model: {error}",
+        f"A single row of {tokens} tokens does not fit the GPU's memory beside the model: {error}",
         "Lower preparation.maxLength, use a GPU with more memory, or leave the stage out. A trained model is kept.",
     )
 

@@ -106,7 +106,7 @@ class WithHead:
                 "NoHead",
                 f"{name_or_path} lacks the weights {', '.join(sorted(info['missing_keys'])[:4])}; "
                 "its answers would be random.",
-                f"Train it first (training: {{}}), or name a model that was trained for {job.task}.",
+                f"Train it first (training: {{}}), or use a model that was trained for {job.task}.",
             )
         found: PreTrainedModel = model
         return found

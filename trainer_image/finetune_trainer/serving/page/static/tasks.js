@@ -85,7 +85,7 @@ function entities(answer, asked) {
 
 function answered(answer, asked) {
   const [best] = [answer].flat();
-  if (!best || !best.answer) return [element("p", {}, "The paragraph has no answer to this question, says the model."), passage(asked.context, [], null)];
+  if (!best || !best.answer) return [element("p", {}, "The model found no answer to this question in the paragraph."), passage(asked.context, [], null)];
   const said = element("p", {}, element("span", { class: "figure" }, best.answer));
   if (typeof best.score === "number") said.append(element("span", { class: "quiet" }, ` ${percent(best.score)}`));
   return [said, passage(asked.context, [best], (span, words) => element("mark", {}, words))];
@@ -94,7 +94,7 @@ function answered(answer, asked) {
 function written(answer) {
   return flat(answer).map((each) => {
     const text = each.summary_text ?? each.translation_text ?? each.generated_text ?? "";
-    return text ? element("p", { class: "text box" }, text) : element("p", {}, "The model wrote nothing.");
+    return text ? element("p", { class: "text box" }, text) : element("p", {}, "The model generated no text.");
   });
 }
 
@@ -142,12 +142,12 @@ export const TASKS = {
   },
   translation: { ...WRITES, example: { text: "The train leaves at nine." } },
   "masked-lm": {
-    fields: (model) => [{ ...TEXT, note: `Write ${model.mask_token ?? "[MASK]"} where a word is to be found.` }],
+    fields: (model) => [{ ...TEXT, note: `Write ${model.mask_token ?? "[MASK]"} in place of the word to predict.` }],
     example: (model) => ({ text: `The capital of France is ${model.mask_token ?? "[MASK]"}.` }),
     body: inputs,
     show: filled,
   },
 };
-const CHAT = { chat: true, fields: (model) => [{ id: "text", label: model.chat === false ? "Text to write on from" : "Message" }], example: { text: "Name three things to see in Prague." } };
+const CHAT = { chat: true, fields: (model) => [{ id: "text", label: model.chat === false ? "Text to continue" : "Message" }], example: { text: "Name three things to see in Prague." } };
 TASKS["text-generation"] = CHAT;
 TASKS["preference-tuning"] = CHAT;
