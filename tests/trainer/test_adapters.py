@@ -245,9 +245,9 @@ def train_an_embedding(model: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        pytest.param(switch_off, "layer.1.output.dense is switched off", id="one that is switched off"),
-        pytest.param(merge, "layer.1.output.dense is switched off", id="one that is merged already"),
-        pytest.param(freeze_the_head, "2 weights are frozen, or trained, that should not be", id="a frozen head"),
+        pytest.param(switch_off, "layer.1.output.dense is disabled", id="one that is switched off"),
+        pytest.param(merge, "layer.1.output.dense is disabled", id="one that is merged already"),
+        pytest.param(freeze_the_head, "2 weights are frozen or trained by mistake", id="a frozen head"),
         pytest.param(train_an_embedding, "e.g. ['bert.embeddings.word_embeddings.weight']", id="a trained base"),
     ],
 )
@@ -311,9 +311,9 @@ def test_targets_that_the_model_lacks_are_named_with_those_that_it_has(bench, tm
         run.train_here()
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "UnknownTargetModules")
     assert error.value.message == (
-        "model.adapter.targetModules has 'q_proj', 'dens', and no linear layer in the blocks of "
-        f"{run.job.model.uri} is called so; there are attention.output.dense, attention.self.key, "
-        "attention.self.query, attention.self.value, intermediate.dense, output.dense."
+        f"model.adapter.targetModules has 'q_proj', 'dens', and no linear layer in the blocks of {run.job.model.uri} "
+        "has that name; there are attention.output.dense, attention.self.key, attention.self.query, "
+        "attention.self.value, intermediate.dense, output.dense."
     )
 
 

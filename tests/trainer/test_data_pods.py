@@ -236,7 +236,7 @@ def test_pod_0_does_the_work_of_one_that_never_comes_and_that_finds_nothing_to_d
     all_pods = gang.pods(3)
     all_pods[0] = all_pods[0].other(silent_seconds=0.5)
     assert ends(gang.start(all_pods[:2])) == [0, 0], said(all_pods)
-    assert "Pod 2 of 3 is silent; pod 0 writes shard 2 itself." in said(all_pods[:1])
+    assert "Pod 2 of 3 sends no heartbeat; pod 0 writes shard 2 itself." in said(all_pods[:1])
     assert files_of(gang.paths) == gang.built_in()
     assert ends(gang.start(all_pods[2:])) == [0], said(all_pods)
     assert reports_of(all_pods[2:])[0].metrics == {"rows": 0}

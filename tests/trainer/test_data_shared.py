@@ -98,11 +98,11 @@ def test_a_second_job_takes_what_the_first_has_prepared(workspace: Workspace, ca
     caplog.set_level(logging.INFO, "finetune_trainer")
     first, slowly = workspace.prepared("one")
     assert len(slowly) >= 1
-    assert "Taken from" not in caplog.text
+    assert "Using the data in" not in caplog.text
     second, at_once = workspace.prepared("two")
     assert second == first
     assert at_once == [(50, 50)]
-    assert "Taken from" in caplog.text
+    assert "Using the data in" in caplog.text
     assert workspace.linked("one", "two")
     assert len(PreparedData.open(workspace.paths("two")).split("train")) == first.splits["train"].rows
     assert sorted(path.name for path in workspace.paths("two").root.iterdir()) == [".prepare.lock", "prepared"]
@@ -241,7 +241,7 @@ def test_without_locks_both_prepare_and_the_later_one_finds_the_entry_there(work
             workspace.prepared("job")
             one.give(workspace.paths("job").prepared)
             one.give(workspace.paths("job").prepared)
-    assert caplog.text.count("has no locks") == 3
+    assert caplog.text.count("does not support locks") == 3
     assert not warnings(caplog)
     assert not list(workspace.shared.folder.glob("*/tmp-*"))
 
@@ -262,7 +262,7 @@ def test_what_nobody_took_for_long_is_removed_and_what_was_taken_stays(workspace
     workspace.prepared("two")
     assert workspace.linked("one", "two")
     assert len(workspace.entries()) == 1
-    assert "is removed" in caplog.text
+    assert "Removing" in caplog.text
     assert len(PreparedData.open(workspace.paths("short")).split("train")) > 0
     workspace.prepared("other", workspace.job(length=8))
     assert len(workspace.entries()) == 2  # using it has counted
@@ -311,7 +311,7 @@ def test_two_jobs_at_once_prepare_once(workspace: Workspace):
     told = [process.communicate(timeout=patient(300))[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert "done" in told[0]
-    assert "Taken from" in told[1]
+    assert "Using the data in" in told[1]
     assert "prepares\n" not in told[1]
     assert workspace.linked("one", "two")
 

@@ -75,7 +75,12 @@ def test_a_world_of_another_size_is_refused_before_anything_is_imported(finished
     [
         pytest.param({"learning_rat": 1.0}, "UnknownArgument", "Did you mean learning_rate?", id="an unknown field"),
         pytest.param({"fp16": True}, "OwnedByPlan", "Set training.precision instead.", id="a field that the plan owns"),
-        pytest.param({"adam_beta1": "big"}, "WrongType", "Write it without quotes", id="a value of the wrong type"),
+        pytest.param(
+            {"adam_beta1": "big"},
+            "WrongType",
+            "Write numbers and booleans without quotes",
+            id="a value of the wrong type",
+        ),
         pytest.param({"logging_steps": 5}, "FixedByTrainer", "Leave it out.", id="a field without effect"),
     ],
 )

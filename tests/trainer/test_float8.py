@@ -161,7 +161,7 @@ KEPT = {
         lambda: tiny("llama", num_attention_heads=8, num_key_value_heads=1),
         10,
         {
-            "with a side that is no multiple of 16": tuple(
+            "with a dimension that is not a multiple of 16": tuple(
                 f"model.layers.{block}.self_attn.{which}_proj" for block in range(2) for which in "kv"
             ),
             "outside of the blocks": ("score",),
@@ -183,7 +183,7 @@ def test_layers_that_cannot_or_should_not_stay_as_they_are_and_the_log_says_why(
     assert (len(converted.layers), converted.left) == (count, left)
     assert all(type(model.get_submodule(name)) is torch.nn.Linear for names in left.values() for name in names)
     total = count + sum(map(len, left.values()))
-    said = "".join(f"; not those {why} ({len(names)}, e.g. {names[0]})" for why, names in left.items())
+    said = "".join(f"; except those {why} ({len(names)}, e.g. {names[0]})" for why, names in left.items())
     assert str(converted) == f"{count} of {total} linear layers multiply in fp8{said}"
 
 
@@ -200,7 +200,7 @@ def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_unde
     model = ModuleDict({"blocks": ModuleList(blocks)})
     converted = convert(model)
     assert converted.layers == ("blocks.0.shared", "blocks.1.shared")
-    assert len(converted.left["that choose experts"]) == 3
+    assert len(converted.left["that route to experts"]) == 3
     assert model["blocks"][0]["shared"].weight is model["blocks"][1]["shared"].weight
     converted.assert_in_effect(model)
     model["blocks"][1]["shared"] = torch.nn.Linear(32, 32)
@@ -323,8 +323,8 @@ def test_weights_are_not_taken_for_activations_when_these_are_offloaded():
 @pytest.mark.parametrize(
     ("device", "capability", "found"),
     [
-        ("cpu", None, "a CPU has no units for it, as GPUs have from compute capability 8.9 on"),
-        ("cuda", (8, 6), "NVIDIA A10G, of compute capability 8.6, has no units for it"),
+        ("cpu", None, "a CPU has no fp8 units; GPUs have them from compute capability 8.9 on"),
+        ("cuda", (8, 6), "NVIDIA A10G, of compute capability 8.6, has no fp8 units"),
         ("cuda", (8, 9), None),
         ("cuda", (9, 0), None),
     ],

@@ -180,7 +180,7 @@ def test_best_weights_that_somebody_replaced_are_not_the_result(tmp_path: Path):
     resumed.restore(json.loads(json.dumps(first.state())))
     assert resumed.best_weights() == first.best_weights()
     torch.save({"weight": torch.zeros(2)}, tmp_path / "best" / "step-3.pt")
-    with pytest.raises(StageError, match="has other content than was written") as error:
+    with pytest.raises(StageError, match="has changed since it was written") as error:
         resumed.best_weights()
     assert error.value.reason == "BestWeightsChanged"
 

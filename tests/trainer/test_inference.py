@@ -128,7 +128,7 @@ def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answe
     assert [each > 160 for each in tried] == [True, True, *[False] * (len(tried) - 2)]
     told = [record.getMessage() for record in caplog.records if "do not fit" in record.getMessage()]
     assert len(told) == 2
-    assert told[0].endswith("rows at once do not fit the GPU's memory: batches are half as large from here on.")
+    assert told[0].endswith("rows at once do not fit the GPU's memory: halving the batch size from here on.")
 
 
 def test_a_row_that_the_memory_does_not_hold_by_itself_is_told_with_a_way_out(model, data, paths):
@@ -138,7 +138,7 @@ def test_a_row_that_the_memory_does_not_hold_by_itself_is_told_with_a_way_out(mo
         answers_of(Stage.PREDICT, job, network, split, **SMALL, progress=NoProgress())
     told = caught.value
     assert (told.failure_class, told.reason) == (FailureClass.OUT_OF_MEMORY, "RowTooLong")
-    assert "A row of 26 tokens by itself does not fit" in told.message
+    assert "A single row of 26 tokens does not fit" in told.message
     assert "preparation.maxLength" in told.hint
 
 

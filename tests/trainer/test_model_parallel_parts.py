@@ -46,7 +46,7 @@ def test_layers_are_dealt_out_by_cost(layers, stages, ends, cuts):
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="2 layers cannot be dealt out to 3 stages"):
+    with pytest.raises(ValueError, match="2 layers cannot be divided among 3 stages"):
         balance([1, 1], 3)
 
 

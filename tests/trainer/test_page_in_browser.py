@@ -319,7 +319,7 @@ def test_refusals_are_told_with_what_to_do(view: Page) -> None:
         view.get_by_role("button", name="Send").click()
         expect(view.get_by_role("alert")).to_contain_text("429: The queue of 256 rows is full. Try again in 7 s.")
     view.get_by_role("button", name="Send").click()
-    expect(view.get_by_role("alert")).to_contain_text("no connection")
+    expect(view.get_by_role("alert")).to_contain_text("Cannot connect")
 
 
 def test_token_is_asked_for_and_kept_nowhere(view: Page) -> None:

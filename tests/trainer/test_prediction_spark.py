@@ -228,7 +228,7 @@ def test_stage_fails_when_spark_gives_up_its_executors(
         predict_by_spark(job_of(model, data, workers=3, engine="spark"), JobPaths(tmp_path / "job"), NoProgress())
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.COLLECTIVE, "ExecutorsLost")
     assert caught.value.message == (
-        "Spark has given up the 2 executors that predict beside the driver: An executor does not see the job's folder "
+        "Spark gave up on the 2 executors that predict beside the driver: An executor does not see the job's folder "
         "/w/job."
     )
 

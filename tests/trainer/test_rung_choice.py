@@ -139,7 +139,7 @@ def test_plain_model_is_timed_after_the_rungs_of_the_first_round(monkeypatch: py
 def test_without_a_gain_the_plain_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Bench(monkeypatch, FakeRung("slow", PLAIN_SECONDS + 1)).choose()
     assert (chosen.name, chosen.forward) == ("none", None)
-    assert chosen.table.reason == "no rung that is right enough was faster on 100 rows"
+    assert chosen.table.reason == "no rung that is accurate enough was faster on 100 rows"
 
 
 def test_a_rung_whose_labels_may_differ_needs_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_small_job_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rung = FakeRung("fast", 0.1)
     chosen = Bench(monkeypatch, rung).choose(remaining=ROWS)
     assert (chosen.name, rung.prepared) == ("none", 0)
-    assert chosen.table.reason == "the plain model ends within 10 s, which measuring would not shorten"
+    assert chosen.table.reason == "the plain model ends within 10 s, too short to gain from measuring"
 
 
 def test_measuring_ends_when_it_has_taken_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_what_was_asked_by_name_is_taken_although_slower_and_judged_where_a_tole
 def test_the_table_of_a_way_by_name_says_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rung = FakeRung("x", 1.0, setup=3.0)
     table = Bench(monkeypatch, rung).choose("x").table
-    assert (table.chosen, table.reason, rung.prepared) == ("x", "asked for by name", 1)
+    assert (table.chosen, table.reason, rung.prepared) == ("x", "requested by name", 1)
     rows = {row.name: row for row in table.rungs}
     assert (rows["x"].chosen, rows["x"].setup_seconds) == (True, 3.0)
     for row in rows.values():
@@ -287,6 +287,6 @@ def test_label_with_a_score_that_is_no_number_does_not_agree() -> None:
 
 def test_a_rung_that_another_image_has_chosen_is_refused_by_name() -> None:
     sample = Sample(0, [], lambda _: [])
-    with pytest.raises(StageError, match="this image does not know it") as refused:
+    with pytest.raises(StageError, match="this image does not have it") as refused:
         by_name("of-a-later-image", MODEL, sample, Path(), MACHINE)
     assert refused.value.reason == "RungNotAvailable"

@@ -89,10 +89,10 @@ def test_a_small_job_takes_the_plain_model_and_says_why(
 ) -> None:
     caplog.set_level("INFO", logger="finetune_trainer")
     assert predict(a_job(model, data, optimization="measured"), paths, NoProgress())["optimization"] == "none"
-    assert "which measuring would not shorten" in table(paths).reason
-    assert "which measuring would not shorten" in caplog.text
+    assert "too short to gain from measuring" in table(paths).reason
+    assert "too short to gain from measuring" in caplog.text
     write_report(a_job(model, data), None, paths)
-    assert "which measuring would not shorten" in paths.report.read_text(encoding="utf-8")
+    assert "too short to gain from measuring" in paths.report.read_text(encoding="utf-8")
 
 
 def test_a_later_prediction_by_the_plain_model_leaves_no_table_of_an_earlier_one(

@@ -190,7 +190,7 @@ def test_the_stages_of_a_cluster_leave_the_claims_alone_measure_report_and_are_n
     output.unlink()
     again, words = launch(Stage.PREDICT, cluster_job, tmp_path, **home)
     assert again == predicted
-    assert "was done before" in words
+    assert "is done with the same settings" in words
     assert not output.exists()
 
     other = cluster_job.model_copy(update={"run": "uid-2"})

@@ -173,9 +173,9 @@ def test_a_new_run_in_the_same_folder_begins_anew(tmp_path):
     ("value", "hint"),
     [
         pytest.param("tensorbord", "Did you mean tensorboard?", id="a misspelt name"),
-        pytest.param(["mlflow", "comet_ml"], "Name some of them, as a list.", id="one that is not told"),
-        pytest.param("all", "Name some of them, as a list.", id="whatever is installed"),
-        pytest.param([3], "Name some of them, as a list.", id="no name"),
+        pytest.param(["mlflow", "comet_ml"], "Set a list of these names.", id="one that is not told"),
+        pytest.param("all", "Set a list of these names.", id="whatever is installed"),
+        pytest.param([3], "Set a list of these names.", id="no name"),
     ],
 )
 def test_a_tracker_that_is_not_known_is_refused_with_those_that_are(value, hint, bench):

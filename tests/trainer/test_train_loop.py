@@ -141,10 +141,7 @@ def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_st
         name: value for name, value in evaluated[12].items() if name != "step"
     }, "the model's figures are those of its weights"
     card = (run.paths.model / "README.md").read_text()
-    assert (
-        "| Optimizer steps | 24 (2.00 epochs) of 120 planned: stopped early; the weights are those after step 12"
-        in card
-    )
+    assert "| Optimizer steps | 24 (2.00 epochs) of 120 planned: stopped early; weights of step 12" in card
     assert [path.name for path in best.iterdir()] == ["step-12.pt"]
 
     run.train_here()
@@ -337,7 +334,7 @@ def test_a_deepspeed_section_that_would_replace_a_field_of_the_job_is_refused(se
 def test_a_name_that_could_lead_elsewhere_is_no_model_of_the_hub(uri: str):
     from finetune_trainer.models import resolve_model
 
-    with pytest.raises(StageError, match="no name of a repository on the Hub"):
+    with pytest.raises(StageError, match="not a name of a repository on the Hub"):
         resolve_model(uri)
 
 
@@ -347,7 +344,7 @@ def test_a_folder_never_takes_the_place_of_a_model_of_the_hub(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert resolve_model("hf://our-organisation/model")[0] == "our-organisation/model"
     (tmp_path / "our-organisation" / "model").mkdir(parents=True)
-    with pytest.raises(StageError, match=r"our-organisation/model is there, which would be taken in its place"):
+    with pytest.raises(StageError, match=r"our-organisation/model exists, which would be used in its place"):
         resolve_model("hf://our-organisation/model")
 
 
