@@ -152,8 +152,8 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
     from finetune_trainer.training.interruption import Interruption
     from finetune_trainer.training.loop import LoopParts, TrainingLoop
     from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
+    from finetune_trainer.training.run_observers import SilentObserver
     from finetune_trainer.training.stopping import NeverStop
-    from finetune_trainer.training.telling import SilentObserver
     from finetune_trainer.training.training_arguments import training_arguments
 
     class NoSaver:
@@ -218,7 +218,7 @@ def test_an_adapter_that_is_not_applied_stops_the_run_before_its_first_step(benc
 
     run = adapted_bench(bench, tmp_path / "w")
     adapted = adapt(base_of(run), LORA, run.job)
-    with pytest.raises(StageError, match="12 layers lack one") as error:
+    with pytest.raises(StageError, match="12 layers have no adapter") as error:
         loop_over(run, base_of(run), adapted, tmp_path / "out").train()
     assert (error.value.failure_class, error.value.reason) == (
         FailureClass.STRATEGY_NOT_IN_EFFECT,

@@ -67,7 +67,7 @@ def break_manifest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (damage_content, "weights.pt has other content"),
+        (damage_content, "weights.pt has changed since"),
         (cut, "weights.pt has 1 bytes instead of 1010"),
         (remove, "weights.pt is missing"),
         (remove_manifest, "manifest.json is missing"),

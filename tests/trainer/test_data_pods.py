@@ -196,7 +196,7 @@ def test_the_failure_of_another_pod_ends_pod_0_and_is_the_cause(gang: Gang):
     assert leader is not None
     assert (leader.reason, leader.message) == (
         "PodFailed",
-        "Pod 2 of the 3 that prepare has failed (BadRow): Row 77 cannot be encoded.",
+        "Pod 2 of 3 of stage prepare failed (BadRow): Row 77 cannot be encoded.",
     )
     assert gang.nothing_looks_done
     assert gang.names() == [".prepare.lock", "state"]
@@ -312,7 +312,9 @@ def test_a_pod_does_not_run_what_a_forged_order_holds(gang: Gang, tmp_path: Path
     marker, place = tmp_path / "it ran", gang.paths.root / "prepared.tmp-forged" / "raw" / "exchange"
     place.mkdir(parents=True)
     (place / "order-1.json").write_bytes(pickle.dumps(Marks(marker)))
-    word = prepare_pods.Word(attempt="attempt-1", state="ordered", orders=str(place.relative_to(gang.paths.root)))
+    word = prepare_pods.LeaderStatus(
+        attempt="attempt-1", state="ordered", orders=str(place.relative_to(gang.paths.root))
+    )
     gang.paths.state.mkdir()
     (gang.paths.state / "prepare.pods.json").write_text(word.to_json(), encoding="utf-8")
     obeying = gang.pods(2)[1:]

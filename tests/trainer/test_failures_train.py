@@ -64,7 +64,7 @@ def test_a_world_of_another_size_is_refused_before_anything_is_imported(finished
     assert (failure.failure_class, failure.reason) == (FailureClass.WORLD_SIZE, "WorldSizeMismatch"), ended.output
     assert ended.exit_code == EXIT_CODES[FailureClass.WORLD_SIZE]
     assert contents(finished.paths.root) == before
-    assert "3 processes run (told by environment), the plan counts on 1" in failure.message
+    assert "3 processes run (started by environment), and the plan has 1" in failure.message
     imported = set(re.findall(r"^import time:.*\| +(\w+)", ended.output, re.MULTILINE))
     assert "finetune_trainer" in imported
     assert not imported & {"torch", "transformers", "datasets"}
@@ -127,7 +127,7 @@ def test_a_deepspeed_file_of_another_stage_is_a_strategy_that_is_not_in_effect(f
     before = contents(run.paths.root)
     config = run.deepspeed_config(stage=1)
     report = refused(run, before, FailureClass.STRATEGY_NOT_IN_EFFECT, "WrongZeroStage", deepspeed=config)
-    assert "runs ZeRO stage 1, asked for was 2" in report.failure.message
+    assert "runs ZeRO stage 1, requested was 2" in report.failure.message
 
 
 def test_a_deepspeed_file_that_contradicts_the_job_is_refused(finished):

@@ -183,7 +183,7 @@ def test_a_layer_whose_weights_cannot_be_packed_is_named():
     from finetune_trainer.four_bits import hold
 
     model = torch.nn.ModuleDict({"odd": torch.nn.Linear(6, 2)})
-    with pytest.raises(StageError, match="odd has 12 weights, no multiple of 8") as error:
+    with pytest.raises(StageError, match="odd has 12 weights, not a multiple of 8") as error:
         hold(model, ["odd"], "fp32")
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "OddWeight")
 

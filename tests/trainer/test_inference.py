@@ -348,7 +348,7 @@ def test_rows_that_cannot_be_answered_are_set_aside_and_all_others_are_answered(
     ]
     assert all(row["file"] == str(data) for row in bad)
     assert "column 'text' is 3; the column is of type int64, not text" in bad[2]["message"]
-    assert "1 of 8 rows are longer than" in caplog.text
+    assert "1 of 8 rows exceed" in caplog.text
     assert one_by_one(model, ["word 1"])[0].argmax() == LABELS.index(rows[0]["label"])
 
 

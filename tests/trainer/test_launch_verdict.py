@@ -9,7 +9,7 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_trainer.launching.below import End
+from finetune_trainer.launching.child_supervisor import End
 from finetune_trainer.launching.verdict import verdict
 
 WELL = "well"

@@ -142,15 +142,15 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(model, data, paths) -> No
     measured = evaluate(job, paths, NoProgress())["evaluate"]
     network = AutoModelForMaskedLM.from_pretrained(paths.model).eval()
     prepared = PreparedData.open(paths)
-    surprise = []
+    nlls = []
     for at in range(len(prepared.lengths("test"))):
         batch = TASK.collate(prepared.features("test", [at]), pad_token_id=0)
         with torch.no_grad():
             logits = network(input_ids=batch["input_ids"]).logits[0]
         asked = batch["labels"][0] != -100
         right = batch["labels"][0][asked]
-        surprise += torch.nn.functional.cross_entropy(logits[asked], right, reduction="none").tolist()
-    assert measured["loss"] == pytest.approx(np.mean(surprise), rel=1e-4)
+        nlls += torch.nn.functional.cross_entropy(logits[asked], right, reduction="none").tolist()
+    assert measured["loss"] == pytest.approx(np.mean(nlls), rel=1e-4)
     assert evaluate(job, paths, NoProgress())["evaluate"] == measured
     samples = json.loads((paths.root / "samples.json").read_text(encoding="utf-8"))
     assert samples[0]["score"] == max(each["score"] for each in samples) > 1

@@ -224,7 +224,7 @@ def test_the_report_tells_where_the_time_went_and_what_cannot_be_told_apart(path
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        pytest.param({"steps": 3}, "Not known, for an earlier version of the trainer trained.", id="no split"),
+        pytest.param({"steps": 3}, "Not known: an earlier version of the trainer trained.", id="no split"),
         pytest.param({}, None, id="no training"),
     ],
 )
@@ -240,7 +240,7 @@ def test_activations_that_are_computed_again_are_named_beside_the_backward_pass(
     job = a_job().model_dump()
     job["training"]["strategy"] = {**job["training"]["strategy"], **strategy}
     page = the_report(paths, job=TrainerJob.model_validate(job))
-    assert "backward, with activations computed again, with its communication" in page.text
+    assert "backward, with recomputed activations, with its communication" in page.text
 
 
 def test_what_a_training_ran_on_stays_when_a_later_stage_writes_its_own(tmp_path):
@@ -383,7 +383,7 @@ def test_with_a_price_the_report_tells_the_cost(paths):
     estimate = {"seconds": 1800.0, "cost": 6.0, "currency": "EUR"}
     text = " ".join(the_report(paths, {"estimate": estimate}).text.split())
     assert "Cost12.13 EUR1:00:40 of nodes" in text
-    assert "12.13 EUR at 12.00 EUR a node and hour" in text
+    assert "12.13 EUR at 12.00 EUR per node-hour" in text
 
 
 def test_no_section_of_the_report_is_empty(paths):

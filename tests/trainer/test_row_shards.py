@@ -131,10 +131,10 @@ def test_lines_that_cannot_be_read_are_set_aside_with_their_place(tmp_path):
     [(_, rows)] = shards_of(path)
     assert texts([("", rows)]) == ["a", "b"]
     assert (rows.count, rows.numbers.tolist()) == (5, [0, 4])
-    assert [(row.number, row.line) for row in rows.aside] == [(1, 2), (2, 4), (3, 5)]
-    assert "not a JSON object" in rows.aside[0].message
-    assert "where each line must be an object" in rows.aside[1].message
-    assert "not UTF-8" in rows.aside[2].message
+    assert [(row.number, row.line) for row in rows.bad_rows] == [(1, 2), (2, 4), (3, 5)]
+    assert "not a JSON object" in rows.bad_rows[0].message
+    assert "where each line must be an object" in rows.bad_rows[1].message
+    assert "not UTF-8" in rows.bad_rows[2].message
 
 
 def test_records_of_csv_that_cannot_be_read_are_set_aside(tmp_path):
@@ -142,7 +142,7 @@ def test_records_of_csv_that_cannot_be_read_are_set_aside(tmp_path):
     path.write_text('text,more\na,1\nonly one\n"x"y,2\nb,2\n')
     [(_, rows)] = shards_of(path)
     assert texts([("", rows)]) == ["a", "b"]
-    assert [(row.number, row.line) for row in rows.aside] == [(1, 3), (2, 4)]
+    assert [(row.number, row.line) for row in rows.bad_rows] == [(1, 3), (2, 4)]
 
 
 def test_shards_of_one_row_group_decode_it_once(tmp_path, monkeypatch):

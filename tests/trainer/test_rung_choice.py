@@ -12,7 +12,7 @@ import torch
 
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization import choosing
-from finetune_trainer.inference.optimization.choosing import Chosen, Sample, Wish, by_name, choose, worst_metric
+from finetune_trainer.inference.optimization.choosing import Chosen, RungRequest, Sample, by_name, choose, worst_metric
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
 from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN
 
@@ -99,8 +99,8 @@ class Bench:
         metric_tolerance: float | None = None,
         remaining: int = 100_000,
     ) -> Chosen:
-        wish = Wish(optimization, tolerance, metric_tolerance)
-        return choose(wish, MODEL, self.sample(), remaining, Path(), MACHINE)
+        request = RungRequest(optimization, tolerance, metric_tolerance)
+        return choose(request, MODEL, self.sample(), remaining, Path(), MACHINE)
 
 
 def whys(chosen: Chosen) -> dict[str, str]:
@@ -185,7 +185,7 @@ def test_measuring_ends_when_it_has_taken_its_share(monkeypatch: pytest.MonkeyPa
     costly, next_one = FakeRung("costly", 9.0, setup=200.0), FakeRung("next", 1.0)
     chosen = Bench(monkeypatch, costly, next_one).choose(remaining=10_000)
     assert (chosen.name, next_one.prepared) == ("costly", 0)
-    assert whys(chosen)["next"].startswith("not measured: measuring had taken 209 s of the 1000 s")
+    assert whys(chosen)["next"].startswith("not measured: measuring has taken 209 s of the 1000 s")
 
 
 def test_what_cannot_be_had_says_why_and_the_next_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

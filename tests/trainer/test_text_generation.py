@@ -233,7 +233,7 @@ def test_the_loss_of_a_row_does_not_depend_on_its_neighbours_in_a_pack(tmp_path,
         answers = task.answer(model, batch, [])
         together = float(model(**batch, use_cache=False).loss)
     expected = [lost for row in texts(160, 0) for lost in alone(model, row["text"])]
-    found = np.concatenate([answer["surprise"] for answer in answers])
+    found = np.concatenate([answer["nll"] for answer in answers])
     np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-4, atol=1e-5)
     assert together == pytest.approx(np.mean(expected), rel=1e-5)
     assert task.items(batch) == len(expected)

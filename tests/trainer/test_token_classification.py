@@ -455,7 +455,7 @@ def test_a_tag_that_train_does_not_have_is_refused_with_its_row(
     assert caught.value.reason == "LabelOutOfRange"
     assert "Split test" in caught.value.message
     assert "row 2" in caught.value.message
-    assert "'B-planet' is none of O, B-person, B-place, I-place" in caught.value.message
+    assert "'B-planet' is not one of O, B-person, B-place, I-place" in caught.value.message
 
 
 @pytest.mark.parametrize(

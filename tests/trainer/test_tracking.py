@@ -52,7 +52,7 @@ def short(run: Any, report_to: object, steps: int = STEPS, **changes: Any) -> An
 
 def failing_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the training fail after that step."""
-    from finetune_trainer.training.telling import RunObserver
+    from finetune_trainer.training.run_observers import RunObserver
 
     told = RunObserver.on_step
 
@@ -182,7 +182,7 @@ def test_a_tracker_that_is_not_known_is_refused_with_those_that_are(value, hint,
     with pytest.raises(StageError) as caught:
         refuse_bad_arguments(short(bench, value).job.training)
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "UnknownTracker")
-    assert "the trainer tells tensorboard, mlflow, wandb." in caught.value.message
+    assert "the trainer supports tensorboard, mlflow, wandb." in caught.value.message
     assert caught.value.hint == hint
 
 

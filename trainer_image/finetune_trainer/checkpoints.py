@@ -280,6 +280,6 @@ def _small_file(folder: Path, name: str) -> bytes:
         raise _damaged(folder, path, "cannot be read") from error
 
 
-def _damaged(folder: Path, path: Path, what: str) -> StageError:
-    message = f"Checkpoint {folder.name} is damaged: {path} {what}."
+def _damaged(folder: Path, path: Path, problem: str) -> StageError:
+    message = f"Checkpoint {folder.name} is damaged: {path} {problem}."
     return StageError(FailureClass.CHECKPOINT, "DamagedCheckpoint", message, "Use an older checkpoint.")

@@ -279,10 +279,10 @@ def summed(mine: Sequence[float]) -> list[float]:
     """
     import torch
 
-    told = torch.tensor(mine, dtype=torch.float64)
+    buffer = torch.tensor(mine, dtype=torch.float64)
     if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(told)
-    total: list[float] = told.tolist()
+        torch.distributed.all_reduce(buffer)
+    total: list[float] = buffer.tolist()
     return total
 
 

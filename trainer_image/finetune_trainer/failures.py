@@ -48,8 +48,8 @@ def first_of(names: Sequence[str], most: int) -> str:
     return (", ".join(names[:most]) or "none") + more
 
 
-def other_settings(what: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> StageError:
-    """Return the error for checkpoints (`what`) written with other settings than ours; it names the differing ones."""
+def other_settings(subject: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> StageError:
+    """Return the error for checkpoints (`subject`) written with other settings; it names the differing ones."""
     changed = [
         f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}"
         for name in sorted({*theirs, *ours})
@@ -58,7 +58,7 @@ def other_settings(what: str, theirs: Mapping[str, object], ours: Mapping[str, o
     return StageError(
         FailureClass.CHECKPOINT,
         "CheckpointOfAnotherJob",
-        f"{what} written with other settings: {'; '.join(changed)}.",
+        f"{subject} written with other settings: {'; '.join(changed)}.",
         "Train from the beginning (checkpoints.resume: never), or rename the job.",
     )
 
@@ -101,7 +101,7 @@ def classify(error: BaseException) -> FailureReport:
     )
 
 
-def classify_words(kind: str, text: str) -> FailureClass:
+def classify_text(kind: str, text: str) -> FailureClass:
     """Classify an exception of another program by its type's name and message."""
     low = text.lower()
     if kind in ("MemoryError", "OutOfMemoryError") or any(mark in low for mark in _MEMORY_MARKS):

@@ -210,33 +210,33 @@ def truncation_length(job: TrainerJob, config: PretrainedConfig) -> int:
     than the model holds.
     """
     limit = position_limit(config)
-    asked = job.preparation.max_length
-    if asked is None:
+    requested = job.preparation.max_length
+    if requested is None:
         return min(limit or DEFAULT_LENGTH_LIMIT, DEFAULT_LENGTH_LIMIT)
-    if limit is not None and asked > limit:
+    if limit is not None and requested > limit:
         raise StageError(
             FailureClass.CONFIG,
             "MaxLengthTooLong",
-            f"preparation.maxLength is {asked}, but {job.model.uri} holds at most {limit} tokens.",
+            f"preparation.maxLength is {requested}, but {job.model.uri} holds at most {limit} tokens.",
             f"Set preparation.maxLength to {limit} or less, or leave it out.",
         )
-    return asked
+    return requested
 
 
 def window_stride(job: TrainerJob, max_length: int) -> int:
     """Return the tokens that neighbouring windows share; raise StageError CONFIG `StrideTooLong` for too many."""
-    asked = job.preparation.stride
-    if asked is None:
+    requested = job.preparation.stride
+    if requested is None:
         return min(DEFAULT_STRIDE, max_length // 4)
-    if asked > max_length // 2:
+    if requested > max_length // 2:
         raise StageError(
             FailureClass.CONFIG,
             "StrideTooLong",
-            f"preparation.stride is {asked}; neighbouring windows of {max_length} tokens may share at most half of "
+            f"preparation.stride is {requested}; neighbouring windows of {max_length} tokens may share at most half of "
             "them.",
             f"Set preparation.stride to {max_length // 2} or less, or leave it out.",
         )
-    return asked
+    return requested
 
 
 def stored_bytes(name_or_path: str) -> int | None:

@@ -24,7 +24,7 @@ from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.failures import StageError, chain, classify
 from finetune_trainer.jobs import read_job
-from finetune_trainer.launching.below import end_with_parent
+from finetune_trainer.launching.child_supervisor import end_with_parent
 from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks

@@ -41,7 +41,7 @@ def gate_shown(job: TrainerJob, metrics: Mapping[str, Any]) -> GateShown | None:
     if gate is None or not isinstance(value, int | float):
         return None
     bounds = [("at least", gate.minimum), ("at most", gate.maximum)]
-    required = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+    required = " and ".join(f"{label} {bound:g}" for label, bound in bounds if bound is not None)
     return GateShown(gate.metric, required, f"{value:.4f}", not_met(gate, value) is None)
 
 
@@ -179,7 +179,7 @@ def confusion_shown(kept: Mapping[str, Any] | None) -> ConfusionTable | None:
         cells = tuple(Cell(count, -(-10 * count // total) if total else 0) for count in counts)
         if total or at < len(counts) - 1:
             rows.append((label, cells, f"{counts[at] / total:.1%}" if total else "-"))
-    mistakes = tuple((right, said, f"{count:,}") for right, said, count in kept["mistakes"])
+    mistakes = tuple((right, predicted, f"{count:,}") for right, predicted, count in kept["mistakes"])
     return ConfusionTable(kept["unit"], tuple(kept["labels"]), tuple(rows), mistakes)
 
 

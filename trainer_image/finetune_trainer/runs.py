@@ -74,9 +74,9 @@ def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
         if found == job.run:
             return
         if paths.root.exists() and any(paths.root.iterdir()):
-            place = _move_aside(paths.root)
-            whose = "an unknown run" if found is None else f"run {found}"
-            log.warning("%s contained results of %s; moved them to %s.", paths.root, whose, place)
+            place = _move_away(paths.root)
+            owner = "an unknown run" if found is None else f"run {found}"
+            log.warning("%s contained results of %s; moved them to %s.", paths.root, owner, place)
         write_atomically(paths.run, RunMarker(run=job.run).to_json())
 
 
@@ -84,11 +84,11 @@ def _refuse_other_run(paths: JobPaths, run: str) -> None:
     found = _marked(paths)
     if found == run:
         return
-    whose = f"belongs to run {found!r}" if found is not None else f"has no marker of a run ({paths.run.name})"
+    problem = f"belongs to run {found!r}" if found is not None else f"has no marker of a run ({paths.run.name})"
     raise StageError(
         FailureClass.CONFIG,
         "OtherRun",
-        f"{paths.root} {whose}; this is run {run!r} of job {paths.root.name}.",
+        f"{paths.root} {problem}; this is run {run!r} of job {paths.root.name}.",
         "Two jobs with one name must not share a workspace at the same time. Recreate the job: its stage prepare "
         "moves the other results away.",
     )
@@ -102,7 +102,7 @@ def _marked(paths: JobPaths) -> str | None:
         return None
 
 
-def _move_aside(folder: Path) -> Path:
+def _move_away(folder: Path) -> Path:
     """Rename the folder to the first free `<job>.previous-<n>`, in one step."""
     number = 1
     while (place := folder.with_name(f"{folder.name}.previous-{number}")).exists():

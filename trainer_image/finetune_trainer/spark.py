@@ -27,7 +27,7 @@ from finetune_trainer.data.prepare import labels_of_model
 from finetune_trainer.data.row_shards import RowShard, ShardKey, rows_of_table
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.failures import StageError, needed_library
-from finetune_trainer.inference.answering import ROW, Answerer, Asked, coding_of
+from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns, coding_of
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.models import load_config
 from finetune_trainer.progress import NoProgress
@@ -93,8 +93,8 @@ def predict(data: DataFrame, model: str, *, task: Task, columns: Mapping[str, st
             f'Rename it: data.withColumnRenamed("{taken[0]}", "given_{taken[0]}").',
         )
     struct = "__answer__"
-    asked = [data[_quoted(name)] for name in answering.inputs.values()]
-    return data.withColumn(struct, _udf(answering)(*asked)).select("*", f"{struct}.*").drop(struct)
+    inputs = [data[_quoted(name)] for name in answering.inputs.values()]
+    return data.withColumn(struct, _udf(answering)(*inputs)).select("*", f"{struct}.*").drop(struct)
 
 
 def predict_udf(
@@ -195,7 +195,7 @@ def _answerer(job_text: str, columns_text: str, threads: int | None) -> Answerer
     model, _ = used_model(job, JobPaths(Path()), means.precision)  # nothing is trained: no file of a job is read
     encoder = Encoder(task, coding_of(job), packing=False)
     labels = labels_of_model(job, task, model.config)
-    return Answerer(job, encoder, model, labels, means, Asked(columns, _SETTING, {}))
+    return Answerer(job, encoder, model, labels, means, RequestedColumns(columns, _SETTING, {}))
 
 
 def _use_threads(threads: int | None) -> None:
@@ -228,7 +228,7 @@ def answers_to(table: pa.Table, answerer: Answerer, schema: pa.Schema) -> pa.Tab
     shard = RowShard(ShardKey(0, 0), "the DataFrame", len(table), lambda: rows)
     found = answerer.answers(shard, rows, NoProgress())
     reasons: list[str | None] = [None] * len(table)
-    for row in found.aside:
+    for row in found.bad_rows:
         reasons[row.number] = row.reason
     names = schema.names[:-1]
     if not len(found.table):
@@ -272,7 +272,7 @@ class _Batches:
 
     def __call__(self, batches: Iterator[pd.Series | tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
         answerer, schema = _answerer(*self._answering), pa.ipc.read_schema(pa.py_buffer(self._schema))
-        columns = dict(answerer.asked.columns)
+        columns = dict(answerer.requested.columns)
         for batch in batches:
             given = batch if isinstance(batch, tuple) else (batch,)
             table = pa.table({columns[role]: _arrow(role, each) for role, each in zip(self._roles, given, strict=True)})

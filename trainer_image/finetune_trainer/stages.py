@@ -111,9 +111,9 @@ def _prepare_script(given: StageInput, script: Script) -> StageResult:
     given.progress.update(1, 2)
     check_inputs(given.job)
     given.progress.update(2, 2)
-    told = {"code": given.paths.code.name, "script": f"{script.url}@{program.commit}"}
+    details = {"code": given.paths.code.name, "script": f"{script.url}@{program.commit}"}
     measured = _shape_if_known(given.job) if given.job.run is not None else None
-    return StageResult({"commit": program.commit}, told, measured=measured)
+    return StageResult({"commit": program.commit}, details, measured=measured)
 
 
 def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:

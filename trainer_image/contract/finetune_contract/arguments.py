@@ -167,14 +167,14 @@ def trackers(arguments: Mapping[str, JsonValue]) -> tuple[Tracker, ...]:
 
 def sampling(arguments: Mapping[str, JsonValue]) -> Sampling | None:
     """Return the sampling set by `train_sampling_strategy` of checked arguments; None without it."""
-    asked = arguments.get("train_sampling_strategy")
-    return next((each for each in get_args(Sampling) if each == asked), None)
+    requested = arguments.get("train_sampling_strategy")
+    return next((each for each in get_args(Sampling) if each == requested), None)
 
 
 def groups_by_length(task: Task, arguments: Mapping[str, JsonValue]) -> bool:
     """Return True if all rows of a step have similar length, by checked arguments or else by the task's default."""
-    asked = sampling(arguments)
-    return task in LENGTH_GROUPED_TASKS if asked is None else asked == "group_by_length"
+    requested = sampling(arguments)
+    return task in LENGTH_GROUPED_TASKS if requested is None else requested == "group_by_length"
 
 
 def _named(value: JsonValue) -> list[JsonValue]:

@@ -199,8 +199,8 @@ def _move(temporary: Path, place: Path) -> None:
     """Move the folder into place. A folder cannot replace another in one step; the old one is renamed first."""
     (temporary / COMPLETION_MARKER).write_text("", encoding="utf-8")
     if place.exists():
-        with temporary_folder(place.parent, _TEMPORARY) as aside:
-            place.replace(aside / "old")
+        with temporary_folder(place.parent, _TEMPORARY) as scratch:
+            place.replace(scratch / "old")
             temporary.replace(place)
     else:
         temporary.replace(place)
@@ -343,12 +343,12 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:
         return rows, targets, notes, False
-    train, validation = set_aside(raw["train"], order.job.seed)
+    train, validation = split_validation(raw["train"], order.job.seed)
     rows["train"], rows["validation"] = (_only(rows["train"], index) for index in (train, validation))
     return rows, targets, notes, True
 
 
-def set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_validation(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return train without, and validation of, a seeded share of its rows, both in the file's order. Raise StageError
     DATA `EmptySplit` for a single row.
     """

@@ -458,9 +458,9 @@ def _refuse_other_content(file: RawFile) -> None:
     """Raise StageError DATA for a text file that begins like files of other kinds or in other encodings."""
     with _decompressed(file) as stream:
         start = stream.read(_START_BYTES)
-    for mark, (what, hint) in _OTHER_CONTENT.items():
+    for mark, (kind, hint) in _OTHER_CONTENT.items():
         if start.startswith(mark):
-            raise StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {what}, not text.", hint)
+            raise StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {kind}, not text.", hint)
     encoding = next((name for mark, name in _ENCODING_MARKS.items() if start.startswith(mark)), None)
     if encoding is None and start.count(0) * 4 > len(start):
         encoding = "UTF-16LE" if start[1::2].count(0) > start[::2].count(0) else "UTF-16BE"

@@ -60,7 +60,7 @@ _ROWS = 4096
 
 
 @dataclass(frozen=True)
-class AsideRow:
+class BadRow:
     """A row that was set aside."""
 
     number: int
@@ -85,7 +85,7 @@ class ShardRows:
     """Wanted columns of some of these rows. Raises StageError DATA where a column has several types."""
     lines: NDArray[np.int64] | None = None
     """Last line in the shard of each of these rows, from 1."""
-    aside: tuple[AsideRow, ...] = ()
+    bad_rows: tuple[BadRow, ...] = ()
     last_line: int = 0
     """Number of lines of the shard, up to its last row."""
 
@@ -209,8 +209,8 @@ def check_first_rows(source: RowSource, check: Callable[[RawSplit], None]) -> No
         first = next(iter(refused.values()), None)
         raise first or StageError(
             FailureClass.DATA,
-            rows.aside[0].reason,
-            f"{source.origin}, line {rows.aside[0].line}: {rows.aside[0].message}",
+            rows.bad_rows[0].reason,
+            f"{source.origin}, line {rows.bad_rows[0].line}: {rows.bad_rows[0].message}",
             "Correct the data; none of the first rows can be read.",
         )
 
@@ -385,13 +385,13 @@ class _FileShards:
         values: list[dict[str, object]] = []
         numbers: list[int] = []
         lines: list[int] = []
-        aside: list[AsideRow] = []
+        bad_rows: list[BadRow] = []
         seen: dict[str, None] = {}
         count = line = 0
         for count, row in enumerate(rows, start=1):
             if isinstance(row, Rejected):
                 line = row.line
-                aside.append(AsideRow(count - 1, "CorruptLine", row.why, row.content, line))
+                bad_rows.append(BadRow(count - 1, "CorruptLine", row.why, row.content, line))
                 continue
             line = row[0]
             seen.update(dict.fromkeys(row[1]))
@@ -409,7 +409,7 @@ class _FileShards:
             )
 
         return ShardRows(
-            count, np.asarray(numbers, np.int64), table_of, np.asarray(lines, np.int64), tuple(aside), line
+            count, np.asarray(numbers, np.int64), table_of, np.asarray(lines, np.int64), tuple(bad_rows), line
         )
 
     # ------------------------------------------------------------------------------------------------------- columns

@@ -174,7 +174,7 @@ def predict_split(source: DataSource, setting: str = "predict.dataset") -> Split
 
 def _split_not_found(source: DataSource, setting: str, role: str, name: str | None, names: Sequence[str]) -> StageError:
     there = ", ".join(names) or "no data files"
-    asked = (
+    problem = (
         f"{setting}.splits.{role} is {name!r}"
         if name
         else f"{setting}.splits.{role} is not set and there is no split {role!r}"
@@ -182,7 +182,7 @@ def _split_not_found(source: DataSource, setting: str, role: str, name: str | No
     return StageError(
         FailureClass.DATA,
         "SplitNotFound",
-        f"{asked}: {source.uri} has {there}.",
+        f"{problem}: {source.uri} has {there}.",
         f"Set {setting}.splits.{role} to one of them. Supported file endings: {ENDINGS}.",
     )
 
@@ -244,9 +244,9 @@ class FsFile:
         """Return name, size and the fields that the file system changes on a write: a digest of the content without
         reading it.
         """
-        told = self.filesystem.info(self.name)
-        changes = [told[key] for key in _VERSION_KEYS if told.get(key) is not None]
-        return f"{self.name} {told.get('size')} {' '.join(map(str, changes))}"
+        info = self.filesystem.info(self.name)
+        changes = [info[key] for key in _VERSION_KEYS if info.get(key) is not None]
+        return f"{self.name} {info.get('size')} {' '.join(map(str, changes))}"
 
 
 @dataclass(frozen=True)

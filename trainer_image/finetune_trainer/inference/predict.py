@@ -37,7 +37,7 @@ from finetune_trainer.data.shards import Encoder
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import discard, discard_leftovers
-from finetune_trainer.inference.answering import ROW, Answerer, Asked, coding_of
+from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns, coding_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
@@ -114,7 +114,7 @@ def predict_as(
     with Crew(worker, paths, parts.folder, watch) as crew:
         if worker.leads:
             done = _Done(progress, given.source.weight, parts, others=True)
-            return _led(given, parts, crew, done, paths, output, crew.tell_done)
+            return _led(given, parts, crew, done, paths, output, crew.publish_result)
         return {"rows": _followed(given, parts, crew, progress, paths)}
 
 
@@ -136,7 +136,7 @@ def _led(
     done: _Done,
     paths: JobPaths,
     output: Output,
-    tell_done: Callable[[Mapping[str, Any]], None],
+    publish_result: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
     """Answer rows, then join the parts into the output."""
     job = given.job
@@ -147,20 +147,20 @@ def _led(
         raise no_rows(given.source)
     if reused:
         log.info("%s of %s rows were answered by an earlier attempt.", f"{reused:,}", f"{done.rows:,}")
-    aside = output.aside
+    bad_rows = output.bad_rows
     if done.bad:
-        aside.put(lambda path: write_lines(path, parts.aside(keys)))
+        bad_rows.put(lambda path: write_lines(path, parts.bad_rows(keys)))
         if done.bad > _allowed(job, done.rows):
-            raise _too_many(job, done, aside.name, parts.aside(keys))
+            raise _too_many(job, done, bad_rows.name, parts.bad_rows(keys))
     else:
-        aside.discard()
-    told: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": aside.name} if done.bad else {}
+        bad_rows.discard()
+    details: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": bad_rows.name} if done.bad else {}
     if job.predict is not None and job.predict.optimization != "none":
-        told["optimization"] = parts.optimization().get(RUNG, "none")
-        _keep_table(paths, str(told["optimization"]))
-    told |= output.write(Joined(parts, keys, given.source.numbered))
-    result = {"rows": done.rows, "path": output.name, "split": given.role, **told, **given.means.told}
-    tell_done(result)
+        details["optimization"] = parts.optimization().get(RUNG, "none")
+        _keep_table(paths, str(details["optimization"]))
+    details |= output.write(Joined(parts, keys, given.source.numbered))
+    result = {"rows": done.rows, "path": output.name, "split": given.role, **details, **given.means.entry}
+    publish_result(result)
     discard(parts.folder.parent, paths.root, _OVER)
     discard_leftovers(paths.root, _OVER)  # of a worker that was killed here
     if done.truncated:
@@ -176,7 +176,7 @@ class _Given:
     job: TrainerJob
     source: RowSource
     role: str
-    asked: Asked
+    requested: RequestedColumns
     means: Means
 
     @classmethod
@@ -186,7 +186,7 @@ class _Given:
         part = predict_part(job, task)
         if part is not None:
             source = row_source(part.source, part.needs)
-            return cls(job, source, "predict", Asked(part.columns, part.setting, copies), means)
+            return cls(job, source, "predict", RequestedColumns(part.columns, part.setting, copies), means)
         prepared = PreparedData.open(paths)
         role = next((role for role in ("test", "validation") if role in prepared.facts.splits), None)
         if role is None:
@@ -201,7 +201,7 @@ class _Given:
         split = prepared.of(role)
         source = PreparedRows(split, prepared.facts.fingerprint)
         _refuse_missing_id(job, split)
-        return cls(job, source, role, Asked(job.dataset.columns, "dataset", copies), means)
+        return cls(job, source, role, RequestedColumns(job.dataset.columns, "dataset", copies), means)
 
     @cached_property
     def coding(self) -> Coding:
@@ -213,8 +213,8 @@ class _Given:
         basis = {
             "format": _FORMAT,
             "source": self.source.identity(),
-            "columns": self.asked.columns.model_dump(exclude_none=True),
-            "copies": dict(self.asked.copies),
+            "columns": self.requested.columns.model_dump(exclude_none=True),
+            "copies": dict(self.requested.copies),
             "job": job.model_dump(mode="json", include={"task", "model", "generation", "preference", "seed"}),
             "length": [self.coding.max_length, self.coding.stride],
             "means": [self.means.device, self.means.batch_tokens, self.means.precision],
@@ -301,18 +301,18 @@ class _Done:
         took = self._clock() - began
         self._next_look = self._clock() + max(LOOK_SECONDS, 20 * took) if self._others else math.inf
         if self._facts:
-            self._tell(self.rows, self._total(0, 0))
+            self._report(self.rows, self._total(0, 0))
 
     def add(self, key: ShardKey, facts: PartFacts) -> None:
         """Count a part that this worker wrote."""
         if str(key) not in self._facts:
             self._count(str(key), facts)
-        self._tell(self.rows, self._total(0, 0))
+        self._report(self.rows, self._total(0, 0))
         self.collect()
 
     def within(self, rows: int, weight: int, share: float) -> None:
         """Report the progress within a shard of this worker."""
-        self._tell(self.rows + round(rows * share), self._total(rows, weight))
+        self._report(self.rows + round(rows * share), self._total(rows, weight))
         self.collect()
 
     def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
@@ -335,7 +335,7 @@ class _Done:
         self.collect()
         if any(str(key) not in self._facts for key in keys):
             return False
-        self._tell(self.rows, self.rows)
+        self._report(self.rows, self.rows)
         return True
 
     def _count(self, name: str, facts: PartFacts) -> None:
@@ -351,7 +351,7 @@ class _Done:
         whole = seen if not self._all else round(seen * self._all / max(1, self._weight + weight))
         return max(seen, whole)
 
-    def _tell(self, rows: int, total: int) -> None:
+    def _report(self, rows: int, total: int) -> None:
         now = self._clock()
         if self._began is None:
             self._began = (rows, now)
@@ -411,7 +411,7 @@ def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) ->
     job, task = given.job, task_of(given.job)
     model, _ = used_model(job, paths, given.means.precision)
     labels = labels_of_model(job, task, model.config)
-    answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
+    answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.requested)
     workers = 1 if job.predict is None else job.predict.workers
     source = given.source
     rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
@@ -422,7 +422,7 @@ def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) ->
         return PartsManifest(version=_FORMAT, means=means, threads=threads, optimization=optimization)
 
     # One worker measures for all; if there is nothing to measure, no worker waits.
-    first = (lambda there: not there()) if rungs.wish.optimization == "none" else partial(sharing.first, _CHOICE)
+    first = (lambda there: not there()) if rungs.request.optimization == "none" else partial(sharing.first, _CHOICE)
     agreed = parts.agreed(_FORMAT, means, choose, first)
     torch.set_num_threads(agreed.threads)
     return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
@@ -448,8 +448,8 @@ def _allowed(job: TrainerJob, rows: int) -> int:
     return 0 if predict is None else max(predict.max_bad_rows, int(predict.max_bad_share * rows))
 
 
-def _too_many(job: TrainerJob, done: _Done, path: str, aside: Iterator[Mapping[str, object]]) -> StageError:
-    first = next(aside)
+def _too_many(job: TrainerJob, done: _Done, path: str, bad_rows: Iterator[Mapping[str, object]]) -> StageError:
+    first = next(bad_rows)
     place = f"line {first['line']}" if first["line"] is not None else f"row {first['row']}"
     return StageError(
         FailureClass.DATA,
@@ -462,13 +462,13 @@ def _too_many(job: TrainerJob, done: _Done, path: str, aside: Iterator[Mapping[s
 
 def _copies(job: TrainerJob, output: Output) -> dict[str, str]:
     """Return the column of the predictions -> the column of the data that it copies."""
-    asked = job.predict
-    if asked is None:
+    requested = job.predict
+    if requested is None:
         return {}
     own = {FILE, POSITION, ROW} if isinstance(output, FolderOutput) else {ROW}
     own |= set(task_of(job).answer_columns)
-    identity = {ID: asked.id_column} if asked.id_column is not None else {}
-    columns = [column for column in asked.columns if identity.get(column) != column]
+    identity = {ID: requested.id_column} if requested.id_column is not None else {}
+    columns = [column for column in requested.columns if identity.get(column) != column]
     return {**identity, **_output_names(columns, {*own, *identity})}
 
 

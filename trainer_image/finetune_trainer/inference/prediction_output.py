@@ -162,7 +162,7 @@ class FileOutput:
         return self.place.name
 
     @property
-    def aside(self) -> Place:
+    def bad_rows(self) -> Place:
         """Place for rows without a prediction: `<stem>.bad-rows.jsonl`."""
         base = self.place.name.rpartition("/")[2]
         stem = base.rpartition(".")[0] or base
@@ -186,7 +186,7 @@ class FolderOutput:
         return self.manifest.name.removesuffix(MANIFEST)
 
     @property
-    def aside(self) -> Place:
+    def bad_rows(self) -> Place:
         """Place for rows without a prediction: `_bad-rows.jsonl`. Readers of folders skip names with `_`."""
         return self.manifest.sibling(f"_{_BAD_ROWS}")
 
@@ -224,9 +224,9 @@ Output: TypeAlias = FileOutput | FolderOutput
 
 def output_of(job: TrainerJob, paths: JobPaths) -> Output:
     """Return the output; called before the model is loaded, so that a bad URI fails early. StageError CONFIG."""
-    asked = job.predict
-    text = asked.output if asked else None
-    chosen = asked.format if asked else None
+    prediction = job.predict
+    text = prediction.output if prediction else None
+    chosen = prediction.format if prediction else None
     if text is None:
         default = paths.predictions_parquet if chosen == "parquet" else paths.predictions_jsonl
         return FileOutput(_LocalPlace(default), chosen or "jsonl")

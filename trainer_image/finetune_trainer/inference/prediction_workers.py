@@ -69,10 +69,10 @@ takes minutes.
 WATCHED = 4
 """Shards in progress that an idle worker checks in one poll."""
 
-WORD = "state/predict.workers.json"
+STATUS_FILE = "state/predict.workers.json"
 
 
-class Word(Message):
+class CrewStatus(Message):
     """End of an attempt, for workers that still run or start late."""
 
     attempt: str
@@ -451,7 +451,7 @@ class Crew:
         failure = classify(error)
         if not would_help(failure):
             with suppress(OSError):
-                tell_failure(self._worker, self._paths, failure)
+                publish_failure(self._worker, self._paths, failure)
 
     def takes(self, number: int, key: ShardKey) -> bool:
         self._measure()
@@ -505,10 +505,10 @@ class Crew:
             time.sleep(POLL_SECONDS)
         return False
 
-    def tell_done(self, result: Mapping[str, JsonValue]) -> None:
+    def publish_result(self, result: Mapping[str, JsonValue]) -> None:
         """Report to the others that the parts are joined and will be removed."""
-        word = Word(attempt=self._worker.attempt, state="done", worker=self._worker.index, result=dict(result))
-        self._files.write(WORD, word.to_json())
+        status = CrewStatus(attempt=self._worker.attempt, state="done", worker=self._worker.index, result=dict(result))
+        self._files.write(STATUS_FILE, status.to_json())
 
     def _measure(self) -> None:
         """Record the time of the shard that was taken before, if any."""
@@ -533,22 +533,22 @@ class Crew:
                     warned = True
 
 
-def tell_failure(worker: Worker, paths: JobPaths, failure: FailureReport) -> None:
+def publish_failure(worker: Worker, paths: JobPaths, failure: FailureReport) -> None:
     """Have all workers of the attempt end, as any of them would fail in the same way."""
-    word = Word(attempt=worker.attempt, state="failed", worker=worker.index, failure=failure)
-    FolderFiles(paths.root).write(WORD, word.to_json())
+    status = CrewStatus(attempt=worker.attempt, state="failed", worker=worker.index, failure=failure)
+    FolderFiles(paths.root).write(STATUS_FILE, status.to_json())
 
 
 def result_of(worker: Worker, paths: JobPaths) -> Mapping[str, JsonValue] | None:
     """Return the result of worker 0 of this attempt; None until the output is written. StageError COLLECTIVE if a
     worker has failed.
     """
-    word = _parsed(Word, FolderFiles(paths.root).read(WORD))
-    if word is None or word.attempt != worker.attempt:
+    status = _parsed(CrewStatus, FolderFiles(paths.root).read(STATUS_FILE))
+    if status is None or status.attempt != worker.attempt:
         return None
-    if word.failure is not None:
-        raise OtherFailedError(worker, word.worker, word.failure)
-    return word.result
+    if status.failure is not None:
+        raise OtherFailedError(worker, status.worker, status.failure)
+    return status.result
 
 
 class OtherFailedError(StageError):

@@ -65,9 +65,9 @@ _UNREACHED = re.compile(
 )
 
 
-def hosts_of(asked: Path | None, environment: Mapping[str, str], world: World) -> tuple[Path, list[str]]:
+def hosts_of(hostfile: Path | None, environment: Mapping[str, str], world: World) -> tuple[Path, list[str]]:
     """Return the host file and its hosts, in order. StageError CONFIG without one, WORLD_SIZE for a wrong number."""
-    file = asked or Path(environment.get(ENV_HOSTFILE) or MPI_HOSTFILE)
+    file = hostfile or Path(environment.get(ENV_HOSTFILE) or MPI_HOSTFILE)
     try:
         lines = [line.partition("#")[0].split() for line in file.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
@@ -153,13 +153,13 @@ def mpirun_environment(environment: Mapping[str, str], hosts: Sequence[str]) -> 
     return settled
 
 
-def ends_told(output: str) -> dict[int, int]:
+def ends_of_ranks(output: str) -> dict[int, int]:
     """Return rank -> exit code (minus the signal if killed) of the processes that mpirun reports as first to fail."""
     ends = {int(found["rank"]): -int(found["signal"]) for found in _KILLED.finditer(output)}
     return ends | {int(found["rank"]): int(found["code"]) for found in _EXITED.finditer(output)}
 
 
-def trouble_told(output: str) -> FailureReport | None:
+def launcher_failure(output: str) -> FailureReport | None:
     """Return the failure in mpirun's output: a worker that it could not reach or has lost; None without one."""
     line = next((line.strip() for line in output.splitlines() if _UNREACHED.search(line)), None)
     if line is None:

@@ -47,14 +47,14 @@ _SHOWN = 12
 class Rule:
     """Failure that a pattern in git's output stands for."""
 
-    words: re.Pattern[str]
+    pattern: re.Pattern[str]
     failure_class: FailureClass
     reason: str
-    way_out: str
+    hint: str
 
 
-def _rule(words: str, failure_class: FailureClass, reason: str, way_out: str) -> Rule:
-    return Rule(re.compile(words, re.IGNORECASE), failure_class, reason, way_out)
+def _rule(pattern: str, failure_class: FailureClass, reason: str, hint: str) -> Rule:
+    return Rule(re.compile(pattern, re.IGNORECASE), failure_class, reason, hint)
 
 
 _REF_MISSING = re.compile(r"couldn't find remote ref|not our ref|unadvertised object", re.IGNORECASE)
@@ -134,7 +134,7 @@ class _Repository:
     target: Path
 
     def try_to(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        settings = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
+        settings = [argument for name, value in _SETTINGS.items() for argument in ("-c", f"{name}={value}")]
         return subprocess.run(
             ["git", *settings, *arguments],
             env=self._environment(os.environ),
@@ -150,7 +150,7 @@ class _Repository:
         """Run git and return its output; StageError if it fails."""
         done = self.try_to(*arguments)
         if done.returncode:
-            raise _told(f"git {arguments[0]} failed", done.stderr)
+            raise _git_error(f"git {arguments[0]} failed", done.stderr)
         return done.stdout
 
     def _environment(self, base: Mapping[str, str]) -> dict[str, str]:
@@ -168,9 +168,9 @@ class _Repository:
         }
 
 
-def _failed(repository: _Repository, url: str, ref: str, words: str) -> StageError:
-    if not _REF_MISSING.search(words):
-        return _told(f"training.script.git.url {url} cannot be fetched", words)
+def _failed(repository: _Repository, url: str, ref: str, stderr: str) -> StageError:
+    if not _REF_MISSING.search(stderr):
+        return _git_error(f"training.script.git.url {url} cannot be fetched", stderr)
     listed = repository.try_to("ls-remote", "--quiet", "--heads", "--tags", "--refs", "--", url)
     names = [line.partition("\trefs/")[2].partition("/")[2] for line in listed.stdout.splitlines()]
     near = difflib.get_close_matches(ref, names, n=1)
@@ -184,12 +184,12 @@ def _failed(repository: _Repository, url: str, ref: str, words: str) -> StageErr
     )
 
 
-def _told(what: str, words: str) -> StageError:
+def _git_error(subject: str, stderr: str) -> StageError:
     """Classify git's output; an unknown failure counts as temporary, and its restarts are counted."""
-    said = " ".join(line.removeprefix("fatal: ").removeprefix("error: ") for line in words.split("\n") if line.strip())
+    text = " ".join(line.removeprefix("fatal: ").removeprefix("error: ") for line in stderr.split("\n") if line.strip())
     for rule in _RULES:
-        if rule.words.search(words):
-            return StageError(rule.failure_class, rule.reason, f"{what}: {said}", rule.way_out)
+        if rule.pattern.search(stderr):
+            return StageError(rule.failure_class, rule.reason, f"{subject}: {text}", rule.hint)
     return StageError(
-        FailureClass.CODE_UNAVAILABLE, "GitFailed", f"{what}: {said}", "Check that the host responds, and try again."
+        FailureClass.CODE_UNAVAILABLE, "GitFailed", f"{subject}: {text}", "Check that the host responds, and try again."
     )

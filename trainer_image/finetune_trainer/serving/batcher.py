@@ -281,7 +281,7 @@ class Batcher:
             return
         self._metrics.queue.set(self._rows)
 
-        def tell() -> None:
+        def notify() -> None:
             for ticket, result in fresh:
                 if ticket.done.done():
                     continue
@@ -290,7 +290,7 @@ class Batcher:
                 else:
                     ticket.done.set_result(result)
 
-        fresh[0][0].done.get_loop().call_soon_threadsafe(tell)
+        fresh[0][0].done.get_loop().call_soon_threadsafe(notify)
 
 
 def _refusal(error: Exception) -> RequestError:

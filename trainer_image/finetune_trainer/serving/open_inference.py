@@ -71,5 +71,5 @@ def answer_of(model: str, version: str, identity: Any, rows: list[dict[str, Any]
             kind = "BYTES"
             values = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
         outputs.append({"name": name, "datatype": kind, "shape": [len(values)], "data": values})
-    told = {"model_name": model, "model_version": version, "outputs": outputs}
-    return told if identity is None else {**told, "id": identity}
+    body = {"model_name": model, "model_version": version, "outputs": outputs}
+    return body if identity is None else {**body, "id": identity}

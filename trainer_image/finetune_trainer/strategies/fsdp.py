@@ -115,12 +115,12 @@ class FullySharded(FullState):
         hybrid = self._settings.fsdp_sharding == "hybrid"
         kinds = [Replicate, Shard] if hybrid else [Shard]
         planned = [world.nodes, world.processes_per_node] if hybrid else [world.size]
-        words = f"parameter {name} is spread as {parameter.placements} over {tuple(mesh.shape)} processes"
+        problem = f"parameter {name} is spread as {parameter.placements} over {tuple(mesh.shape)} processes"
         apart = [type(each) for each in parameter.placements]
-        expect(Shard in apart, self.name, "ParameterNotSharded", words)
-        words += f" on {mesh.device_type}; planned are {' x '.join(map(str, planned))} on {world.device}"
+        expect(Shard in apart, self.name, "ParameterNotSharded", problem)
+        problem += f" on {mesh.device_type}; planned are {' x '.join(map(str, planned))} on {world.device}"
         right = apart == kinds and list(mesh.shape) == planned and mesh.device_type == world.device
-        expect(right, self.name, "WrongMesh", words)
+        expect(right, self.name, "WrongMesh", problem)
 
     def _assert_groups(self, placed: Placed) -> None:
         """Check whether blocks reshard after forward, and where shards are; torch has it in private fields only."""

@@ -110,12 +110,12 @@ class Layout:
         if name.startswith(layers):
             index = int(name.removeprefix(layers).partition(".")[0])
             return next(stage for stage, end in enumerate(cuts[1:]) if index < end)
-        if _below(name, self.before):
+        if _is_inside(name, self.before):
             return 0
-        return len(cuts) - 2 if _below(name, self.after) else -1
+        return len(cuts) - 2 if _is_inside(name, self.after) else -1
 
 
-def _below(name: str, modules: Sequence[str]) -> bool:
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
 
 
@@ -273,14 +273,14 @@ def _with_others(model: Any, others: dict[str, nn.Module | None], copies: list[t
     shell = copy.copy(model)
     copies.append((shell, model))
     shell._modules = dict(model._modules)
-    below: dict[str, dict[str, nn.Module | None]] = {}
+    nested: dict[str, dict[str, nn.Module | None]] = {}
     for name, other in others.items():
         head, dot, rest = name.partition(".")
         if not dot:
             shell._modules[head] = other
         else:
-            below.setdefault(head, {})[rest] = other
-    for head, inner in below.items():
+            nested.setdefault(head, {})[rest] = other
+    for head, inner in nested.items():
         shell._modules[head] = _with_others(model._modules[head], inner, copies)
     return shell
 

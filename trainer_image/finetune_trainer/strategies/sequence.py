@@ -83,12 +83,12 @@ class SequenceParallel:
         mine = self.shape.token_slice(distributed.get_rank())
         for probe, (logits, loss) in zip(probes, expected, strict=True):
             own = mine.of(probe)
-            said, own_loss = _read(model, own)
+            outputs, own_loss = _read(model, own)
             tokens, items = own["input_ids"].shape[1], own["labels"].ne(NOT_LEARNT).sum()
             wanted = logits[:, mine.index * tokens :][:, :tokens]
             shares = torch.stack([own_loss * items, items.float()])
             distributed.all_reduce(shares, group=mesh[SEQUENCE].get_group())
-            same = _close(said[:, : wanted.shape[1]], wanted) and _close(shares[0] / shares[1], loss)
+            same = _close(outputs[:, : wanted.shape[1]], wanted) and _close(shares[0] / shares[1], loss)
             everywhere = torch.tensor([same], dtype=torch.int32)
             distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
             # Fails for a model that mixes tokens outside attention, for example.
@@ -220,8 +220,8 @@ class SlicedAttention:
 
         queries, keys, values = (self._whole_rows(each) for each in (query, key, value))
         self.own_tokens, self.whole_tokens = query.shape[2], queries.shape[2]
-        said, _ = sdpa_attention_forward(module, queries, keys, values, attention_mask, **settings)
-        return self._own_tokens(said), None
+        outputs, _ = sdpa_attention_forward(module, queries, keys, values, attention_mask, **settings)
+        return self._own_tokens(outputs), None
 
     def _whole_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Exchange (rows, all heads, own tokens, width) -> (rows, own heads, all tokens, width)."""
@@ -299,9 +299,9 @@ def _read(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> tuple[to
     training = model.training
     model.train(False)
     with torch.no_grad():
-        said = model(**batch, use_cache=False)
+        outputs = model(**batch, use_cache=False)
     model.train(training)
-    return said.logits.float(), said.loss.float()
+    return outputs.logits.float(), outputs.loss.float()
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -117,9 +117,9 @@ class WithHead:
         return getattr(transformers, self.auto)
 
 
-def packing_error(why: str, way_out: str = "Set preparation.packing to never.") -> StageError:
+def packing_error(why: str, hint: str = "Set preparation.packing to never.") -> StageError:
     """Return the error for rows that cannot share a sequence."""
-    return StageError(FailureClass.CONFIG, "PackingNotSupported", f"preparation.packing is on, and {why}.", way_out)
+    return StageError(FailureClass.CONFIG, "PackingNotSupported", f"preparation.packing is on, and {why}.", hint)
 
 
 def adopt_padding(job: TrainerJob, model: PreTrainedModel) -> None:

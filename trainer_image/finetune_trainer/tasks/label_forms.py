@@ -93,7 +93,7 @@ class Sample:
     """Label, answer and score of each row for the report."""
 
     right: Sequence[str]
-    said: Sequence[str]
+    predicted: Sequence[str]
     sure: NDArray[np.float64]
     wrong: NDArray[np.float64]
     """Error of the answer; 0: it is right."""
@@ -193,8 +193,8 @@ class OneClass:
         """Rate a wrong label as worse the higher its probability."""
         shares = softmax(logits)
         best, sure = shares.argmax(axis=1), shares.max(axis=1)
-        right, said = ([names[each] for each in ids] for ids in (targets, best))
-        return Sample(right, said, sure, np.where(best == targets, 0.0, sure))
+        right, predicted = ([names[each] for each in ids] for ids in (targets, best))
+        return Sample(right, predicted, sure, np.where(best == targets, 0.0, sure))
 
 
 # ------------------------------------------------------------------------------------------------------ several classes
@@ -285,10 +285,10 @@ class SeveralClasses:
         """Take the error of the most confidently wrong label, and the confidence of the least confident one."""
         shares = _sigmoid(logits)
         off = np.abs(shares - targets)
-        said = [_together(row > 0.5, names) for row in shares]
+        predicted = [_together(row > 0.5, names) for row in shares]
         sure = np.maximum(shares, 1 - shares).min(axis=1)
         return Sample(
-            [_together(row > 0, names) for row in targets], said, sure, np.where(off > 0.5, off, 0.0).max(axis=1)
+            [_together(row > 0, names) for row in targets], predicted, sure, np.where(off > 0.5, off, 0.0).max(axis=1)
         )
 
 
@@ -346,14 +346,14 @@ class ANumber:
         from scipy import stats
         from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
 
-        said = logits[:, 0].astype(np.float64)
-        varied = min(np.ptp(said), np.ptp(targets)) > 0
+        predicted = logits[:, 0].astype(np.float64)
+        varied = min(np.ptp(predicted), np.ptp(targets)) > 0
         return {
-            "pearson": float(stats.pearsonr(targets, said)[0]) if varied else 0.0,
-            "spearmanr": float(stats.spearmanr(targets, said)[0]) if varied else 0.0,
-            "r2": float(r2_score(targets, said)) if len(targets) > 1 else 0.0,
-            "mse": float(mean_squared_error(targets, said)),
-            "mae": float(mean_absolute_error(targets, said)),
+            "pearson": float(stats.pearsonr(targets, predicted)[0]) if varied else 0.0,
+            "spearmanr": float(stats.spearmanr(targets, predicted)[0]) if varied else 0.0,
+            "r2": float(r2_score(targets, predicted)) if len(targets) > 1 else 0.0,
+            "mse": float(mean_squared_error(targets, predicted)),
+            "mae": float(mean_absolute_error(targets, predicted)),
         }
 
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
@@ -370,9 +370,9 @@ class ANumber:
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
         """Rate an answer by its distance, which the report shows as well: a number has no confidence."""
-        said = logits[:, 0].astype(np.float64)
-        right, shown = ([f"{value:.4g}" for value in values] for values in (targets, said))
-        off = np.abs(said - targets)
+        predicted = logits[:, 0].astype(np.float64)
+        right, shown = ([f"{value:.4g}" for value in values] for values in (targets, predicted))
+        off = np.abs(predicted - targets)
         return Sample(right, shown, off, off)
 
 
@@ -413,7 +413,7 @@ def _names(split: RawSplit, column: str, every: Sequence[Any], values: Sequence[
         ]
         row = odd.index(True)
         rule = f"class ids count from 0 without gaps, and no row has {count}"
-        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule, _ways_out(sorted(found)))
+        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule, _labels_hint(sorted(found)))
     return tuple(str(number) for number in sorted(found))
 
 
@@ -421,7 +421,7 @@ _SIGNS = {-1, 0, 1}
 """Labels of opinions: against, neutral, for."""
 
 
-def _ways_out(labels: Sequence[object]) -> str:
+def _labels_hint(labels: Sequence[object]) -> str:
     example = ", ".join(f'"{label}": NAME' for label in labels[:3]) + (", ..." if len(labels) > 3 else "")
     return f"Correct the row, or name all values in dataset.labels: {{{example}}}."
 

@@ -80,14 +80,14 @@ class PreferenceTuning(DecoderTask):
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns to read; the answers are not read where they are to be written."""
         refuse_other_columns(columns, setting, _COLUMNS, _READS)
-        what = {"prompt": "the prompt", "chosen": "the better answer", "rejected": "the worse answer"}
+        content = {"prompt": "the prompt", "chosen": "the better answer", "rejected": "the worse answer"}
         found = []
         for role in _COLUMNS:
             name, needed = getattr(columns, role), labelled or role == "prompt"
             if name is not None:
                 found.append(ColumnNeed(f"{setting}.columns.{role}", name, required=needed))
             elif needed:
-                raise not_set(f"{setting}.columns.{role}", f"the column that holds {what[role]}")
+                raise not_set(f"{setting}.columns.{role}", f"the column that holds {content[role]}")
         return tuple(found)
 
     def inputs(self, columns: Columns) -> dict[str, str]:

@@ -66,8 +66,8 @@ def assert_checkpointing_in_effect(mode: CheckpointingMode, model: nn.Module, st
     kinds = {getattr(block._gradient_checkpointing_func, "keywords", {}).get("context_fn") for block in blocks}
     if found == "full" and kinds == {selective_contexts}:
         found = "selective"
-    words = f"activation checkpointing is {found} in the model, requested was {mode}"
-    expect(found == ("off" if mode == "none" else mode), strategy, "WrongActivationCheckpointing", words)
+    problem = f"activation checkpointing is {found} in the model, requested was {mode}"
+    expect(found == ("off" if mode == "none" else mode), strategy, "WrongActivationCheckpointing", problem)
 
 
 # -------------------------------------------------------------------------------------------------------------- offload

@@ -82,8 +82,8 @@ def _exported(model: PreTrainedModel, sample: Sequence[Batch]) -> Callable[[Path
     example = _example(model, sample)
     whole = model if model.dtype == torch.float32 else cast(Any, copy.deepcopy(model)).float()
     with torch.no_grad():
-        said = whole(**example)
-    outputs = [name for name, value in said.items() if isinstance(value, torch.Tensor)]
+        result = whole(**example)
+    outputs = [name for name, value in result.items() if isinstance(value, torch.Tensor)]
     flat = _flat(whole, tuple(example), outputs)
     with quiet("torch.onnx"):
         try:
@@ -113,8 +113,8 @@ def _flat(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str])
             self.model = model
 
         def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            said = self.model(**dict(zip(inputs, given, strict=True)))
-            return tuple(said[name] for name in outputs)
+            result = self.model(**dict(zip(inputs, given, strict=True)))
+            return tuple(result[name] for name in outputs)
 
     return Flat().eval()
 
@@ -154,7 +154,7 @@ def quiet(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def said_by(names: Sequence[str], arrays: Sequence[Any]) -> SimpleNamespace:
+def outputs_of(names: Sequence[str], arrays: Sequence[Any]) -> SimpleNamespace:
     """Return the outputs of a graph's run under the names of the model's own outputs."""
     import torch
 
