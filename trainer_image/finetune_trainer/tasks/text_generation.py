@@ -39,7 +39,7 @@ from finetune_trainer.tasks.row_checks import (
     wanted_texts,
 )
 from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets
-from finetune_trainer.tasks.writing import logits_at, token_nlls, token_figures
+from finetune_trainer.tasks.writing import logits_at, token_figures, token_nlls
 
 if TYPE_CHECKING:
     import torch

@@ -27,10 +27,10 @@ from finetune_trainer.tasks.writing import (
     WRITTEN,
     generated,
     padding_token,
-    token_nlls,
     text_table,
     texts,
     token_figures,
+    token_nlls,
     written,
 )
 
