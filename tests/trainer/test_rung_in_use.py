@@ -219,9 +219,9 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
     monkeypatch.setattr(prediction_workers, "POLL_SECONDS", 0.02)
     began: list[RungInUse] = []
     waits = threading.Event()
-    first = prediction_workers.Taker.first
+    first = prediction_workers.ShardClaimer.first
 
-    def seen(taker: prediction_workers.Taker, name: str, now: float) -> bool:
+    def seen(taker: prediction_workers.ShardClaimer, name: str, now: float) -> bool:
         mine = first(taker, name, now)
         if not mine:
             waits.set()
@@ -235,7 +235,7 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
                 raise StageError(FailureClass.PREEMPTED, "Preempted", "The node goes.", "None is needed.")
         return "none"
 
-    monkeypatch.setattr(prediction_workers.Taker, "first", seen)
+    monkeypatch.setattr(prediction_workers.ShardClaimer, "first", seen)
     monkeypatch.setattr(RungInUse, "choose", choose)
     monkeypatch.setattr(row_shards, "LEAST_BYTES", 200)
     job = a_job(model, data, optimization="measured", workers=2)

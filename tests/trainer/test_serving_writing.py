@@ -13,7 +13,7 @@ import pytest
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
-from finetune_trainer.serving.turns import Turns
+from finetune_trainer.serving.fair_lock import FairLock
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 from trainer_support.served import Reply, Served, served
@@ -280,7 +280,7 @@ def test_short_requests_are_written_while_a_long_stream_is(chatting: Served) -> 
 
 
 def test_turns_go_round() -> None:
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
     inside, may_go = threading.Event(), threading.Event()
 
     def write(name: str) -> None:

@@ -86,7 +86,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             quiet_libraries()
             leave_out_unused(job)
         paths = JobPaths.of(arguments.workspace, job.name)
-        given = runs.Given.of(job, arguments.deepspeed)
+        given = runs.RecordedSettings.of(job, arguments.deepspeed)
         if world.is_main or stage is not Stage.PREPARE:
             runs.claim(paths, stage, job)
         done = runs.finished(paths, stage, given)

@@ -67,8 +67,8 @@ def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts |
     evaluated, majority, train = (metrics.get(name, {}) for name in ("evaluate", "majority", "train"))
     tiles: list[Tile] = []
     if gate is not None:
-        words = f"{gate.metric} {gate.reached}, required: {gate.required}"
-        tiles.append(Tile("Gate", "passed" if gate.passed else "not met", words, "good" if gate.passed else "bad"))
+        details = f"{gate.metric} {gate.reached}, required: {gate.required}"
+        tiles.append(Tile("Gate", "passed" if gate.passed else "not met", details, "good" if gate.passed else "bad"))
     figures = [(name, value) for name, value in evaluated.items() if isinstance(value, float) and name != "loss"]
     for name, value in figures[:1]:
         known = f"majority class: {majority[name]:.4f}" if name in majority else f"on {evaluated.get('split')} rows"
@@ -81,9 +81,9 @@ def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts |
         tiles.append(Tile("Peak memory", human_bytes(peak), "of one process"))
     cut = {role: split.truncated_rows for role, split in (facts.splits if facts else {}).items()}
     if facts is not None and any(cut.values()):
-        words = ", ".join(f"{role} {share(cut[role], _rows_of(facts.splits[role]))}" for role in cut if cut[role])
+        details = ", ".join(f"{role} {share(cut[role], _rows_of(facts.splits[role]))}" for role in cut if cut[role])
         tiles.append(
-            Tile("Truncated rows", f"{sum(cut.values()):,}", f"longer than {facts.max_length} tokens: {words}")
+            Tile("Truncated rows", f"{sum(cut.values()):,}", f"longer than {facts.max_length} tokens: {details}")
         )
     return tiles
 

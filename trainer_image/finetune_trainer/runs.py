@@ -32,14 +32,14 @@ class RunMarker(Message):
     run: str
 
 
-class Given(Message):
+class RecordedSettings(Message):
     """Settings of a stage's run, kept in `state/<stage>.given.json` beside the completion marker."""
 
     job: JsonValue
     deepspeed: JsonValue = None
 
     @classmethod
-    def of(cls, job: TrainerJob, deepspeed: Path | None) -> Given:
+    def of(cls, job: TrainerJob, deepspeed: Path | None) -> RecordedSettings:
         """Return the settings of this attempt. An unreadable DeepSpeed file is left for the stage to report."""
         try:
             config = None if deepspeed is None else json.loads(deepspeed.read_bytes())
@@ -113,19 +113,19 @@ def _move_away(folder: Path) -> Path:
 # ----------------------------------------------------------------------------------------------------- completed stages
 
 
-def finished(paths: JobPaths, stage: Stage, given: Given) -> TrainerReport | None:
+def finished(paths: JobPaths, stage: Stage, given: RecordedSettings) -> TrainerReport | None:
     """Return the stage's report if it succeeded in this run with exactly these settings; else None."""
     if not isinstance(given.job, dict) or given.job.get("run") is None:
         return None
     try:
         report = TrainerReport.model_validate_json(_marker(paths, stage).read_bytes())
-        earlier = Given.model_validate_json(_record(paths, stage).read_bytes())
+        earlier = RecordedSettings.model_validate_json(_record(paths, stage).read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
     return report if report.outcome == "succeeded" and earlier == given else None
 
 
-def mark_complete(paths: JobPaths, stage: Stage, given: Given, report: TrainerReport) -> None:
+def mark_complete(paths: JobPaths, stage: Stage, given: RecordedSettings, report: TrainerReport) -> None:
     """Write the completion marker, as the stage's last file. In a run, it invalidates the results that later stages
     derived from an earlier one.
     """

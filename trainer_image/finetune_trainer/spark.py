@@ -50,7 +50,7 @@ _LISTS = {
 """Types of columns that hold lists, by role."""
 
 
-class How(TypedDict, total=False):
+class PredictOptions(TypedDict, total=False):
     """Keyword arguments of `predict` and `predict_udf` that have a default."""
 
     max_length: int | None
@@ -73,7 +73,9 @@ class How(TypedDict, total=False):
     """True if code that comes with the model may run; default false."""
 
 
-def predict(data: DataFrame, model: str, *, task: Task, columns: Mapping[str, str], **how: Unpack[How]) -> DataFrame:
+def predict(
+    data: DataFrame, model: str, *, task: Task, columns: Mapping[str, str], **how: Unpack[PredictOptions]
+) -> DataFrame:
     """Return `data` with the columns of the task's answers and `reason`, which is null for a row with an answer.
 
     `model`: a folder that `save_pretrained` wrote, or a URI (hf://, file://). `columns`: role in the task -> column of
@@ -98,7 +100,7 @@ def predict(data: DataFrame, model: str, *, task: Task, columns: Mapping[str, st
 
 
 def predict_udf(
-    model: str, *, task: Task, columns: Sequence[str] = ("text",), **how: Unpack[How]
+    model: str, *, task: Task, columns: Sequence[str] = ("text",), **how: Unpack[PredictOptions]
 ) -> Callable[..., Any]:
     """Return a pandas UDF that answers rows with a struct: the task's columns of predictions, and `reason`.
 
@@ -137,7 +139,7 @@ class _Answering:
     threads: int | None
 
     @classmethod
-    def of(cls, model: str, task: Task, columns: Mapping[str, str], how: How) -> _Answering:
+    def of(cls, model: str, task: Task, columns: Mapping[str, str], how: PredictOptions) -> _Answering:
         """Build it; raise StageError CONFIG for a column that the task lacks or does not read, or for the model."""
         unknown = [role for role in columns if role not in Columns.model_fields]
         if unknown:

@@ -74,10 +74,10 @@ def _settings(given: Any, request: SparkRequest) -> dict[str, str]:
     return {**ours, **here}
 
 
-def _missing(request: SparkRequest, what: str) -> StageError:
+def _missing(request: SparkRequest, problem: str) -> StageError:
     return StageError(
         FailureClass.CONFIG,
         "SparkMissing",
-        f"{request.field} is 'spark', and {what}.",
+        f"{request.field} is 'spark', and {problem}.",
         f"Install finetune-trainer[spark] and Java where the stage runs, or {request.instead}.",
     )

@@ -61,7 +61,7 @@ def _prepare(given: StageInput) -> StageResult:
         with Leader(pod) as leader:
             return _prepare_alone(given, leader)
     collection.begin()
-    settings = runs.Given.of(given.job, given.deepspeed)
+    settings = runs.RecordedSettings.of(given.job, given.deepspeed)
 
     def finished() -> bool:
         return runs.finished(given.paths, Stage.PREPARE, settings) is not None

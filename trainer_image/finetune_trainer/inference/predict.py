@@ -41,7 +41,7 @@ from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
-from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, result_of
+from finetune_trainer.inference.prediction_workers import Crew, Sharing, SingleWorker, Worker, result_of
 from finetune_trainer.inference.runner import Means, used_model, weights_version
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.reporting import merge_metrics
@@ -106,21 +106,21 @@ def predict_as(
             return {"rows": 0}  # it comes late
         discard(paths.root / _PARTS, paths.root, _OVER)
         return dict(result)
-    given = _Given.of(job, paths, _copies(job, output))
+    given = _PredictionInputs.of(job, paths, _copies(job, output))
     parts = Parts(paths.root / _PARTS / given.key(paths)).open()
     if worker is None:
-        done = _Done(progress, given.source.weight, parts, others=False)
-        return _led(given, parts, Alone(parts.there), done, paths, output, lambda _result: None)
+        done = _AnsweredParts(progress, given.source.weight, parts, others=False)
+        return _led(given, parts, SingleWorker(parts.there), done, paths, output, lambda _result: None)
     with Crew(worker, paths, parts.folder, watch) as crew:
         if worker.leads:
-            done = _Done(progress, given.source.weight, parts, others=True)
+            done = _AnsweredParts(progress, given.source.weight, parts, others=True)
             return _led(given, parts, crew, done, paths, output, crew.publish_result)
         return {"rows": _followed(given, parts, crew, progress, paths)}
 
 
-def _followed(given: _Given, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
+def _followed(given: _PredictionInputs, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
     """Do the work of a worker other than 0; return the number of rows that it answered."""
-    done = _Own(progress)
+    done = _OwnRows(progress)
     try:
         _answer(given, parts, crew, done, paths)
     except OSError:
@@ -130,10 +130,10 @@ def _followed(given: _Given, parts: Parts, crew: Crew, progress: ProgressSink, p
 
 
 def _led(
-    given: _Given,
+    given: _PredictionInputs,
     parts: Parts,
     sharing: Sharing,
-    done: _Done,
+    done: _AnsweredParts,
     paths: JobPaths,
     output: Output,
     publish_result: Callable[[Mapping[str, Any]], None],
@@ -170,7 +170,7 @@ def _led(
 
 
 @dataclass(frozen=True)
-class _Given:
+class _PredictionInputs:
     """Inputs that predictions depend on."""
 
     job: TrainerJob
@@ -180,7 +180,7 @@ class _Given:
     means: Means
 
     @classmethod
-    def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str]) -> _Given:
+    def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str]) -> _PredictionInputs:
         """Return the inputs of the job; StageErrors of the data source and of the task's columns."""
         task, means = task_of(job), Means.of(job.predict)
         part = predict_part(job, task)
@@ -238,7 +238,7 @@ def _refuse_missing_id(job: TrainerJob, split: PreparedSplit) -> None:
         )
 
 
-class _Own:
+class _OwnRows:
     """Counts the rows that this worker answered."""
 
     def __init__(self, progress: ProgressSink) -> None:
@@ -256,12 +256,12 @@ class _Own:
     def collect(self) -> None:
         """Do nothing: worker 0 counts the rows of the others."""
 
-    def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
+    def judge(self, given: _PredictionInputs, keys: Sequence[ShardKey]) -> bool:
         """Leave it to worker 0."""
         return False
 
 
-class _Done:
+class _AnsweredParts:
     """Parts of all workers so far; reports progress in rows, whose total is an estimate until the last part."""
 
     def __init__(
@@ -315,7 +315,7 @@ class _Done:
         self._report(self.rows + round(rows * share), self._total(rows, weight))
         self.collect()
 
-    def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
+    def judge(self, given: _PredictionInputs, keys: Sequence[ShardKey]) -> bool:
         """Return whether the rows before the first missing part already show that too many are bad."""
         while self._prefix < len(keys) and (facts := self._facts.get(str(keys[self._prefix]))) is not None:
             self._prefix += 1
@@ -360,10 +360,10 @@ class _Done:
         self._progress.update(rows, total, **rate)
 
 
-class _Within(NoProgress):
+class _ShardProgress(NoProgress):
     """Receives the progress within a shard, and checks on the other workers."""
 
-    def __init__(self, done: _Done | _Own, sharing: Sharing, rows: int, weight: int) -> None:
+    def __init__(self, done: _AnsweredParts | _OwnRows, sharing: Sharing, rows: int, weight: int) -> None:
         self._done = done
         self._sharing = sharing
         self._rows = rows
@@ -375,7 +375,9 @@ class _Within(NoProgress):
         self._sharing.check()
 
 
-def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, paths: JobPaths) -> Sequence[ShardKey]:
+def _answer(
+    given: _PredictionInputs, parts: Parts, sharing: Sharing, done: _AnsweredParts | _OwnRows, paths: JobPaths
+) -> Sequence[ShardKey]:
     """Answer the shards that this process takes, and return the keys of all parts in the order of the rows; of those
     before the first missing one if too many rows are bad.
     """
@@ -389,21 +391,21 @@ def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, p
             if sharing.takes(number, shard.key):
                 rows = shard.read()
                 answerer = answerer or _answerer(given, parts, sharing, paths)
-                within = _Within(done, sharing, rows.count, shard.weight)
+                within = _ShardProgress(done, sharing, rows.count, shard.weight)
                 done.add(shard.key, parts.write(shard, rows, answerer.answers(shard, rows, within)))
                 written += 1
                 if not written % GIVE_BACK_EVERY:
                     give_back_freed_memory()
-                if isinstance(done, _Done) and done.judge(given, keys):
+                if isinstance(done, _AnsweredParts) and done.judge(given, keys):
                     return done.begin_with(keys)  # the rest cannot change that
             if sharing.through:
                 break
         passes += 1
-        if not sharing.again(keys, done.collect) and (isinstance(done, _Own) or done.end(keys)):
+        if not sharing.again(keys, done.collect) and (isinstance(done, _OwnRows) or done.end(keys)):
             return keys
 
 
-def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) -> Answerer:
+def _answerer(given: _PredictionInputs, parts: Parts, sharing: Sharing, paths: JobPaths) -> Answerer:
     import torch
 
     means = {name: value for name, value in asdict(given.means).items() if not callable(value)}
@@ -448,7 +450,7 @@ def _allowed(job: TrainerJob, rows: int) -> int:
     return 0 if predict is None else max(predict.max_bad_rows, int(predict.max_bad_share * rows))
 
 
-def _too_many(job: TrainerJob, done: _Done, path: str, bad_rows: Iterator[Mapping[str, object]]) -> StageError:
+def _too_many(job: TrainerJob, done: _AnsweredParts, path: str, bad_rows: Iterator[Mapping[str, object]]) -> StageError:
     first = next(bad_rows)
     place = f"line {first['line']}" if first["line"] is not None else f"row {first['row']}"
     return StageError(

@@ -215,7 +215,7 @@ class Sharing(Protocol):
         """Raise StageError COLLECTIVE if another worker has failed; checks at most every few seconds."""
 
 
-class Alone:
+class SingleWorker:
     """`Sharing` of one process, which answers all missing shards."""
 
     leads = True
@@ -244,13 +244,13 @@ class Alone:
 
 @dataclass(frozen=True)
 class Wait:
-    """Result of `Taker.look`: no shard to take now."""
+    """Result of `ShardClaimer.look`: no shard to take now."""
 
     seconds: float
 
 
 @dataclass
-class _Seen:
+class _SeenClaim:
     """A claim as this worker has seen it."""
 
     claim: Claim | None
@@ -258,7 +258,7 @@ class _Seen:
     """Time at which it first saw the claim."""
 
 
-class Taker:
+class ShardClaimer:
     """Decides which shards a worker takes; has no clock and never sleeps, so that a thousand can be simulated."""
 
     def __init__(self, worker: Worker, parts: str, files: SharedFiles, incarnation: str) -> None:
@@ -275,7 +275,7 @@ class Taker:
         self._claimed: dict[str, int] = {}
         """Generation of the newest known claim, by shard."""
         self._claims_changed = True
-        self._seen: dict[tuple[str, int], _Seen] = {}
+        self._seen: dict[tuple[str, int], _SeenClaim] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._turns: dict[str, int] = {}
         """Generation of the newest known claim, by task that one worker does for all."""
@@ -371,7 +371,7 @@ class Taker:
         seen = self._seen.get((name, generation))
         if seen is None or seen.claim is None:
             found = _parsed(Claim, self._files.read(f"{self._folder}/claims/{name}.{generation}"))
-            seen = _Seen(found, now if seen is None else seen.since)
+            seen = _SeenClaim(found, now if seen is None else seen.since)
             self._seen[name, generation] = seen
         # A claim stays empty if its worker ended while writing it.
         if now - seen.since > (patience if seen.claim is not None else min(patience, SILENT_SECONDS)):
@@ -428,7 +428,7 @@ class Crew:
         self._incarnation = uuid.uuid4().hex
         self._beats = 0
         self._beat()  # before the first claim, so that its readers find this worker alive
-        self._taker = Taker(worker, place, self._files, self._incarnation)
+        self._taker = ShardClaimer(worker, place, self._files, self._incarnation)
         self._began: float | None = None
         self._checked = 0.0
         self._over = threading.Event()

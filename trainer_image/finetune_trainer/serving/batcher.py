@@ -18,10 +18,10 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from finetune_trainer.failures import StageError
+from finetune_trainer.serving.fair_lock import FairLock
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
 from finetune_trainer.serving.serving_engine import EncodedRow, ServingEngine
 from finetune_trainer.serving.serving_metrics import ServingMetrics
-from finetune_trainer.serving.turns import Turns
 from finetune_trainer.serving.watched_writing import Finish, WatchedWriting
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Ticket:
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_of: dict[int, Finish] = field(default_factory=dict)
     """Index of a row -> end of its text, for models that write."""
-    gone: bool = False
+    disconnected: bool = False
     """True once no client waits for the answer."""
     settled: bool = False
 
@@ -65,7 +65,7 @@ class Ticket:
     @property
     def over(self) -> bool:
         """True once an answer is of no use."""
-        return self.gone or self.late
+        return self.disconnected or self.late
 
     @property
     def late(self) -> bool:
@@ -89,7 +89,7 @@ class Batcher:
         self._rows = 0
         self._stop = False
         self._token_seconds = 0.0
-        self._turns = Turns()
+        self._turns = FairLock()
         self._pool = ThreadPoolExecutor(_WRITING, "write")
         self._writing = 0
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
@@ -148,7 +148,7 @@ class Batcher:
                 arrived = list(self._inbox)
                 self._inbox.clear()
             self._take(arrived)
-            self._drop_gone()
+            self._drop_abandoned()
             if self._waiting and self._writing < _WRITING:
                 self._begin()
 
@@ -178,12 +178,12 @@ class Batcher:
         with self._wake:
             self._waiting += [(ticket, at) for ticket in tickets for at in range(len(ticket.rows))]
 
-    def _drop_gone(self) -> None:
+    def _drop_abandoned(self) -> None:
         for ticket in {id(ticket): ticket for ticket, _ in self._waiting}.values():
             self._over(ticket)
 
     def _over(self, ticket: Ticket) -> bool:
-        if ticket.gone:
+        if ticket.disconnected:
             self._settle([(ticket, RequestError(499, "The client has disconnected."))])
         elif ticket.late:
             self._settle([(ticket, RequestError(504, "The request timed out before its answer was computed."))])

@@ -93,6 +93,6 @@ async def _events(
             yield completion.failed(str(error))
         yield b"data: [DONE]\n\n"
     finally:
-        ticket.gone = True
+        ticket.disconnected = True
         with suppress(asyncio.CancelledError):
             ticket.done.cancel()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune_trainer.serving.fair_lock import FairLock
 from finetune_trainer.serving.stop_texts import StopFilter, first_stop
-from finetune_trainer.serving.turns import Turns
 from finetune_trainer.tasks.task_protocol import Answer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Finish:
 class WatchedWriting:
     """See `writing.Watch`."""
 
-    turns: Turns
+    turns: FairLock
     stopped: Callable[[], bool]
     """Returns True if no client waits for the rest."""
     put: Callable[[str], None] | None = None

@@ -50,7 +50,7 @@ FORMS = (
 )
 
 
-class Received(nn.Module):
+class ReceivedStates(nn.Module):
     """Replacement for the embedding: returns the hidden states sent by the stage before."""
 
     hidden: torch.Tensor | None = None
@@ -60,14 +60,14 @@ class Received(nn.Module):
         return self.hidden
 
 
-class Nothing(nn.Module):
+class ZeroOutput(nn.Module):
     """Replacement for a module whose output is added to the hidden states: returns 0."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(())
 
 
-class Unchanged(nn.Module):
+class PassThrough(nn.Module):
     """Replacement for a layer of another stage: returns its first argument."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -231,7 +231,7 @@ class Shell:
     """One stage as a model of its own: the model's modules, with replacements for those of other stages."""
 
     model: PreTrainedModel
-    received: Received | None
+    received: ReceivedStates | None
     """None in the first stage."""
     body: nn.Module
     copies: tuple[tuple[nn.Module, nn.Module], ...]
@@ -251,15 +251,15 @@ def shell_of(model: PreTrainedModel, layout: Layout, start: int, end: int) -> Sh
     """
     form, first, last = layout.form, start == 0, end == layout.count
     others: dict[str, nn.Module | None] = {
-        layout.layer(index): Unchanged() for index in range(layout.count) if not start <= index < end
+        layout.layer(index): PassThrough() for index in range(layout.count) if not start <= index < end
     }
-    received = None if first else Received()
+    received = None if first else ReceivedStates()
     if received is not None:
         others[layout.named(form.embedding)] = received
-        others |= {layout.named(part): Nothing() for part in form.added}
-        others |= {layout.named(part): Unchanged() for part in form.passed}
+        others |= {layout.named(part): ZeroOutput() for part in form.added}
+        others |= {layout.named(part): PassThrough() for part in form.passed}
     if not last:
-        others |= {layout.named(part): Unchanged() for part in form.norms}
+        others |= {layout.named(part): PassThrough() for part in form.norms}
         others |= {layout.named(part): None for part in form.extras}
         others |= dict.fromkeys(layout.heads)
     copies: list[tuple[nn.Module, nn.Module]] = []
@@ -288,11 +288,11 @@ def _with_others(model: Any, others: dict[str, nn.Module | None], copies: list[t
 def keep_stages(model: PreTrainedModel, layout: Layout, cuts: Sequence[int], stages: Sequence[int]) -> None:
     """Remove everything from `model` that none of `stages` has. Names stay as they are."""
     own = {index for stage in stages for index in range(cuts[stage], cuts[stage + 1])}
-    gone = [layout.layer(index) for index in range(layout.count) if index not in own]
-    gone += [] if 0 in stages else list(layout.before)
-    gone += [] if len(cuts) - 2 in stages else list(layout.after)
-    for name in gone:
+    unused = [layout.layer(index) for index in range(layout.count) if index not in own]
+    unused += [] if 0 in stages else list(layout.before)
+    unused += [] if len(cuts) - 2 in stages else list(layout.after)
+    for name in unused:
         owner, _, attribute = name.rpartition(".")
         parent = model.get_submodule(owner)
         if getattr(parent, attribute, None) is not None:
-            parent._modules[attribute] = Unchanged()
+            parent._modules[attribute] = PassThrough()

@@ -35,7 +35,7 @@ def name_labels(config: PretrainedConfig, names: Sequence[str]) -> None:
     config.label2id = {name: i for i, name in enumerate(names)}
 
 
-class WithHead:
+class HeadModels:
     """Part of a TaskModule that concerns its models."""
 
     auto: str

@@ -102,7 +102,7 @@ class Sample:
 # ------------------------------------------------------------------------------------------------------------ one class
 
 
-class OneClass:
+class SingleLabel:
     """One class: an id from 0 without gaps, or a name."""
 
     name: LabelForm = "single_label_classification"
@@ -200,7 +200,7 @@ class OneClass:
 # ------------------------------------------------------------------------------------------------------ several classes
 
 
-class SeveralClasses:
+class MultiLabel:
     """Several classes: a list of class ids or names a row, which may be empty; each label is judged on its own."""
 
     name: LabelForm = "multi_label_classification"
@@ -295,7 +295,7 @@ class SeveralClasses:
 # ------------------------------------------------------------------------------------------------------------- a number
 
 
-class ANumber:
+class Regression:
     """A number with a fraction, also as text with a decimal point."""
 
     name: LabelForm = "regression"
@@ -376,7 +376,7 @@ class ANumber:
         return Sample(right, shown, off, off)
 
 
-FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (OneClass(), SeveralClasses(), ANumber())}
+FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (SingleLabel(), MultiLabel(), Regression())}
 
 
 def form_of(split: RawSplit, column: str, given: Mapping[str, str]) -> Form:

@@ -54,7 +54,7 @@ _CANDIDATES = 5
 _CANDIDATE = pa.struct([pa.field("token", pa.string()), pa.field("score", pa.float64())])
 
 
-class Fills:
+class MaskFiller:
     """Candidates for the mask tokens of a text."""
 
     stages = frozenset({Stage.PREDICT})
@@ -100,7 +100,7 @@ class MaskedLm(LanguageTask):
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["masked-lm"]
     smooths_labels: frozenset[LabelForm | None] = frozenset({None})
     answer_columns: frozenset[str] = frozenset({"masks"})
-    writer: Writer | None = Fills()
+    writer: Writer | None = MaskFiller()
 
     # --------------------------------------------------------------------------------------------------------- data
 

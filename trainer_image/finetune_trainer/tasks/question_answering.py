@@ -106,7 +106,7 @@ class SpanLoss:
         return torch.stack(parts).mean()
 
 
-class QuestionAnswering(heads.WithHead):
+class QuestionAnswering(heads.HeadModels):
     """The TaskModule of `question-answering`.
 
     A target is a pair of a row's answers and the characters at which they begin. A feature has `start` and `end`, the
@@ -337,7 +337,7 @@ class QuestionAnswering(heads.WithHead):
             for row in informative_rows(wrong, most)
         ]
 
-    def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_Decided]:
+    def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_ChosenAnswer]:
         """Yield the answer to each of some rows."""
         may_be_none = NO_ANSWER in split.facts.labels
         chosen = range(*rows.indices(split.rows))
@@ -426,7 +426,7 @@ def _answer_tokens(
 
 
 @dataclass(frozen=True)
-class _Decided:
+class _ChosenAnswer:
     """The answer to one question."""
 
     text: str
@@ -448,13 +448,13 @@ def _spans(answer: Answer, first: NDArray[np.int32], last: NDArray[np.int32]) ->
     ]
 
 
-def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _Decided:
+def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _ChosenAnswer:
     """Return the best of the spans, or no answer when that scores higher. `none`: its score, where it may be right."""
     distinct = {(span.first, span.last): span for span in sorted(spans, key=lambda span: span.score)}
     best = sorted(distinct.values(), key=lambda span: -span.score)[:_BEST]
     scores = [span.score for span in best] + ([] if none is None else [none])
     if not scores:
-        return _Decided("", 1.0, None, None, [])
+        return _ChosenAnswer("", 1.0, None, None, [])
     shares = np.exp(np.asarray(scores) - max(scores))
     shares /= shares.sum()
     found: list[dict[str, Any]] = [
@@ -465,7 +465,7 @@ def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _Decide
         found.append({"answer": "", "score": float(shares[-1]), "start": None, "end": None})
     found.sort(key=lambda each: -each["score"])
     top = found[0]
-    return _Decided(top["answer"], top["score"], top["start"], top["end"], found[:_CANDIDATES])
+    return _ChosenAnswer(top["answer"], top["score"], top["start"], top["end"], found[:_CANDIDATES])
 
 
 def measured(predicted: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:

@@ -50,7 +50,7 @@ _COLUMNS = ("text", "text_pair", "label")
 _HEAD = "ForSequenceClassification"
 
 
-class TextClassification(heads.WithHead):
+class TextClassification(heads.HeadModels):
     """The TaskModule of `text-classification`. A target is its form's value of a label, an answer has `logits`, one for
     each label.
     """

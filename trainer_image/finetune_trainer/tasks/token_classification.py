@@ -69,7 +69,7 @@ _OUTSIDE = "O"
 _METRICS = METRICS["token-classification"]
 
 
-class TokenClassification(heads.WithHead):
+class TokenClassification(heads.HeadModels):
     """The TaskModule of `token-classification`.
 
     A target is the tag ids of a row's words. A feature has `words`: for each token the index of the word whose first

@@ -64,7 +64,7 @@ def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     return sorted(token for token in found if isinstance(token, int))
 
 
-class Continues:
+class DecoderWriter:
     """Writer for decoders, which continue the prompt of a feature, its first `prompt` tokens."""
 
     stages = frozenset({Stage.PREDICT})

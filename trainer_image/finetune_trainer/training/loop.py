@@ -148,7 +148,7 @@ class LoopParts:
 
 
 @dataclass(frozen=True)
-class _Agreed:
+class _StepAgreement:
     """Values that all ranks share at the start of a step."""
 
     items: float
@@ -263,14 +263,14 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------------------------------------------------ step
 
-    def _agree(self, items: int) -> _Agreed:
+    def _agree(self, items: int) -> _StepAgreement:
         """Sum `items` over all ranks, which in the same call agree on stopping and saving after the step."""
         wanted = self.args.process_index == 0 and self.parts.saver.wants()
         stop_requested = self.parts.interruption.requested
         if torch.distributed.is_initialized():
             self.parts.clock.enter("communication")
         of_step, asks, wants = summed([items, stop_requested, wanted])
-        return _Agreed(of_step, asks > 0, wants > 0)
+        return _StepAgreement(of_step, asks > 0, wants > 0)
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Divide a batch of the loader into the micro-batches of a pass through a pipeline; without one, keep it."""
@@ -368,7 +368,7 @@ class TrainingLoop:
         for callback in self.parts.callbacks:
             getattr(callback, event)(self.args, self.state, TrainerControl(), model=self.engine.model, **figures)
 
-    def _validate_and_save(self, agreed: _Agreed) -> None:
+    def _validate_and_save(self, agreed: _StepAgreement) -> None:
         """Validate at the end of an epoch, save when due, and raise StageError PREEMPTED when asked to stop."""
         step, clock = self.state.global_step, self.parts.clock
         last = step >= self.state.max_steps

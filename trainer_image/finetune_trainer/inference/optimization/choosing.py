@@ -385,7 +385,7 @@ def small_job(seconds: float) -> str:
 # --------------------------------------------------------------------------------------------------------- comparing
 
 
-class Worst(NamedTuple):
+class WorstMetric(NamedTuple):
     """Metric with the largest loss."""
 
     name: str
@@ -393,11 +393,11 @@ class Worst(NamedTuple):
     """Loss of the metric; below 0: all metrics improved."""
 
 
-def worst_metric(reference: Mapping[str, float], measured: Mapping[str, float]) -> Worst | None:
+def worst_metric(reference: Mapping[str, float], measured: Mapping[str, float]) -> WorstMetric | None:
     """Return the metric that is worst against the reference; None if none was measured. A metric that became NaN or
     infinite is infinitely worse.
     """
-    found = [Worst(name, _worse(name, reference[name], measured[name])) for name in reference]
+    found = [WorstMetric(name, _worse(name, reference[name], measured[name])) for name in reference]
     return max(found, key=lambda each: each.by, default=None)
 
 

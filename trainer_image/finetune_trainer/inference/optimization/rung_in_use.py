@@ -51,7 +51,7 @@ _MANY = 100
 """Factor on the sample for an unknown number of rows, as in compressed files."""
 
 
-class _Remembered(Message):
+class _StoredChoice(Message):
     """A choice, and the conditions that it depends on."""
 
     basis: str
@@ -129,7 +129,7 @@ class RungInUse:
 
     def _remembered(self) -> Chosen | None:
         try:
-            found = _Remembered.model_validate_json(self._place.read_bytes())
+            found = _StoredChoice.model_validate_json(self._place.read_bytes())
         except (OSError, ValidationError):
             return None
         if found.basis != self._basis():
@@ -148,7 +148,7 @@ class RungInUse:
         if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
             self._folder.mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
-                write_atomically(self._place, _Remembered(basis=self._basis(), table=chosen.table).to_json())
+                write_atomically(self._place, _StoredChoice(basis=self._basis(), table=chosen.table).to_json())
         return chosen
 
     def _judge(self) -> Callable[[ForwardPass | None], Mapping[str, float]]:
