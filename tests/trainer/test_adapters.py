@@ -188,9 +188,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_training_leaves_the_base_weights_as_they_were_and_changes_every_matrix_and_the_head(
-    method: str, bench, tmp_path: Path
-):
+def test_training_changes_adapter_and_head_and_no_base_weights(method: str, bench, tmp_path: Path):
     import torch
 
     from finetune_trainer.adapters import adapt
@@ -456,9 +454,7 @@ def test_an_adapter_is_not_merged_into_other_weights_than_it_was_trained_beside(
     assert (error.value.failure_class, error.value.reason) == (FailureClass.MODEL, "BaseModelChanged")
 
 
-def test_the_best_evaluation_counts_and_an_adapter_of_an_earlier_run_goes_when_all_weights_are_trained(
-    bench, tmp_path: Path
-):
+def test_best_evaluation_is_kept_and_stale_adapter_is_deleted(bench, tmp_path: Path):
     import torch
 
     run = adapted_bench(bench, tmp_path / "w", early_stopping=EarlyStopping(patience=1))

@@ -72,7 +72,7 @@ def test_labels_lengths_and_long_rows_are_counted(tmp_path: Path) -> None:
     assert found.long_rows == "are cut"
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"txt": "a", "label": 1}])
     (tmp_path / "test.csv").write_bytes("text,label\ncafé,1\n".encode("cp1252"))
     job = a_job(tmp_path, {"text": "text", "label": "label"}, model={"uri": "file:///no/model"})

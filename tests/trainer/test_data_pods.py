@@ -203,7 +203,7 @@ def test_the_failure_of_another_pod_ends_pod_0_and_is_the_cause(gang: Gang):
 
 
 @pytest.mark.parametrize("when", ["hangs before it orders", "hangs in a shard"])
-def test_after_a_killed_pod_0_nothing_looks_done_the_others_end_and_the_next_attempt_prepares(gang: Gang, when):
+def test_next_attempt_prepares_after_pod_0_was_killed(gang: Gang, when):
     all_pods = gang.pods(2)
     all_pods[0] = all_pods[0].other(trouble=when)
     if when == "hangs before it orders":

@@ -94,7 +94,7 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
 
 
-def test_a_second_job_takes_what_the_first_has_prepared(workspace: Workspace, caplog):
+def test_second_job_uses_the_data_prepared_by_the_first(workspace: Workspace, caplog):
     caplog.set_level(logging.INFO, "finetune_trainer")
     first, slowly = workspace.prepared("one")
     assert len(slowly) >= 1
@@ -161,7 +161,7 @@ def test_an_emptied_cache_takes_nothing_from_a_job(workspace: Workspace):
 
 
 @pytest.mark.parametrize("damage", ["content", "size", "gone", "manifest"])
-def test_what_was_changed_is_not_taken(damage: str, workspace: Workspace, caplog):
+def test_changed_data_are_not_reused(damage: str, workspace: Workspace, caplog):
     facts, _ = workspace.prepared("one")
     files = workspace.paths("one").prepared
     shard = next(iter(sorted(files.glob("train-*.arrow"))))
@@ -207,7 +207,7 @@ def test_the_environment_names_another_cache(tmp_path: Path, workspace: Workspac
 
 
 @pytest.mark.parametrize("why", ["no folder", "full"])
-def test_a_cache_that_cannot_be_used_is_told_and_the_job_goes_on(why: str, workspace: Workspace, caplog, monkeypatch):
+def test_unusable_cache_is_logged_and_the_job_continues(why: str, workspace: Workspace, caplog, monkeypatch):
     if why == "no folder":
         workspace.shared.folder.parent.mkdir(parents=True)
         workspace.shared.folder.write_text("a file")
@@ -246,12 +246,12 @@ def test_without_locks_both_prepare_and_the_later_one_finds_the_entry_there(work
     assert not list(workspace.shared.folder.glob("*/tmp-*"))
 
 
-def test_what_runs_code_of_its_own_is_not_shared(workspace: Workspace):
+def test_data_of_models_with_own_code_are_not_shared(workspace: Workspace):
     workspace.prepared("one", workspace.job(remote_code=True))
     assert not workspace.shared.folder.exists()
 
 
-def test_what_nobody_took_for_long_is_removed_and_what_was_taken_stays(workspace: Workspace, caplog):
+def test_unused_data_are_removed_and_used_ones_stay(workspace: Workspace, caplog):
     caplog.set_level(logging.INFO, "finetune_trainer")
     workspace.prepared("one")
     workspace.prepared("short", workspace.job(length=16))

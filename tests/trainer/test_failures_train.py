@@ -188,7 +188,7 @@ def test_out_of_memory_is_told_apart(finished, tmp_path: Path):
     assert "microBatchSize" in report.failure.hint
 
 
-def test_the_report_is_written_from_what_the_stages_left_and_damage_is_an_error_that_keeps_the_old_one(finished):
+def test_report_uses_results_of_stages_and_survives_damaged_ones(finished):
     def write() -> subprocess.CompletedProcess[str]:
         job, workspace = finished.paths.root / "job.json", finished.workspace
         job.write_text(finished.job.to_json(), encoding="utf-8")

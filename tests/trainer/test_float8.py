@@ -188,7 +188,7 @@ def test_layers_that_cannot_or_should_not_stay_as_they_are_and_the_log_says_why(
 
 
 @needs_torchao
-def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_under_both():
+def test_routers_stay_and_a_layer_with_two_names_is_converted_under_both():
     import torch
     from torch.nn import Linear, ModuleDict, ModuleList
 
@@ -411,7 +411,7 @@ STEPS = {"max_steps": 24, "learning_rate": 1e-2, "warmup_steps": 1, "precision":
 
 @needs_torchao
 @pytest.mark.slow
-def test_a_decoder_learns_in_fp8_about_as_in_bf16_and_what_is_saved_is_an_ordinary_model(tmp_path: Path):
+def test_decoder_learns_in_fp8_as_in_bf16_and_saves_an_ordinary_model(tmp_path: Path):
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -131,7 +131,7 @@ def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answe
     assert told[0].endswith("rows at once do not fit the GPU's memory: halving the batch size from here on.")
 
 
-def test_a_row_that_the_memory_does_not_hold_by_itself_is_told_with_a_way_out(model, data, paths):
+def test_row_too_long_for_the_memory_is_reported_with_a_hint(model, data, paths):
     job, network, split = ready(model, data, paths)
     small_memory(network, 8)
     with pytest.raises(StageError) as caught:
@@ -142,7 +142,7 @@ def test_a_row_that_the_memory_does_not_hold_by_itself_is_told_with_a_way_out(mo
     assert "preparation.maxLength" in told.hint
 
 
-def test_evaluation_counts_what_a_plain_loop_counts(model, data, paths):
+def test_evaluation_equals_a_plain_loop(model, data, paths):
     job = a_job(model, data)
     prepare(job, paths, NoProgress())
     merge_metrics(paths, {"train": {"loss_first": 1.0}})
@@ -179,7 +179,7 @@ def test_evaluation_needs_no_raw_data(model, data, paths):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that the plan counts on")
 @pytest.mark.parametrize(("stage", "run"), [("evaluation", evaluate), ("predict", predict)])
-def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_never_computed_on_the_cpu(model, data, paths, stage, run):
+def test_plan_for_a_gpu_is_refused_without_one(model, data, paths, stage, run):
     job = a_job(model, data, **{stage: {**SMALL, "device": "cuda"}})
     prepare(job, paths, NoProgress())
     with pytest.raises(StageError) as caught:

@@ -142,9 +142,7 @@ def rows_to_read(sizes: Sequence[int], prompt: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decoder_reads_long_rows_once_and_says_in_parts_what_it_says_at_once(
-    family: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_decoder_reads_long_rows_once_and_gives_the_same_in_parts(family: str, monkeypatch: pytest.MonkeyPatch):
     model, task = decoder(family), TextGeneration()
     batch = task.collate(rows_to_read([50, 41, 3], prompt=20), pad_token_id=0)
     heard = Heard(model)

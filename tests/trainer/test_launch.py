@@ -200,9 +200,7 @@ def read_until(pod: Pod, holds: Callable[[str], bool]) -> list[str]:
     raise AssertionError("\n".join(lines))
 
 
-def test_a_rank_that_hangs_is_seen_in_the_stacks_and_gone_at_the_end_of_the_grace_period(
-    bench, cluster_of, tmp_path: Path
-):
+def test_hanging_rank_shows_in_stacks_and_ends_with_the_grace_period(bench, cluster_of, tmp_path: Path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
     cluster = cluster_of(spread_over_nodes(bench, steps=100_000))
@@ -357,7 +355,7 @@ def test_mpiruns_words_tell_how_ranks_ended(words: str, ends: Mapping[int, int])
     assert ends_of_ranks(words) == ends
 
 
-def test_a_stage_that_cannot_report_is_told_of_by_its_last_words(bench, cluster_of, tmp_path: Path):
+def test_stage_without_a_report_is_reported_with_its_last_output(bench, cluster_of, tmp_path: Path):
     package = tmp_path / "site" / "finetune_trainer"
     cluster = cluster_of(bench)
     (tmp_path / "site").mkdir()

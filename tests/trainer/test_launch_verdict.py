@@ -99,7 +99,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_pod_says_one_thing(case: Case):
+def test_a_pod_reports_one_cause(case: Case):
     reports = []
     for rank, said in case.said.items():
         failure = None

@@ -189,7 +189,7 @@ def tasks_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Context]:
     return begin
 
 
-def test_what_fails_in_an_executor_and_would_fail_in_others_is_the_stages_own_failure(
+def test_failure_that_would_repeat_in_other_executors_fails_the_stage(
     tasks_here: Callable[..., Context], model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = tasks_here()

@@ -197,7 +197,7 @@ def test_killed_workers_cost_one_shard_each_and_a_replaced_one_goes_on():
     assert 0 <= claims - 200 <= kills
 
 
-def test_a_worker_that_is_killed_and_not_replaced_is_left_behind_when_it_is_silent_or_slow():
+def test_killed_worker_without_replacement_is_left_behind():
     play = Play(3, 9)
     running = [play.start(index) for index in range(3)]
     play.run(until=5)

@@ -206,7 +206,7 @@ def test_the_shard_of_a_stopped_worker_is_taken_over_and_it_ends_well_later(crew
     assert crew.is_left_clean()
 
 
-def test_worker_0_that_is_killed_while_joining_is_replaced_and_no_shard_is_answered_again(crew: Crew):
+def test_killed_worker_0_is_replaced_and_no_shard_is_answered_again(crew: Crew):
     workers = crew.workers(2)
     workers[0] = workers[0].other(trouble="hangs while joining")
     processes = crew.start(workers)

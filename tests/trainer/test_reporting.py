@@ -320,7 +320,7 @@ def test_a_metric_that_is_no_number_passes_no_gate(paths):
     assert "nan was reached: not met" in the_report(paths, job=gated(metric="accuracy", minimum=0.1)).text
 
 
-def test_the_report_has_the_confusion_matrix_and_the_share_of_each_label_that_was_found(paths):
+def test_report_has_confusion_matrix_and_recall_of_each_label(paths):
     text = " ".join(the_report(paths).text.split())
     assert "Confusion matrix" in text
     assert "bad40981.6%" in text  # of 49 rows

@@ -188,7 +188,7 @@ def test_measuring_ends_when_it_has_taken_its_share(monkeypatch: pytest.MonkeyPa
     assert whys(chosen)["next"].startswith("not measured: measuring has taken 209 s of the 1000 s")
 
 
-def test_what_cannot_be_had_says_why_and_the_next_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_rung_gives_its_reason_and_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     absent, broken = FakeRung("absent", 1.0, why_not="no units"), FakeRung("broken", 1.0, fails="no operator")
     chosen = Bench(monkeypatch, absent, broken, FakeRung("good", 5.0)).choose()
     assert chosen.name == "good"
@@ -201,7 +201,7 @@ def test_what_cannot_be_had_says_why_and_the_next_one_is_measured(monkeypatch: p
 
 
 @pytest.mark.parametrize("rung", [FakeRung("x", 1.0, why_not="no units"), FakeRung("x", 1.0, fails="no units")])
-def test_what_was_asked_by_name_is_had_or_refused(monkeypatch: pytest.MonkeyPatch, rung: FakeRung) -> None:
+def test_rung_requested_by_name_is_used_or_refused(monkeypatch: pytest.MonkeyPatch, rung: FakeRung) -> None:
     bench = Bench(monkeypatch, rung)
     with pytest.raises(StageError, match="no units") as refused:
         bench.choose("x")
@@ -210,7 +210,7 @@ def test_what_was_asked_by_name_is_had_or_refused(monkeypatch: pytest.MonkeyPatc
         by_name("x", MODEL, bench.sample(), Path(), MACHINE)
 
 
-def test_what_was_asked_by_name_is_taken_although_slower_and_judged_where_a_tolerance_is_set(
+def test_rung_requested_by_name_is_used_although_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(monkeypatch, FakeRung("x", PLAIN_SECONDS * 2, lossy=True, wrong=3))
@@ -222,7 +222,7 @@ def test_what_was_asked_by_name_is_taken_although_slower_and_judged_where_a_tole
     assert refused.value.reason == "RungNotRightEnough"
 
 
-def test_the_table_of_a_way_by_name_says_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_a_rung_by_name_reports_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rung = FakeRung("x", 1.0, setup=3.0)
     table = Bench(monkeypatch, rung).choose("x").table
     assert (table.chosen, table.reason, rung.prepared) == ("x", "requested by name", 1)

@@ -84,7 +84,7 @@ def test_a_rung_by_name_computes_and_the_result_names_it(model: Path, data: Path
     assert table(paths).chosen == "onnx"
 
 
-def test_a_small_job_takes_the_plain_model_and_says_why(
+def test_small_job_uses_the_plain_model_and_gives_the_reason(
     model: Path, data: Path, paths: JobPaths, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="finetune_trainer")
@@ -182,7 +182,7 @@ def test_metric_on_labelled_rows_judges_a_rung(
     assert missing.value.reason == "NoLabels"
 
 
-def test_what_was_asked_by_name_is_never_replaced(
+def test_rung_requested_by_name_is_never_replaced(
     model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "here", lambda: Machine())

@@ -164,9 +164,7 @@ def cluster_job(tiny_data: Path, tiny_bert, tmp_path: Path) -> TrainerJob:
     )
 
 
-def test_the_stages_of_a_cluster_leave_the_claims_alone_measure_report_and_are_not_run_twice(
-    cluster_job: TrainerJob, tmp_path: Path
-):
+def test_stages_of_a_cluster_run_once_and_report(cluster_job: TrainerJob, tmp_path: Path):
     paths, claims = JobPaths.of(tmp_path / "w", "tiny"), tmp_path / "claims"
     read_only = {name: state_of(claims / name) for name in ("models", "data")}
     home = {"HF_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}

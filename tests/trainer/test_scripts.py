@@ -418,7 +418,7 @@ def test_the_newest_whole_checkpoint_is_offered(pods_of):
     assert pods.seen()["environment"]["FINETUNE_RESUME_FROM"] == str(whole.absolute())
 
 
-def test_without_resume_checkpoints_go_and_with_it_those_of_another_program_are_refused(pods_of):
+def test_checkpoints_of_another_program_are_deleted_or_refused(pods_of):
     pods = pods_of(TELLTALE_FILES)
     put_code(pods)
     leave_checkpoint(pods, 3)
@@ -643,7 +643,7 @@ class Told:
         """Do nothing: nothing is open."""
 
 
-def test_without_a_server_transformers_own_callback_reaches_the_progress_of_the_stage(monkeypatch: pytest.MonkeyPatch):
+def test_callback_of_transformers_reaches_the_progress_without_a_server(monkeypatch: pytest.MonkeyPatch):
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from transformers.integrations import KubeflowCallback
 

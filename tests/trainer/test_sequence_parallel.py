@@ -323,9 +323,7 @@ def test_a_model_that_cannot_read_slices_is_refused_by_name(family, config, degr
 
 
 @pytest.mark.slow
-def test_known_families_read_slices_as_whole_rows_and_one_that_mixes_tokens_elsewhere_is_found_out(
-    bench_of, tmp_path: Path
-) -> None:
+def test_known_families_read_slices_as_whole_rows_and_others_are_detected(bench_of, tmp_path: Path) -> None:
     training = divided(bench_of(Case("llama")), Case("llama")).job.training.model_dump(mode="json", by_alias=True)
     families, told = [*SEQUENCE_FAMILIES, "lfm2"], tmp_path / "told.json"
     codes, output = fork_server().run(

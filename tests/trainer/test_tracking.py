@@ -82,7 +82,7 @@ def test_tensorboard_shows_the_curves_of_the_history_also_of_a_resumed_run(bench
         assert dict(shown[f"eval/{name}"]) == pytest.approx(curve(run, f"eval_{name}")), name
 
 
-def test_mlflow_has_one_run_with_the_figures_of_the_history_also_when_it_was_resumed(bench, tmp_path, monkeypatch):
+def test_mlflow_has_one_run_with_the_history_after_a_resume(bench, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="the extra tracking is not installed")
     pytest.importorskip("sqlalchemy", reason="the extra tracking is not installed")
     run = short(bench.at(tmp_path / "w"), "mlflow", checkpoints=CheckpointSchedule(every_steps=3, keep=1))

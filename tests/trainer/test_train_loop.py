@@ -85,7 +85,7 @@ def test_a_checkpoint_that_takes_long_puts_off_the_next(monkeypatch):
     assert not saver.due(51, by_clock=False)
 
 
-def test_a_run_whose_last_step_was_saved_publishes_the_same_model_again_without_another_step(here):
+def test_run_with_saved_last_step_publishes_its_model_without_more_steps(here):
     # 10 steps end within an epoch of 12, and the rate stays: an eleventh step would change the weights.
     schedule = CheckpointSchedule(every_steps=5, keep=1)
     run = here.with_training(max_steps=10, scheduler="constant", warmup_steps=0, checkpoints=schedule)
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_of
 # --------------------------------------------------------------------------------------------- obeyed: early stopping
 
 
-def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_stays_stopped(here, caplog):
+def test_early_stopping_keeps_best_weights_and_stays_stopped_on_resume(here, caplog):
     # The rate is too low for accuracy to improve after the first evaluation, at step 12: one more, and it stops.
     stopping = EarlyStopping(metric="accuracy", patience=1)
     schedule = CheckpointSchedule(every_steps=12, keep=2)

@@ -207,7 +207,7 @@ def test_the_file_gets_json_lines_from_rank_0_alone(tmp_path: Path):
     assert lines[-1].samples_per_second
 
 
-def test_a_progress_file_that_cannot_be_written_is_told_once(tmp_path: Path, caplog):
+def test_unwritable_progress_file_is_logged_once(tmp_path: Path, caplog):
     sink = progress_for(Stage.TRAIN, 0, {ENV_PROGRESS: str(tmp_path / "missing" / "progress.jsonl")})
     sink.update(0, 2)
     sink.update(2, 2)
