@@ -68,7 +68,7 @@ def test_labels_lengths_and_long_rows_are_counted(tmp_path: Path) -> None:
     (split,) = found.splits
     assert split.labels == {"-1": 2, "4": 2}
     assert (split.words["text"].longest, split.tokens.longest, split.longer) == (9, 11, 2)  # type: ignore[union-attr]
-    assert "are taken as names" in found.notes[0]
+    assert "are used as names" in found.notes[0]
     assert found.long_rows == "are cut"
 
 

@@ -67,8 +67,8 @@ def model_to_use(
         raise StageError(
             FailureClass.MODEL,
             "LabelsChanged",
-            f"{name} answers {', '.join(labels.names if labels else ())}, "
-            f"but the prepared data have the labels {', '.join(prepared.facts.labels)}.",
+            f"{name} has the labels {', '.join(labels.names if labels else ())}, but the prepared data have the "
+            f"labels {', '.join(prepared.facts.labels)}.",
             "Run the stages prepare and train again.",
         )
     return model

@@ -82,7 +82,7 @@ def hosts_of(hostfile: Path | None, environment: Mapping[str, str], world: World
         raise StageError(
             FailureClass.WORLD_SIZE,
             "WorldSizeMismatch",
-            f"The host file {file} names {len(hosts)} hosts, and the plan has {world.nodes} nodes.",
+            f"The host file {file} lists {len(hosts)} hosts, and the plan has {world.nodes} nodes.",
             "Check the number of workers.",
         )
     return file, hosts

@@ -89,7 +89,7 @@ def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> Generati
         if taken is None or not any(type(each) is type(value) and each == value for each in taken):
             raise RequestError(400, f"{str(name)[:80]} is not supported: leave it out.", param=str(name)[:80])
     if ("prompt" if chat else "messages") in body:
-        other = "/v1/completions takes prompt, /v1/chat/completions messages"
+        other = "/v1/completions accepts prompt, /v1/chat/completions messages"
         name = "prompt" if chat else "messages"
         raise RequestError(400, f"{name} is not a field of this path: {other}.", param=name)
     longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"

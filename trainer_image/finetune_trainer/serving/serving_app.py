@@ -257,7 +257,7 @@ class _Handlers:
         """Answer an inference request of the Open Inference Protocol."""
         self._check_name(request)
         if "inference-header-content-length" in request.headers:
-            raise RequestError(400, "This server takes JSON only: send tensors without the binary extension.")
+            raise RequestError(400, "This server accepts JSON only: send tensors without the binary extension.")
         body = await read_json(request)
         identity = body.get("id")
         if identity is not None and not isinstance(identity, str):

@@ -254,7 +254,7 @@ def refuse_roles(task: str, roles: Sequence[str]) -> None:
     if set(roles) not in forms:
         wanted = "; or ".join(", ".join(sorted(form)) for form in forms)
         raise RequestError(
-            422, f"The model's task, {task}, takes the inputs {wanted}; found {', '.join(roles) or 'none'}."
+            422, f"The model's task, {task}, expects the inputs {wanted}; found {', '.join(roles) or 'none'}."
         )
 
 

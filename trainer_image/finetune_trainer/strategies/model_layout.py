@@ -133,9 +133,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
     layout = Layout(form, prefix, len(layers), heads)
     shared = [name for name, _ in model.named_parameters() if layout.stage_of(name, (0, layout.count)) < 0]
     if shared:
-        raise _cannot(
-            model, f"its weight {shared[0]} is in no part that one stage could have; supported are {families}"
-        )
+        raise _cannot(model, f"its weight {shared[0]} belongs to no part of a single stage; supported are {families}")
     return layout
 
 

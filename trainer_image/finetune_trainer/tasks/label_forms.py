@@ -138,7 +138,7 @@ class SingleLabel:
                 FailureClass.DATA,
                 "TooManyLabels",
                 f"Split {split.name} ({split.origin}): column {column!r} has {len(names)} labels in {len(values)} "
-                "rows, and a class is learnt from many rows.",
+                "rows, too few rows per label to learn classes.",
                 f"Check {PATH}; to learn a number, write it as a fraction (7.0).",
             )
         return names
@@ -433,8 +433,8 @@ def numbers_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[st
         return ()
     example = ", ".join(f'"{name}": NAME' for name in names[:2]) + (", ..." if len(names) > 2 else "")
     return (
-        f"Split {split.name} ({split.origin}): the labels {first_of(names, 8)} in column {column!r} are taken as names "
-        f"of classes. dataset.labels gives them others: {{{example}}}.",
+        f"Split {split.name} ({split.origin}): the labels {first_of(names, 8)} in column {column!r} are used as names "
+        f"of classes. Set dataset.labels to rename them: {{{example}}}.",
     )
 
 

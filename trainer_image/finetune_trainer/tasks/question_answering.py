@@ -365,11 +365,11 @@ _CANDIDATE = pa.struct(
     ]
 )
 _USE = """question, paragraph = "Where is it?", "It is on the table."
-how = {{"truncation": "only_second", "max_length": {max_length}}}
-given = tokenizer(question, paragraph, return_tensors="pt", **how)
-said = model(**given)
-first, last = said.start_logits.argmax(), said.end_logits.argmax()
-print(tokenizer.decode(given["input_ids"][0, first : last + 1]))"""
+options = {{"truncation": "only_second", "max_length": {max_length}}}
+inputs = tokenizer(question, paragraph, return_tensors="pt", **options)
+outputs = model(**inputs)
+first, last = outputs.start_logits.argmax(), outputs.end_logits.argmax()
+print(tokenizer.decode(inputs["input_ids"][0, first : last + 1]))"""
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding
@@ -392,7 +392,7 @@ def _without_tokens(answer: str, question: str) -> StageError:
         FailureClass.DATA,
         "AnswerWithoutTokens",
         f"The answer {answer!r} to the question {question!r} has no token: the tokenizer drops all of its characters.",
-        "Correct the row: take the answer out of it, or give one with words.",
+        "Correct the row: remove the answer, or use one with words.",
     )
 
 

@@ -198,10 +198,10 @@ class TextToText(LanguageTask):
         ]
 
 
-_USE = """how = {{"truncation": True, "max_length": {max_length}}}
-given = tokenizer("A long text.", return_tensors="pt", **how)
-said = model.generate(**given, max_new_tokens=64)
-print(tokenizer.decode(said[0], skip_special_tokens=True))"""
+_USE = """options = {{"truncation": True, "max_length": {max_length}}}
+inputs = tokenizer("A long text.", return_tensors="pt", **options)
+outputs = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode(outputs[0], skip_special_tokens=True))"""
 
 
 def summarization() -> TextToText:
