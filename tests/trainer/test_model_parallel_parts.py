@@ -285,7 +285,7 @@ def test_micro_batches_that_do_not_fill_whole_passes_are_refused(bench):
     run = bench.spread("ddp", 1, micro=4).with_training(
         strategy=Strategy(name="ddp", pipeline=Pipeline(degree=2, micro_batches=3))
     )
-    with pytest.raises(StageError, match="a step has 4 micro-batches, which is no multiple of it"):
+    with pytest.raises(StageError, match="a step has 4 micro-batches, not a multiple of it"):
         strategy_for(run.job.training, None, run.paths.offload)
 
 

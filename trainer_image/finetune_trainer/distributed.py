@@ -246,9 +246,9 @@ def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
     raise StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "DeviceMissing",
-        f"The plan runs this stage on GPUs; process {rank} has local rank {local_rank} and sees "
-        f"{torch.cuda.device_count()} of them. Its torch is {torch.__version__}, built "
-        f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}.",
+        f"The plan runs this stage on GPUs; process {rank}, local rank {local_rank}, sees {torch.cuda.device_count()} "
+        f"(torch {torch.__version__}, built "
+        f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}).",
         "Request as many GPUs as processes per node, use an image that is built with CUDA, and check the driver.",
     )
 

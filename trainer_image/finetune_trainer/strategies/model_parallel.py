@@ -404,7 +404,7 @@ def refuse_broken_passes(training: Training) -> None:
             FailureClass.CONFIG,
             "BrokenPasses",
             f"parallelism.pipeline.microBatches is {pipeline.micro_batches}, and a step has "
-            f"{training.batch.gradient_accumulation} micro-batches, which is no multiple of it.",
+            f"{training.batch.gradient_accumulation} micro-batches, not a multiple of it.",
             "Plan again.",
         )
 
