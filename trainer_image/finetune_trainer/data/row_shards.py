@@ -61,7 +61,7 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that was set aside."""
+    """A row that was excluded, with the reason."""
 
     number: int
     """Index in the shard."""

@@ -91,7 +91,7 @@ class MaskedLm(LanguageTask):
     """The TaskModule of `masked-lm`.
 
     A feature has `input_ids`, `fresh` (1 for tokens that may be predicted: no special ones, and none that the window
-    before has, too) and, in training, `mask` and `vocabulary`, from which tokens are drawn. An answer has `surprise`
+    before has, too) and, in training, `mask` and `vocabulary`, from which tokens are drawn. An answer has `nll`
     and `hit`, one for each predicted token, or `tokens` and `scores` of masks.
     """
 

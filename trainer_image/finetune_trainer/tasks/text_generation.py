@@ -61,7 +61,7 @@ class TextGeneration(DecoderTask):
     """The TaskModule of `text-generation`.
 
     A feature has `input_ids`, `labels` (the token itself where it is learnt, else -100; never the first token, which
-    follows no other) and `prompt`, the number of given tokens when the rest is to be written. An answer has `surprise`
+    follows no other) and `prompt`, the number of given tokens when the rest is to be written. An answer has `nll`
     and `hit`, one for each label, or `generated_text`.
     """
 

@@ -73,7 +73,7 @@ class Transforms:
 class TextToText(LanguageTask):
     """The TaskModule of `summarization` and `translation`.
 
-    A feature has `input_ids` and the `labels` that the decoder learns. An answer has `surprise` and `hit`, one for each
+    A feature has `input_ids` and the `labels` that the decoder learns. An answer has `nll` and `hit`, one for each
     label, and `generated_text` where the model has generated text.
     """
 
