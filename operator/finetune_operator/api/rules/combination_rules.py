@@ -111,7 +111,7 @@ def _single_advice(spec: FineTuneJobSpec) -> str:
 def _zero_stage_advice(spec: FineTuneJobSpec) -> str:
     fp8 = spec.training is not None and spec.training.precision == "fp8"
     if spec.parallelism.strategy == "fsdp":
-        return "leave it out: fsdp divides parameters, gradients and optimizer state as stage 3 does"
+        return "leave it out: fsdp shards parameters, gradients and optimizer state like stage 3"
     if fp8 or _keeps_whole(spec):
         return "leave it out"
     return "leave it out, or set spec.parallelism.strategy to deepspeed"
