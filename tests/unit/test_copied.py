@@ -59,7 +59,7 @@ def test_a_setting_with_the_meaning_of_a_field_is_taken_as_that_field(case: str)
         found = found[part]
     assert found == value
     (told,) = notices(job.spec)
-    assert f"is taken as spec.{field.removesuffix('.steps')}" in told
+    assert f"is mapped to spec.{field.removesuffix('.steps')}" in told
 
 
 PASSED_OVER = {
@@ -91,7 +91,7 @@ def test_a_setting_that_changes_nothing_is_passed_over_with_a_line(case: str) ->
     job = accepted(**PASSED_OVER[case])
     settled = settle(job.spec)
     assert settled.notes
-    assert all("is passed over: " in note for note in settled.notes)
+    assert all("is ignored: " in note for note in settled.notes)
     training = settled.spec.training
     assert training is not None
     assert training.arguments == {}
@@ -168,7 +168,7 @@ def test_the_trainer_gets_fields_and_nothing_that_was_passed_over() -> None:
     assert training.checkpoints.keep == 2
     assert made.strategy == "deepspeed-zero1"
     assert made.deepspeed_overrides == {"zero_optimization": {"overlap_comm": True}}
-    assert len([reason for reason in made.reasons if " is passed over: " in reason or " is taken as " in reason]) == 4
+    assert len([reason for reason in made.reasons if " is ignored: " in reason or " is mapped to " in reason]) == 4
 
 
 @pytest.mark.parametrize("command", [("validate",), ("plan", "--no-measure"), ("run", "--dry-run", "--no-measure")])
@@ -181,7 +181,7 @@ def test_every_command_says_what_became_of_a_copied_setting(command: tuple[str, 
     }
     file.write_text(yaml.safe_dump(job_document(spec)))
     result = CliRunner().invoke(app, [*command, str(file)])
-    assert "spec.training.arguments.logging_steps: 10 is passed over: every step is reported" in result.output
+    assert "spec.training.arguments.logging_steps: 10 is ignored: every step is reported" in result.output
     assert "spec.training.learningRate: 2 is very high for adamw" in result.output
 
 
@@ -190,7 +190,7 @@ def test_validate_as_data_holds_the_notes(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(job_document(with_arguments(save_total_limit=2))))
     result = CliRunner().invoke(app, ["validate", str(file), "-o", "json"])
     (note,) = json.loads(result.stdout)["notes"]
-    assert note.endswith("spec.training.arguments.save_total_limit: 2 is taken as spec.checkpoints.keep.")
+    assert note.endswith("spec.training.arguments.save_total_limit: 2 is mapped to spec.checkpoints.keep.")
 
 
 @pytest.mark.parametrize("optimizer", HIGH_RATES)
@@ -205,7 +205,7 @@ def test_no_more_notices_are_told_than_anybody_reads() -> None:
     many = {f"key_{number}": "auto" for number in range(500)}
     told = notices(accepted(**with_deepspeed({"autotuning": many})).spec)
     assert len(told) == 21
-    assert told[-1] == "480 more settings are passed over or taken as fields"
+    assert told[-1] == "480 more settings are ignored or mapped to fields"
 
 
 def test_a_file_of_a_bare_kubernetes_job_is_told_once(tmp_path: Path) -> None:
@@ -226,4 +226,4 @@ def test_a_kubernetes_job_beside_a_job_is_passed_over(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump_all([other, job_document({})]))
     result = CliRunner().invoke(app, ["validate", str(file)])
     assert result.exit_code == 0
-    assert "is passed over" in result.output
+    assert "is ignored" in result.output

@@ -428,8 +428,8 @@ def test_nesting_up_to_the_limit_is_read() -> None:
 def test_depth_counts_what_aliases_repeat_and_what_merges_chain() -> None:
     halves = f"a: &a {'[' * 60}{']' * 60}\nb: {'[' * 60}*a{']' * 60}\n"
     merges = "m0: &m0 {x: 1}\n" + "".join(f"m{i}: &m{i} {{<<: *m{i - 1}}}\n" for i in range(1, 3000))
-    assert [(p.line, p.rule) for p in refusals_of(halves)] == [(2, "a document nests at most 100 levels deep")]
-    assert [(p.line, p.rule) for p in refusals_of(merges)] == [(100, "a document nests at most 100 levels deep")]
+    assert [(p.line, p.rule) for p in refusals_of(halves)] == [(2, "a document must nest at most 100 levels deep")]
+    assert [(p.line, p.rule) for p in refusals_of(merges)] == [(100, "a document must nest at most 100 levels deep")]
 
 
 def billion_laughs(levels: int) -> str:

@@ -281,7 +281,7 @@ ONE_BY_ONE = {
     "sft": ({"task": "sft"}, "write text-generation"),
     "dpo": ({"task": "dpo"}, "write preference-tuning"),
     "16 GB": ({"resources": {"memory": "16 GB"}}, "write 16G, or 16Gi for powers of 1024"),
-    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? (a share of all steps below 1"),
+    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? (a fraction of all steps below 1"),
     "evaluation": ({"training": {"evaluation_strategy": "epoch"}}, "validation is measured after each epoch"),
     "epochs too high up": ({"epochs": 3}, "move it below spec.training"),
     "rate too high up": ({"learningRate": 1e-4}, "move it below spec.training"),
@@ -449,7 +449,7 @@ def problem_lines(module: ModuleType) -> dict[int, str]:
     """Return the lines that create a problem."""
     assert module.__file__
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    makers = {"Problem", "_forbidden", "quote", "_beyond"}
+    makers = {"Problem", "_forbidden", "quote", "_limit_problem"}
     return {
         node.lineno: f"{Path(module.__file__).name}:{node.lineno}"
         for node in ast.walk(tree)
@@ -458,8 +458,8 @@ def problem_lines(module: ModuleType) -> dict[int, str]:
 
 
 BEYOND_FILES = {
-    "validation": ("_beyond", "_out_of_bounds", "validate_job", "_metadata", "_settings", "_hyperparameters"),
-    "foreign_files": ("_told", "_workspace", "workload"),
+    "validation": ("_limit_problem", "_exceeded_limit", "validate_job", "_metadata", "_settings", "_hyperparameters"),
+    "foreign_files": ("_configuration_problem", "_workspace", "workload"),
 }
 """Functions whose problems need values that no file of bad/ has: too large, other settings, another tool's file."""
 

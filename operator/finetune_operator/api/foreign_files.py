@@ -238,10 +238,9 @@ def workload(value: JsonValue) -> Problem | None:
         return None
     return Problem(
         "kind", f'"{kind}"', f"runs containers, and there is no {KIND} in the input",
-        f"write a {KIND} (apiVersion: {API_VERSION}), e.g. with spec `task: text-classification`, `model: {{uri: "
-        "hf://...}`, `dataset: {uri: hf://...}` and `training: {epochs: 3}`; nvidia.com/gpu is "
-        "spec.resources.gpusPerNode, replicas is spec.resources.nodes, backoffLimit is spec.runPolicy.maxRestarts, "
-        "--lr is spec.training.learningRate, and your own program is spec.training.script; leave image and command "
-        "out; docs/names.md lists all names",
+        f"write a {KIND} (apiVersion: {API_VERSION}) with spec.task, spec.model.uri, spec.dataset.uri and "
+        "spec.training; nvidia.com/gpu is spec.resources.gpusPerNode, replicas is spec.resources.nodes, backoffLimit "
+        "is spec.runPolicy.maxRestarts, --lr is spec.training.learningRate, a program of your own is "
+        "spec.training.script; leave image and command out; docs/names.md lists all names",
         reason="Unknown",
     )  # fmt: skip

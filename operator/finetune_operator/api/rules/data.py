@@ -246,7 +246,7 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
         cel=f"!({given}) || !self.{path}.startsWith('pvc://') || "
         f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_LEADS_OUT}'))",
         holds=lambda spec: _names_a_claim(read(spec)),
-        text="must be pvc://claim or pvc://claim/path: a claim of the job's namespace, and a path without ..",
+        text="must be pvc://claim or pvc://claim/path, with a claim of the job's namespace and no .. in the path",
         way_out="write the claim's name after pvc://: lowercase letters, digits and -",
     )
 
