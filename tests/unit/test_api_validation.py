@@ -71,7 +71,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "deepspeed-keys": [
         ("spec.parallelism.deepspeedConfig.train_batch_size", "Forbidden", "is set by spec.training.globalBatchSize"),
-        ("spec.parallelism.deepspeedConfig.activation_checkpointing", "Invalid", "must be an object, as in DeepSpeed"),
+        ("spec.parallelism.deepspeedConfig.activation_checkpointing", "Invalid", "must be an object for DeepSpeed"),
         ("spec.parallelism.deepspeedConfig.zero_optimisation", "Unknown", "did you mean zero_optimization?"),
         (
             "spec.parallelism.deepspeedConfig.zero_optimization.stage",

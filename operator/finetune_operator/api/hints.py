@@ -406,11 +406,11 @@ def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:
         value = "/".join(value.split("/")[: _HUB_SLASHES + 1])
     if isinstance(value, str) and not is_secret_name(value) and accepts(shape, value):
         return str(json.loads(describe_value(value, limit=200)))
-    begins = [f"{scheme}://" for scheme in served_schemes(field.removeprefix("spec."), None)]
+    prefixes = [f"{scheme}://" for scheme in served_schemes(field.removeprefix("spec."), None)]
     uri = as_uri(value)
-    if uri is not None and uri.startswith(tuple(begins)) and accepts(shape, uri):
+    if uri is not None and uri.startswith(tuple(prefixes)) and accepts(shape, uri):
         return uri
-    return f"pvc://{value}" if isinstance(value, str) and "pvc://" in begins and _CLAIM.fullmatch(value) else None
+    return f"pvc://{value}" if isinstance(value, str) and "pvc://" in prefixes and _CLAIM.fullmatch(value) else None
 
 
 def _instead(row: ForeignValue) -> str:
@@ -455,8 +455,8 @@ def wrong_value(
         return rule, f"write {shown_value(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
     match shape.body:
         case Text() if _is_uri(shape):
-            begins = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
-            return f"must be a URI that begins with {_listed(begins)}", _uri_hint(value, begins)
+            prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+            return f"must be a URI that begins with {_listed(prefixes)}", _uri_hint(value, prefixes)
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
             return (
@@ -521,10 +521,10 @@ def _only_accepting_field(fields: Mapping[str, Shape], value: JsonValue) -> str 
     """Return the field of an object that accepts a value written in the object's place: by its word, or as the only
     one; steps take precedence over minutes.
     """
-    by_word = [name for name, inner in fields.items() if isinstance(value, str) and value in inner.words]
-    if by_word and value not in ("auto", "none"):
-        return by_word[0]
-    accepting = by_word or [name for name, inner in fields.items() if not inner.words and accepts(inner, value)]
+    by_choice = [name for name, inner in fields.items() if isinstance(value, str) and value in inner.words]
+    if by_choice and value not in ("auto", "none"):
+        return by_choice[0]
+    accepting = by_choice or [name for name, inner in fields.items() if not inner.words and accepts(inner, value)]
     return accepting[0] if len(accepting) == 1 or "steps" in accepting[:1] else None
 
 
@@ -537,24 +537,24 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
         needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
         return f"write it with {needed} below it"
     if _is_uri(shape):
-        begins = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
-        return f"set it to a URI that begins with {_listed(begins)}, e.g. hf://org/name"
+        prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+        return f"set it to a URI that begins with {_listed(prefixes)}, e.g. hf://org/name"
     meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
     begin = meaning[:1] if meaning[1:2].isupper() else meaning[:1].lower()
     return f"set it: {begin}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
 
 
-def _uri_hint(value: JsonValue, begins: Sequence[str]) -> str:
-    """Return the hint for a value that is no URI, in a field whose URIs begin with one of `begins`."""
+def _uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
+    """Return the hint for a value that is no URI, in a field whose URIs begin with one of `prefixes`."""
     uri = as_uri(value)
-    if uri is not None and uri.startswith(tuple(begins)):
+    if uri is not None and uri.startswith(tuple(prefixes)):
         return f"write {uri}"
-    if isinstance(value, str) and "pvc://" in begins and _CLAIM.fullmatch(value):
+    if isinstance(value, str) and "pvc://" in prefixes and _CLAIM.fullmatch(value):
         return f"write pvc://{value}"
     if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_SCHEMES:
-        return f"{found[1]}:// is not supported in this version: copy the data to a place for {_listed(begins)}"
-    named = [_NAMED_BY[begin] for begin in begins if begin in _NAMED_BY]
-    return f"write {', '.join(named)}" if named else f"begin it with {_listed(begins)}"
+        return f"{found[1]}:// is not supported in this version: copy the data to a place for {_listed(prefixes)}"
+    named = [_NAMED_BY[prefix] for prefix in prefixes if prefix in _NAMED_BY]
+    return f"write {', '.join(named)}" if named else f"begin it with {_listed(prefixes)}"
 
 
 def as_uri(value: JsonValue) -> str | None:

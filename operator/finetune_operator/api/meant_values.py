@@ -207,6 +207,6 @@ def _nearest(shape: Shape, path: str, value: str) -> str | None:
     if row is not None and isinstance(word := row.instead.get(path), str):
         return word
     lowered = {plain(word): word for word in shape.words}
-    begun = [word for word in shape.words if word != "none" and plain(value).endswith(plain(word)) and len(word) > 2]
+    endings = [word for word in shape.words if word != "none" and plain(value).endswith(plain(word)) and len(word) > 2]
     near = difflib.get_close_matches(value.lower(), shape.words, n=1)
-    return lowered.get(plain(value)) or next(iter(near or begun), None)
+    return lowered.get(plain(value)) or next(iter(near or endings), None)

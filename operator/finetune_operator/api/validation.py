@@ -233,12 +233,12 @@ def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
 
 def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
     """Check apiVersion, kind, and fields beside them."""
-    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+    for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
         given = value.get(field)
         if given is None or given == "":
-            yield Problem(field, None, "is required", f"write {field}: {wanted}", reason="Required")
-        elif given != wanted:
-            yield Problem(field, describe_value(given), f"must be {wanted}", f"write {field}: {wanted}")
+            yield Problem(field, None, "is required", f"write {field}: {expected}", reason="Required")
+        elif given != expected:
+            yield Problem(field, describe_value(given), f"must be {expected}", f"write {field}: {expected}")
     names = ("apiVersion", "kind", "metadata", "spec", "status")
     for name in value:
         if name not in names:

@@ -165,9 +165,9 @@ def compose_yaml(text: str, first_line: int) -> Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         detail = ", ".join(part for part in (error.context, error.problem) if part)
-        begun = error.context_mark
-        if mark is not None and begun is not None and begun.line != mark.line:
-            detail += f"; it begins on line {_place(begun, first_line).line}"
+        context = error.context_mark
+        if mark is not None and context is not None and context.line != mark.line:
+            detail += f"; it begins on line {_place(context, first_line).line}"
         rule = f"the text must be YAML or JSON: {detail}"
         hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in rule), "correct the YAML at this line")
         named = (

@@ -244,7 +244,7 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
         name=f"{path}-names-a-claim",
         path=path,
         cel=f"!({given}) || !self.{path}.startsWith('pvc://') || "
-        f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_LEADS_OUT}'))",
+        f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_PARENT_STEP}'))",
         holds=lambda spec: _names_a_claim(read(spec)),
         text="must be pvc://claim or pvc://claim/path, with a claim of the job's namespace and no .. in the path",
         way_out="write the claim's name after pvc://: lowercase letters, digits and -",
@@ -253,7 +253,7 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
 
 _CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
 """Pattern as CEL text, where a backslash is written twice."""
-_LEADS_OUT = "/[.][.](/|$)"
+_PARENT_STEP = "/[.][.](/|$)"
 
 
 def _names_a_claim(uri: str | None) -> bool:

@@ -82,7 +82,7 @@ def _zero_plus_plus_fault(spec: FineTuneJobSpec) -> str | None:
     return None
 
 
-def _placement_is_kept(spec: FineTuneJobSpec) -> bool:
+def _placement_names_once(spec: FineTuneJobSpec) -> bool:
     letters = spec.parallelism.placement
     return letters in ("cluster", "spread") or len(set(letters)) == len(letters)
 
@@ -142,7 +142,7 @@ RULES: tuple[Rule, ...] = (
         "placement-names-once",
         "parallelism.placement",
         "!self.parallelism.placement.matches('D.*D|P.*P|T.*T')",
-        _placement_is_kept,
+        _placement_names_once,
         "names a dimension twice",
         "name each of D, P and T once",
     ),

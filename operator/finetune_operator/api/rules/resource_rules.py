@@ -40,7 +40,7 @@ def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
 
 def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
     """Return the rule on keys by which operators find their pods."""
-    begins = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
+    reserved = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
 
     def holds(spec: FineTuneJobSpec) -> bool:
         keys = spec.template.labels if block == "labels" else spec.template.annotations
@@ -49,7 +49,7 @@ def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
     return Rule(
         name=f"template-{block}-are-the-users",
         path=f"template.{block}",
-        cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {begins})",
+        cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {reserved})",
         holds=holds,
         text=f"must not have keys that begin with {', '.join(RESERVED_PREFIXES)}: operators select pods by them",
         way_out="choose another prefix",
