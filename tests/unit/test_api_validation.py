@@ -502,7 +502,7 @@ def found(value: Any, settings: Settings = LOCAL_SETTINGS) -> list[tuple[str, st
     return [(problem.path, problem.reason) for problem in validate_job(value, settings)[1]]
 
 
-def test_there_are_enough_job_files_and_each_says_what_it_shows() -> None:
+def test_job_files_are_many_and_begin_with_a_comment() -> None:
     assert len(GOOD) >= 25
     assert sorted(BAD) == sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
     assert len(BAD) >= 65
@@ -591,7 +591,7 @@ def test_a_missing_choice_of_stage_is_reported_with_the_other_faults() -> None:
     ]
 
 
-def test_a_faulty_field_does_not_hide_that_its_neighbours_contradict_each_other() -> None:
+def test_faulty_field_does_not_hide_contradictions_of_other_fields() -> None:
     assert found(job(training={"learningRate": "fast", "epochs": 3, "maxSteps": 10}, dataset=...)) == [
         ("spec.training.learningRate", "Invalid"),
         ("spec.dataset", "Required"),
@@ -605,7 +605,7 @@ def test_local_uris_are_refused_in_a_cluster_and_accepted_without_one() -> None:
     assert found(value, CLUSTER_SETTINGS) == [("spec.model.uri", "Forbidden"), ("spec.dataset.uri", "Forbidden")]
 
 
-def test_remote_code_runs_only_where_the_administrator_allows_the_repository() -> None:
+def test_remote_code_needs_a_repository_that_the_settings_allow() -> None:
     value = job(model={"uri": "hf://org/name", "trustRemoteCode": True})
     assert found(value, Settings(trustRemoteCode=("org/*",))) == []
     assert found(value, Settings(trustRemoteCode=("other/*",))) == [("spec.model.trustRemoteCode", "Forbidden")]
@@ -624,11 +624,11 @@ def test_remote_code_runs_only_where_the_administrator_allows_the_repository() -
         ([], False),
     ],
 )
-def test_only_a_whole_object_of_another_project_is_passed_over(value: Any, expected: bool) -> None:
+def test_only_a_whole_object_of_another_project_is_ignored(value: Any, expected: bool) -> None:
     assert (foreign(value) is not None) is expected
 
 
-def test_the_value_of_a_field_is_shown_also_beside_a_required_field_that_is_wrong() -> None:
+def test_value_is_shown_next_to_an_invalid_required_field() -> None:
     _, problems = validate_job(job(model={"uri": "org/name", "revison": "main"}), LOCAL_SETTINGS)
     assert [(problem.path, problem.value) for problem in problems] == [
         ("spec.model.uri", '"org/name"'),
@@ -644,7 +644,7 @@ def test_an_object_that_is_written_as_one_value_is_explained() -> None:
     ]
 
 
-def test_what_is_missing_is_explained_by_what_can_be_written() -> None:
+def test_hint_for_a_missing_field_lists_its_values() -> None:
     value = job()
     value["spec"] = {"training": {}, "dataset": {"uri": "hf://org/rows"}}
     _, problems = validate_job(value, LOCAL_SETTINGS)
@@ -658,7 +658,7 @@ def test_what_is_missing_is_explained_by_what_can_be_written() -> None:
     ]
 
 
-def test_kinds_of_training_arguments_are_told_in_the_words_of_a_yaml_file() -> None:
+def test_types_of_training_arguments_are_named_as_in_yaml() -> None:
     value = job(training={"arguments": {"adam_beta2": "high", "dataloader_pin_memory": 3, "optim_args": 1}})
     _, problems = validate_job(value, LOCAL_SETTINGS)
     assert [problem.rule for problem in problems] == ["must be a number", "must be true or false", "must be text"]

@@ -106,18 +106,18 @@ def problems_of(spec: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hint_says_what_the_value_means(name: str) -> None:
+def test_hint_names_the_intended_value(name: str) -> None:
     spec, path, hint = CASES[name]
     assert problems_of(spec).get(f"spec.{path}") == hint
 
 
-def test_problems_behind_a_misspelt_field_are_told_at_once() -> None:
+def test_problems_behind_a_misspelt_field_are_reported_at_once() -> None:
     found = problems_of({"generation": {"top_p": 0.9}, "task": "text-generation"})
     assert found["spec.generation.top_p"] == "did you mean topP?"
     assert "spec.generation.topP" in found, "it has no effect without a temperature"
 
 
-def test_problems_behind_a_quoted_number_are_told_at_once() -> None:
+def test_problems_behind_a_quoted_number_are_reported_at_once() -> None:
     found = problems_of({"resources": {"gpusPerNode": "none", "accelerator": {"memory": "80Gi"}}})
     assert found["spec.resources.gpusPerNode"] == "write 0"
     assert "spec.resources.accelerator" in found, "there is no accelerator without GPUs"
@@ -154,7 +154,7 @@ BEHIND: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BEHIND)
-def test_problem_behind_a_value_with_a_plain_meaning_is_told_at_once(case: str) -> None:
+def test_problem_behind_a_value_of_wrong_form_is_reported_at_once(case: str) -> None:
     """Following the first message of the value uncovers no unreported problem."""
     spec, path = BEHIND[case]
     found = problems_of(spec)
@@ -162,7 +162,7 @@ def test_problem_behind_a_value_with_a_plain_meaning_is_told_at_once(case: str) 
     assert path in found
 
 
-def test_workspace_of_kaito_is_told_as_a_whole() -> None:
+def test_workspace_of_kaito_is_one_problem() -> None:
     workspace = {"apiVersion": "kaito.sh/v1beta1", "kind": "Workspace", "resource": {"count": 1}, "tuning": {}}
     (problem,) = validate_job(workspace, LOCAL_SETTINGS)[1]
     assert problem.rule == "this is a Workspace of KAITO, whose field names differ from those of a FineTuneJob"
