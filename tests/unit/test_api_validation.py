@@ -321,8 +321,8 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.storage.size", "Invalid", "is less than 1Mi: a number without a unit counts bytes"),
     ],
     "template-labels": [
-        ("spec.template.labels", "Invalid", "must not have keys that begin with finetune.dev/, training"),
-        ("spec.template.annotations", "Invalid", "must not have keys that begin with finetune.dev/, training"),
+        ("spec.template.labels", "Invalid", "must not use the prefixes finetune.dev/, training"),
+        ("spec.template.annotations", "Invalid", "must not use the prefixes finetune.dev/, training"),
         ('spec.template.labels["a b"]', "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
         ("spec.template.labels.tier", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
         ("spec.template.nodeSelector.gpu", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),

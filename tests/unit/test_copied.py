@@ -1,4 +1,4 @@
-"""Settings copied from other tools: taken as fields, ignored with a line of output, or refused."""
+"""Settings copied from other tools: mapped to fields, ignored with a note, or refused."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "several of what there is one": (
         {"dataset": [{"uri": "hf://a/b"}, {"uri": "hf://c/d"}]}, "dataset",
-        "only one dataset is supported: write all rows to files of one folder, with the same column names, and set "
+        "only one dataset is supported: write all rows, with the same column names, to one folder, and set "
         "spec.dataset.uri to file://FOLDER",
     ),
     "a share for a split": (
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a misspelt scheme": ({"dataset": {"uri": "hf:/org/data"}}, "dataset.uri", "write hf://org/data"),
     "a store that is not read": (
         {"dataset": {"uri": "gcs://bucket/data"}}, "dataset.uri",
-        "gcs:// is not supported in this version: copy the data to a place for hf://, file://, pkg:// or pvc://",
+        "gcs:// is not supported in this version: copy the data to one of these locations",
     ),
     "a configuration in the name": (
         {"dataset": {"uri": "hf://nyu-mll/glue/mnli"}}, "dataset.uri",

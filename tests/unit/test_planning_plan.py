@@ -559,7 +559,7 @@ def test_the_global_batch_is_kept_exactly(spec, batch):
     ],
 )
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(spec, hint):
-    rule = "must be a multiple of data-parallel ranks x spec.training.microBatchSize, because it is kept exactly"
+    rule = "must be a multiple of data-parallel ranks x spec.training.microBatchSize"
     value = str(spec["globalBatchSize"])
     assert refused({"training": spec, "parallelism": {"strategy": "ddp"}}) == [
         ("spec.training.globalBatchSize", value, rule, hint)

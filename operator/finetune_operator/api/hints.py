@@ -476,8 +476,8 @@ def wrong_value(
             return "must be text", "put it in quotes"
         case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
             return rule, (
-                "only one dataset is supported: write all rows to files of one folder, with the same column names, and "
-                "set spec.dataset.uri to file://FOLDER"
+                "only one dataset is supported: write all rows, with the same column names, to one folder, and set "
+                "spec.dataset.uri to file://FOLDER"
             )
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             uri = as_uri(value) or value
@@ -552,7 +552,7 @@ def _uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
     if isinstance(value, str) and "pvc://" in prefixes and _CLAIM.fullmatch(value):
         return f"write pvc://{value}"
     if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_SCHEMES:
-        return f"{found[1]}:// is not supported in this version: copy the data to a place for {_listed(prefixes)}"
+        return f"{found[1]}:// is not supported in this version: copy the data to one of these locations"
     named = [_NAMED_BY[prefix] for prefix in prefixes if prefix in _NAMED_BY]
     return f"write {', '.join(named)}" if named else f"begin it with {_listed(prefixes)}"
 

@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
         f"((({WORLD_UNKNOWN}) || ({WORLD}) % {MODEL} != 0 ? 1 : ({WORLD}) / {MODEL})"
         f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0",
         _global_batch_fits,
-        "must be a multiple of data-parallel ranks x spec.training.microBatchSize, because it is kept exactly",
+        "must be a multiple of data-parallel ranks x spec.training.microBatchSize",
         "change it or spec.training.microBatchSize",
         advice=_global_batch_advice,
         reads=("training", *WORLD_FIELDS),
@@ -123,7 +123,7 @@ RULES: tuple[Rule, ...] = (
         "training.globalBatchSize",
         None,
         _replicas_divide,
-        "must be a multiple of replicas x spec.training.microBatchSize, because it is kept exactly",
+        "must be a multiple of replicas x spec.training.microBatchSize",
         "change it or spec.training.microBatchSize",
         advice=_replicas_advice,
         reads=("training", *WORLD_FIELDS),

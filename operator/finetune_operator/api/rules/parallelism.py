@@ -23,9 +23,7 @@ def _degrees_advice(spec: FineTuneJobSpec) -> str:
     product = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
     product += f" = {size}" if sum(degree > 1 for degree in degrees.values()) > 1 else ""
     smaller = max((each for each in range(1, size + 1) if world % each == 0), default=1)
-    return (
-        f"{world} processes are not a multiple of {product}; use degrees whose product divides {world}, e.g. {smaller}"
-    )
+    return f"{world} processes are not a multiple of {product}: use a product that divides {world}, e.g. {smaller}"
 
 
 def _idle_sections(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:

@@ -51,7 +51,7 @@ def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
         path=f"template.{block}",
         cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {reserved})",
         holds=holds,
-        text=f"must not have keys that begin with {', '.join(RESERVED_PREFIXES)}: operators select pods by them",
+        text=f"must not use the prefixes {', '.join(RESERVED_PREFIXES)}, which are reserved",
         way_out="choose another prefix",
     )
 
