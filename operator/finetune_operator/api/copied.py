@@ -83,7 +83,7 @@ COPIED: tuple[Copied, ...] = (
            "the trainer handles this itself"),
     Copied(ARGUMENTS, ("dataloader_drop_last",), "an incomplete last batch is dropped",
            harmless=lambda given: given is True, when="true"),
-    Copied(ARGUMENTS, ("do_train", "do_eval"), "training includes validation",
+    Copied(ARGUMENTS, ("do_train", "do_eval"), "spec.training always trains and validates",
            harmless=lambda given: given is True, when="true"),
     Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "this is the default", harmless=_off,
            when="false"),
