@@ -77,7 +77,7 @@ def test_a_refused_spec_shows_what_is_wrong_with_it_and_that_it_can_be_edited(jo
         "Conditions",
         f"Accepted=False InvalidSpec: {told}",
         "Next",
-        f"kubectl -n {jobs.namespace} edit ftj reviews # or mend the file and apply it again",
+        f"kubectl -n {jobs.namespace} edit ftj reviews # or fix the file and apply it again",
     ]
 
 
@@ -159,7 +159,7 @@ def test_a_user_without_rights_is_told_which_one_is_missing(jobs: Jobs, tmp_path
     jobs.api.must("create", "rolebinding", "reader", *bound)
     code, out, err = jobs.finetune("status", "reviews", "--kubeconfig", str(tmp_path / "visitor"))
     assert (code, err) == (0, "")
-    assert "Events may not be read in this namespace." in out
+    assert "No permission to read events in this namespace." in out
 
 
 # ---------------------------------------------------------------------------------------------------------------- logs

@@ -47,10 +47,10 @@ def test_suspend_and_resume_write_the_run_policy_and_nothing_else(jobs: Jobs) ->
     jobs.make("reviews", TRAINING)
     before = stored(jobs, "reviews")["spec"]
     code, out, err = jobs.finetune("suspend", "reviews")
-    assert (code, out, err) == (0, "FineTuneJob reviews is suspended: what runs saves a checkpoint and ends.\n", "")
+    assert (code, out, err) == (0, "FineTuneJob reviews is suspended: a running attempt saves a checkpoint and stops.\n", "")
     assert stored(jobs, "reviews")["spec"] == {**before, "runPolicy": {**before.get("runPolicy", {}), "suspend": True}}
-    assert jobs.finetune("suspend", "reviews")[:2] == (0, "FineTuneJob reviews is suspended already.\n")
-    assert jobs.finetune("resume", "reviews")[:2] == (0, "FineTuneJob reviews goes on.\n")
+    assert jobs.finetune("suspend", "reviews")[:2] == (0, "FineTuneJob reviews is already suspended.\n")
+    assert jobs.finetune("resume", "reviews")[:2] == (0, "FineTuneJob reviews is resumed.\n")
     assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
 
 
@@ -76,7 +76,7 @@ def test_what_has_ended_is_not_suspended_and_the_way_out_is_told(jobs: Jobs) -> 
     jobs.make("reviews", FAILED)
     code, out, err = jobs.finetune("suspend", "reviews")
     assert (code, out) == (1, "")
-    assert "has ended (Failed) and cannot be suspended; finetune restart reviews runs it from its beginning" in err
+    assert "has ended (Failed) and cannot be suspended; finetune restart reviews runs it from the beginning" in err
 
 
 # ------------------------------------------------------------------------------------------------- restart and cancel
@@ -89,7 +89,7 @@ def test_a_job_that_has_ended_is_made_again_as_it_was_applied(jobs: Jobs) -> Non
     before = stored(jobs, "reviews")
     code, out, err = jobs.finetune("restart", "reviews")
     assert (code, err) == (0, "")
-    assert out.startswith("FineTuneJob reviews runs from its beginning;")
+    assert out.startswith("FineTuneJob reviews runs from the beginning;")
     after = stored(jobs, "reviews")
     assert after["metadata"]["uid"] != before["metadata"]["uid"]
     assert (after["spec"], after["metadata"]["labels"]) == (before["spec"], {"team": "search"})
@@ -117,7 +117,7 @@ def test_a_running_job_is_stopped_and_goes_on_as_another_attempt(jobs: Jobs) -> 
         jobs.tell("reviews", {**TRAINING, "phase": "Suspended", "observedGeneration": 2})
         out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, err) == (0, "")
-    assert out == "FineTuneJob reviews begins another attempt, from its last checkpoint.\n"
+    assert out == "FineTuneJob reviews starts another attempt from its last checkpoint.\n"
     assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
 
 
@@ -128,8 +128,8 @@ def test_cancel_deletes_what_runs_and_leaves_what_has_ended(jobs: Jobs) -> None:
     assert (code, out.splitlines()) == (
         0,
         [
-            "FineTuneJob running is deleted; what it has written stays on its claim.",
-            "FineTuneJob done has ended already (Succeeded).",
+            "FineTuneJob running is deleted; its results stay on its claim.",
+            "FineTuneJob done has already ended (Succeeded).",
         ],
     )
     assert jobs.api.must("get", "ftj", "-n", jobs.namespace, "-o", "name").split() == ["finetunejob.finetune.dev/done"]
@@ -209,7 +209,7 @@ def test_waiting_for_a_deletion_ends_when_the_job_is_gone_also_before(jobs: Jobs
     with jobs.start("wait", "reviews", "never-there", "--for", "deleted") as process:
         assert process.stdout is not None
         # Both are looked up at the same time: by now the command knows that the other one exists.
-        assert process.stdout.readline() == "FineTuneJob never-there is not there.\n"
+        assert process.stdout.readline() == "FineTuneJob never-there does not exist.\n"
         jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
         out, _ = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, out) == (0, "FineTuneJob reviews was deleted.\n")
@@ -218,8 +218,8 @@ def test_waiting_for_a_deletion_ends_when_the_job_is_gone_also_before(jobs: Jobs
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        pytest.param(("--for", "finished"), "--for finished: is no state to wait for", id="no such state"),
-        pytest.param(("--timeout", "soon"), "--timeout soon: is no time", id="no time"),
+        pytest.param(("--for", "finished"), "--for finished: unknown state", id="no such state"),
+        pytest.param(("--timeout", "soon"), "--timeout soon: not a duration", id="no time"),
     ],
 )
 def test_a_call_that_is_wrong_ends_with_2(jobs: Jobs, arguments: tuple[str, ...], told: str) -> None:
@@ -302,7 +302,7 @@ def test_debug_collects_all_that_may_be_read_and_no_secret(jobs: Jobs, tmp_path:
     file = tmp_path / "found.tar.gz"
     code, out, err = jobs.finetune("debug", "reviews", "--file", str(file))
     assert code == 0, err
-    assert "look through them" in out
+    assert "review them before you share it" in out
     with tarfile.open(file) as archive:
         texts = {
             name.removeprefix("reviews/"): content.read().decode()

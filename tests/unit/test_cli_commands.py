@@ -199,8 +199,8 @@ def test_facts_that_the_operator_does_not_have_are_taken_into_account_and_noted(
     (tmp_path / "job.yaml").write_text(CLUSTER_JOB)
     described = finetune("plan", "job.yaml", "--cluster", "--hardware", "cpu=4,hostMemory=16Gi", folder=tmp_path)
     assert described.stderr == (
-        "Note: first is planned with facts about its hardware that the operator does not have before the job has run, "
-        "so what it makes may differ; it plans again when prepare has measured.\n"
+        "Note: first is planned with facts about its hardware that the operator does not have before prepare, "
+        "so the operator's first plan may differ.\n"
     )
     assert "4 cores" in described.stdout
 
@@ -296,7 +296,7 @@ def test_without_the_packages_for_a_cluster_the_extra_is_named(tmp_path: Path) -
     ran = finetune("status", folder=tmp_path, own_process=True, PYTHONPATH=str(tmp_path))
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == (
-        "Error: talking to a cluster needs packages that are not installed here (kubernetes); install "
+        "Error: connecting to a cluster requires packages that are not installed here (kubernetes); install "
         "finetune-operator[operator].\n"
     )
 

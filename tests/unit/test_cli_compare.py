@@ -222,7 +222,7 @@ def test_a_page_that_cannot_be_written_ends_with_2(tmp_path, run):
     run("b")
     ran = compared(tmp_path, "a", "b", "--html", "runs")
     assert ran.returncode == 2
-    assert "--html runs: cannot write there" in ran.stderr
+    assert "--html runs: cannot be written" in ran.stderr
 
 
 def test_metrics_of_different_rows_come_with_a_warning(tmp_path, run):

@@ -26,7 +26,7 @@ JOB: dict[str, Any] = {
         "image": "ghcr.example.com/team/trainer:2",
     },
 }
-GLOB_NOTE = "Note: jobs may name further images, those like *; give the job files to have theirs listed\n"
+GLOB_NOTE = "Note: jobs may also use images that match *; give the job files to have theirs listed\n"
 
 
 def images(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -75,13 +75,13 @@ def restarted(cluster: Told) -> str:
 
 def test_a_job_is_let_go_on_as_soon_as_the_watch_tells_that_it_has_stopped():
     cluster = Told(RUNNING, ("changed", SUSPENDING), ("changed", SUSPENDED))
-    assert restarted(cluster) == "begins another attempt, from its last checkpoint"
+    assert restarted(cluster) == "starts another attempt from its last checkpoint"
     assert cluster.asked == ["get reviews", "suspend", "get reviews", "watch", "resume"]
 
 
 def test_a_job_that_has_ended_is_made_again_as_soon_as_the_watch_tells_that_it_is_gone():
     cluster = Told(FAILED, ("deleted", FAILED))
-    assert restarted(cluster).startswith("runs from its beginning")
+    assert restarted(cluster).startswith("runs from the beginning")
     assert cluster.asked == ["get reviews", "check", "delete", "get reviews", "watch", "create"]
 
 

@@ -476,4 +476,4 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, "one")
     ran = finetune("ui", "--workspace", "one", folder=tmp_path)
     assert ran.returncode == 2
-    assert "it is the folder of one run; name the folder that it is in" in ran.stderr
+    assert "it is the folder of one run; name its parent folder" in ran.stderr

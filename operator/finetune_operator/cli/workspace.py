@@ -202,7 +202,7 @@ def check_same_job(paths: JobPaths, job: FineTuneJob, stages: Iterable[Stage]) -
             if changed:
                 raise DifferentJobError(stage, changed)
         elif finished(paths, stage) is not None:
-            raise DifferentJobError(stage, [f"{INPUTS_FILE} does not say what made the results of {stage}"])
+            raise DifferentJobError(stage, [f"{INPUTS_FILE} does not record the inputs of {stage}"])
 
 
 def changed_after_training(paths: JobPaths, job: FineTuneJob) -> dict[Stage, list[str]]:
@@ -250,7 +250,7 @@ def size_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def set_aside(paths: JobPaths, stages: Sequence[Stage]) -> Path | None:
+def move_earlier_results(paths: JobPaths, stages: Sequence[Stage]) -> Path | None:
     """Move the products of `stages` to `<job>.previous-<n>` beside the job's folder; return None if there are none.
 
     All stages: the whole folder moves. Only some: their products move, and metrics.json is copied because all stages
