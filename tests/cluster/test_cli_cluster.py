@@ -167,7 +167,7 @@ def test_a_user_without_rights_is_told_which_one_is_missing(jobs: Jobs, tmp_path
 
 def test_when_the_pods_are_gone_the_kept_end_of_the_log_is_shown_and_named_as_that(jobs: Jobs) -> None:
     jobs.make("reviews", FAILED)
-    note = "Note: the pods of train-2 are gone; this is the end of the log that the job's status keeps.\n"
+    note = "Note: the pods of train-2 are deleted; this is the end of the log in the job's status.\n"
     prefix = "[reviews-train-2-0] "
     whole = f"{prefix}reading rows\n{prefix}KeyError: 'label'\n"
     assert jobs.finetune("logs", "reviews") == (0, whole, note)
@@ -177,12 +177,12 @@ def test_when_the_pods_are_gone_the_kept_end_of_the_log_is_shown_and_named_as_th
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        pytest.param(["--stage", "prepare"], "the pods of prepare-1 are gone, and their logs with them", id="gone"),
-        pytest.param(["--previous"], "the pods of train-1 are gone, and their logs with them", id="previous attempt"),
-        pytest.param(["--stage", "prepare", "--previous"], "--previous: prepare is at its first attempt", id="first"),
-        pytest.param(["--stage", "evaluate"], "--stage evaluate: it has not started; prepare, train have", id="later"),
+        pytest.param(["--stage", "prepare"], "the pods of prepare-1 and their logs are deleted", id="deleted"),
+        pytest.param(["--previous"], "the pods of train-1 and their logs are deleted", id="previous attempt"),
+        pytest.param(["--stage", "prepare", "--previous"], "--previous: prepare is in its first attempt", id="first"),
+        pytest.param(["--stage", "evaluate"], "--stage evaluate: has not started; started stages: prepare, train", id="later"),
         pytest.param([], "no pod of train-2 has started yet", id="not started"),
-        pytest.param(["--pod", "7"], "--pod 7: train-2 has no such pod, or it is gone or has not started", id="no pod"),
+        pytest.param(["--pod", "7"], "--pod 7: train-2 has no such pod, or it was deleted or has not started", id="no pod"),
     ],
 )  # fmt: skip
 def test_a_log_that_cannot_be_had_is_told_with_the_reason(jobs: Jobs, arguments: list[str], told: str) -> None:
@@ -240,9 +240,9 @@ def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
     ("end", "code", "shown", "told"),
     [
         pytest.param(FAILED, 0, "[reviews-train-2-0] reading rows\n[reviews-train-2-0] KeyError: 'label'\n",
-                     "Note: the pods of train-2 are gone; this is the end of the log that the job's status keeps.\n",
+                     "Note: the pods of train-2 are deleted; this is the end of the log in the job's status.\n",
                      id="a failure leaves the end of its log"),
-        pytest.param(SUCCEEDED, 1, "", "Error: the pods of train-2 are gone, and their logs with them.\n",
+        pytest.param(SUCCEEDED, 1, "", "Error: the pods of train-2 and their logs are deleted.\n",
                      id="a success leaves none"),
     ],
 )  # fmt: skip
@@ -252,7 +252,7 @@ def test_following_logs_of_pods_that_never_show_ends_with_the_job(
     jobs.make("reviews", TRAINING)
     process = jobs.start("logs", "reviews", "-f")
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("Note: no pod of reviews has started yet ")
+    assert process.stderr.readline().startswith("Note: no selected pod of reviews has started yet;")
     jobs.tell("reviews", end)
     assert (*process.communicate(timeout=patient(PATIENCE_SECONDS)), process.returncode) == (shown, told, code)
 

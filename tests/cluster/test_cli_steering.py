@@ -147,7 +147,7 @@ def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
     assert (told["change"], told["from"], told["to"]) == ("rolledBack", 2, 1)
     assert stored(jobs, "reviews") == before
     code, out, _ = jobs.finetune("rollback", "reviews")
-    assert (code, out) == (0, "FineTuneJob reviews goes back from revision 2 to 1, until spec.endpoint changes.\n")
+    assert (code, out) == (0, "FineTuneJob reviews is rolled back from revision 2 to 1 until spec.endpoint changes.\n")
     after = stored(jobs, "reviews")
     assert after["metadata"]["annotations"] == {"finetune.dev/rollback": "2:1"}
     assert after["spec"] == before["spec"]

@@ -146,7 +146,7 @@ def test_the_doctor_tells_what_there_is_and_hints_at_what_is_lacking(jobs: Jobs,
     assert "2 nodes with 8 x H100" in found["GPUs of the job, 8 x nvidia.com/gpu"]["found"]
     assert found["GPU nodes, nvidia.com/mig-3g.40gb"]["state"] == "ok"
     lacking = {name: one["hint"] for name, one in found.items() if one["state"] == "gap"}
-    assert "device plugin that offers vpc.amazonaws.com/efa" in lacking["network between nodes"]
+    assert "device plugin for vpc.amazonaws.com/efa" in lacking["network between nodes"]
     assert "quota few" in lacking
     assert "16 requests.nvidia.com/gpu" in found["quota few"]["found"]
     assert "storage" in lacking
@@ -168,9 +168,9 @@ def test_the_doctor_shows_a_table_for_people_without_a_job(jobs: Jobs, fleet: No
     code, out, err = jobs.finetune("doctor")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert (code in (0, 1), err) == (True, "")
-    assert lines[0] == "WHAT STATE FOUND"
+    assert lines[0] == "CHECK STATE FOUND"
     assert any(line.startswith("GPU nodes, amd.com/gpu ok 1 node with 8 x MI300X of 192.0 GiB") for line in lines)
-    assert "gap" in lines[-1]
+    assert "missing" in lines[-1]
 
 
 def test_the_doctor_says_what_its_caller_may_not_read_and_takes_nothing_of_it_for_missing(
@@ -186,5 +186,5 @@ def test_the_doctor_says_what_its_caller_may_not_read_and_takes_nothing_of_it_fo
     _, found = doctor(jobs, {"resources": {"gpusPerNode": 8}}, "--kubeconfig", str(config))
     unread = ("operator", "GPU nodes", "storage", "quota", f"namespace {jobs.namespace}")
     assert {name: found[name]["state"] for name in unread} == dict.fromkeys(unread, "unknown")
-    assert found["GPU nodes"]["found"] == "you have no right to read nodes"
+    assert found["GPU nodes"]["found"] == "no permission to read nodes"
     assert found["FineTuneJob"]["state"] == "ok"

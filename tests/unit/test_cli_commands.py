@@ -137,7 +137,7 @@ def test_two_jobs_of_one_name_and_files_without_a_job_are_refused(tmp_path: Path
     none = finetune("validate", "other.yaml", folder=tmp_path)
     assert (twice.returncode, none.returncode) == (1, 1)
     assert twice.stderr.startswith(
-        'job.yaml:12: metadata.name: value "first": a name may be used once; job.yaml:1 has it'
+        'job.yaml:12: metadata.name: value "first": must be unique; job.yaml:1 has the same name'
     )
     assert "no FineTuneJob" in none.stderr
 
@@ -251,7 +251,7 @@ def test_without_a_cluster_the_way_to_one_is_told(command: list[str], tmp_path: 
     none = finetune(*command, folder=tmp_path, HOME=str(tmp_path), KUBECONFIG="")
     assert (none.returncode, none.stdout) == (1, "")
     assert none.stderr == (
-        f"Error: no cluster is known here: {tmp_path}/.kube/config is not there. Set KUBECONFIG, or give "
+        f"Error: no cluster is configured: {tmp_path}/.kube/config does not exist. Set KUBECONFIG, or pass "
         "--kubeconfig FILE.\n"
     )
 
@@ -275,7 +275,7 @@ users:
         (KUBECONFIG, "Error: the API server at http://127.0.0.1:9 cannot be reached: "),
         (
             KUBECONFIG.replace("current-context: here", ""),
-            "has no current context; name one with --context (it has here).",
+            "has no current context; select one with --context (it has here).",
         ),
         (KUBECONFIG.replace("current-context: here", "current-context: old"), "has no context old; it has here."),
         (KUBECONFIG.replace("cluster: c,", "cluster: other,"), "cannot be used: "),
@@ -414,7 +414,7 @@ def test_a_plan_refuses_a_model_and_data_that_are_not_there(tmp_path: Path) -> N
     (tmp_path / "job.yaml").write_text(f"{job.replace('file://rows', 'file:///no/rows')}---\n{other}---\n{good}")
     ran = finetune("plan", "job.yaml", folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert [line.partition(" that is there; ")[0] for line in ran.stderr.splitlines()] == [
+    assert [line.partition(" that exists; ")[0] for line in ran.stderr.splitlines()] == [
         f"job.yaml:6: spec.model.uri: {tmp_path}/nowhere/config.json does not exist. Name a folder with a model",
         "job.yaml:7: spec.dataset.uri: /no/rows does not exist. Name a folder, a file or a glob",
         f"job.yaml:16: spec.dataset.uri: {tmp_path}/rows/*.json does not exist. Name a folder, a file or a glob",

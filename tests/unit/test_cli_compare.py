@@ -186,8 +186,8 @@ def test_without_a_plan_its_settings_are_not_known_rather_than_different(tmp_pat
     ("named", "words"),
     [
         pytest.param("nope", "nope is neither a folder nor a run in --workspace", id="name"),
-        pytest.param("empty", "empty is no folder of a run (no job.json", id="folder"),
-        pytest.param("runs", "it holds the runs a, b: name those", id="workspace"),
+        pytest.param("empty", "empty is not the folder of a run (it has no job.json", id="folder"),
+        pytest.param("runs", "it contains the runs a, b: name those", id="workspace"),
     ],
 )
 def test_what_is_no_run_is_refused_with_a_way_out(named, words, tmp_path, run, monkeypatch):

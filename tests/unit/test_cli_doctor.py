@@ -62,19 +62,19 @@ def test_where_nothing_is_lacking_nothing_is_hinted_at():
 @pytest.mark.parametrize(
     ("changes", "topic", "state", "words"),
     [
-        ({"operators": Known((operator("0.0.9"),))}, "operator", "gap", "this command is of version 0.1.0"),
+        ({"operators": Known((operator("0.0.9"),))}, "operator", "gap", "this command has version 0.1.0"),
         ({"operators": Known((operator(ready=0),))}, "operator", "gap", "0 of 2 replicas ready"),
         ({"operators": Known(())}, "operator", "gap", "no Deployment"),
         ({"serves_jobs": Known(False)}, "FineTuneJob", "gap", "is not served"),
-        ({"served": Known(("job",))}, "launcher pytorchjob", "gap", "the job asks for it"),
-        ({"groups": Known(("apps",))}, "network policies", "unknown", "no API of a network plugin"),
+        ({"served": Known(("job",))}, "launcher pytorchjob", "gap", "the job requires it"),
+        ({"groups": Known(("apps",))}, "network policies", "unknown", "no network plugin"),
         ({"groups": Known(("kueue.x-k8s.io",)), "queues": Known(("gpus",))}, "queue", "note", "queues of team: gpus"),
         ({"classes": Known((storage_class("ebs.csi.aws.com", True),))}, "storage", "gap", "only one node can write"),
-        ({"classes": Known((storage_class("new.example.com", True),))}, "storage", "unknown", "is not known"),
+        ({"classes": Known((storage_class("new.example.com", True),))}, "storage", "unknown", "is unknown"),
         ({"classes": Known((storage_class("efs.csi.aws.com"),))}, "storage", "gap", "no default storage class"),
         ({"nodes": Known(())}, "image", "unknown", "no node is known to have it"),
-        ({"nodes": Known(None, "you have no right to read nodes")}, "GPU nodes", "unknown", "no right"),
-        ({"quotas": Known(None, "you have no right to read quotas")}, "quota", "unknown", "no right"),
+        ({"nodes": Known(None, "no permission to read nodes")}, "GPU nodes", "unknown", "no permission"),
+        ({"quotas": Known(None, "no permission to read quotas")}, "quota", "unknown", "no permission"),
     ],
 )
 def test_each_gap_and_what_is_not_known_is_told(changes, topic, state, words):

@@ -81,7 +81,7 @@ def test_command_that_goes_on_after_an_interruption_has_all_options_of_the_run(
     options = ["--workspace", "results", "--settings", "settings.yaml", "--no-measure", "--stage", "prepare"]
     ran = call("run", "job.yaml", *options)
     assert ran.exit_code == 130
-    command = re.search(r"Go on with: finetune (.*)", ran.stderr)
+    command = re.search(r"Resume with: finetune (.*)", ran.stderr)
     assert command is not None
     assert shlex.split(command[1]) == ["run", "job.yaml", *options, "--resume"]
 
@@ -94,7 +94,7 @@ def test_plan_for_a_cluster_is_not_told_to_name_a_folder_of_this_machine(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "job.yaml").write_text(JOB.replace("file://", "hf://some-org/"))
     told = call("plan", "job.yaml", "--cluster", "--measure").stderr
-    assert "and there is no copy here. Connect, or leave --measure out.\n" in told
+    assert "and there is no copy here. Connect, or omit --measure.\n" in told
     assert "file://" not in told
     again = call("plan", "job.yaml", "--cluster")
     assert (again.exit_code, again.stderr) == (0, "")

@@ -26,7 +26,7 @@ JOB: dict[str, Any] = {
         "image": "ghcr.example.com/team/trainer:2",
     },
 }
-GLOB_NOTE = "Note: jobs may also use images that match *; give the job files to have theirs listed\n"
+GLOB_NOTE = "Note: jobs may also use images that match *; name the job files to list theirs\n"
 
 
 def images(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "text where values are": ("image: finetune", "--values: values.yaml: image: "),
     "a setting that is none": ("settings: {colour: blue}", "colour"),
     "a key twice": ("image: {}\nimage: {}\n", "values.yaml:2"),
-    "two documents": ("a: 1\n---\nb: 1\n", "one document is expected"),
+    "two documents": ("a: 1\n---\nb: 1\n", "expected one document, found 2"),
 }
 
 

@@ -26,8 +26,8 @@ from finetune_operator.cli.workspace import (
     check_same_job,
     finished,
     locked,
+    move_earlier_results,
     record_inputs,
-    set_aside,
 )
 
 
@@ -174,24 +174,24 @@ def files_below(folder: Path) -> set[str]:
 
 def test_results_of_nobody_known_are_refused(paths: JobPaths, tmp_path: Path) -> None:
     write_results(paths)
-    with pytest.raises(DifferentJobError, match="does not say what made the results of prepare"):
+    with pytest.raises(DifferentJobError, match="does not record the inputs of prepare"):
         check_same_job(paths, job(tmp_path), LOCAL_STAGES)
 
 
 def test_all_results_move_aside_whole_and_never_over_earlier_ones(paths: JobPaths) -> None:
-    assert set_aside(paths, LOCAL_STAGES) is None
+    assert move_earlier_results(paths, LOCAL_STAGES) is None
     for number in (1, 2):
         write_results(paths)
         before = files_below(paths.root)
         place = paths.root.with_name(f"one.previous-{number}")
-        assert set_aside(paths, LOCAL_STAGES) == place
+        assert move_earlier_results(paths, LOCAL_STAGES) == place
         assert files_below(place) == before
         assert not paths.root.exists()
 
 
 def test_results_of_training_move_aside_and_the_prepared_data_stay(paths: JobPaths) -> None:
     write_results(paths)
-    place = set_aside(paths, [Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT])
+    place = move_earlier_results(paths, [Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT])
     assert place is not None
     assert files_below(place) == {
         "metrics.json",
@@ -203,7 +203,7 @@ def test_results_of_training_move_aside_and_the_prepared_data_stay(paths: JobPat
     }
     assert finished(paths, Stage.PREPARE) is not None
     assert finished(paths, Stage.TRAIN) is None
-    assert set_aside(paths, []) is None
+    assert move_earlier_results(paths, []) is None
 
 
 def test_a_second_writer_is_told_who_the_first_is_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:

@@ -438,7 +438,7 @@ def test_launchers_are_what_the_server_serves():
 
 
 def test_a_kind_without_rights_is_refused_before_it_is_asked_for():
-    with pytest.raises(ValueError, match="StatefulSet of apps/v1 is no kind"):
+    with pytest.raises(ValueError, match="StatefulSet of apps/v1 is not a kind"):
         resource_of("apps/v1", "StatefulSet")
 
 

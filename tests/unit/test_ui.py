@@ -202,7 +202,7 @@ def test_fault_of_a_page_is_told_and_the_others_stay(
 ) -> None:
     monkeypatch.delattr(Workspace, "plan")
     reply = client.send("/run/finished")
-    assert (reply.code, reply.text) == (500, "This page cannot be made; the terminal of finetune ui says why.\n")
+    assert (reply.code, reply.text) == (500, "This page cannot be rendered; the terminal of finetune ui shows the error.\n")
     assert "/run/finished: AttributeError" in capsys.readouterr().err
     assert client.send("/").code == 200
 
@@ -249,8 +249,8 @@ def test_a_failed_run_shows_cause_and_way_out_and_an_interrupted_one_where_it_st
 
 def test_a_broken_run_shows_what_cannot_be_read(client: Client) -> None:
     text = words(client.page("run", "broken"))
-    assert "plan.json is damaged: it is no JSON." in text
-    assert "failure.json cannot be read: it is no file." in text
+    assert "plan.json is damaged: it is not JSON." in text
+    assert "failure.json cannot be read: it is not a regular file." in text
 
 
 def test_compared_runs_are_beside_each_other_with_what_differs(tmp_path: Path) -> None:
@@ -476,4 +476,4 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, "one")
     ran = finetune("ui", "--workspace", "one", folder=tmp_path)
     assert ran.returncode == 2
-    assert "it is the folder of one run; name its parent folder" in ran.stderr
+    assert "is the folder of one run; name its parent folder" in ran.stderr

@@ -23,7 +23,7 @@ def api() -> Iterator[Api]:
 
 @pytest.fixture
 def client(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setattr(asked, "ASK_SECONDS", 0.0)  # every page asks again
+    monkeypatch.setattr(asked, "REFRESH_SECONDS", 0.0)  # every page asks again
     with serving(tmp_path / "runs", ClusterJobs(Connection(api.write_kubeconfig(tmp_path / "config")))) as client:
         yield client
 
@@ -57,7 +57,7 @@ def test_the_page_of_a_job_shows_progress_stages_events_and_the_log_of_its_pods(
 
 def test_the_page_of_a_failed_job_shows_cause_way_out_and_the_log_that_is_kept(client: Client) -> None:
     page = shown(client, "job", "team", "broken", word="MissingColumn")
-    for part in ("no &lt;b&gt;text&lt;/b&gt;", "Name it.", "the last words", "the pods of prepare-1 are gone"):
+    for part in ("no &lt;b&gt;text&lt;/b&gt;", "Name it.", "the last words", "the pods of prepare-1 are deleted"):
         assert part in page
 
 
@@ -76,7 +76,7 @@ def test_progress_that_was_seen_becomes_a_curve(client: Client, api: Api) -> Non
     progress = {"step": 6, "totalSteps": 10, "percent": 60, "loss": 0.4}
     api.jobs[0] = {**TRAINING, "status": {**TRAINING["status"], "progress": progress}}
     page = shown(client, "job", "team", "reviews", word="<polyline")
-    assert "Since this page has been watching" in page
+    assert "Collected since this page was opened" in page
 
 
 def test_a_job_that_is_not_listed_is_not_asked_for(client: Client, api: Api) -> None:
@@ -112,4 +112,4 @@ def test_an_api_server_that_is_away_is_told_on_the_page(client: Client, api: Api
 
 def test_a_kubeconfig_that_was_named_and_is_not_there_is_told(tmp_path: Path) -> None:
     with serving(tmp_path, ClusterJobs(Connection(tmp_path / "none"))) as client:
-        assert "there is no such file" in shown(client, word="--kubeconfig")
+        assert "the file does not exist" in shown(client, word="--kubeconfig")

@@ -51,7 +51,7 @@ COMMANDS = {
     "debug": _Listed("steering_commands", "Collect diagnostics of a job in an archive."),
     "doctor": _Listed("doctor_command", "Check whether a cluster is ready for jobs."),
     "images": _Listed("installation", "List every image that an installation and its jobs can pull."),
-    "explain": _Listed("documents", "Explain a field of FineTuneJob: type, description, nested fields."),
+    "explain": _Listed("documents", "Explain a field of FineTuneJob: type, meaning, nested fields."),
     "crd": _Listed("documents", "Write the CustomResourceDefinition of FineTuneJob."),
     "schema": _Listed("documents", "Write the JSON schema of FineTuneJob."),
     "completion": _Listed("documents", "Write a shell completion script."),

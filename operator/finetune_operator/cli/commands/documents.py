@@ -78,7 +78,7 @@ def explain(
     ] = False,
     output: Form = Output.TEXT,
 ) -> None:
-    """Explain a field of FineTuneJob: type, description, nested fields.
+    """Explain a field of FineTuneJob: type, meaning, nested fields.
 
     The output is that of `kubectl explain` in a cluster with this version's CRD.
 
