@@ -180,9 +180,11 @@ def test_when_the_pods_are_gone_the_kept_end_of_the_log_is_shown_and_named_as_th
         pytest.param(["--stage", "prepare"], "the pods of prepare-1 and their logs are deleted", id="deleted"),
         pytest.param(["--previous"], "the pods of train-1 and their logs are deleted", id="previous attempt"),
         pytest.param(["--stage", "prepare", "--previous"], "--previous: prepare is in its first attempt", id="first"),
-        pytest.param(["--stage", "evaluate"], "--stage evaluate: has not started; started stages: prepare, train", id="later"),
+        pytest.param(["--stage", "evaluate"], "--stage evaluate: has not started; started stages: prepare, train",
+                     id="later"),
         pytest.param([], "no pod of train-2 has started yet", id="not started"),
-        pytest.param(["--pod", "7"], "--pod 7: train-2 has no such pod, or it was deleted or has not started", id="no pod"),
+        pytest.param(["--pod", "7"], "--pod 7: train-2 has no such pod, or it was deleted or has not started",
+                     id="no pod"),
     ],
 )  # fmt: skip
 def test_a_log_that_cannot_be_had_is_told_with_the_reason(jobs: Jobs, arguments: list[str], told: str) -> None:

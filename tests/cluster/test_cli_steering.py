@@ -47,7 +47,11 @@ def test_suspend_and_resume_write_the_run_policy_and_nothing_else(jobs: Jobs) ->
     jobs.make("reviews", TRAINING)
     before = stored(jobs, "reviews")["spec"]
     code, out, err = jobs.finetune("suspend", "reviews")
-    assert (code, out, err) == (0, "FineTuneJob reviews is suspended: a running attempt saves a checkpoint and stops.\n", "")
+    assert (code, out, err) == (
+        0,
+        "FineTuneJob reviews is suspended: a running attempt saves a checkpoint and stops.\n",
+        "",
+    )
     assert stored(jobs, "reviews")["spec"] == {**before, "runPolicy": {**before.get("runPolicy", {}), "suspend": True}}
     assert jobs.finetune("suspend", "reviews")[:2] == (0, "FineTuneJob reviews is already suspended.\n")
     assert jobs.finetune("resume", "reviews")[:2] == (0, "FineTuneJob reviews is resumed.\n")

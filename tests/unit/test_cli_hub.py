@@ -120,7 +120,10 @@ def test_copies_in_the_cache_are_used_without_the_hub(
     assert hub_reach.missing(URIS) == ()
     assert [hub_reach.variables(URIS) for _ in range(2)] == [{"HF_HUB_OFFLINE": "1"}] * 2
     told = capsys.readouterr().err
-    assert told == f"Note: {hub_reach.out_of_reach()}: models and data of the Hub are read from the cache on this machine.\n"
+    assert (
+        told
+        == f"Note: {hub_reach.out_of_reach()}: models and data of the Hub are read from the cache on this machine.\n"
+    )
 
 
 def test_nobody_is_asked_who_says_that_there_is_no_network(
@@ -152,8 +155,7 @@ def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (
             "run",
-            "Error: hf://some-org/some-model and hf://some-org/rows@v1: {reason}, and there is no copy here. "
-            "{hint}.",
+            "Error: hf://some-org/some-model and hf://some-org/rows@v1: {reason}, and there is no copy here. {hint}.",
             1,
         ),
     ],

@@ -202,7 +202,10 @@ def test_fault_of_a_page_is_told_and_the_others_stay(
 ) -> None:
     monkeypatch.delattr(Workspace, "plan")
     reply = client.send("/run/finished")
-    assert (reply.code, reply.text) == (500, "This page cannot be rendered; the terminal of finetune ui shows the error.\n")
+    assert (reply.code, reply.text) == (
+        500,
+        "This page cannot be rendered; the terminal of finetune ui shows the error.\n",
+    )
     assert "/run/finished: AttributeError" in capsys.readouterr().err
     assert client.send("/").code == 200
 
