@@ -25,7 +25,7 @@ from suite_plugins.patience import patient
 # -------------------------------------------------------------------------------------------------------------- status
 
 
-def test_the_status_of_a_running_job_shows_progress_plan_and_stages_with_attempts(jobs: Jobs) -> None:
+def test_status_of_running_job_shows_progress_plan_and_stages(jobs: Jobs) -> None:
     jobs.make("reviews", TRAINING)
     code, out, err = jobs.finetune("status", "reviews")
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -50,7 +50,7 @@ def test_the_status_of_a_running_job_shows_progress_plan_and_stages_with_attempt
     assert all(line == line.rstrip() for line in out.splitlines())
 
 
-def test_the_status_of_a_failed_job_shows_the_first_cause_its_way_out_and_the_end_of_the_log(jobs: Jobs) -> None:
+def test_status_of_failed_job_shows_first_cause_hint_and_log_tail(jobs: Jobs) -> None:
     jobs.make("reviews", FAILED)
     code, out, _ = jobs.finetune("status", "reviews")
     lines = [line.strip() for line in out.splitlines()]
@@ -67,7 +67,7 @@ def test_the_status_of_a_failed_job_shows_the_first_cause_its_way_out_and_the_en
     assert f"finetune logs reviews -n {jobs.namespace}" in lines
 
 
-def test_a_refused_spec_shows_what_is_wrong_with_it_and_that_it_can_be_edited(jobs: Jobs) -> None:
+def test_status_of_refused_spec_shows_problem_and_edit_command(jobs: Jobs) -> None:
     told = "spec.training.epochs: value 0: must be above 0. Set it to 1."
     refused = {"status": "False", "reason": "InvalidSpec", "message": told, "lastTransitionTime": NOW}
     conditions = [{**refused, "type": "Accepted"}, {**refused, "type": "Stalled", "status": "True"}]
@@ -120,28 +120,28 @@ def test_several_jobs_are_a_table_and_data_for_programs(jobs: Jobs) -> None:
     assert one == json.loads(jobs.api.must("get", "ftj", "reviews", "-n", jobs.namespace, "-o", "json"))
 
 
-def test_no_jobs_at_all_are_told(jobs: Jobs) -> None:
+def test_empty_list_of_jobs_is_noted(jobs: Jobs) -> None:
     assert jobs.finetune("status") == (0, "", f"Note: there is no FineTuneJob in namespace {jobs.namespace}.\n")
 
 
 # -------------------------------------------------------------------------------------------- refused by a cluster
 
 
-def test_a_job_that_is_not_there_is_told_with_those_that_are(jobs: Jobs) -> None:
+def test_missing_job_is_reported_with_the_existing_ones(jobs: Jobs) -> None:
     jobs.make("reviews")
     expected = f"Error: there is no FineTuneJob revs in namespace {jobs.namespace}; there are reviews.\n"
     for command in ("status", "logs", "watch"):
         assert jobs.finetune(command, "revs") == (1, "", expected)
 
 
-def test_an_unknown_context_is_told_with_those_that_there_are(jobs: Jobs) -> None:
+def test_unknown_context_is_reported_with_the_existing_ones(jobs: Jobs) -> None:
     contexts = jobs.api.must("config", "get-contexts", "-o", "name").split()
     code, out, err = jobs.finetune("status", "--context", "elsewhere")
     assert (code, out) == (1, "")
     assert f"has no context elsewhere; it has {', '.join(contexts)}." in err
 
 
-def test_a_user_without_rights_is_told_which_one_is_missing(jobs: Jobs, tmp_path: Path) -> None:
+def test_missing_permission_of_a_user_is_reported(jobs: Jobs, tmp_path: Path) -> None:
     jobs.make("reviews", TRAINING)
     jobs.api.must("create", "serviceaccount", "visitor", "-n", jobs.namespace)
     token = jobs.api.must("create", "token", "visitor", "-n", jobs.namespace).strip()
@@ -165,7 +165,7 @@ def test_a_user_without_rights_is_told_which_one_is_missing(jobs: Jobs, tmp_path
 # ---------------------------------------------------------------------------------------------------------------- logs
 
 
-def test_when_the_pods_are_gone_the_kept_end_of_the_log_is_shown_and_named_as_that(jobs: Jobs) -> None:
+def test_logs_of_deleted_pods_show_the_tail_from_the_status(jobs: Jobs) -> None:
     jobs.make("reviews", FAILED)
     note = "Note: the pods of train-2 are deleted; this is the end of the log in the job's status.\n"
     prefix = "[reviews-train-2-0] "
@@ -187,7 +187,7 @@ def test_when_the_pods_are_gone_the_kept_end_of_the_log_is_shown_and_named_as_th
                      id="no pod"),
     ],
 )  # fmt: skip
-def test_a_log_that_cannot_be_had_is_told_with_the_reason(jobs: Jobs, arguments: list[str], told: str) -> None:
+def test_unavailable_log_is_reported_with_the_reason(jobs: Jobs, arguments: list[str], told: str) -> None:
     jobs.make("reviews", TRAINING)
     assert jobs.finetune("logs", "reviews", *arguments) == (1, "", f"Error: {told}.\n")
 

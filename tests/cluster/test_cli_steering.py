@@ -76,7 +76,7 @@ def test_one_job_that_is_not_there_keeps_no_other_from_being_changed(jobs: Jobs)
     assert [(one["name"], one["change"]) for one in json.loads(out)] == [("one", "suspended"), ("two", "suspended")]
 
 
-def test_what_has_ended_is_not_suspended_and_the_way_out_is_told(jobs: Jobs) -> None:
+def test_ended_job_cannot_be_suspended_and_gets_a_hint(jobs: Jobs) -> None:
     jobs.make("reviews", FAILED)
     code, out, err = jobs.finetune("suspend", "reviews")
     assert (code, out) == (1, "")
@@ -125,7 +125,7 @@ def test_a_running_job_is_stopped_and_goes_on_as_another_attempt(jobs: Jobs) -> 
     assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
 
 
-def test_cancel_deletes_what_runs_and_leaves_what_has_ended(jobs: Jobs) -> None:
+def test_cancel_deletes_running_jobs_and_keeps_ended_ones(jobs: Jobs) -> None:
     jobs.make("running", TRAINING)
     jobs.make("done", SUCCEEDED)
     code, out, _ = jobs.finetune("cancel", "running", "done")
@@ -174,7 +174,7 @@ def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
         pytest.param(TRAINING, "succeeded", 124, "is not succeeded after 1 s", id="the time is over"),
     ],
 )
-def test_waiting_ends_with_what_can_be_said(jobs: Jobs, status: Any, goal: str, code: int, told: str) -> None:
+def test_wait_ends_with_the_result(jobs: Jobs, status: Any, goal: str, code: int, told: str) -> None:
     jobs.make("reviews", status)
     found, out, err = jobs.finetune(
         "wait", "reviews", "--for", goal, "--timeout", "1s" if code == 124 else f"{patient(60):.0f}s"
@@ -207,7 +207,7 @@ def test_waiting_for_several_jobs_ends_with_the_last_of_them(jobs: Jobs, cluster
     ]
 
 
-def test_waiting_for_a_deletion_ends_when_the_job_is_gone_also_before(jobs: Jobs) -> None:
+def test_wait_for_deletion_ends_once_the_job_is_deleted(jobs: Jobs) -> None:
     assert jobs.finetune("wait", "never-there", "--for", "deleted")[0] == 0
     jobs.make("reviews", TRAINING)
     with jobs.start("wait", "reviews", "never-there", "--for", "deleted") as process:

@@ -84,7 +84,7 @@ def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.Mon
         (ssl.SSLCertVerificationError("self-signed certificate"), None),
     ],
 )
-def test_reason_is_told_in_few_words(error: OSError, words: str | None) -> None:
+def test_reason_is_short(error: OSError, words: str | None) -> None:
     assert hub_reach._reason_text(error) == words
 
 
@@ -126,7 +126,7 @@ def test_copies_in_the_cache_are_used_without_the_hub(
     )
 
 
-def test_nobody_is_asked_who_says_that_there_is_no_network(
+def test_hub_is_not_requested_in_offline_mode(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

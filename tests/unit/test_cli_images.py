@@ -39,7 +39,7 @@ def test_without_anything_they_are_those_of_the_manifests(tmp_path: Path) -> Non
     assert ran.stderr == GLOB_NOTE
 
 
-def test_with_a_registry_each_line_is_what_to_copy_and_where_to(tmp_path: Path) -> None:
+def test_each_line_with_a_registry_has_source_and_target(tmp_path: Path) -> None:
     ran = images("--registry", "registry.example.com/mirror/", folder=tmp_path)
     assert ran.stdout.splitlines() == [
         "finetune-operator:0.1.0 registry.example.com/mirror/finetune-operator:0.1.0",
@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_values_that_cannot_be_used_are_told_for(case: str, tmp_path: Path) -> None:
+def test_unusable_values_are_reported_for(case: str, tmp_path: Path) -> None:
     text, said = WRONG[case]
     if text:
         (tmp_path / "values.yaml").write_text(text)

@@ -21,7 +21,7 @@ GIB = 1024**3
         pytest.param(10_000, MEMORY_STEP, True, id="nothing is left"),
     ],
 )
-def test_a_plan_uses_the_memory_that_is_free_and_not_what_other_programs_have(
+def test_plan_uses_only_free_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: float, planned: float, told: bool
 ) -> None:
     memory = SimpleNamespace(total=32 * GIB, available=int(free))

@@ -56,7 +56,7 @@ def test_a_good_job_is_a_row_with_time_and_cost_and_its_plan_folded_below(jobs: 
     assert "### Problems" not in ran.stdout
 
 
-def test_every_problem_of_every_file_is_told_with_its_line_and_the_page_is_written_all_the_same(jobs: Path) -> None:
+def test_review_lists_every_problem_with_its_line_and_writes_the_page(jobs: Path) -> None:
     (jobs / "jobs" / "bad.yaml").write_text(a_job("bad", training={"epochs": 0}))
     (jobs / "jobs" / "mpi.yaml").write_text(a_job("big", parallelism={"tensorParallel": 3}))
     ran = review(jobs, "jobs", "--summary", "out/review.md")
@@ -86,7 +86,7 @@ def test_a_bound_on_the_cost_is_held_or_the_job_does_not_pass(
     assert told in ran.stdout.replace("\\", "")
 
 
-def test_what_a_job_file_says_becomes_no_part_of_the_page(jobs: Path) -> None:
+def test_text_of_a_job_file_cannot_become_markup(jobs: Path) -> None:
     uri = "hf://some-org/x|<img src=a>[l](http://evil)@team`b`"
     (jobs / "jobs" / "good.yaml").write_text(a_job("good", model={"uri": uri}))
     page = review(jobs, "jobs").stdout

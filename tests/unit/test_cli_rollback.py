@@ -102,7 +102,7 @@ def test_rollback_that_is_there_already_writes_nothing() -> None:
         ),
     ],
 )
-def test_rollback_to_what_is_not_there_is_refused(endpoint: Any, to: int | None, words: str) -> None:
+def test_rollback_to_a_missing_revision_is_refused(endpoint: Any, to: int | None, words: str) -> None:
     with pytest.raises(ClusterError, match=words):
         asked(job(endpoint), to)
 

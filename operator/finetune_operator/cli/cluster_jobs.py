@@ -161,9 +161,9 @@ class Cluster:
             try:
                 return parse_job(await self._client.get(FINETUNE_JOB, self.namespace, name))
             except NotFoundError as error:
-                there = [job.name for job in await self.jobs()]
-                listed = ", ".join(there[:10]) + (f" and {len(there) - 10} more" if len(there) > 10 else "")
-                hint = f"there are {listed}" if there else "the namespace has none; select another with -n"
+                existing = [job.name for job in await self.jobs()]
+                listed = ", ".join(existing[:10]) + (f" and {len(existing) - 10} more" if len(existing) > 10 else "")
+                hint = f"there are {listed}" if existing else "the namespace has none; select another with -n"
                 raise ClusterError(
                     f"there is no FineTuneJob {name} in namespace {self.namespace}; {hint}", 404
                 ) from error

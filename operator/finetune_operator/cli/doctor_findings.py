@@ -128,13 +128,15 @@ def _operator(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Set
             "operator", "gap", "no Deployment found", "install it (docs/install.md), or set --operator-namespace"
         )
     for each in found:
-        where, ready = each["metadata"]["namespace"], each.get("status", {}).get("readyReplicas", 0)
+        namespace, ready = each["metadata"]["namespace"], each.get("status", {}).get("readyReplicas", 0)
         containers = each["spec"]["template"]["spec"]["containers"]
         image = next((str(one["image"]) for one in containers), "")
         tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-        text = f"{ready} of {each['spec'].get('replicas', 1)} replicas ready in {where}, image {image}"
+        text = f"{ready} of {each['spec'].get('replicas', 1)} replicas ready in {namespace}, image {image}"
         if not ready:
-            yield Finding("operator", "gap", text, f"kubectl -n {where} describe deployment {each['metadata']['name']}")
+            yield Finding(
+                "operator", "gap", text, f"kubectl -n {namespace} describe deployment {each['metadata']['name']}"
+            )
         elif tag and tag != cluster.own_version:
             hint = f"install finetune-operator=={tag} here, or operator {cluster.own_version} in the cluster"
             yield Finding("operator", "gap", f"{text}; this command has version {cluster.own_version}", hint)
@@ -319,7 +321,7 @@ def _quota(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settin
         hard: Mapping[str, str] = status.get("hard") or quota.get("spec", {}).get("hard") or {}
         used: Mapping[str, str] = status.get("used") or {}
         text = ", ".join(f"{used.get(key, '0')} of {most} {key}" for key, most in sorted(hard.items()))
-        short = [key for key, amount in needed.items() if key in hard and amount > _left(hard, used, key)]
+        short = [key for key, amount in needed.items() if key in hard and amount > _remaining(hard, used, key)]
         unset = [] if spec is None else sorted(_unset(spec) & hard.keys())
         if short:
             missing = ", ".join(f"{needed[key]:g} {key}" for key in short)
@@ -332,7 +334,7 @@ def _quota(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settin
             yield Finding(name, "ok", f"used: {text}")
 
 
-def _left(hard: Mapping[str, str], used: Mapping[str, str], key: str) -> float:
+def _remaining(hard: Mapping[str, str], used: Mapping[str, str], key: str) -> float:
     try:
         return float(parse_quantity(hard[key]) - parse_quantity(used.get(key, "0")))
     except ValueError:

@@ -82,8 +82,8 @@ class Page:
         if conditions:
             parts.append(self._titled("Conditions", self._conditions(conditions)))
         if status.failure is not None:
-            over = self.job.outcome == "Failed"
-            parts.append(self._titled("Failure" if over else "Last failure", _failure(status.failure)))
+            failed = self.job.outcome == "Failed"
+            parts.append(self._titled("Failure" if failed else "Last failure", _failure(status.failure)))
         if self.events is None:
             parts.append(Text("No permission to read events in this namespace.", style="dim"))
         elif self.events:
@@ -272,9 +272,9 @@ def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Co
 
     Of a refusal the condition that holds the problems is enough, without those that only point to it.
     """
-    over = any(one.type in ("Succeeded", "Failed") and one.status == "True" for one in conditions)
+    ended = any(one.type in ("Succeeded", "Failed") and one.status == "True" for one in conditions)
     refused = [one for one in conditions if one.type in ("Accepted", "Planned", "Admitted") and one.status == "False"]
-    if refused or over:
+    if refused or ended:
         ends = [one for one in conditions if one.type == "Failed" and one.status == "True" and not failure_is_shown]
         return (*refused, *ends)
     waits = [

@@ -75,9 +75,9 @@ def locked(workspace: Path, name: str) -> Iterator[None]:
         workspace.mkdir(parents=True, exist_ok=True)
         file = (workspace / f".{name}.lock").open("a+", encoding="utf-8")
     except OSError as error:
-        why = "it is a file" if workspace.is_file() else error.strerror
+        reason = "it is a file" if workspace.is_file() else error.strerror
         raise UnusableWorkspaceError(
-            f"--workspace {workspace}: cannot write there: {why}. Name a folder that you may write to"
+            f"--workspace {workspace}: cannot write there: {reason}. Name a folder that you may write to"
         ) from error
     with file:
         try:

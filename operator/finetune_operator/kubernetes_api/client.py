@@ -151,7 +151,7 @@ class KubernetesClient:
         left, limit, next_page = TRIES, PAGE, ""
         path = resource.path(namespace)
         while True:
-            query = _given(
+            query = _non_empty(
                 {"limit": str(limit), "labelSelector": labels, "fieldSelector": fields, "continue": next_page}
             )
             request = Request("list", path, resource.plural, query, seconds=LIST_SECONDS)
@@ -192,7 +192,7 @@ class KubernetesClient:
             "allowWatchBookmarks": "true",
             "resourceVersion": str(version),
             "timeoutSeconds": str(WATCH_SECONDS + random.randrange(60)),
-            **_given({"labelSelector": labels, "fieldSelector": fields}),
+            **_non_empty({"labelSelector": labels, "fieldSelector": fields}),
         }
         request = Request("watch", resource.path(namespace), resource.plural, query)
         async with aclosing(self._lines(request, SILENCE_SECONDS)) as lines:
@@ -350,7 +350,7 @@ class KubernetesClient:
         """Note the end of a request that began then, on the monotonic clock; `code` 0: it had no answer."""
 
 
-def _given(query: Mapping[str, str | None]) -> Query:
+def _non_empty(query: Mapping[str, str | None]) -> Query:
     return {name: value for name, value in query.items() if value}
 
 

@@ -108,7 +108,7 @@ def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any
     assert code == 0, err
     place = quick.folder / "new/out.jsonl"
     assert out.split() == ["33", "rows", "->", str(place)]
-    assert "1 rows have no prediction" in " ".join(err.split())
+    assert "rows without a prediction: 1;" in " ".join(err.split())
     found, earlier = (
         [json.loads(line) for line in file.read_text().splitlines()] for file in (place, whole / "predictions.jsonl")
     )

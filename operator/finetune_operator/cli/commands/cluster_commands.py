@@ -177,8 +177,8 @@ def refuse_job_everywhere(job: str | None, all_namespaces: bool) -> None:
 
 def note_no_jobs(cluster: Cluster, all_namespaces: bool) -> None:
     """Print a note that the namespace has no jobs."""
-    where = "any namespace" if all_namespaces else f"namespace {cluster.namespace}"
-    note(f"there is no FineTuneJob in {where}.")
+    scope = "any namespace" if all_namespaces else f"namespace {cluster.namespace}"
+    note(f"there is no FineTuneJob in {scope}.")
 
 
 def in_cluster(connection: Connection, work: Callable[[Cluster], Awaitable[Result]]) -> Result:

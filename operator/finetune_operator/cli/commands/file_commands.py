@@ -207,12 +207,12 @@ def plan(
             facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
         plans.append(planned(entry, facts, limits, output, as_known=True))
     if output is not Output.TEXT:
-        emit([json.loads(made.to_json()) for made in plans], output)
+        emit([json.loads(job_plan.to_json()) for job_plan in plans], output)
         return
     from finetune_operator.cli.result_tables import print_plan
 
-    for made in plans:
-        print_plan(out(), made)
+    for job_plan in plans:
+        print_plan(out(), job_plan)
 
 
 # --------------------------------------------------------------------------------------------------------------- render
@@ -259,9 +259,9 @@ def render(
         if launcher is not None:
             entry = _with_launcher(entry, launcher)
         facts = cluster_facts(entry, node, workspace, measure)
-        made = planned(entry, facts, limits, output)
+        job_plan = planned(entry, facts, limits, output)
         note_misfits(misfits(entry.job, facts, limits))
-        manifests.extend(_rendered(entry, made, namespace, limits, output))
+        manifests.extend(_rendered(entry, job_plan, namespace, limits, output))
     if output is DocumentOutput.JSON:
         emit([list_of(manifests)], output)
     else:
@@ -275,17 +275,17 @@ def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
     return replace(entry, job=entry.job.model_copy(update={"spec": spec}))
 
 
-def objects_of(entry: JobEntry, made: JobPlan, settings: Settings, namespace: str | None = None) -> tuple[Any, ...]:
+def objects_of(entry: JobEntry, job_plan: JobPlan, settings: Settings, namespace: str | None = None) -> tuple[Any, ...]:
     """Return the job's objects, in `namespace` or in that of its file. Raise PlanRefused."""
     from finetune_operator.launchers.launcher_registry import render as render_plan
     from finetune_operator.rendering.render_types import RenderContext
 
     place = namespace or entry.job.metadata.namespace or DEFAULT_NAMESPACE
-    return render_plan(made, RenderContext(place, entry.job.spec, settings))
+    return render_plan(job_plan, RenderContext(place, entry.job.spec, settings))
 
 
 def _rendered(
-    entry: JobEntry, made: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
+    entry: JobEntry, job_plan: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
 ) -> tuple[Any, ...]:
     from finetune_operator.cli.commands.steps import refuse_plan
     from finetune_operator.planning.plan_types import PlanRefused
@@ -296,6 +296,6 @@ def _rendered(
             f"--namespace {namespace}: {entry.job.name} has metadata.namespace {written}; change one of them"
         )
     try:
-        return objects_of(entry, made, settings, namespace)
+        return objects_of(entry, job_plan, settings, namespace)
     except PlanRefused as refused:
         refuse_plan(entry, refused, output)

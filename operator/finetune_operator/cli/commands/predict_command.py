@@ -165,7 +165,7 @@ def _run(job_text: str, out: Path, *, restart: bool, verbose: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         print_line(f"{metrics.get('rows', 0):,} rows -> {out}")
         if "bad_rows" in metrics:
-            note(f"{metrics['bad_rows']:,} rows have no prediction; the reasons are in {metrics['bad_rows_path']}")
+            note(f"rows without a prediction: {metrics['bad_rows']:,}; the reasons are in {metrics['bad_rows_path']}")
     raise typer.Exit(result.exit_code)
 
 
@@ -177,8 +177,8 @@ def model_uri(text: str) -> str:
     for place in (folder, folder / "model"):
         if (place / "config.json").is_file():
             return f"file://{place.resolve()}"
-    why = "has no config.json" if folder.is_dir() else "does not exist"
-    raise UsageError(f"MODEL: {text} {why}; name a folder with a model, a run's folder, or hf://name for the Hub")
+    reason = "has no config.json" if folder.is_dir() else "does not exist"
+    raise UsageError(f"MODEL: {text} {reason}; name a folder with a model, a run's folder, or hf://name for the Hub")
 
 
 def _data_uri(text: str) -> str:
@@ -188,8 +188,8 @@ def _data_uri(text: str) -> str:
 
     path = Path(text).expanduser().absolute()
     if not path.exists() and not glob_matches(str(path)):
-        why = "matches no file" if GLOB_CHARACTERS & set(text) else "does not exist"
-        raise UsageError(f"DATA: {text} {why}; name a file, a folder, a glob, or hf://name for the Hub")
+        reason = "matches no file" if GLOB_CHARACTERS & set(text) else "does not exist"
+        raise UsageError(f"DATA: {text} {reason}; name a file, a folder, a glob, or hf://name for the Hub")
     return f"file://{path}"
 
 
@@ -205,8 +205,8 @@ def task_of(uri: str) -> str:
             raise UsageError(f"MODEL: {uri}/config.json cannot be read: {error}") from error
     found = [task for name in names for end, task in _TASKS.items() if str(name).endswith(end)]
     if not found:
-        why = f"{names[0]} supports several tasks" if names else "only a folder's config.json shows it"
-        raise UsageError(f"--task: name the model's task, such as text-classification or summarization: {why}")
+        reason = f"{names[0]} supports several tasks" if names else "only a folder's config.json shows it"
+        raise UsageError(f"--task: name the model's task, such as text-classification or summarization: {reason}")
     return found[0]
 
 

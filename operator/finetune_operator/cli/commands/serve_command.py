@@ -122,8 +122,10 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise UsageError(f"--port: cannot listen on {host}:{port}: {why}; choose another port or host") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"--port: cannot listen on {host}:{port}: {reason}; choose another port or host"
+            ) from error
 
 
 def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> int:

@@ -237,7 +237,7 @@ def debug(
     """Collect diagnostics of a job in an archive.
 
     The archive contains the job with its status, its events, the objects that run it, its pods and their logs,
-    and versions. Secrets are not read; values that are named or look like secrets are replaced.
+    and versions. Secrets are not read; values that are named like secrets or look like them are replaced.
 
     \b
     Examples:

@@ -182,7 +182,7 @@ def route(pages: Pages, path: list[str], query: dict[str, list[str]]) -> Answer 
         case ["static", name]:
             return _static(name)
         case ["run", name]:
-            return _if_there(pages.run(name))
+            return _page_answer(pages.run(name))
         case ["run", name, "report"]:
             report = pages.report(name)
             return None if report is None else Answer(report, policy=FILE_POLICY)
@@ -192,7 +192,7 @@ def route(pages: Pages, path: list[str], query: dict[str, list[str]]) -> Answer 
         case ["compare"]:
             return _of(pages.compare(query.get("run", [])))
         case ["job", namespace, name]:
-            return _if_there(pages.job(namespace, name))
+            return _page_answer(pages.job(namespace, name))
         case _:
             return None
 
@@ -201,7 +201,7 @@ def _of(page: Page) -> Answer:
     return Answer(page.html.encode(errors="replace"), code=page.code)
 
 
-def _if_there(page: Page | None) -> Answer | None:
+def _page_answer(page: Page | None) -> Answer | None:
     return None if page is None else _of(page)
 
 
