@@ -85,7 +85,7 @@ def test_resume_command_has_all_options_of_the_interrupted_run(monkeypatch: pyte
 
 
 def test_hint_of_a_cluster_plan_names_no_local_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub_reach, "out_of_reach", lambda: "the Hub cannot be reached (connection refused)")
+    monkeypatch.setattr(hub_reach, "unreachable_reason", lambda: "the Hub cannot be reached (connection refused)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "job.yaml").write_text(JOB.replace("file://", "hf://some-org/"))

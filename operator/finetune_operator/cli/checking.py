@@ -63,11 +63,11 @@ def _cluster_only(entry: JobEntry) -> tuple[tuple[str, Problem], ...]:
     """Return the problems of data sets that only a cluster can see."""
     spec = entry.job.spec
     predicted = spec.predict.dataset if spec.predict else None
-    given = {"spec.dataset.uri": spec.dataset, "spec.predict.dataset.uri": predicted}
+    datasets = {"spec.dataset.uri": spec.dataset, "spec.predict.dataset.uri": predicted}
     rule = "is a claim of the cluster, which --data cannot read from this machine"
     problems = (
         Problem(path, f'"{rows.uri}"', rule, "omit --data, or check a copy of the data with file://")
-        for path, rows in given.items()
+        for path, rows in datasets.items()
         if rows is not None and rows.uri.startswith("pvc://")
     )
     return tuple((entry.source, located(entry.document, problem)) for problem in problems)

@@ -35,7 +35,7 @@ _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 def variables(uris: Mapping[str, Kind]) -> dict[str, str]:
     """Return the variables with which the trainer does not wait for an unreachable Hub."""
     needs_hub = any(uri.startswith(SCHEME) for uri in uris) and _offline_variable() is None
-    if not needs_hub or out_of_reach() is None:
+    if not needs_hub or unreachable_reason() is None:
         return {}
     _note_offline()
     return {"HF_HUB_OFFLINE": "1"}
@@ -44,11 +44,11 @@ def variables(uris: Mapping[str, Kind]) -> dict[str, str]:
 def missing(uris: Mapping[str, Kind]) -> tuple[str, ...]:
     """Return the URIs of models and data sets that neither the Hub nor its cache here can provide."""
     uncached = [uri for uri, kind in uris.items() if uri.startswith(SCHEME) and not _is_cached(uri, kind)]
-    return tuple(uncached) if uncached and out_of_reach() is not None else ()
+    return tuple(uncached) if uncached and unreachable_reason() is not None else ()
 
 
 @functools.cache
-def out_of_reach() -> str | None:
+def unreachable_reason() -> str | None:
     """Return why the Hub is unavailable, as the end of a sentence; None if it answers. Requests once."""
     if variable := _offline_variable():
         return f"{variable} is set"
@@ -121,4 +121,4 @@ def _is_cached(uri: str, kind: Kind) -> bool:
 
 @functools.cache
 def _note_offline() -> None:
-    note(f"{out_of_reach()}: models and data of the Hub are read from the cache on this machine.")
+    note(f"{unreachable_reason()}: models and data of the Hub are read from the cache on this machine.")

@@ -67,7 +67,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
     problems: list[tuple[str, Problem]] = []
     notes: list[str] = []
     programs: list[tuple[str, Problem]] = []
-    seen: dict[tuple[str | None, str], JobEntry] = {}
+    by_name: dict[tuple[str | None, str], JobEntry] = {}
     for source, folder, content in _contents(names):
         documents, unreadable = read_documents(content)
         found = list(unreadable)
@@ -88,7 +88,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
                 notes.extend(f"{source}:{document.line}: {notice}." for notice in beside)
                 continue
             entry = JobEntry(source, folder, document, _with_absolute_uris(job, folder))
-            earlier = seen.setdefault((job.metadata.namespace, job.name), entry)
+            earlier = by_name.setdefault((job.metadata.namespace, job.name), entry)
             if earlier is entry:
                 entries.append(entry)
                 notes.extend(f"{source}:{document.line}: {job.name}: {notice}." for notice in notices(job.spec))

@@ -176,7 +176,7 @@ def _check_hub(request: RunRequest, redone: Sequence[Stage]) -> None:
         # Faults of the job come first. The machine was not measured; it is assumed to be as the job requests.
         plan(request.job, Facts(local=True), request.settings)
         raise CannotRunError(
-            f"{' and '.join(absent)}: {hub_reach.out_of_reach()}, and there is no copy here. {hub_reach.HINT}"
+            f"{' and '.join(absent)}: {hub_reach.unreachable_reason()}, and there is no copy here. {hub_reach.HINT}"
         )
 
 

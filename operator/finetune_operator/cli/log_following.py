@@ -128,7 +128,7 @@ async def read_logs(cluster: Cluster, job: ClusterJob, selection: LogSelection) 
                 raise
             unreadable.append(f"{pod.name}: {error}")
     if not stamped:
-        kept = _kept_tail(job, stage, attempt, selection, running=bool(pods) and not unreadable)
+        kept = _tail_from_status(job, stage, attempt, selection, running=bool(pods) and not unreadable)
         return FoundLog(kept.lines, (*unreadable, *kept.notes))
     lines = tuple((label, text) for _, label, text in sorted(stamped, key=lambda each: each[0]))
     return FoundLog(lines, tuple(unreadable))
@@ -159,7 +159,9 @@ def _attempt(job: ClusterJob, selection: LogSelection) -> tuple[Stage, int]:
     return stage, attempt
 
 
-def _kept_tail(job: ClusterJob, stage: Stage, attempt: int, selection: LogSelection, *, running: bool) -> FoundLog:
+def _tail_from_status(
+    job: ClusterJob, stage: Stage, attempt: int, selection: LogSelection, *, running: bool
+) -> FoundLog:
     """Return the end of the log in the status, with a note about it. Raise NoLogError if there is none."""
     failure = job.status.failure
     fits = failure is not None and (failure.stage, failure.attempt) == (stage, attempt)

@@ -73,7 +73,7 @@ def measure(job: FineTuneJob, hint: str = hub_reach.HINT) -> Measured:
     facts = _read(cached)
     if facts is None and hub_reach.missing({job.spec.model.uri: "model"}):
         note(
-            f"the size of {job.spec.model.uri} is assumed: {hub_reach.out_of_reach()}, "
+            f"the size of {job.spec.model.uri} is assumed: {hub_reach.unreachable_reason()}, "
             f"and there is no copy here. {hint}."
         )
         return Measured(None, own_hardware())

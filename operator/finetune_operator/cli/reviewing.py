@@ -25,13 +25,13 @@ class Reviewed:
     entry: JobEntry
     plan: JobPlan | None
     problems: tuple[Problem, ...] = ()
-    over: str = ""
+    budget_problem: str = ""
     """Reason why a job that could run exceeds the limits."""
 
     @property
     def passes(self) -> bool:
         """True if there is no objection to it."""
-        return self.plan is not None and not self.over
+        return self.plan is not None and not self.budget_problem
 
     def data(self) -> dict[str, Any]:
         """Return the data for `-o json`."""
@@ -41,7 +41,7 @@ class Reviewed:
             "line": self.entry.document.line,
             "name": self.entry.job.name,
             "passes": self.passes,
-            "over": self.over or None,
+            "over": self.budget_problem or None,
             "problems": [problem_data(self.entry.source, one) for one in self.problems],
             "plan": None
             if plan is None
@@ -95,7 +95,9 @@ def markdown(review: Review) -> str:
         parts += ["There is no job in these files.", ""]
     problems = [described(problem, source) for source, problem in review.unread]
     problems += [described(problem, one.entry.source) for one in review.jobs for problem in one.problems]
-    problems += [f"{one.entry.source}: {one.entry.job.name}: {one.over}" for one in review.jobs if one.over]
+    problems += [
+        f"{one.entry.source}: {one.entry.job.name}: {one.budget_problem}" for one in review.jobs if one.budget_problem
+    ]
     if problems:
         parts += ["### Problems", "", *(f"- {_plain(line)}" for line in problems), ""]
     for one in review.jobs:

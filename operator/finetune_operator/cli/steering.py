@@ -19,7 +19,7 @@ from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 STOP_SECONDS = 600.0
 """Seconds that an attempt may take to save its checkpoint and end; `template`'s grace period is far below that."""
-KEPT_ANNOTATION = "kubectl.kubernetes.io/last-applied-configuration"
+LAST_APPLIED_ANNOTATION = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def manifest_of(job: ClusterJob) -> dict[str, Any]:
     raw = job.raw
     found = raw["metadata"].get("annotations", {})
     # Revisions of an endpoint restart with the job.
-    annotations = {k: v for k, v in found.items() if k not in (KEPT_ANNOTATION, ROLLBACK_ANNOTATION)}
+    annotations = {k: v for k, v in found.items() if k not in (LAST_APPLIED_ANNOTATION, ROLLBACK_ANNOTATION)}
     metadata = {"name": job.name, "namespace": job.metadata.namespace}
     labels = raw["metadata"].get("labels", {})
     return {

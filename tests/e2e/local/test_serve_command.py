@@ -131,4 +131,4 @@ def test_port_that_is_taken_is_refused(shop: Shop) -> None:
 
     assert code == 2
     assert f"cannot listen on 127.0.0.1:{port}" in err
-    assert "choose another port" in err
+    assert "choose another one" in err

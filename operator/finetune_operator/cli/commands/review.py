@@ -93,7 +93,7 @@ def _reviewed(
             _write(rendered / f"{entry.job.name}.yaml", text, "--render")
     except PlanRefused as refused:
         return Reviewed(entry, None, tuple(located(entry.document, one) for one in refused.problems))
-    return Reviewed(entry, job_plan, over=over_budget(job_plan, max_cost))
+    return Reviewed(entry, job_plan, budget_problem=over_budget(job_plan, max_cost))
 
 
 def _write(file: Path, text: str, option: str) -> None:

@@ -123,9 +123,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UsageError(
-                f"--port: cannot listen on {host}:{port}: {reason}; choose another port or host"
-            ) from error
+            raise UsageError(f"--port: cannot listen on {host}:{port}: {reason}; choose another one") from error
 
 
 def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> int:

@@ -159,7 +159,7 @@ class Runs:
     problem: str | None = None
 
 
-class _Kept(Generic[Value]):
+class _Cache(Generic[Value]):
     """Cache of values by key, valid until their sources change; the oldest are dropped."""
 
     def __init__(self, most: int) -> None:
@@ -187,8 +187,8 @@ class Workspace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._runs: _Kept[Run] = _Kept(2 * MOST_RUNS)
-        self._histories: _Kept[tuple[list[dict[str, float]], bool]] = _Kept(16)
+        self._runs: _Cache[Run] = _Cache(2 * MOST_RUNS)
+        self._histories: _Cache[tuple[list[dict[str, float]], bool]] = _Cache(16)
 
     def runs(self) -> Runs:
         """Return all runs: running ones first, then by their start, the latest first."""
