@@ -1,4 +1,4 @@
-"""`finetune debug`: one archive with everything that a maintainer would ask for, secrets removed.
+"""`finetune debug`: one archive with the diagnostics of a job, secrets removed.
 
 Objects that may not be read are left out, and `README.txt` in the archive lists them; nothing stops the rest. Secrets
 are never requested.

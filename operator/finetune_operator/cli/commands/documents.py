@@ -48,7 +48,7 @@ def schema(output: DocumentForm = DocumentOutput.JSON) -> None:
     \b
     Examples:
       finetune schema > finetunejob.schema.json
-      (then begin a job file with: # yaml-language-server: $schema=finetunejob.schema.json)
+      (then start a job file with: # yaml-language-server: $schema=finetunejob.schema.json)
     """
     from finetune_operator.api.crd import json_schema
 
