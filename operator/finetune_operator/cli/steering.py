@@ -75,7 +75,7 @@ async def restart(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
     """
     job = await cluster.job(name)
     if job.metadata.deletion_timestamp is not None:
-        raise ClusterError(f"FineTuneJob {name} is being deleted; apply its file again after that")
+        raise ClusterError(f"FineTuneJob {name} is being deleted; apply its file again once it is deleted")
     if job.outcome is not None:
         return await _recreate(cluster, job, dry_run)
     if job.spec.run_policy.suspend:
