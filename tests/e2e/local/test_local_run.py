@@ -181,7 +181,7 @@ def test_a_gate_and_metrics_may_change_after_training_and_are_judged_again(
     assert code != 0
     assert 'spec.evaluation.gate.metric was not set and is "loss"' in err
     assert "evaluation.gate.maximum is 1e-09" in err
-    assert f"what was measured is in {folder / 'report.html'}" in err
+    assert f"the measured metrics are in {folder / 'report.html'}" in err
     assert "loss of at most 1e-09 is required" in (folder / "report.html").read_text(encoding="utf-8")
     assert err.count("done in an earlier run, kept") == 2
 
