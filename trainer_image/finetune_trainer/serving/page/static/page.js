@@ -86,11 +86,11 @@ async function send(path, body, signal) {
 }
 
 function message(role, text) {
-  const words = element("span", { class: "text" }, text);
-  const line = element("li", { class: role }, element("span", { class: "who" }, role === "user" ? "You" : model.name), words);
+  const content = element("span", { class: "text" }, text);
+  const line = element("li", { class: role }, element("span", { class: "speaker" }, role === "user" ? "You" : model.name), content);
   at("empty")?.remove();
   at("talk").append(line);
-  return [line, words];
+  return [line, content];
 }
 
 // Puts the pieces of an answer behind each other as they arrive. Readers of the screen hear it once it is whole.
@@ -98,18 +98,18 @@ async function follow(response, question) {
   if (model.chat === false) conversation = [];
   message("user", question);
   at("text").value = "";
-  const [line, words] = message("assistant", "");
+  const [line, content] = message("assistant", "");
   const follows = () => line.scrollIntoView({ block: "nearest" });
   line.setAttribute("aria-busy", "true");
   try {
     for await (const piece of pieces(response)) {
-      words.textContent += piece;
+      content.textContent += piece;
       follows();
     }
   } finally {
     line.removeAttribute("aria-busy");
-    if (!words.textContent) words.textContent = "(empty answer)";
-    else conversation.push({ role: "user", content: question }, { role: "assistant", content: words.textContent });
+    if (!content.textContent) content.textContent = "(empty answer)";
+    else conversation.push({ role: "user", content: question }, { role: "assistant", content: content.textContent });
   }
 }
 
