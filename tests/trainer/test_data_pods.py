@@ -331,7 +331,7 @@ def test_a_word_that_leads_out_of_the_jobs_folder_is_not_heard(orders: str, gang
     gang.paths.state.mkdir(parents=True)
     forged = {"attempt": "attempt-1", "state": "ordered", "orders": orders}
     pod.place.write_text(json.dumps(forged), encoding="utf-8")
-    assert pod.word() is None
+    assert pod.leader_status() is None
 
 
 def test_orders_do_not_grow_with_the_rows(gang: Gang):
