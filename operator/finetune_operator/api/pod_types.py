@@ -139,7 +139,7 @@ class SecretName(SpecModel):
 
 
 class CsiVolume(SpecModel):
-    """A folder that a driver makes."""
+    """Volume of a CSI driver."""
 
     driver: ObjectName
     fs_type: Word | None = None
@@ -177,14 +177,14 @@ class ClaimMetadata(SpecModel):
 
 
 class ClaimTemplate(SpecModel):
-    """The claim to make."""
+    """Claim to create."""
 
     metadata: ClaimMetadata | None = None
     spec: ClaimSpec
 
 
 class EphemeralVolume(SpecModel):
-    """A claim of the pod's own."""
+    """Claim owned by the pod."""
 
     volume_claim_template: ClaimTemplate
 
@@ -257,18 +257,23 @@ class VolumeMount(SpecModel):
 
 
 class Toleration(SpecModel):
-    """A taint that the pod bears."""
+    """Toleration of a taint."""
 
-    key: str | None = Field(default=None, description="The taint's key. Left out, with operator Exists: any.")
-    operator: Literal["Exists", "Equal"] = Field(
-        default="Equal", description="Whether the key is enough, or the value counts too. Default Equal."
+    key: str | None = Field(
+        default=None, description="Key of the taint. If unset, with operator Exists, any key matches."
     )
-    value: str | None = Field(default=None, description="The taint's value, for Equal. Left out: the empty one.")
+    operator: Literal["Exists", "Equal"] = Field(
+        default="Equal",
+        description="Relation to the taint: Exists matches any value, Equal the given one. Defaults to Equal.",
+    )
+    value: str | None = Field(
+        default=None, description="Value of the taint, for operator Equal. Defaults to the empty value."
+    )
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="The taint's effect. Left out: any."
+        default=None, description="Effect of the taint. Defaults to any effect."
     )
     toleration_seconds: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = Field(
-        default=None, description="How long a NoExecute taint is borne, in seconds. Left out: for ever."
+        default=None, description="Seconds for which a NoExecute taint is tolerated. If unset, it is tolerated forever."
     )
 
 
@@ -281,20 +286,20 @@ class NodeRequirement(SpecModel):
 
 
 class NodeTerm(SpecModel):
-    """Conditions that hold together."""
+    """Conditions that must all hold."""
 
     match_expressions: tuple[NodeRequirement, ...] | None = None
     match_fields: tuple[NodeRequirement, ...] | None = None
 
 
 class NodeTerms(SpecModel):
-    """Terms of which one has to hold."""
+    """Terms of which at least one must hold."""
 
     node_selector_terms: tuple[NodeTerm, ...] = Field(min_length=1)
 
 
 class PreferredNodeTerm(SpecModel):
-    """A term that is better met."""
+    """Preferred term with its weight."""
 
     weight: Annotated[int, Field(ge=1, le=100)]
     preference: NodeTerm
@@ -334,7 +339,7 @@ class PodTerm(SpecModel):
 
 
 class WeightedPodTerm(SpecModel):
-    """The same, better met."""
+    """Preferred term on pods with its weight."""
 
     weight: Annotated[int, Field(ge=1, le=100)]
     pod_affinity_term: PodTerm
@@ -375,7 +380,7 @@ class SeLinuxOptions(SpecModel):
 
 
 class PodSecurityContext(SpecModel):
-    """Settings that PodSecurity `restricted` leaves open."""
+    """Settings that PodSecurity `restricted` allows."""
 
     run_as_user: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     run_as_group: Id | None = None
