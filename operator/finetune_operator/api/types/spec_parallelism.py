@@ -32,7 +32,7 @@ class OffloadSpec(SpecModel):
 
 
 class PipelineSpec(SpecModel):
-    """Pipeline parallelism: the layers in stages on several processes, split so that the slowest is as fast as possible."""
+    """Pipeline parallelism: layers in stages on several processes, split for the fastest slowest stage."""
 
     degree: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1,
