@@ -125,8 +125,8 @@ def test_a_problem_names_rule_and_way_out() -> None:
         Problem(
             "limits.restartDelaySeconds",
             "60.0",
-            "cannot be above limits.restartDelayMostSeconds, 30",
-            "exchange the two, or raise the other",
+            "must not be above limits.restartDelayMostSeconds, 30",
+            "swap the two, or raise limits.restartDelayMostSeconds",
         )
     ]
 

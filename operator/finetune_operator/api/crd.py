@@ -35,7 +35,7 @@ from finetune_operator.api.shapes import (
     spec_shape,
     status_shape,
 )
-from finetune_operator.api.syntax import LABEL_VALUE_PATTERN, MAX_NAME, NAME_PATTERN
+from finetune_operator.api.syntax import DNS_LABEL_RULE, LABEL_VALUE_PATTERN, MAX_NAME, NAME_PATTERN
 from finetune_operator.api.template import (
     CODE_ENV,
     RESERVED_ENV,
@@ -186,7 +186,7 @@ def _root() -> Schema:
         "x-kubernetes-validations": [
             {
                 "rule": f"self.metadata.name.size() <= {MAX_NAME} && self.metadata.name.matches('{NAME_PATTERN}')",
-                "message": f"metadata.name has at most {MAX_NAME} characters, a-z, 0-9 and -, and no - at its ends",
+                "message": f"metadata.name {DNS_LABEL_RULE}",
             },
             *_immutability(),
         ],
@@ -200,14 +200,14 @@ def _item_rules(path: str) -> Schema:
             taken = [f"self.name == '{name}'" for name in sorted(RESERVED_ENV | CODE_ENV)]
             taken += [f"self.name.startsWith('{prefix}')" for prefix in RESERVED_ENV_PREFIXES]
             rules = [
-                (f"!({' || '.join(taken)})", "is a variable of the operator, of the launcher or of the image", ".name"),
+                (f"!({' || '.join(taken)})", "is reserved for the operator, the launcher or the image", ".name"),
                 (f"!has(self.value) || !self.value.matches('{HUB_TOKEN_PATTERN}')", "looks like a Hub token: "
-                 "put it into a Secret, and name that in spec.secrets.hubToken", ".value"),
+                 "put it into a Secret, and reference that in spec.secrets.hubToken", ".value"),
             ]  # fmt: skip
         case "template.volumes":
             taken = [f"self.name == '{name}'" for name in sorted(RESERVED_VOLUMES)]
             taken.append(f"self.name.startsWith('{RESERVED_VOLUME_PREFIX}')")
-            rules = [(f"!({' || '.join(taken)})", "is the name of a volume of the operator", ".name")]
+            rules = [(f"!({' || '.join(taken)})", "is reserved for a volume of the operator", ".name")]
         case _:
             return {}
     return {
@@ -383,14 +383,17 @@ def json_schema() -> Schema:
         "additionalProperties": False,
         "required": ["apiVersion", "kind", "metadata", "spec"],
         "properties": {
-            "apiVersion": {"const": API_VERSION, "description": "API group and version. Required."},
-            "kind": {"const": KIND, "description": "Kind. Required."},
+            "apiVersion": {"const": API_VERSION, "description": "API group and version of the object. Required."},
+            "kind": {"const": KIND, "description": "Kind of the object. Required."},
             "metadata": {
                 "type": "object",
                 "required": ["name"],
                 "properties": {
                     "name": name,
-                    "namespace": {"type": "string", "description": "Left out: the current one."},
+                    "namespace": {
+                        "type": "string",
+                        "description": "Namespace of the job. Defaults to the current namespace.",
+                    },
                 },
             },
             "spec": _editor_node(spec_shape()),

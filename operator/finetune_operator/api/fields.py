@@ -139,9 +139,9 @@ def _field_problem(
         return _unknown(full, value, hint)
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
-    rule, way_out = wrong_value(shape, full, value, schemes)
+    rule, wrong_hint = wrong_value(shape, full, value, schemes)
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
-    return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
+    return Problem(format_path(full), describe_value(value, full), rule, wrong_hint, reason=reason)
 
 
 def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
@@ -170,17 +170,17 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     value = value_at(document, path)
     data = value_at(document, ("dataset", "uri"))
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), task=task, data=data)
-    told = _SETS_ONE.fullmatch(hint.text)
-    given = value_at(document, tuple(told[1].split("."))) if told is not None else None
-    if told is None or not isinstance(given, str) or given == "auto" or told[2] == given:
+    setting = _SETS_ONE.fullmatch(hint.text)
+    given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
+    if setting is None or not isinstance(given, str) or given == "auto" or setting[2] == given:
         return hint
     if path == ("model", "checkpoint"):
         return NameHint(
-            "leave it out: with spec.checkpoints.resume auto, a run goes on from the newest checkpoint in "
+            "leave it out: with spec.checkpoints.resume auto, a run resumes from the newest checkpoint in "
             "spec.storage.workspace"
         )
-    own = describe_value(given, path)
-    return NameHint(f"leave it out: spec.{told[1]} is {own} already; or write this in its place")
+    current = describe_value(given, path)
+    return NameHint(f"leave it out: spec.{setting[1]} is already {current}; or replace that value")
 
 
 def value_at(value: JsonValue, path: Path) -> JsonValue:

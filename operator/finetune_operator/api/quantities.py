@@ -23,7 +23,7 @@ def parse_quantity(text: str) -> Decimal:
     """Parse `500m` as 0.5, `64Gi` as 68719476736; raise ValueError for anything that Kubernetes would not accept."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no quantity such as 8, 500m or 64Gi")
+        raise ValueError(f"{text!r} is not a quantity such as 8, 500m or 64Gi")
     return Decimal(match["number"]) * _UNITS[match["unit"]]
 
 

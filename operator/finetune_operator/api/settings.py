@@ -469,7 +469,7 @@ class Settings(SpecModel):
     namespaces: tuple[DnsLabel, ...] = Field(
         default=(), description="Namespaces whose jobs the operator runs. Defaults to all."
     )
-    defaults: Defaults = Field(default=Defaults(), description="Defaults of jobs.")
+    defaults: Defaults = Field(default=Defaults(), description="Defaults of fields that a job leaves unset.")
     limits: Limits = Field(default=Limits(), description="Timeouts and retries.")
     progress: Progress = Field(default=Progress(), description="Progress reports of pods.")
     spot: Spot = Field(default=Spot(), description="Spot nodes.")

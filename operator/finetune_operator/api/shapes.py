@@ -103,13 +103,13 @@ class Shape:
 @cache
 def spec_shape() -> Shape:
     """Return the shape of `spec`."""
-    return shape_of(FineTuneJobSpec, "What the user wants. Required.")
+    return shape_of(FineTuneJobSpec, "Desired state of the job. Required.")
 
 
 @cache
 def status_shape() -> Shape:
     """Return the shape of `status`."""
-    return shape_of(FineTuneJobStatus, "What the operator knows; nobody else writes it.")
+    return shape_of(FineTuneJobStatus, "Observed state of the job. Written only by the operator.")
 
 
 def find(shape: Shape, path: Sequence[PathPart]) -> Shape | None:
@@ -206,7 +206,7 @@ def _body_sentence(body: Body) -> str:
 
 
 def _range(minimum: float | None, maximum: float | None, above: bool, below: bool) -> str:
-    if maximum == MAX_INT:  # the bound of the format, of no interest to anybody
+    if maximum == MAX_INT:  # bound of the format, not of interest to users
         maximum = None
     if minimum is not None and maximum is not None and not above and not below:
         return f" from {_plain(minimum)} to {_plain(maximum)}"
