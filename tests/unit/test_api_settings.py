@@ -147,7 +147,7 @@ def test_a_file_with_wrong_settings_is_refused_with_all_their_paths(tmp_path: Pa
         read_settings_file(file)
     assert refused.value.problems == (
         f"{file}: limits.imagePullSecond 5: there is no such field; did you mean imagePullSeconds?",
-        f'{file}: currency "dollars": must be a currency\'s ISO 4217 code, such as USD; change it, or leave it out',
+        f'{file}: currency "dollars": must be an ISO 4217 currency code, such as USD; change it, or leave it out',
     )
 
 

@@ -188,7 +188,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimisation": {}},
             (
                 f"{FIELD}.zero_optimisation",
-                "DeepSpeed knows no such key and would ignore it",
+                "is not a DeepSpeed key, so that DeepSpeed would ignore it",
                 "did you mean zero_optimization?",
             ),
             id="a typing error",
@@ -197,7 +197,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimization": {"reduce_bucket": 5}},
             (
                 f"{FIELD}.zero_optimization.reduce_bucket",
-                "DeepSpeed knows no such key and would ignore it",
+                "is not a DeepSpeed key, so that DeepSpeed would ignore it",
                 "did you mean reduce_bucket_size?",
             ),
             id="a typing error below",
@@ -222,7 +222,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
         ),
         pytest.param(
             {"zero_optimization": 2},
-            (f"{FIELD}.zero_optimization", "it is an object in DeepSpeed", "write its keys below it"),
+            (f"{FIELD}.zero_optimization", "must be an object for DeepSpeed", "write its keys below it"),
             id="a number where an object belongs",
         ),
     ],

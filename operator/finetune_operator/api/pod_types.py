@@ -23,7 +23,7 @@ from finetune_operator.api.types import (
     SpecModel,
 )
 
-Word: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+ShortText: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Mode: TypeAlias = Annotated[int, Field(ge=0, le=0o777)]
 DataKey: TypeAlias = Annotated[str, StringConstraints(pattern=DATA_KEY_PATTERN, max_length=253)]
 Id: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -37,14 +37,14 @@ class FieldRef(SpecModel):
     """A field of the pod."""
 
     api_version: Literal["v1"] = "v1"
-    field_path: Word
+    field_path: ShortText
 
 
 class ResourceFieldRef(SpecModel):
     """A request or limit of a container."""
 
-    container_name: Word | None = None
-    resource: Word
+    container_name: ShortText | None = None
+    resource: ShortText
     divisor: Quantity | None = None
 
 
@@ -142,7 +142,7 @@ class CsiVolume(SpecModel):
     """Volume of a CSI driver."""
 
     driver: ObjectName
-    fs_type: Word | None = None
+    fs_type: ShortText | None = None
     node_publish_secret_ref: SecretName | None = None
     read_only: bool | None = None
     volume_attributes: dict[str, str] | None = None
@@ -193,7 +193,7 @@ class TokenFile(SpecModel):
     """A token of the service account as a file."""
 
     path: RelativePath
-    audience: Word | None = None
+    audience: ShortText | None = None
     expiration_seconds: Annotated[int, Field(ge=600, le=2**32)] | None = None
 
 
@@ -280,7 +280,7 @@ class Toleration(SpecModel):
 class NodeRequirement(SpecModel):
     """A condition on a label or field of a node."""
 
-    key: Word
+    key: ShortText
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]
     values: tuple[str, ...] | None = None
 
@@ -317,7 +317,7 @@ class NodeAffinity(SpecModel):
 class LabelRequirement(SpecModel):
     """A condition on a label."""
 
-    key: Word
+    key: ShortText
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
     values: tuple[str, ...] | None = None
 
@@ -333,7 +333,7 @@ class PodTerm(SpecModel):
     """Pods to be near to, or away from."""
 
     label_selector: LabelSelector | None = None
-    topology_key: Word
+    topology_key: ShortText
     namespaces: tuple[DnsLabel, ...] | None = None
     namespace_selector: LabelSelector | None = None
 

@@ -459,8 +459,8 @@ class Allow(SpecModel):
 
     def names(self, which: AllowedNames) -> tuple[str, ...]:
         """Return the globs of one list: its own, or else the profile's."""
-        own: tuple[str, ...] | None = getattr(self, which)
-        return PROFILES[self.profile][which] if own is None else own
+        configured: tuple[str, ...] | None = getattr(self, which)
+        return PROFILES[self.profile][which] if configured is None else configured
 
 
 class Settings(SpecModel):

@@ -140,10 +140,8 @@ def _shape(model: type[BaseModel]) -> Shape:
     return shape_of(model)
 
 
-def _forbidden(path: Path, value: object, rule: str, way_out: str, reason: Reason = "Forbidden") -> Problem:
-    return Problem(
-        format_path(path), None if value is None else describe_value(value, path), rule, way_out, reason=reason
-    )
+def _forbidden(path: Path, value: object, rule: str, hint: str, reason: Reason = "Forbidden") -> Problem:
+    return Problem(format_path(path), None if value is None else describe_value(value, path), rule, hint, reason=reason)
 
 
 def _duplicates(names: Sequence[str | None], path: Path, field: str = "name") -> Iterator[Problem]:
@@ -426,11 +424,11 @@ def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Ite
         yield Problem(
             format_path(where), describe_value(mount.mount_path), "must not contain ..", "write the path without .."
         )
-    elif taken := [own for own in RESERVED_FOLDERS if _overlap(folder, own)]:
+    elif reserved := [own for own in RESERVED_FOLDERS if _overlap(folder, own)]:
         yield _forbidden(
             where,
             mount.mount_path,
-            f"overlaps {taken[0]}, which the trainer uses",
+            f"overlaps {reserved[0]}, which the trainer uses",
             "choose another folder, e.g. /mnt",
         )
     elif system := [own for own in SYSTEM_FOLDERS if _overlap(folder, own)]:
