@@ -526,7 +526,7 @@ NOTES: dict[str, tuple[Object, list[str], list[str]]] = {
         {"watchNamespaces": ["team-a"], "rbac": {"tokenReview": True}}, [], ["progress"],
     ),
     "without progress": ({"settings": {"progress": {"enabled": False}}}, ["Pods do not report progress"], []),
-    "without the kind": ({"crds": {"install": False}}, ["not part of this release"], ["leaves jobs"]),
+    "without the kind": ({"crds": {"install": False}}, ["not part of this release"], ["Uninstalling retains"]),
     "without a test": ({"tests": {"enabled": False}}, [], ["helm --namespace"]),
 }  # fmt: skip
 

@@ -116,7 +116,7 @@ def names_reference() -> str:
         "",
         "These settings are accepted in `spec.training.arguments` or `spec.parallelism.deepspeedConfig`. They set a",
         "field of the job that has its default, or are ignored if they change nothing; `finetune validate`, `plan` and",
-        "`run` report this. In `deepspeedConfig`, every `auto` is ignored as well, and every key that equals its field.",
+        "`run` report this. In `deepspeedConfig`, every `auto` is ignored as well, and any key that equals its field.",
         "",
         "| In | Setting | Effect |",
         "|---|---|---|",
