@@ -37,7 +37,7 @@ def words(element: ElementTree.Element) -> list[str]:
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_the_picture_was_made_of_the_dashboard_and_the_samples_as_they_are(name: str) -> None:
+def test_picture_is_up_to_date_with_dashboard_and_samples(name: str) -> None:
     found = ElementTree.parse(picture(name)).getroot().findtext(f"{SVG}metadata")
     assert found == mark(name, SAMPLES), AGAIN
 

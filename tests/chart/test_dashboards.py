@@ -215,7 +215,7 @@ def test_the_state_of_a_job_has_its_values_and_names() -> None:
     assert found[attempt] == "2x240"
 
 
-def test_the_state_of_a_new_job_is_told_without_errors() -> None:
+def test_state_metrics_of_a_new_job_have_no_errors() -> None:
     new = {
         "metadata": {"name": "a", "namespace": "b", "creationTimestamp": "2026-01-01T12:00:00Z"},
         "spec": {"task": "t"},

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("path", GENERATED)
-def test_a_generated_file_is_what_its_source_says_now(path: str) -> None:
+def test_generated_file_is_up_to_date(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == GENERATED[path](), "run: make generate"
 
 

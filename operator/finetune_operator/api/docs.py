@@ -135,7 +135,7 @@ def _training_arguments() -> Iterator[str]:
     """Yield a section that lists which fields of TrainingArguments a job may set."""
     rest = sorted(known_arguments().keys() - FREE - OWNED_BY_PLAN.keys())
     yield from ("## Fields of transformers.TrainingArguments", "")
-    yield from ("`spec.training.arguments` takes these, and each has its effect:", "", f"{_codes(sorted(FREE))}.", "")
+    yield from ("`spec.training.arguments` accepts these fields:", "", f"{_codes(sorted(FREE))}.", "")
     yield from ("These are refused, because a field of the job decides them:", "", "| Field | Set |", "|---|---|")
     yield from (f"| `{name}` | `spec.{field}` |" for name, field in OWNED_BY_PLAN.items())
     yield from ("", "These are refused, because the trainer itself controls their effect:", "")
@@ -177,8 +177,8 @@ def _sections(path: str, shape: Shape) -> Iterator[str]:
     yield from (f"## {path}", "", _cell(shape.group or shape.description), "")
     yield from ("| Field | Values | Default | Description |", "|---|---|---|---|")
     for name, inner in fields.items():
-        takes = _cell(sentence(inner)) if not _fields(inner) else " or ".join([*inner.words, "see below"])
-        yield f"| `{name}` | {takes} | {_default(inner)} | {_cell(inner.description)} |"
+        values = _cell(sentence(inner)) if not _fields(inner) else " or ".join([*inner.words, "see below"])
+        yield f"| `{name}` | {values} | {_default(inner)} | {_cell(inner.description)} |"
     yield ""
     for name, inner in fields.items():
         if _fields(inner):

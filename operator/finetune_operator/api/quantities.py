@@ -38,8 +38,8 @@ def size_hint(text: str, least: str, usual: str) -> str:
     if found is None:
         return f"write a size such as {usual}"
     units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
-    meant = (f"{found[1]}{unit}" for unit in units)
-    return f"write {next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)}"
+    candidates = (f"{found[1]}{unit}" for unit in units)
+    return f"write {next((each for each in candidates if parse_quantity(each) >= parse_quantity(least)), usual)}"
 
 
 def human_bytes(count: float) -> str:

@@ -424,14 +424,14 @@ def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Ite
         yield Problem(
             format_path(where), describe_value(mount.mount_path), "must not contain ..", "write the path without .."
         )
-    elif reserved := [own for own in RESERVED_FOLDERS if _overlap(folder, own)]:
+    elif reserved := [each for each in RESERVED_FOLDERS if _overlap(folder, each)]:
         yield _forbidden(
             where,
             mount.mount_path,
             f"overlaps {reserved[0]}, which the trainer uses",
             "choose another folder, e.g. /mnt",
         )
-    elif system := [own for own in SYSTEM_FOLDERS if _overlap(folder, own)]:
+    elif system := [each for each in SYSTEM_FOLDERS if _overlap(folder, each)]:
         yield _forbidden(
             where, mount.mount_path, f"overlaps {system[0]}, which holds code and settings of the image",
             "choose another folder, e.g. below /mnt",
@@ -447,9 +447,9 @@ def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Ite
         )
 
 
-def _overlap(folder: str, own: str) -> bool:
+def _overlap(folder: str, other: str) -> bool:
     """Return True if one folder is or contains the other; a mount above one of our folders would hide it."""
-    return folder == "/" or folder == own or folder.startswith(f"{own}/") or own.startswith(f"{folder}/")
+    return folder == "/" or folder == other or folder.startswith(f"{other}/") or other.startswith(f"{folder}/")
 
 
 # ------------------------------------------------------------------------------------------------------------- security
