@@ -46,7 +46,7 @@ class FineTuneJobSpec(SpecModel):
     )
     parallelism: ParallelismSpec = Field(
         default=ParallelismSpec(),
-        description="Distribution of the model over devices. If unset, the operator chooses it.",
+        description="Distribution of the model over devices. If unset, the plan chooses it.",
     )
     resources: ResourcesSpec = Field(
         default=ResourcesSpec(), description="Nodes and devices of the job. Defaults to one node without GPUs."
@@ -66,7 +66,7 @@ class FineTuneJobSpec(SpecModel):
         " are retained.",
     )
     spot: SpotSpec = Field(
-        default=SpotSpec(), description="Training on spot nodes. If unset, the job runs on any nodes."
+        default=SpotSpec(), description="Training on spot nodes. If unset, the job trains on any nodes."
     )
     evaluation: EvaluationSpec | None = Field(
         default=None,
@@ -99,7 +99,9 @@ class FineTuneJobSpec(SpecModel):
     )
     image: Image | None = Field(default=None, description="Trainer image. Defaults to that of the operator's settings.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
-        default=None, description="Pull policy of the image. Defaults to Kubernetes' own default."
+        default=None,
+        description="Pull policy of the image. Defaults to that of the operator's settings, else to Kubernetes' "
+        "default.",
     )
     run_policy: RunPolicySpec = Field(
         default=RunPolicySpec(),

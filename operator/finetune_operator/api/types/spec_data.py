@@ -147,10 +147,10 @@ class DatasetSpec(SpecModel):
     """Rows to train, evaluate or predict on."""
 
     uri: Uri = Field(
-        description="Location of the data: hf://org/name, or a folder, file or glob with any scheme. Formats: jsonl, "
-        "json, csv, tsv and txt (one row per line), also compressed as .gz, .zst, .bz2 or .xz, parquet and"
-        " arrow. file://path without a third slash is relative to the job file's folder. s3://, gs:// and "
-        "az:// are not supported yet. Required."
+        description="Location of the data: hf://org/name, or a folder, file or glob with any scheme. Formats: parquet,"
+        " arrow, and jsonl, json, csv, tsv or txt (one row per line), the latter five also compressed as "
+        ".gz, .zst, .bz2 or .xz. file://path without a third slash is relative to the job file's folder. "
+        "s3://, gs:// and az:// are not supported yet. Required."
     )
     config: Text | None = Field(
         default=None,

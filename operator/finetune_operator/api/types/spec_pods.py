@@ -40,7 +40,8 @@ class TemplateSpec(SpecModel):
         default=None, description="Service account of the pods. Defaults to that of the namespace."
     )
     image_pull_secrets: Annotated[tuple[SecretSpec, ...], Field(max_length=16)] = Field(
-        default=(), description="Secrets for pulling images. Defaults to none."
+        default=(),
+        description="Secrets for pulling images, in addition to those of the operator's settings. Defaults to none.",
     )
     env: Annotated[tuple[FreeObject, ...], Field(max_length=128)] = Field(
         default=(),
@@ -74,7 +75,9 @@ class RunPolicySpec(SpecModel):
         "restarted from its last checkpoint. Defaults to limits.progressSeconds of the operator's settings.",
     )
     ttl_seconds_after_finished: NonNegative | None = Field(
-        default=None, description="Seconds after the job finishes until it is deleted. If unset, it is not deleted."
+        default=None,
+        description="Seconds after the job finishes until it is deleted. Defaults to that of the operator's settings; "
+        "if neither is set, the job is not deleted.",
     )
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=3,
@@ -94,5 +97,7 @@ class RunPolicySpec(SpecModel):
         default=None, description="Local queue of Kueue. Not supported yet. If unset, the job is not queued."
     )
     priority_class_name: ObjectName | None = Field(
-        default=None, description="Priority class of the pods. Defaults to the cluster's default."
+        default=None,
+        description="Priority class of the pods. Defaults to that of the operator's settings, else to the cluster's "
+        "default.",
     )

@@ -101,7 +101,8 @@ class StorageSpec(SpecModel):
     size: Quantity = Field(default="100Gi", description="Size of a claim that the operator creates. Defaults to 100Gi.")
     storage_class_name: ObjectName | None = Field(
         default=None,
-        description="Storage class of a claim that the operator creates. Defaults to the cluster's default.",
+        description="Storage class of a claim that the operator creates. Defaults to that of the operator's settings, "
+        "else to the cluster's default.",
     )
 
 
