@@ -315,18 +315,26 @@ class NodeAffinity(SpecModel):
 
 
 class LabelRequirement(SpecModel):
-    """A condition on a label."""
+    """Requirement on a label."""
 
-    key: ShortText
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
-    values: tuple[str, ...] | None = None
+    key: ShortText = Field(description="Key of the label. Required.")
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
+        description="Relation of the label to values. Required."
+    )
+    values: tuple[str, ...] | None = Field(
+        default=None, description="Values for operators In and NotIn; unset for Exists and DoesNotExist."
+    )
 
 
 class LabelSelector(SpecModel):
-    """Conditions on labels."""
+    """Selector of objects by their labels."""
 
-    match_labels: dict[str, str] | None = None
-    match_expressions: tuple[LabelRequirement, ...] | None = None
+    match_labels: dict[str, str] | None = Field(
+        default=None, description="Labels with their values, all of which must match. Defaults to none."
+    )
+    match_expressions: tuple[LabelRequirement, ...] | None = Field(
+        default=None, description="Requirements on labels, all of which must hold. Defaults to none."
+    )
 
 
 class PodTerm(SpecModel):

@@ -173,7 +173,9 @@ def accepts(shape: Shape, value: JsonValue) -> bool:
 def sentence(shape: Shape) -> str:
     """Describe the accepted values, to follow "must be"."""
     if shape.body is None:
-        return f"one of {', '.join(shape.words)}" if len(shape.words) > 1 else shape.words[0]
+        # The empty text is visible only in quotes.
+        words = ['""' if word == "" else word for word in shape.words]
+        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
     return " or ".join([*shape.words, _body_sentence(shape.body)])
 
 
