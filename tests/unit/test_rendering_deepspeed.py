@@ -206,7 +206,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"train_batch_size": 128},
             (
                 f"{FIELD}.train_batch_size",
-                "spec.training.globalBatchSize decides it",
+                "is set by spec.training.globalBatchSize",
                 "set spec.training.globalBatchSize to 128, and leave this out",
             ),
             id="a number that the spec has",
@@ -215,7 +215,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             (
                 f"{FIELD}.zero_optimization.offload_optimizer.device",
-                "spec.parallelism.offload.optimizer decides it",
+                "is set by spec.parallelism.offload.optimizer",
                 "set spec.parallelism.offload.optimizer to cpu, and leave this out",
             ),
             id="a choice that the spec has, two levels down",

@@ -57,7 +57,7 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
             yield Problem(
                 where,
                 shown,
-                f"spec.{field} decides it",
+                f"is set by spec.{field}",
                 owned_key(field, value),
                 reason="Forbidden",
             )

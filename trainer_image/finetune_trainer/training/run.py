@@ -46,6 +46,7 @@ from finetune_trainer.strategies.strategy_protocol import Strategy, tied_names
 from finetune_trainer.tasks.task_protocol import TaskModule, compared
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
+from finetune_trainer.training.chunked_loss import chunk_loss
 from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.dropout import share_random_bits
 from finetune_trainer.training.history import History, RunFigures
@@ -227,6 +228,8 @@ def _start(run: _Run) -> _Start:
     if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
         share_random_bits(model)
     in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
+    if run.task.objective is None:
+        chunk_loss(model, training)
     return _Start(model, began_with, adapted, in_float8, digest)
 
 
