@@ -18,7 +18,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJobStatus, Phase, ProgressStatus
-from finetune_operator.reconcile.fleet_figures import Fleet, fleet
+from finetune_operator.reconcile.fleet_metrics import Fleet, fleet
 from finetune_operator.reconcile.reconcile_types import Decision, JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status_times import stamp

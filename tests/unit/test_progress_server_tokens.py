@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_operator.shell import tokens
-from finetune_operator.shell.rates import Rate
+from finetune_operator.shell.rate_limit import Rate
 from finetune_operator.shell.tokens import (
     PodIdentity,
     RefusedToken,

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 import pytest
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Limits
-from finetune_operator.reconcile.course import Course
-from finetune_operator.reconcile.endings import delay_seconds
+from finetune_operator.reconcile.attempt_outcomes import delay_seconds
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.reconcile_types import PodView, Waiting
 from finetune_operator.reconcile.results import _numbers, headline
 from finetune_operator.reconcile.status import complete

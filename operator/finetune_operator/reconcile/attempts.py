@@ -14,16 +14,16 @@ from finetune_contract.causes import ECHOES
 from finetune_contract.choices import Stage
 from finetune_operator.api.types import StageStatus
 from finetune_operator.planning.plan_types import PlanRefused
-from finetune_operator.reconcile.course import Course, reference
-from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
+from finetune_operator.reconcile.attempt_outcomes import attempt_failed, stage_succeeded
 from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_lost, reported_success, without_report
 from finetune_operator.reconcile.gang_placement import look_for_rest
+from finetune_operator.reconcile.hang_detection import no_progress, silence, witnesses
 from finetune_operator.reconcile.planned import configuration
+from finetune_operator.reconcile.pod_replacement import standing, tell_replaced, telling
+from finetune_operator.reconcile.reconcile_state import Course, reference
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
-from finetune_operator.reconcile.replacing import standing, tell_replaced, telling
 from finetune_operator.reconcile.results import nodes
-from finetune_operator.reconcile.silence import no_progress, silence, witnesses
 from finetune_operator.reconcile.spot import clock_started, look_for_nodes, words
 from finetune_operator.reconcile.status import NO_PROGRESS, condition
 from finetune_operator.reconcile.status_times import earliest, moment, stamp

@@ -17,9 +17,8 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
 from finetune_operator.launchers.launcher_registry import stage
 from finetune_operator.planning.plan_types import PlanRefused
+from finetune_operator.reconcile.attempt_outcomes import delay_seconds, give_up, refused
 from finetune_operator.reconcile.attempts import gone_after, settle
-from finetune_operator.reconcile.course import Course, Stalled, reference
-from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
 from finetune_operator.reconcile.endpoint_phase import (
     SERVE,
     reopened,
@@ -37,6 +36,7 @@ from finetune_operator.reconcile.planned import (
     problems_text,
     with_nodes,
 )
+from finetune_operator.reconcile.reconcile_state import Course, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,

@@ -15,11 +15,17 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.types import ArtifactsStatus, EndpointStatus, StageStatus
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import PlanRefused
-from finetune_operator.reconcile.course import Course, Serves, Stalled, reference
-from finetune_operator.reconcile.endings import delay_seconds
+from finetune_operator.reconcile.attempt_outcomes import delay_seconds
+from finetune_operator.reconcile.endpoint_problems import (
+    WAITING,
+    start_trouble,
+    view_of,
+    volume_deadline,
+    why_not_ready,
+)
 from finetune_operator.reconcile.endpoint_rollout import Rollout, asked, rollout, stopped, told, with_trouble
-from finetune_operator.reconcile.endpoint_trouble import WAITING, start_trouble, view_of, volume_deadline, why_not_ready
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
+from finetune_operator.reconcile.reconcile_state import Course, Serves, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.status import condition

@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import JsonValue, ValidationError
 
 from finetune_operator.api.types import EndpointSpec, EndpointStatus, RevisionStatus
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.reconcile_types import EndpointView
 from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION

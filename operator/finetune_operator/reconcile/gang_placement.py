@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from finetune_contract.choices import Stage
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import StageStatus
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.reconcile.usage import attempt_stopped

@@ -26,13 +26,13 @@ from finetune_operator.api.validation import validate_job
 from finetune_operator.launchers.kserve_kind import KSERVE_LABEL
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 from finetune_operator.reconcile.children import attempt_of
-from finetune_operator.reconcile.course import heard_by
 from finetune_operator.reconcile.failure_diagnosis import first_cause, reported_success, without_report
+from finetune_operator.reconcile.hang_detection import silence, witnesses
+from finetune_operator.reconcile.pod_replacement import standing, telling
 from finetune_operator.reconcile.raw import RawPod
+from finetune_operator.reconcile.reconcile_state import heard_by
 from finetune_operator.reconcile.reconcile_types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
-from finetune_operator.reconcile.replacing import standing, telling
-from finetune_operator.reconcile.silence import silence, witnesses
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 

@@ -24,7 +24,7 @@ from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.gpu_nodes import told_by
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesTold, PlanRefused
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
 from finetune_operator.rendering.render_types import Attempt, Owner, RenderContext

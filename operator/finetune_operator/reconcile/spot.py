@@ -16,7 +16,7 @@ from finetune_contract.layout import FailureClass
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import Capacity, SpotStatus, StageStatus
 from finetune_operator.planning.capacity import patience
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.status_times import earliest, moment, seconds_since, stamp

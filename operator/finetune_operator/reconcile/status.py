@@ -20,8 +20,8 @@ from finetune_operator.api.types import (
     ProgressStatus,
     StageStatus,
 )
-from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.planned import problems_text
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.spot import words
 from finetune_operator.reconcile.status_times import stamp
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from finetune_operator.api.types import StageStatus
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.results import cost_after
 from finetune_operator.reconcile.status_times import earliest, seconds_since, stamp

@@ -2,7 +2,7 @@
 
 /healthz fails when a task that has to run for ever has ended, or when the event loop was more than a minute late: the
 kubelet then restarts the operator, which loses nothing. /readyz succeeds once all objects are known; a stand-by is
-ready too. Neither shows anything about jobs. The port is open to many: connections are limited (listening.py), so that
+ready too. Neither shows anything about jobs. The port is open to many: connections are limited (listener.py), so that
 the kubelet is served whoever else calls.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from finetune_operator.shell.listening import Bounds
+from finetune_operator.shell.listener import Bounds
 from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.sites import Site
 

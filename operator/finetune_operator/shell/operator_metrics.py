@@ -27,7 +27,7 @@ from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
 from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, LAUNCHER_RESOURCES, OPENID, RESOURCES
-from finetune_operator.reconcile.fleet_figures import CapacityWord, Fleet, estimate_ratio, used, wait_seconds
+from finetune_operator.reconcile.fleet_metrics import CapacityWord, Fleet, estimate_ratio, used, wait_seconds
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status import ended

@@ -1,7 +1,7 @@
 """Server to which pods report their progress: HTTPS, in the protocol of Kubeflow Trainer.
 
 It accepts only cheap requests: a body of 64 KiB, one update a second from a pod, a connection of half a minute, and a
-limited number of connections at once (listening.py) and of unknown tokens of one pod or, where a token names no known
+limited number of connections at once (listener.py) and of unknown tokens of one pod or, where a token names no known
 pod, of one address. The sender is known from the token alone, and its pod has to be one of the attempt in the path.
 Losing an update disturbs nothing, so doubtful requests are refused; but the operator is notified, and then does not
 take a pod's silence for a sign that it hangs. Answers and logs hold our own text only: never a token, never a part of a
@@ -26,10 +26,9 @@ from aiohttp import web
 
 from finetune_operator.api.types import ProgressStatus
 from finetune_operator.rendering.render_types import PROGRESS_PORT
-from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import SERVICE_NAME, TlsContexts
 from finetune_operator.shell.connections import Server
-from finetune_operator.shell.listening import Bounds, Listener
+from finetune_operator.shell.listener import Bounds, Listener
 from finetune_operator.shell.progress_protocol import (
     BODY_LIMIT_BYTES,
     AttemptKey,
@@ -39,7 +38,8 @@ from finetune_operator.shell.progress_protocol import (
     progress_of,
     update_of,
 )
-from finetune_operator.shell.rates import Rate
+from finetune_operator.shell.rate_limit import Rate
+from finetune_operator.shell.request_bodies import Bodies, BodyError
 from finetune_operator.shell.tokens import (
     PodIdentity,
     RefusedToken,

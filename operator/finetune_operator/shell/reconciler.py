@@ -47,8 +47,8 @@ from finetune_operator.kubernetes_api.resources import (
     REPLICA_SET,
     resource_of,
 )
-from finetune_operator.reconcile.course import has_started
 from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
+from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
@@ -65,7 +65,7 @@ from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.owners import controller_of
 from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.rates import Rate
+from finetune_operator.shell.rate_limit import Rate
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import Entry, JobId
 

@@ -24,7 +24,7 @@ from finetune_operator.kubernetes_api.errors import (
 )
 from finetune_operator.kubernetes_api.resources import POD, SECRET, TOKEN_REVIEW
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.reconcile.fleet_figures import Fleet, fleet
+from finetune_operator.reconcile.fleet_metrics import Fleet, fleet
 from finetune_operator.reconcile.reconcile_types import JobView, PodView
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 from finetune_operator.shell.certificates import (

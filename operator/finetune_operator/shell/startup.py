@@ -26,7 +26,6 @@ from finetune_operator.kubernetes_api.errors import TooManyRequestsError, Unavai
 from finetune_operator.rendering.render_types import FIELD_OWNER
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.endpoints import HTTP_PORT
-from finetune_operator.shell.following import Followers
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import Leader
 from finetune_operator.shell.node_reading import NodeReading
@@ -38,6 +37,7 @@ from finetune_operator.shell.serving import Servers
 from finetune_operator.shell.state import Measurements, OperatorState, ProgressBook, Service
 from finetune_operator.shell.store import Store
 from finetune_operator.shell.sync import Syncer
+from finetune_operator.shell.watches import Followers
 from finetune_operator.shell.webhook import WebhookOptions
 
 log = logging.getLogger(__name__)

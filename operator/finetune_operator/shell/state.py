@@ -19,7 +19,7 @@ from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
-from finetune_operator.shell.judging import Judge
+from finetune_operator.shell.job_validation import Judge
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.queue import JobKey, WorkQueue
 from finetune_operator.shell.store import JOB_KIND, Entry, Store, key_of

@@ -1,7 +1,7 @@
 """Fill the store by one list per kind, and again whenever a watch may have missed something.
 
 Objects that vanished while a watch was interrupted are in no event. So a list is read again after an outage, and before
-a watch that cannot resume where it ended (following.py).
+a watch that cannot resume where it ended (watches.py).
 """
 
 from __future__ import annotations

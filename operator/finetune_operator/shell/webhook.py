@@ -33,10 +33,10 @@ from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.admission import NoReviewError, answer
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest
-from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import Kube
-from finetune_operator.shell.listening import TELL_SECONDS, Bounds
+from finetune_operator.shell.listener import TELL_SECONDS, Bounds
+from finetune_operator.shell.request_bodies import Bodies, BodyError
 from finetune_operator.shell.sites import Site
 
 log = logging.getLogger(__name__)

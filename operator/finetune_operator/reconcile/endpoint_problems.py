@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
 from finetune_operator.planning.names import JobNames
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.reconcile_types import EndpointView, PodView
 from finetune_operator.rendering.claims import storage
 

@@ -16,7 +16,6 @@ from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Limits
 from finetune_operator.api.types import FailureStatus, StageStatus
 from finetune_operator.planning.plan_types import PlanRefused
-from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.planned import (
     NothingLeftToAdapt,
     adapt,
@@ -26,6 +25,7 @@ from finetune_operator.reconcile.planned import (
     plan_status,
     problems_text,
 )
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause, Remedy
 from finetune_operator.reconcile.results import (
     artifacts,

@@ -15,8 +15,8 @@ from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, ProgressStatus
 from finetune_operator.reconcile.decide import decide
+from finetune_operator.reconcile.hang_detection import MOST_LOGS
 from finetune_operator.reconcile.remedies import LOG_LIMIT
-from finetune_operator.reconcile.silence import MOST_LOGS
 from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import NOON, SPEC, World, report
 from suite_plugins.fuzz import examples

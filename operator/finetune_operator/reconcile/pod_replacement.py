@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from finetune_contract.causes import ECHOES
 from finetune_operator.api.types import StageStatus
 from finetune_operator.launchers.launcher_rows import SUPPORTED
-from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.failure_diagnosis import first_cause
+from finetune_operator.reconcile.reconcile_state import Course
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 
 _WITH_DRIVERS = tuple(each.kind for each in SUPPORTED if each.driver is not None)

@@ -10,7 +10,7 @@ import pytest
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.reconcile.reconcile_types import JobView
-from finetune_operator.shell.judging import THREADS, Judge
+from finetune_operator.shell.job_validation import THREADS, Judge
 from suite_plugins.patience import patient
 
 SPEC = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "hf://c/d"}, "training": {}}
