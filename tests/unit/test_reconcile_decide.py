@@ -86,7 +86,7 @@ def test_a_job_goes_through_its_stages_and_tells_the_story_in_events():
         world.wait(90)
         world.succeed()
         world.settle()
-    assert world.told() == [
+    assert world.event_reasons() == [
         "JobAccepted",
         "Planned",
         "StageStarted",
@@ -130,7 +130,7 @@ def test_checkpoints_that_stay_are_told_with_their_size_and_place():
             kept["artifacts"] = {"model": "model", "checkpoints": "checkpoints"}
         world.succeed(**kept)
         world.settle()
-    assert world.told()[-2:] == ["CheckpointsKept", "Succeeded"]
+    assert world.event_reasons()[-2:] == ["CheckpointsKept", "Succeeded"]
     place = "pvc://reviews-workspace/reviews/checkpoints"
     (message,) = [note.message for note in world.events if note.reason == "CheckpointsKept"]
     assert message == (
@@ -332,7 +332,7 @@ def test_a_preparation_has_succeeded_with_its_first_pod_whatever_becomes_of_thos
     world.wait(600)
     assert (world.stage("prepare"), world.stage("train")) == (("Succeeded", 1), ("Running", 1))
     assert world.created == ["reviews-prepare-1", "reviews-train-1"]
-    assert "StageFailed" not in world.told()
+    assert "StageFailed" not in world.event_reasons()
 
 
 def test_a_preparation_goes_on_and_tells_of_it_while_pods_after_the_first_find_no_node():
@@ -349,7 +349,7 @@ def test_a_preparation_goes_on_and_tells_of_it_while_pods_after_the_first_find_n
     world.settle()
     world.progress = ProgressStatus(step=7)
     world.wait(600)
-    assert (world.phase, world.said("Running")[2]) == ("Preparing", f"Waiting for 1 pod of {child}: 0/3 nodes")
+    assert (world.phase, world.job_condition("Running")[2]) == ("Preparing", f"Waiting for 1 pod of {child}: 0/3 nodes")
     assert world.job().status.progress == ProgressStatus(step=7)
     world.pods[first]["status"] = {"phase": "Pending", "conditions": world.pods[unplaced]["status"]["conditions"]}
     world.settle()
@@ -405,7 +405,7 @@ def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told:
     (event,) = [note for note in world.events if note.reason == "PodReplaced"]
     assert lost in event.message
     assert f"{child} has created pod {other} in its place; what is finished is kept." in event.message
-    assert "StageFailed" not in world.told()
+    assert "StageFailed" not in world.event_reasons()
     for rank, pod in enumerate([name for name in world.pods_of(child) if name != lost]):
         world.end_pod(pod, 0, report("predict", rank=rank))
     world.end_child(child, succeeded=True)
@@ -504,7 +504,7 @@ def test_pod_lost_more_often_than_the_job_replaces_it_is_a_failure_of_the_attemp
         world.now += timedelta(seconds=60)
         pod = replaced(world, pod, lost)
         world.settle()
-    assert (world.stage("predict"), world.told().count("PodReplaced")) == (("Running", 1), 3)
+    assert (world.stage("predict"), world.event_reasons().count("PodReplaced")) == (("Running", 1), 3)
     world.end_pod(pod, 137, reason="OOMKilled")
     world.end_child(child, succeeded=False, reason="MaxFailedIndexesExceeded")
     world.settle()
@@ -540,18 +540,22 @@ def test_a_refused_spec_tells_all_problems_and_may_be_edited():
     world.spec["training"]["epochs"] = -1
     world.settle()
     assert world.phase == "Pending"
-    state, reason, message = world.said("Accepted")
+    state, reason, message = world.job_condition("Accepted")
     assert (state, reason) == ("False", "InvalidSpec")
     assert "spec.task" in message
     assert "spec.training.epochs" in message
-    assert world.said("Stalled")[:2] == ("True", "InvalidSpec")
-    assert world.said("Ready")[0] == "False"
-    assert world.said("Failed")[0] == "False"
-    assert (world.created, world.told(), world.job().status.failure) == ([], ["InvalidSpec"], None)
+    assert world.job_condition("Stalled")[:2] == ("True", "InvalidSpec")
+    assert world.job_condition("Ready")[0] == "False"
+    assert world.job_condition("Failed")[0] == "False"
+    assert (world.created, world.event_reasons(), world.job().status.failure) == ([], ["InvalidSpec"], None)
     world.spec |= {"task": "text-classification", "training": {}}
     world.generation += 1
     world.settle()
-    assert (world.phase, world.said("Accepted")[0], world.said("Stalled")[0]) == ("Preparing", "True", "False")
+    assert (world.phase, world.job_condition("Accepted")[0], world.job_condition("Stalled")[0]) == (
+        "Preparing",
+        "True",
+        "False",
+    )
 
 
 def test_a_spec_that_is_edited_into_a_bad_one_before_the_start_loses_its_plan():
@@ -563,21 +567,26 @@ def test_a_spec_that_is_edited_into_a_bad_one_before_the_start_loses_its_plan():
     world.generation += 1
     world.settle()
     status = world.job().status
-    assert (world.phase, status.plan, status.stages, world.said("Planned")[0]) == ("Pending", None, (), "Unknown")
+    assert (world.phase, status.plan, status.stages, world.job_condition("Planned")[0]) == (
+        "Pending",
+        None,
+        (),
+        "Unknown",
+    )
 
 
 def test_a_refused_plan_is_tried_again_when_the_cluster_serves_more():
     world = World()
     world.spec["launcher"] = "mpijob"
     world.settle()
-    state, reason, message = world.said("Planned")
+    state, reason, message = world.job_condition("Planned")
     assert (state, reason, world.phase, world.created) == ("False", "PlanRefused", "Pending", [])
     assert message.startswith('spec.launcher (value "mpijob")')
-    assert world.said("Stalled")[:2] == ("True", "PlanRefused")
-    assert world.told() == ["JobAccepted", "PlanRefused"]
+    assert world.job_condition("Stalled")[:2] == ("True", "PlanRefused")
+    assert world.event_reasons() == ["JobAccepted", "PlanRefused"]
     world.served = ("job", "mpijob")
     world.settle()
-    assert (world.phase, world.said("Planned")[0]) == ("Preparing", "True")
+    assert (world.phase, world.job_condition("Planned")[0]) == ("Preparing", "True")
 
 
 def test_a_job_of_another_manager_is_left_alone():
@@ -608,16 +617,16 @@ def test_a_job_suspended_from_the_start_creates_nothing():
     world = World()
     world.edit(suspend=True)
     world.settle()
-    assert (world.phase, world.created, world.others, world.told()) == (
+    assert (world.phase, world.created, world.others, world.event_reasons()) == (
         "Suspended",
         [],
         {},
         ["JobAccepted", "Planned", "Suspended"],
     )
-    assert world.said("Running")[:2] == ("False", "Suspended")
+    assert world.job_condition("Running")[:2] == ("False", "Suspended")
     world.edit(suspend=False)
     world.settle()
-    assert (world.phase, world.told()[3:]) == ("Preparing", ["Resumed", "StageStarted"])
+    assert (world.phase, world.event_reasons()[3:]) == ("Preparing", ["Resumed", "StageStarted"])
 
 
 def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charge():
@@ -633,7 +642,7 @@ def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charg
     world.edit(suspend=False)
     world.settle()
     # the pod still saves its checkpoint
-    assert (world.stage("train"), world.said("Running")[2]) == (
+    assert (world.stage("train"), world.job_condition("Running")[2]) == (
         ("Suspended", 1),
         "Waiting for the end of attempt 1: reviews-train-1-0 still runs.",
     )
@@ -641,7 +650,7 @@ def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charg
     status = world.job().status
     assert (world.stage("train"), status.restarts, status.counted_restarts) == (("Running", 2), 0, 0)
     assert status.start_time == "2026-01-01T12:01:01Z"
-    assert world.told()[-4:] == ["StageStarted", "Suspended", "Resumed", "StageStarted"]
+    assert world.event_reasons()[-4:] == ["StageStarted", "Suspended", "Resumed", "StageStarted"]
 
 
 def test_a_stage_that_ended_while_suspension_was_asked_for_has_succeeded():
@@ -674,7 +683,7 @@ def test_a_job_is_deleted_when_its_time_to_live_is_over():
     world.edit(ttlSecondsAfterFinished=60)
     world.fail(FailureClass.DATA)
     world.settle()
-    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
     assert not world.gone
     world.wait(60)
     assert world.gone
@@ -691,7 +700,7 @@ def test_a_job_past_its_deadline_fails_and_its_running_child_goes():
     world = training()
     world.edit(activeDeadlineSeconds=100)
     world.settle()
-    assert world.decide().wake_at == NOON + timedelta(seconds=100)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=100)
     world.now += timedelta(seconds=100)
     world.step()
     assert (world.phase, list(world.children)) == ("Failed", ["reviews-prepare-1", "reviews-train-1"])
@@ -712,7 +721,7 @@ def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes()
     """At 36 an hour, a hundred seconds cost 1; the estimate is below the bound."""
     world = training(settings=Settings.model_validate({**PRICED, "allow": {"maxCost": 100.0}}))
     world.settle()
-    due = world.decide().wake_at
+    due = world.decide().requeue_at
     assert due is not None
     assert abs(due - (world.now + timedelta(seconds=10_000))) < timedelta(seconds=1)
     # The cost of earlier attempts counts.
@@ -809,9 +818,9 @@ def test_a_user_error_fails_the_job_at_once_with_everything_that_is_known():
         log_tail="line 1\nKeyError: 'text'",
     )
     assert (world.phase, world.job().status.failure) == ("Failed", failure)
-    assert world.said("Failed") == ("True", "DataError", "Stage train, attempt 1: Told by the trainer. Do so.")
-    assert world.said("Stalled")[:2] == ("True", "Failed")
-    assert world.said("Succeeded")[0] == "False"
+    assert world.job_condition("Failed") == ("True", "DataError", "Stage train, attempt 1: Told by the trainer. Do so.")
+    assert world.job_condition("Stalled")[:2] == ("True", "Failed")
+    assert world.job_condition("Succeeded")[0] == "False"
     assert [(note.type, note.reason, note.message) for note in world.events[-2:]] == [
         (
             "Warning",
@@ -827,13 +836,13 @@ def test_a_failure_is_told_before_anything_of_the_attempt_is_deleted():
     world.fail(FailureClass.COLLECTIVE)
     told = world.step()
     assert (told.delete, told.create, world.stage("train")) == ((), (), ("Failed", 1))
-    assert told.wake_at == NOON + timedelta(seconds=10)
+    assert told.requeue_at == NOON + timedelta(seconds=10)
     deleted = world.step()
     assert deleted.delete == (ObjectRef("batch/v1", "Job", "reviews-train-1", "uid-reviews-train-1"),)
     assert deleted.create == ()
     world.wait(9)
     assert world.stage("train") == ("Failed", 1)
-    assert world.said("Running")[2] == (
+    assert world.job_condition("Running")[2] == (
         "Attempt 2 of stage train starts at 2026-01-01T12:00:10Z, after CollectiveFailed: Told by the trainer."
     )
     world.wait(1)
@@ -848,7 +857,7 @@ def test_the_delay_doubles_up_to_the_most_and_begins_anew_after_a_long_run():
         world.wait(ran)
         world.fail(FailureClass.PREEMPTED)
         world.step()
-        wake = world.decide().wake_at
+        wake = world.decide().requeue_at
         assert wake is not None
         delays.append((wake - world.now).total_seconds())
         world.wait(delays[-1])
@@ -1004,7 +1013,7 @@ def test_a_pod_whose_node_does_not_answer_ends_the_attempt_and_the_next_keeps_aw
     pod["stuck"] = True
     pod["metadata"]["deletionTimestamp"] = world.after(60)
     world.settle()
-    assert world.decide().wake_at == NOON + timedelta(seconds=90)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=90)
     world.wait(90)
     status = world.job().status
     assert status.failure is not None
@@ -1021,7 +1030,7 @@ def test_a_failed_pod_ends_an_attempt_whose_controller_does_nothing_about_it():
     world.end_pod("reviews-train-1-worker-0", 137, reason="OOMKilled")
     world.settle()
     assert world.stage("train") == ("Running", 1)
-    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
     world.wait(60)
     assert world.stage("train") == ("Failed", 1)
 
@@ -1046,7 +1055,7 @@ def test_word_of_the_pods_may_come_after_word_of_the_child():
     world.end_child("reviews-train-1", succeeded=True)
     world.settle()
     assert world.stage("train") == ("Running", 1)
-    assert world.decide().wake_at == NOON + timedelta(seconds=30)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=30)
     world.end_pod("reviews-train-1-0", 0, report("train"))
     world.settle()
     assert world.stage("train") == ("Succeeded", 1)
@@ -1207,7 +1216,7 @@ def test_memory_that_runs_out_where_nothing_can_be_adapted_counts():
 def test_pods_without_a_node_are_told_at_once():
     world = World()
     world.settle()
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "False",
         "WaitingForPods",
         "Waiting for the pods of reviews-prepare-1 to be created.",
@@ -1223,7 +1232,7 @@ def test_pods_without_a_node_are_told_at_once():
         }
     ]
     world.settle()
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "False",
         "WaitingForPods",
         "Waiting for 1 pod of reviews-prepare-1: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
@@ -1248,8 +1257,10 @@ def test_a_container_that_cannot_start_fails_the_job_after_a_while(reason: str, 
     waiting = {"name": "pytorch", "state": {"waiting": {"reason": reason, "message": 'secret "hub" not found'}}}
     world.pods[pod]["status"]["containerStatuses"] = [waiting]
     world.settle()
-    assert world.said("Running")[2] == f'Waiting for 1 pod of reviews-prepare-1: {reason}: secret "hub" not found'
-    assert world.decide().wake_at == NOON + timedelta(seconds=seconds)
+    assert (
+        world.job_condition("Running")[2] == f'Waiting for 1 pod of reviews-prepare-1: {reason}: secret "hub" not found'
+    )
+    assert world.decide().requeue_at == NOON + timedelta(seconds=seconds)
     world.wait(seconds - 1)
     assert world.phase == "Preparing"
     world.wait(1)
@@ -1271,7 +1282,7 @@ def test_a_quota_is_told_and_tried_again_with_growing_delay_until_it_allows():
     world = World()
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.settle()
-    assert world.said("Stalled") == (
+    assert world.job_condition("Stalled") == (
         "True",
         "Refused",
         "The API server refuses Job reviews-prepare-1 for now: exceeded quota: team",
@@ -1281,13 +1292,17 @@ def test_a_quota_is_told_and_tried_again_with_growing_delay_until_it_allows():
         ("Pending", 0),
         [("NetworkPolicy", "reviews-network"), ("PersistentVolumeClaim", "reviews-workspace")],
     )
-    assert world.decide().wake_at == NOON + timedelta(seconds=10)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=10)
     world.wait(10)
-    assert world.decide().wake_at == NOON + timedelta(seconds=30)
-    assert (world.told().count("Refused"), world.said("Stalled")[0]) == (1, "True")
+    assert world.decide().requeue_at == NOON + timedelta(seconds=30)
+    assert (world.event_reasons().count("Refused"), world.job_condition("Stalled")[0]) == (1, "True")
     world.refuse.clear()
     world.wait(20)
-    assert (world.phase, world.stage("prepare"), world.said("Stalled")[0]) == ("Preparing", ("Running", 1), "False")
+    assert (world.phase, world.stage("prepare"), world.job_condition("Stalled")[0]) == (
+        "Preparing",
+        ("Running", 1),
+        "False",
+    )
 
 
 def test_a_quota_that_is_met_between_two_stages_holds_the_second_and_not_the_first():
@@ -1296,14 +1311,14 @@ def test_a_quota_that_is_met_between_two_stages_holds_the_second_and_not_the_fir
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.succeed()
     world.settle()
-    assert (world.stage("prepare"), world.stage("train"), world.said("Stalled")[1]) == (
+    assert (world.stage("prepare"), world.stage("train"), world.job_condition("Stalled")[1]) == (
         ("Succeeded", 1),
         ("Pending", 0),
         "Refused",
     )
     world.refuse.clear()
     world.wait(10)
-    assert (world.stage("train"), world.told().count("StageSucceeded")) == (("Running", 1), 1)
+    assert (world.stage("train"), world.event_reasons().count("StageSucceeded")) == (("Running", 1), 1)
 
 
 def test_a_quota_that_is_met_by_a_restart_keeps_the_failure_that_led_to_it():
@@ -1325,7 +1340,7 @@ def test_a_refusal_is_not_met_again_in_the_same_second_also_when_restarts_have_n
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.settle()
     assert world.decide().create == ()
-    assert world.decide().wake_at == NOON + timedelta(seconds=1)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=1)
 
 
 def test_a_refused_attempt_is_made_from_the_spec_as_it_is_by_then():
@@ -1420,7 +1435,7 @@ def test_a_child_that_the_status_does_not_know_yet_is_taken_up_as_the_current_at
     assert (world.stage("train"), "reviews-train-2" in world.children) == (("Failed", 1), True)
     world.settle()
     assert (world.stage("train"), world.created.count("reviews-train-2")) == (("Running", 2), 1)
-    assert world.told()[-1] == "StageStarted"
+    assert world.event_reasons()[-1] == "StageStarted"
 
 
 def test_an_older_attempt_that_runs_beside_the_current_one_is_deleted():
@@ -1447,7 +1462,11 @@ def test_settings_that_become_stricter_leave_a_running_attempt_alone_and_start_n
     world = training()
     world.settings = Settings(schemes=("s3",))
     world.settle()
-    assert (world.phase, world.said("Accepted")[0], "reviews-train-1" in world.children) == ("Training", "False", True)
+    assert (world.phase, world.job_condition("Accepted")[0], "reviews-train-1" in world.children) == (
+        "Training",
+        "False",
+        True,
+    )
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
     world.wait(1000)

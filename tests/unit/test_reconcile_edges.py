@@ -222,7 +222,7 @@ def test_an_evicted_worker_that_its_controller_does_nothing_about_ends_the_attem
     }
     world.settle()
     assert world.stage("train") == ("Running", 1)
-    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
     world.wait(60)
     assert (world.stage("train"), failure_of(world).failure_class) == (("Failed", 1), "Evicted")
 
@@ -275,7 +275,7 @@ def test_the_plan_in_the_status_is_the_one_that_the_next_attempt_gets():
     plan = world.job().status.plan
     assert plan is not None
     assert (plan.micro_batch_size, plan.gradient_accumulation) == ran_with(world, "reviews-train-2") == (32, 1)
-    assert world.told()[-2:] == ["Planned", "StageStarted"]
+    assert world.event_reasons()[-2:] == ["Planned", "StageStarted"]
 
 
 def test_progress_of_an_earlier_attempt_is_not_told_of_one_that_is_taken_up():
@@ -301,7 +301,7 @@ def test_delays_after_a_quota_do_not_count_as_failures_of_the_attempt_that_it_he
     world.wait(300)
     world.fail(FailureClass.COLLECTIVE)
     world.step()
-    assert world.decide().wake_at == world.now + timedelta(seconds=10)
+    assert world.decide().requeue_at == world.now + timedelta(seconds=10)
 
 
 # ---------------------------------------------------------------------------------------------------------- suspension
@@ -339,7 +339,7 @@ def test_suspension_during_the_delay_after_a_failure_holds_the_next_attempt():
     world.settle()
     world.edit(suspend=True)
     world.wait(1000)
-    assert (world.phase, world.stage("train"), world.decide().wake_at) == ("Suspended", ("Failed", 1), None)
+    assert (world.phase, world.stage("train"), world.decide().requeue_at) == ("Suspended", ("Failed", 1), None)
     world.edit(suspend=False)
     world.settle()
     assert world.stage("train") == ("Running", 2)
@@ -362,18 +362,18 @@ def test_memory_that_was_adapted_stays_so_over_a_suspension():
 def test_a_job_whose_pods_nobody_creates_says_where_to_look_after_a_while():
     world = World()
     world.settle()
-    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
     world.wait(60)
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "False",
         "WaitingForPods",
         "No pod of Job reviews-prepare-1 has been created in 60 s: a quota, a policy or a missing service account may "
         "forbid it. kubectl describe job reviews-prepare-1 shows why.",
     )
-    assert world.decide().wake_at is None
+    assert world.decide().requeue_at is None
     world.make_pods("reviews-prepare-1")
     world.settle()
-    assert world.said("Running")[2] == "Waiting for 1 pod of reviews-prepare-1 to start."
+    assert world.job_condition("Running")[2] == "Waiting for 1 pod of reviews-prepare-1 to start."
 
 
 def pulling(world: World, pod: str, reason: str | None) -> None:
@@ -390,7 +390,7 @@ def test_a_long_pull_before_an_error_is_not_the_errors(reason: str, seconds: int
     world.wait(3600)
     pulling(world, pod, reason)
     world.settle()
-    assert (world.phase, world.decide().wake_at) == ("Preparing", world.now + timedelta(seconds=seconds))
+    assert (world.phase, world.decide().requeue_at) == ("Preparing", world.now + timedelta(seconds=seconds))
     world.wait(seconds - 1)
     assert world.phase == "Preparing"
     world.wait(1)
@@ -563,7 +563,7 @@ def test_a_job_deleted_at_any_moment_is_left_to_the_garbage_collector(moment: Ca
     moment(world)
     world.deleting = True
     decision = world.decide()
-    assert (decision.status, decision.create, decision.delete, decision.events, decision.wake_at) == (
+    assert (decision.status, decision.create, decision.delete, decision.events, decision.requeue_at) == (
         world.job().status,
         (),
         (),

@@ -358,7 +358,7 @@ def test_a_failure_is_told_whole():
     broken = pod(3, ended=ended(137, 3, "OOMKilled"))
     found = first_cause(Stage.TRAIN, CHILD, (broken,))
     logs = (("pod-2", "not this one"), ("pod-3", "x" * 5000 + "the end\n"))
-    assert found.told(Stage.TRAIN, 4, logs) == FailureStatus(
+    assert found.to_failure_status(Stage.TRAIN, 4, logs) == FailureStatus(
         failure_class="OutOfMemory",
         reason="OOMKilled",
         message="Container memory ran out in pod pod-3: the kernel killed the process (exit code 137).",
@@ -378,7 +378,7 @@ def test_of_a_pod_that_is_gone_the_others_logs_are_told_with_their_names():
     gone = pod(1, ended=ended(143, 12), gone=True, deleting_since=after(10))
     left = pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2))
     found = first_cause(Stage.TRAIN, CHILD, (left, gone, pod(2, phase="Running")))
-    told = found.told(Stage.TRAIN, 1, (("pod-0", "stopped after step 28\n"), ("pod-1", "")))
+    told = found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "stopped after step 28\n"), ("pod-1", "")))
     assert (told.pod, told.node, told.exit_code) == ("pod-1", "node-1", 143)
     assert told.log_tail == "==> pod-0 <==\nstopped after step 28"
 
@@ -390,8 +390,8 @@ def test_when_all_pods_were_deleted_the_log_that_was_read_before_is_told():
     )
     found = first_cause(Stage.TRAIN, CHILD, (second, first))
     assert (found.reason, found.pod) == ("PodDeleted", first)
-    assert found.told(Stage.TRAIN, 1, (("pod-0", "step 28\n"), ("pod-1", "step 27\n"))).log_tail == "step 28"
-    assert found.told(Stage.TRAIN, 1, (("pod-1", "step 27\n"),)).log_tail == "==> pod-1 <==\nstep 27"
+    assert found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28\n"), ("pod-1", "step 27\n"))).log_tail == "step 28"
+    assert found.to_failure_status(Stage.TRAIN, 1, (("pod-1", "step 27\n"),)).log_tail == "==> pod-1 <==\nstep 27"
 
 
 def test_of_a_pod_that_has_logged_nothing_the_others_logs_are_told_with_their_names():
@@ -399,9 +399,10 @@ def test_of_a_pod_that_has_logged_nothing_the_others_logs_are_told_with_their_na
     left = pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12))
     found = first_cause(Stage.TRAIN, CHILD, (left, killed))
     assert (
-        found.told(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", ""))).log_tail == "==> pod-0 <==\nstep 28/300"
+        found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", ""))).log_tail
+        == "==> pod-0 <==\nstep 28/300"
     )
-    assert found.told(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", "mine\n"))).log_tail == "mine"
+    assert found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", "mine\n"))).log_tail == "mine"
 
 
 def test_the_traceback_of_a_program_is_not_above_but_in_the_status():
@@ -416,7 +417,7 @@ def test_somebody_in_a_cluster_is_not_asked_to_start_again_what_starts_by_itself
 
 def test_a_reported_failure_has_the_rank_of_its_process():
     broken = pod(0, ended=ended(10, 5, told=FailureClass.DATA, at=1.0))
-    told = first_cause(Stage.TRAIN, CHILD, (broken,)).told(Stage.TRAIN, 1)
+    told = first_cause(Stage.TRAIN, CHILD, (broken,)).to_failure_status(Stage.TRAIN, 1)
     assert (told.rank, told.exit_code, told.hint, told.log_tail) == (5, 10, "h.", None)
 
 
@@ -426,7 +427,7 @@ def test_a_long_message_keeps_its_ends():
     assert report.report.failure is not None
     failure = report.report.failure.model_copy(update={"message": "begin" + "x" * 9000 + "end"})
     broken = pod(0, ended=replace(report, report=report.report.model_copy(update={"failure": failure})))
-    message = first_cause(Stage.TRAIN, CHILD, (broken,)).told(Stage.TRAIN, 1).message
+    message = first_cause(Stage.TRAIN, CHILD, (broken,)).to_failure_status(Stage.TRAIN, 1).message
     assert (len(message) <= 4096, message[:5], message[-3:]) == (True, "begin", "end")
 
 

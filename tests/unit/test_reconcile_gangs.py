@@ -65,7 +65,7 @@ def reported(world: World) -> list[EventNote]:
 @pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
 def test_who_is_missing_is_reported_with_the_time_when_the_nodes_are_left(launcher: LauncherName) -> None:
     world = training((launcher,))
-    status, reason, message = world.said("Running")
+    status, reason, message = world.job_condition("Running")
     assert (status, reason) == ("False", "GangIncomplete")
     starved = next(name for name in world.pods_of(world.newest()) if "nodeName" not in world.pods[name]["spec"])
     assert message == (
@@ -94,7 +94,7 @@ def test_nodes_are_left_after_the_limit_and_the_next_attempt_is_no_restart() -> 
     assert world.stage("train") == ("Running", 2)
     world.start()
     world.settle()
-    assert world.said("Running")[0] == "True"
+    assert world.job_condition("Running")[0] == "True"
 
 
 def test_delays_of_two_jobs_and_of_two_attempts_differ() -> None:
@@ -124,7 +124,7 @@ def test_a_gang_that_gets_its_last_node_trains() -> None:
 
 def test_zero_is_never() -> None:
     world = training(gangSeconds=0)
-    assert world.said("Running")[1:] == ("GangIncomplete", WAITS.format(pod=world.pods_of(world.newest())[-1]))
+    assert world.job_condition("Running")[1:] == ("GangIncomplete", WAITS.format(pod=world.pods_of(world.newest())[-1]))
     world.wait(86_400)
     assert world.stage("train") == ("Running", 1)
 
@@ -141,7 +141,7 @@ def test_a_gang_none_of_whose_pods_has_a_node_holds_nothing_and_waits() -> None:
     world.settle()
     world.wait(86_400)
     assert world.stage("train") == ("Running", 1)
-    assert world.said("Running")[1] == "WaitingForPods"
+    assert world.job_condition("Running")[1] == "WaitingForPods"
 
 
 def test_an_image_that_cannot_be_pulled_is_reported_first() -> None:
@@ -153,7 +153,7 @@ def test_an_image_that_cannot_be_pulled_is_reported_first() -> None:
         "containerStatuses": [{"name": "trainer", "state": {"waiting": waiting}}],
     }
     world.settle()
-    assert "ImagePullBackOff" in world.said("Running")[2]
+    assert "ImagePullBackOff" in world.job_condition("Running")[2]
 
 
 def test_a_training_that_falls_back_from_spot_nodes_waits_for_that() -> None:

@@ -33,7 +33,7 @@ def training(nodes: int = 2, launcher: str = "job", **changes: Any) -> World:
     """Return a training job that has reported step 7 of 20; the operator receives every report."""
     world = World(served=("job", launcher), **changes)  # type: ignore[arg-type]
     world.spec = {**SPEC, "resources": {"nodes": nodes}, "runPolicy": {"progressDeadlineSeconds": LIMIT}}
-    world.heard_since = NOON
+    world.reports_complete_since = NOON
     world.settle()
     world.succeed()
     world.settle()
@@ -59,10 +59,10 @@ def failure_of(world: World) -> FailureStatus:
 
 def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpoint():
     world = training()
-    assert world.decide().wake_at == NOON + timedelta(seconds=HALF)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=HALF)
     world.wait(LIMIT - 1)
     assert world.stage("train") == ("Running", 1)
-    assert world.decide().wake_at == NOON + timedelta(seconds=LIMIT)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=LIMIT)
     world.logs = {"reviews-train-1-0": "stack of rank 0\n", "reviews-train-1-1": "stack of rank 1\n"}
     world.now += timedelta(seconds=1)
     world.step()
@@ -85,7 +85,7 @@ def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpo
     assert world.stage("train") == ("Running", 2)
     status = world.job().status
     assert (status.restarts, status.counted_restarts, status.progress) == (1, 1, None)
-    assert world.told()[-4:] == ["ProgressStopped", "StageFailed", "Restarting", "StageStarted"]
+    assert world.event_reasons()[-4:] == ["ProgressStopped", "StageFailed", "Restarting", "StageStarted"]
 
 
 def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
@@ -95,7 +95,7 @@ def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
         "preparation": {"engine": "job", "workers": 3},
         "runPolicy": {"progressDeadlineSeconds": LIMIT},
     }
-    world.heard_since = NOON
+    world.reports_complete_since = NOON
     world.settle()
     world.start()
     assert len(world.pods_of("reviews-prepare-1")) == 3
@@ -111,22 +111,22 @@ def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
 def test_people_are_told_after_half_of_the_time_and_once():
     world = training()
     world.wait(HALF - 1)
-    assert world.said("Running")[:2] == ("True", "StageRunning")
+    assert world.job_condition("Running")[:2] == ("True", "StageRunning")
     writes = world.writes
     for _ in range(5):
         world.wait(1)
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "True",
         "NoProgress",
         "Stage train runs as Job reviews-train-1, attempt 1. No progress since 2026-01-01T12:00:00Z (step 7 of 20): it "
         "is stopped at 2026-01-01T12:10:00Z.",
     )
-    assert world.said("Stalled")[0] == "False"
-    assert (world.told().count("ProgressStopped"), world.writes) == (1, writes + 1)
+    assert world.job_condition("Stalled")[0] == "False"
+    assert (world.event_reasons().count("ProgressStopped"), world.writes) == (1, writes + 1)
     tell(world, 8)
-    assert world.said("Running")[:2] == ("True", "StageRunning")
+    assert world.job_condition("Running")[:2] == ("True", "StageRunning")
     world.wait(HALF)
-    assert world.told().count("ProgressStopped") == 2
+    assert world.event_reasons().count("ProgressStopped") == 2
 
 
 def test_movement_puts_the_end_off():
@@ -154,7 +154,7 @@ def test_restarts_for_silence_are_bounded():
 
 @pytest.mark.parametrize("stage", ["prepare", "evaluate", "predict"])
 def test_every_stage_that_tells_is_watched_and_alone_its_pod_is_named(stage: str):
-    world = World(heard_since=NOON)
+    world = World(reports_complete_since=NOON)
     world.settle()
     while world.job().status.stages[[one.name for one in world.job().status.stages].index(stage)].attempt == 0:
         world.succeed()
@@ -202,7 +202,7 @@ def test_a_pass_that_falls_into_the_very_moment_reads_the_logs_first():
     unread = replace(world.observed(), logs=())
     first = decide(world.job(), unread, world.now, world.settings)
     assert first.status.failure is None
-    assert first.wake_at == world.now + timedelta(seconds=1)
+    assert first.requeue_at == world.now + timedelta(seconds=1)
     assert decide(world.job(), world.observed(), world.now, world.settings).status.failure is not None
 
 
@@ -215,17 +215,17 @@ def silent_for_ever(world: World) -> None:
 
 
 def deaf(world: World) -> None:
-    world.heard_since = None
+    world.reports_complete_since = None
 
 
 def begun_anew(world: World) -> None:
     """Another replica leads since a moment ago: it has no reports, and the status has the earlier ones."""
     world.progress = world.moved = None
-    world.heard_since = NOON + timedelta(seconds=LIMIT - 1)
+    world.reports_complete_since = NOON + timedelta(seconds=LIMIT - 1)
 
 
 def away_for_a_while(world: World) -> None:
-    world.heard_since = NOON + timedelta(seconds=LIMIT - 1)
+    world.reports_complete_since = NOON + timedelta(seconds=LIMIT - 1)
 
 
 def a_pod_waits(world: World) -> None:
@@ -249,14 +249,14 @@ def test_an_attempt_is_left_alone(case: str):
     NOT_STOPPED[case](world)
     world.wait(2)
     assert world.job().status.failure is None
-    assert world.told().count("StageFailed") == 0
+    assert world.event_reasons().count("StageFailed") == 0
 
 
 def test_silence_counts_from_when_the_operator_can_hear_again():
     world = training()
     world.wait(MINUTE)
     begun_anew(world)
-    again = world.heard_since
+    again = world.reports_complete_since
     assert again is not None
     world.now = again
     world.settle()
@@ -290,14 +290,14 @@ def test_what_an_earlier_attempt_has_told_is_not_said_of_the_next():
     ],
 )
 def test_the_time_is_the_jobs_or_the_settings(policy: dict[str, int], limits: dict[str, int], expected: int | None):
-    world = World(settings=Settings.model_validate({"limits": limits}), heard_since=NOON)
+    world = World(settings=Settings.model_validate({"limits": limits}), reports_complete_since=NOON)
     world.spec["runPolicy"] = policy
     world.settle()
     world.start()
     tell(world, 7)
     if expected is None:
         world.wait(10**7)
-        assert (world.stage("prepare"), world.decide().wake_at) == (("Running", 1), None)
+        assert (world.stage("prepare"), world.decide().requeue_at) == (("Running", 1), None)
         return
     world.wait(expected - 1)
     assert world.stage("prepare") == ("Running", 1)
@@ -324,11 +324,11 @@ def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(wa
                 quiet_since = world.now
             case "restart":
                 world.progress = world.moved = None
-                world.heard_since = quiet_since = world.now
+                world.reports_complete_since = quiet_since = world.now
             case "away":
-                world.heard_since = None
+                world.reports_complete_since = None
                 world.wait(number)
-                world.heard_since = quiet_since = world.now
+                world.reports_complete_since = quiet_since = world.now
             case "crash":
                 world.step(crash_after=0)
             case _:

@@ -103,7 +103,7 @@ def test_only_the_training_asks_for_spot_nodes_and_the_status_says_so(launcher: 
     world.start()
     world.settle()
     kind = world.children["reviews-train-1"]["kind"]
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "True",
         "StageRunning",
         f"Stage train runs as {kind} reviews-train-1, attempt 1 on spot nodes.",
@@ -157,7 +157,7 @@ def test_without_a_spot_node_the_job_waits_says_so_and_tells_it_once() -> None:
         f"No spot node takes pod {pod}: it waits for one without a bound, as spot.maxWaitSeconds is not set. "
         f"The scheduler says: {NOBODY}"
     )
-    assert world.said("Running") == ("False", "WaitingForSpot", message)
+    assert world.job_condition("Running") == ("False", "WaitingForSpot", message)
     writes = world.writes
     for _ in range(5):
         world.wait(3600)
@@ -169,15 +169,15 @@ def test_pods_that_wait_for_something_else_do_not_wait_for_spot_nodes() -> None:
     world = prepared(fallbackToOnDemand=True)
     world.make_pods("reviews-train-1")
     world.wait(3600)
-    assert world.said("Running")[1] == "WaitingForPods"
+    assert world.job_condition("Running")[1] == "WaitingForPods"
     assert capacity(world) == ("Running", 1, "spot")
 
 
 def test_with_a_fallback_the_next_attempt_goes_to_any_nodes() -> None:
     world = prepared(fallbackToOnDemand=True)
     starve(world)
-    assert "at 2026-01-01T12:10:00Z the training goes to any nodes." in world.said("Running")[2]
-    assert world.decide().wake_at == NOON + timedelta(seconds=600)
+    assert "at 2026-01-01T12:10:00Z the training goes to any nodes." in world.job_condition("Running")[2]
+    assert world.decide().requeue_at == NOON + timedelta(seconds=600)
     world.now += timedelta(seconds=600)
     world.step()
     assert capacity(world) == ("Failed", 1, "onDemand")
@@ -264,7 +264,7 @@ def test_the_settings_limit_for_pods_without_a_node_leads_to_a_fallback_where_th
 def test_the_administrator_says_how_long_it_is_waited() -> None:
     world = prepared(changes=settings_with(spot={"fallbackAfterSeconds": 25}), fallbackToOnDemand=True)
     starve(world)
-    assert world.decide().wake_at == NOON + timedelta(seconds=25)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=25)
 
 
 @pytest.mark.parametrize("writes", range(8))
@@ -293,8 +293,11 @@ def test_the_capacity_of_an_attempt_is_found_again_when_the_status_is_lost() -> 
 def test_a_job_that_may_not_wait_longer_fails_as_spot_nodes_are_not_to_be_had() -> None:
     world = prepared(maxWaitSeconds=900)
     starve(world)
-    assert "it waits for one until 2026-01-01T12:15:00Z, when spot.maxWaitSeconds is over." in world.said("Running")[2]
-    assert world.decide().wake_at == NOON + timedelta(seconds=900)
+    assert (
+        "it waits for one until 2026-01-01T12:15:00Z, when spot.maxWaitSeconds is over."
+        in world.job_condition("Running")[2]
+    )
+    assert world.decide().requeue_at == NOON + timedelta(seconds=900)
     world.wait(900)
     assert world.phase == "Failed"
     assert failure(world).model_dump(exclude_none=True) == {
@@ -354,7 +357,7 @@ def test_the_longest_run_is_summed_over_attempts_without_the_time_of_waiting() -
     world.wait(200)
     world.start()
     world.settle()
-    assert world.decide().wake_at == world.now + timedelta(seconds=300)
+    assert world.decide().requeue_at == world.now + timedelta(seconds=300)
     world.wait(299)
     assert world.phase == "Training"
     world.now += timedelta(seconds=1)
@@ -405,7 +408,7 @@ def test_a_fallback_comes_early_enough_for_the_training_to_end_in_time(case: str
     bounds, seconds = FALLBACKS[case]
     world = prepared(fallbackToOnDemand=True, **bounds)
     starve(world)
-    assert world.decide().wake_at == NOON + timedelta(seconds=seconds)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=seconds)
     world.wait(seconds)
     assert capacity(world)[2] == "onDemand"
 
@@ -424,7 +427,7 @@ def test_what_earlier_attempts_have_trained_need_not_be_kept_in_reserve() -> Non
     world.wait(10)
     starve(world)
     # 2,990 s are left, 2,600 s of training among them.
-    assert world.decide().wake_at == world.now + timedelta(seconds=390)
+    assert world.decide().requeue_at == world.now + timedelta(seconds=390)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cost

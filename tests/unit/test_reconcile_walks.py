@@ -74,13 +74,17 @@ def report_progress(world: World, name: str) -> None:
     if not world.pods_of(name):
         world.start(name)
     world.settle()
-    world.progress, world.moved, world.heard_since = ProgressStatus(step=1, total_steps=9), world.now, world.now
+    world.progress, world.moved, world.reports_complete_since = (
+        ProgressStatus(step=1, total_steps=9),
+        world.now,
+        world.now,
+    )
 
 
 def forget_progress(world: World) -> None:
     """Let another replica lead from now on."""
     world.progress = world.moved = None
-    world.heard_since = world.now
+    world.reports_complete_since = world.now
 
 
 ACTIONS: dict[str, Callable[[World], object]] = {

@@ -138,9 +138,9 @@ DEAF: dict[str, Callable[[OperatorState], object]] = {
 def test_reports_cannot_be_heard_when(case: str):
     async def look() -> tuple[datetime | None, datetime | None]:
         state = operator_state()
-        before = state.heard_since()
+        before = state.reports_complete_since()
         DEAF[case](state)
-        after = state.heard_since()
+        after = state.reports_complete_since()
         await state.kube.api.close()  # type: ignore[no-untyped-call]
         return before, after
 

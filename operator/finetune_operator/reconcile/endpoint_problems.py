@@ -6,40 +6,40 @@ from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
 from finetune_operator.planning.names import JobNames
-from finetune_operator.reconcile.reconcile_state import Course
+from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import EndpointView, PodView
 from finetune_operator.rendering.claims import storage
 
 SERVE = Stage.SERVE.value
 WAITING = "WaitingForPods"
 """Reason while nothing is wrong, and a server is not ready yet."""
-MOST_TOLD = 1024
+MESSAGE_LIMIT = 1024
 """Characters of a server's termination message."""
 ATTACH = timedelta(seconds=60)
 """Longest wait of a pod on its node for volumes that is not reported: attaching a disk takes some 10 to 40 s."""
 
 
-def view_of(course: Course, revision: int | None) -> EndpointView | None:
+def view_of(state: ReconcileState, revision: int | None) -> EndpointView | None:
     """Return the object that runs the servers of a revision, unless it is being deleted."""
-    return next((one for one in course.observed.endpoints if one.revision == revision and not one.deleting), None)
+    return next((one for one in state.observed.endpoints if one.revision == revision and not one.deleting), None)
 
 
-def why_not_ready(course: Course) -> tuple[str, str]:
+def not_ready_reason(state: ReconcileState) -> tuple[str, str]:
     """Return why no server of the wanted revision answers: by the pods, the newest first, else by their owner."""
-    status = course.status.endpoint
+    status = state.status.endpoint
     revision = 1 if status is None or status.target is None else status.target
-    for pod in _pods(course, revision):
-        if (found := _pod_trouble(course, pod)) is not None:
+    for pod in _pods(state, revision):
+        if (found := _pod_problem(state, pod)) is not None:
             return found
-    there, name = view_of(course, revision), JobNames.of(course.job.name).servers(revision)
+    there, name = view_of(state, revision), JobNames.of(state.job.name).servers(revision)
     if there is None:
         return WAITING, f"Waiting for the servers of {name} to be created."
     kind = there.ref.kind
     if there.stuck is not None:
         return "ProgressDeadlineExceeded", there.stuck
-    if there.trouble is not None:
-        reason, said = there.trouble
-        return reason, f"KServe says of {kind} {name}: {said}"
+    if there.problem is not None:
+        reason, detail = there.problem
+        return reason, f"KServe says of {kind} {name}: {detail}"
     if not there.made:
         return "WaitingForKServe", (
             f"KServe has not made the servers of {kind} {name} yet. If this stays, see whether its controller runs "
@@ -48,40 +48,40 @@ def why_not_ready(course: Course) -> tuple[str, str]:
     return WAITING, f"Waiting for a server of {kind} {name} to be ready."
 
 
-def start_trouble(course: Course, revision: int) -> str | None:
+def start_problem(state: ReconcileState, revision: int) -> str | None:
     """Return why the newest pod of a revision that cannot start does not, while others may answer."""
-    for pod in _pods(course, revision):
-        if pod.unschedulable is not None or pod.waiting is not None or _waits_for_volume(course, pod):
-            found = _pod_trouble(course, pod)
+    for pod in _pods(state, revision):
+        if pod.unschedulable is not None or pod.waiting is not None or _waits_for_volume(state, pod):
+            found = _pod_problem(state, pod)
             return None if found is None else found[1]
     return None
 
 
-def volume_deadline(course: Course) -> datetime | None:
+def volume_deadline(state: ReconcileState) -> datetime | None:
     """Return when the first pod that waits on its node for volumes has waited for too long."""
-    waiting = [pod for pod in course.observed.pods if pod.stage is Stage.SERVE and _mounts(pod)]
-    return min((at for pod in waiting if (at := _deadline(pod)) is not None and at > course.now), default=None)
+    waiting = [pod for pod in state.observed.pods if pod.stage is Stage.SERVE and _mounts(pod)]
+    return min((at for pod in waiting if (at := _deadline(pod)) is not None and at > state.now), default=None)
 
 
-def _pods(course: Course, revision: int) -> list[PodView]:
+def _pods(state: ReconcileState, revision: int) -> list[PodView]:
     """Return the pods of a revision that are to stay, the newest first."""
-    pods = sorted(course.pods(SERVE, revision), key=lambda pod: (pod.created, pod.name), reverse=True)
+    pods = sorted(state.pods(SERVE, revision), key=lambda pod: (pod.created, pod.name), reverse=True)
     return [pod for pod in pods if not pod.gone and pod.deleting_until is None]
 
 
-def _pod_trouble(course: Course, pod: PodView) -> tuple[str, str] | None:
+def _pod_problem(state: ReconcileState, pod: PodView) -> tuple[str, str] | None:
     if pod.unschedulable is not None:
         return "Unschedulable", f"Pod {pod.name} gets no node: {pod.unschedulable}"
     ended = pod.ended
     if ended is not None:
         own = ended.report.failure.message if ended.report and ended.report.failure else ended.message.strip()
-        last = own[-MOST_TOLD:] or ended.reason
+        last = own[-MESSAGE_LIMIT:] or ended.reason
         reason = pod.waiting.reason if pod.waiting is not None else "ServerEnded"
         return reason, f"The server in pod {pod.name} ended with exit code {ended.exit_code}: {last}"
     if pod.waiting is not None:
         return pod.waiting.reason, f"Pod {pod.name} cannot start: {pod.waiting.reason}: {pod.waiting.message}"
-    if _waits_for_volume(course, pod):
-        return "VolumeInUse", _volume_message(course, pod)
+    if _waits_for_volume(state, pod):
+        return "VolumeInUse", _volume_message(state, pod)
     return None
 
 
@@ -94,31 +94,31 @@ def _deadline(pod: PodView) -> datetime | None:
     return None if pod.scheduled is None else pod.scheduled + ATTACH
 
 
-def _elsewhere(course: Course, pod: PodView) -> PodView | None:
+def _elsewhere(state: ReconcileState, pod: PodView) -> PodView | None:
     """Return a server, of any revision, that runs on another node than `pod`."""
-    others = (one for one in course.observed.pods if one.stage is Stage.SERVE and not one.over and one.began)
+    others = (one for one in state.observed.pods if one.stage is Stage.SERVE and not one.over and one.began)
     return next((one for one in others if one.node is not None and one.node != pod.node), None)
 
 
-def _waits_for_volume(course: Course, pod: PodView) -> bool:
+def _waits_for_volume(state: ReconcileState, pod: PodView) -> bool:
     """Return whether a pod waits for a claim that the node of another server holds. The kubelet reports it only by an
     event of the pod, FailedAttachVolume (Multi-Attach error).
     """
     at = _deadline(pod) if _mounts(pod) else None
-    if at is None or at > course.now or not _claims(course):
+    if at is None or at > state.now or not _claims(state):
         return False
-    return _elsewhere(course, pod) is not None
+    return _elsewhere(state, pod) is not None
 
 
-def _claims(course: Course) -> list[str]:
+def _claims(state: ReconcileState) -> list[str]:
     """Return the claims that servers mount."""
-    volumes = storage(course.spec, JobNames.of(course.job.name), Stage.SERVE).volumes
+    volumes = storage(state.spec, JobNames.of(state.job.name), Stage.SERVE).volumes
     return [name for one in volumes if (name := one.claim) is not None]
 
 
-def _volume_message(course: Course, pod: PodView) -> str:
-    claims = _claims(course)
-    other = _elsewhere(course, pod)
+def _volume_message(state: ReconcileState, pod: PodView) -> str:
+    claims = _claims(state)
+    other = _elsewhere(state, pod)
     held = "" if other is None else f", while pod {other.name} runs on node {other.node}"
     return (
         f"Pod {pod.name} has waited on node {pod.node} for its volumes for more than {ATTACH.total_seconds():.0f} s"

@@ -24,16 +24,16 @@ FRESH_SECONDS = 600.0
 minutes.
 """
 
-CapacityWord: TypeAlias = Literal["spot", "onDemand", "any"]
+CapacityLabel: TypeAlias = Literal["spot", "onDemand", "any"]
 """`any`: the job does not ask for spot nodes."""
 
 
 @dataclass(frozen=True)
-class Used:
+class Usage:
     """Usage by attempts that are over."""
 
     stage: Stage
-    capacity: CapacityWord
+    capacity: CapacityLabel
     node_seconds: float
     """Time in which pods had nodes; it is paid."""
     running_node_seconds: float
@@ -74,7 +74,7 @@ def wait_seconds(job: JobView, after: FineTuneJobStatus) -> float | None:
     return None if since is None or ran is None else max(0.0, (ran - since).total_seconds())
 
 
-def used(job: JobView, after: FineTuneJobStatus) -> Used | None:
+def usage_added(job: JobView, after: FineTuneJobStatus) -> Usage | None:
     """Return the usage that this status adds to the job's; it grows at ends of attempts only."""
     then, now = job.status.cost or CostStatus(), after.cost
     if now is None or now.billable_seconds <= then.billable_seconds:
@@ -83,7 +83,7 @@ def used(job: JobView, after: FineTuneJobStatus) -> Used | None:
     if stage is None:
         return None
     kind, held = Stage(stage.name), now.billable_seconds - then.billable_seconds
-    return Used(
+    return Usage(
         stage=kind,
         capacity=stage.capacity or "any",
         node_seconds=held,
@@ -145,13 +145,13 @@ def fleet(jobs: Iterable[JobView], now: datetime, moved: Callable[[JobView], dat
         if _waits(job):
             waiting += 1
             waits.append(_age(_waits_since(job, status), now))
-        stage, told = _running(status), status.progress
-        if stage is None or told is None:
+        stage, progress = _running(status), status.progress
+        if stage is None or progress is None:
             continue
-        silent.append(_age(moved(job) or moment(told.last_update_time), now))
-        if seconds_since(told.last_update_time, now) <= FRESH_SECONDS:
-            samples[stage.name] += told.samples_per_second or 0.0
-            tokens[stage.name] += told.tokens_per_second or 0.0
+        silent.append(_age(moved(job) or moment(progress.last_update_time), now))
+        if seconds_since(progress.last_update_time, now) <= FRESH_SECONDS:
+            samples[stage.name] += progress.samples_per_second or 0.0
+            tokens[stage.name] += progress.tokens_per_second or 0.0
     return Fleet(phases, waiting, max(waits), max(silent), samples, tokens, costs)
 
 

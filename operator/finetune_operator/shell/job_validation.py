@@ -15,7 +15,7 @@ from typing import NoReturn
 from pydantic import JsonValue
 
 from finetune_operator.api.settings import Settings
-from finetune_operator.reconcile.observed import Validate, asks_the_same, job_view
+from finetune_operator.reconcile.observed import Validate, is_unchanged, job_view
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest
 
@@ -45,7 +45,7 @@ class Judge:
 
     async def view(self, raw: Manifest, before: JobView | None) -> JobView:
         """Return the job as `observed.job_view` does."""
-        if before is not None and asks_the_same(raw, before):
+        if before is not None and is_unchanged(raw, before):
             return job_view(raw, self._settings, before)
         async with self._free:
             threads = self._threads

@@ -27,7 +27,7 @@ from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
 from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, LAUNCHER_RESOURCES, OPENID, RESOURCES
-from finetune_operator.reconcile.fleet_metrics import CapacityWord, Fleet, estimate_ratio, used, wait_seconds
+from finetune_operator.reconcile.fleet_metrics import CapacityLabel, Fleet, estimate_ratio, usage_added, wait_seconds
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status import ended
@@ -56,7 +56,7 @@ NO_CAUSE = "none"
 
 _PHASES: tuple[str, ...] = get_args(Phase)
 _STAGES = tuple(stage.value for stage in Stage)
-_CAPACITIES: tuple[str, ...] = get_args(CapacityWord)
+_CAPACITIES: tuple[str, ...] = get_args(CapacityLabel)
 _CAUSES = (*(cause.value for cause in FailureClass), *(cause.value for cause in OperatorCause))
 _STAGE_BUCKETS = (10, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86_400, 3 * 86_400)
 """Seconds: a check of some rows takes half a minute, a training run days, and a wait for a full cluster as long."""
@@ -203,7 +203,7 @@ class _JobSums:
             self._stages.of(stage.name, stage.state.lower()).observe(seconds)
 
     def _count_usage(self, job: JobView, after: FineTuneJobStatus) -> None:
-        taken = used(job, after)
+        taken = usage_added(job, after)
         if taken is None:
             return
         where = (taken.stage.value, taken.capacity)

@@ -47,7 +47,7 @@ from finetune_operator.kubernetes_api.resources import (
     REPLICA_SET,
     resource_of,
 )
-from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
+from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
 from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
@@ -304,7 +304,7 @@ class Reconciler:
             nodes=self._nodes.answer,
             refusals=memory.refusals,
             moved=None if attempt is None else book.moved(*attempt),
-            heard_since=self._state.heard_since(),
+            reports_complete_since=self._state.reports_complete_since(),
         )
 
     async def _read_logs(self, key: JobKey, memory: JobMemory) -> None:
@@ -318,13 +318,13 @@ class Reconciler:
         there = {pod.name for pod in pods}
         memory.last_logs = {name: text for name, text in memory.last_logs.items() if name in there}
         observed = self._observed(job, memory)
-        for name in leaving(job, observed):
+        for name in pods_being_deleted(job, observed):
             memory.last_logs[name] = await self._log_end(job, name)
         for name in wanted_logs(job, observed, self._state.now(), self._state.settings):
             memory.logs[name] = await self._log_end(job, name)
 
     async def _log_end(self, job: JobView, pod: str) -> str:
-        return kept_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))
+        return redacted_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))
 
     async def _make(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
         """Create and apply the objects of the decision; return False if one of them was refused."""
@@ -513,8 +513,8 @@ class Reconciler:
     # ------------------------------------------------------------------------------------------------ times to come
 
     def _wake_later(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> None:
-        if decision.wake_at is not None:
-            self._state.queue.add_after(key, (decision.wake_at - self._state.now()).total_seconds())
+        if decision.requeue_at is not None:
+            self._state.queue.add_after(key, (decision.requeue_at - self._state.now()).total_seconds())
         heard = self._heard(job.id)
         if self._underway(job.id) and memory.looked_up < heard:
             self._state.queue.add_after(key, heard + SILENT_SECONDS - time.monotonic())

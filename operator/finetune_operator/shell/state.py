@@ -185,7 +185,7 @@ class OperatorState:
             return self.store.put(raw)
         return self.store.put(raw, await self.judge.view(raw, self.store.job(JobKey(namespace, name))))
 
-    def heard_since(self) -> datetime | None:
+    def reports_complete_since(self) -> datetime | None:
         """Return the time since which no report of progress can have been missed; None: they cannot be received now.
 
         A replica that does not lead accepts none; without the API server tokens cannot be checked.
@@ -200,7 +200,7 @@ class OperatorState:
     async def listen(self) -> None:
         """Keep checking whether reports can be received, for ever."""
         while True:
-            self.heard_since()
+            self.reports_complete_since()
             await asyncio.sleep(LISTEN_SECONDS)
 
 
