@@ -332,7 +332,7 @@ def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given, tokens: Progr
         )
         # The API server knows; the replica has no event yet, still knows the first token, and can verify the second.
         found.append(await running.post(after, path))
-        running.state.store.gone("Pod", OURS, "tune-train-3")
+        running.state.store.mark_deleted("Pod", OURS, "tune-train-3")
         found.append(await running.post(before, path))
         return found
 

@@ -105,9 +105,9 @@ def test_everything_that_is_told_is_shown() -> None:
     metrics.event_loop_lag(0.5)
     metrics.progress_post(200)
     metrics.progress_post(429)
-    told.pass_done(0.25, "done")
-    told.pass_done(0.5, "failed")
-    told.resynced("outage")
+    told.reconcile_done(0.25, "done")
+    told.reconcile_done(0.5, "failed")
+    told.relisted("outage")
     counter.request_done("create", "pytorchjobs", 200, 0.5)
     counter.request_done("list", "pods", 0, 1.5)
     assert samples(metrics) == {
@@ -414,7 +414,7 @@ def test_words_from_outside_become_no_labels() -> None:
     base = World().job()
     for number in range(50):
         metrics.request_done(f"verb-{number}", f"resource-{number}", 1000 + number, 0.0)
-        metrics.resynced(f"reason-{number}")
+        metrics.relisted(f"reason-{number}")
         metrics.progress_post(700 + number)
         failure = FailureStatus.model_validate({"class": f"class-{number}", "reason": "A", "message": "b"})
         metrics.status_written(base, FineTuneJobStatus(restarts=1, failure=failure))

@@ -105,7 +105,7 @@ class Operator:
     def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
         self.reported.append((pod, progress))
 
-    def unheard(self) -> None:
+    def report_lost(self) -> None:
         self.turned_away += 1
 
     async def review_token(self, token: str, audience: str) -> Verdict:

@@ -390,7 +390,9 @@ def test_when_all_pods_were_deleted_the_log_that_was_read_before_is_told():
     )
     found = first_cause(Stage.TRAIN, CHILD, (second, first))
     assert (found.reason, found.pod) == ("PodDeleted", first)
-    assert found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28\n"), ("pod-1", "step 27\n"))).log_tail == "step 28"
+    assert (
+        found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28\n"), ("pod-1", "step 27\n"))).log_tail == "step 28"
+    )
     assert found.to_failure_status(Stage.TRAIN, 1, (("pod-1", "step 27\n"),)).log_tail == "==> pod-1 <==\nstep 27"
 
 

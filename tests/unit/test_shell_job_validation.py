@@ -10,7 +10,7 @@ import pytest
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.reconcile.reconcile_types import JobView
-from finetune_operator.shell.job_validation import THREADS, Judge
+from finetune_operator.shell.job_validation import THREADS, JobValidator
 from suite_plugins.patience import patient
 
 SPEC = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "hf://c/d"}, "training": {}}
@@ -52,10 +52,10 @@ def test_a_job_is_judged_in_another_thread_and_once_while_it_asks_for_the_same(r
     watched = Watched(released)
 
     async def go() -> list[JobView]:
-        judge = Judge(CLUSTER_SETTINGS, validate=watched)
-        views = [await judge.view(job("a"), None)]
+        validator = JobValidator(CLUSTER_SETTINGS, validate=watched)
+        views = [await validator.view(job("a"), None)]
         for raw in (job("a"), job("a", generation=2), job("a", generation=2, team="x")):
-            views.append(await judge.view(raw, views[-1]))
+            views.append(await validator.view(raw, views[-1]))
         return views
 
     views = asyncio.run(go())
@@ -69,9 +69,9 @@ def test_a_job_that_cannot_be_judged_in_time_is_refused_and_all_others_are_judge
 
     async def go() -> dict[str, JobView]:
         validate_job(job("first"), CLUSTER_SETTINGS)
-        judge = Judge(CLUSTER_SETTINGS, validate=watched, limit_seconds=patient(1.5))
+        validator = JobValidator(CLUSTER_SETTINGS, validate=watched, limit_seconds=patient(1.5))
         names = [*slow, "a", "b"]
-        views = await asyncio.gather(*(judge.view(job(name), None) for name in names))
+        views = await asyncio.gather(*(validator.view(job(name), None) for name in names))
         return dict(zip(names, views, strict=True))
 
     views = asyncio.run(go())

@@ -144,8 +144,8 @@ def test_a_link_outlives_the_objects_that_showed_it(store: Store):
     for raw in (executor, driver, spark):
         store.put(raw)
     assert pods(store) == ["executor", DRIVER.name] or pods(store) == [DRIVER.name, "executor"]
-    store.gone("SparkApplication", "team", "demo-prepare-1")
-    store.gone("Pod", "team", DRIVER.name)
+    store.mark_deleted("SparkApplication", "team", "demo-prepare-1")
+    store.mark_deleted("Pod", "team", DRIVER.name)
     store.put(pod("executor", Owner("Pod", DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare"))
     assert pods(store) == ["executor"]
 

@@ -26,7 +26,7 @@ from finetune_operator.shell.operator_options import LogFormat, LogLevel
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
 from finetune_operator.shell.serving import OperatorView
-from finetune_operator.shell.state import Hearing, OperatorState, ProgressBook
+from finetune_operator.shell.state import OperatorState, ProgressBook, ReportWindow
 from finetune_operator.shell.store import Store
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -74,9 +74,9 @@ def test_the_progress_of_an_attempt_is_that_attempts_alone():
     assert book.of("uid", Stage.EVALUATE, 2) is None
     book.note("uid", Stage.EVALUATE, 1, early, "", NOON)
     assert book.of("uid", Stage.EVALUATE, 1) == early
-    assert book.heard_of("uid") > 0
+    assert book.last_report_at("uid") > 0
     book.forget("uid")
-    assert (book.of("uid", Stage.EVALUATE, 1), book.heard_of("uid")) == (None, 0.0)
+    assert (book.of("uid", Stage.EVALUATE, 1), book.last_report_at("uid")) == (None, 0.0)
 
 
 def test_a_report_moves_when_its_mark_is_another_or_the_attempt_is():
@@ -108,8 +108,8 @@ HEARING: dict[str, tuple[list[tuple[float, bool]], float | None]] = {
 @pytest.mark.parametrize("case", HEARING)
 def test_since_when_no_report_can_have_been_missed(case: str):
     looks, expected = HEARING[case]
-    hearing = Hearing()
-    answers = [hearing.since(able, NOON + timedelta(seconds=second)) for second, able in looks]
+    report_window = ReportWindow()
+    answers = [report_window.since(able, NOON + timedelta(seconds=second)) for second, able in looks]
 
     assert answers[-1] == (None if expected is None else NOON + timedelta(seconds=expected))
 
@@ -136,7 +136,7 @@ DEAF: dict[str, Callable[[OperatorState], object]] = {
 
 @pytest.mark.parametrize("case", DEAF)
 def test_reports_cannot_be_heard_when(case: str):
-    async def look() -> tuple[datetime | None, datetime | None]:
+    async def reconcile() -> tuple[datetime | None, datetime | None]:
         state = operator_state()
         before = state.reports_complete_since()
         DEAF[case](state)
@@ -144,13 +144,13 @@ def test_reports_cannot_be_heard_when(case: str):
         await state.kube.api.close()  # type: ignore[no-untyped-call]
         return before, after
 
-    before, after = asyncio.run(look())
+    before, after = asyncio.run(reconcile())
     assert before is not None
     assert after is None
 
 
 def test_the_fleet_is_what_the_store_holds_and_progress_is_what_moves():
-    async def look() -> tuple[Fleet, Fleet]:
+    async def reconcile() -> tuple[Fleet, Fleet]:
         state = operator_state()
         view = OperatorView(state)
         told = {
@@ -170,7 +170,7 @@ def test_the_fleet_is_what_the_store_holds_and_progress_is_what_moves():
         await state.kube.api.close()  # type: ignore[no-untyped-call]
         return before, after
 
-    before, after = asyncio.run(look())
+    before, after = asyncio.run(reconcile())
     assert before.phases == {"Pending": 1, "Training": 1}
     assert before.samples_per_second == {"train": 8}
     assert before.progress_age_seconds < 60

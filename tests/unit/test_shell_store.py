@@ -8,7 +8,7 @@ import pytest
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.store import BURIED_SECONDS, Store, UnreadableError, key_of
+from finetune_operator.shell.store import TOMBSTONE_SECONDS, Store, UnreadableError, key_of
 
 KEY = JobKey("team", "demo")
 CREATED = "2026-01-01T00:00:00Z"
@@ -173,7 +173,7 @@ def test_the_end_of_an_earlier_object_does_not_remove_a_later_one_of_the_same_na
 
 def test_what_the_api_server_does_not_find_is_gone_whatever_is_told_later(store: Store):
     store.put(child(5))
-    store.gone("Job", "team", "demo-train-1")
+    store.mark_deleted("Job", "team", "demo-train-1")
 
     assert store.put(child(6)) is None
     assert children(store) == []
@@ -181,14 +181,14 @@ def test_what_the_api_server_does_not_find_is_gone_whatever_is_told_later(store:
 
 def test_that_another_object_is_gone_changes_nothing(store: Store):
     store.put(child(5, uid="new"))
-    store.gone("Job", "team", "demo-train-1", uid="old")
+    store.mark_deleted("Job", "team", "demo-train-1", uid="old")
 
     assert children(store) == [("demo-train-1", "new")]
 
 
 def test_deleted_objects_are_forgotten_after_a_while(store: Store, clock: Clock):
     store.remove(child(8))
-    clock.now += BURIED_SECONDS + 1
+    clock.now += TOMBSTONE_SECONDS + 1
     store.remove(child(9, uid="child-2", attempt="2"))
 
     assert store.put(child(7)) is not None
@@ -274,11 +274,11 @@ def test_only_news_breaks_the_silence(store: Store, clock: Clock):
     store.put(child(5))
     clock.now += 100
     store.put(child(5))
-    assert store.heard_of(("team", "job-1")) == 1000.0
+    assert store.last_change_at(("team", "job-1")) == 1000.0
 
     store.put(pod(6))
-    assert store.heard_of(("team", "job-1")) == 1100.0
-    assert store.heard_of(("team", "nobody")) == 0.0
+    assert store.last_change_at(("team", "job-1")) == 1100.0
+    assert store.last_change_at(("team", "nobody")) == 0.0
 
 
 @pytest.mark.parametrize("version", ["", "abc", "1.5", "-3"])

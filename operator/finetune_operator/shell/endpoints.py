@@ -43,8 +43,8 @@ class Health(Protocol):
 class Heartbeat:
     """Measures how late the event loop wakes up tasks."""
 
-    def __init__(self, tell: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
         self._clock = clock
         self._last = clock()
 
@@ -57,7 +57,7 @@ class Heartbeat:
         self._last = self._clock()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            self._tell(self.lag())
+            self._report(self.lag())
             self._last = self._clock()
 
 

@@ -30,7 +30,7 @@ class TooSlowError(Exception):
     """A job could not be validated in time."""
 
 
-class Judge:
+class JobValidator:
     """See the module."""
 
     def __init__(

@@ -103,7 +103,7 @@ class LeaseLock(BaseLock):
         lease = {**self._lease, "spec": self._held(_spec(self._lease))}
         return await self._taken(self._kube.replace(lease, namespace, name))
 
-    async def give_back(self) -> None:
+    async def release(self) -> None:
         """Release the Lease, so that the next replica has it at once. ApiError."""
         lease = await self._within(self._kube.get(LEASE, self.namespace, LEASE_NAME))
         spec = _spec(lease)
@@ -194,7 +194,7 @@ class Leader:
         """Stop acting and release the Lease."""
         self._stop_acting()
         try:
-            await self._lock.give_back()
+            await self._lock.release()
         except ApiError as error:
             log.info("the lease was not given back, and ends by itself: %s", error)
 
@@ -228,12 +228,12 @@ class Leader:
             self._leading.set()
             self._begin()
 
-    def _renewed(self, asked_at: float) -> None:
+    def _renewed(self, requested_at: float) -> None:
         """Note that the Lease is ours for a while, counted from before the request was sent."""
         if self._fence is not None:
             self._fence.cancel()
         loop = asyncio.get_running_loop()
-        self._fence = loop.call_later(asked_at + RENEW_SECONDS - time.monotonic(), self._stop_acting)
+        self._fence = loop.call_later(requested_at + RENEW_SECONDS - time.monotonic(), self._stop_acting)
         if self._holding and not self._leading.is_set():
             # The renewal came after the fence had fallen and before the election was given up, or taking over failed.
             self._begin_to_act()

@@ -274,7 +274,7 @@ class Metrics:
         """Count the changes between the status in `job` and the one that replaced it."""
         self._job_sums.count(job, after)
 
-    def pass_done(self, seconds: float, outcome: str) -> None:
+    def reconcile_done(self, seconds: float, outcome: str) -> None:
         """Count one reconcile of a job."""
         self._reconcile.of().observe(seconds)
         if outcome == "failed":
@@ -306,7 +306,7 @@ class Metrics:
         """Ask `valid_until` for the end of a server's certificate whenever metrics are read."""
         self._certificates.of(server).set_function(lambda: valid_until().timestamp())
 
-    def resynced(self, reason: str) -> None:
+    def relisted(self, reason: str) -> None:
         """Count a list of everything."""
         self._resyncs.of(reason).inc()
 
@@ -318,18 +318,18 @@ class Metrics:
 
 def _cause(*statuses: FineTuneJobStatus) -> str:
     """Return the class of the first failure in these statuses."""
-    told = (status.failure.failure_class for status in statuses if status.failure is not None)
-    return next(told, OTHER)
+    classes = (status.failure.failure_class for status in statuses if status.failure is not None)
+    return next(classes, OTHER)
 
 
 def _set(family: Family[Gauge], values: Mapping[str, float]) -> None:
     """Set one gauge for each value of its only label; values that are not given are 0."""
-    (words,) = family.labels.values()
-    totals = dict.fromkeys(words, 0.0)
-    for word, value in values.items():
-        totals[word if word in totals else OTHER] += value
-    for word, value in totals.items():
-        family.of(word).set(value)
+    (labels,) = family.labels.values()
+    totals = dict.fromkeys(labels, 0.0)
+    for label, value in values.items():
+        totals[label if label in totals else OTHER] += value
+    for label, value in totals.items():
+        family.of(label).set(value)
 
 
 def reference() -> str:
@@ -337,8 +337,8 @@ def reference() -> str:
     rows = Metrics().families.rows
     labels: dict[str, dict[str, None]] = {}
     for row in rows:
-        for name, words in row.labels.items():
-            labels.setdefault(name, {}).update(dict.fromkeys(word for word in words if word != OTHER))
+        for name, values in row.labels.items():
+            labels.setdefault(name, {}).update(dict.fromkeys(value for value in values if value != OTHER))
     labels["currency"] = {"`currency` of the settings": None}
     lines = [
         "| metric | type | labels | series at most | meaning |",
@@ -353,6 +353,6 @@ def reference() -> str:
         "",
         "| label | values |",
         "|---|---|",
-        *(f"| `{name}` | {', '.join(words)} |" for name, words in labels.items()),
+        *(f"| `{name}` | {', '.join(values)} |" for name, values in labels.items()),
     ]
     return "\n".join(lines) + "\n"

@@ -76,8 +76,8 @@ class Links:
         if found is None:
             self._absent.add(owner)
             return
-        above = controller_of(found)
-        if found.get("uid") == owner.uid and above is not None and above.uid in self._own:
+        controller = controller_of(found)
+        if found.get("uid") == owner.uid and controller is not None and controller.uid in self._own:
             self._own.add(owner.uid)
         else:
             self._foreign.add(owner)

@@ -79,24 +79,24 @@ def _place(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location) or "body"
 
 
-def mark_of(told: KubeflowStatus) -> str:
+def mark_of(update: KubeflowStatus) -> str:
     """Return a mark that is equal for two updates without progress between them.
 
     Steps, figures and all other counts of a program are progress. Rates and remaining times are not: they change with
     the clock while nothing else does.
     """
-    figures = sorted((metric.name, metric.value) for metric in told.metrics if metric.name not in _RATES)
-    return hashlib.sha256(json.dumps([told.progress_percentage, figures]).encode()).hexdigest()
+    figures = sorted((metric.name, metric.value) for metric in update.metrics if metric.name not in _RATES)
+    return hashlib.sha256(json.dumps([update.progress_percentage, figures]).encode()).hexdigest()
 
 
-def progress_of(told: KubeflowStatus, now: datetime) -> ProgressStatus:
+def progress_of(update: KubeflowStatus, now: datetime) -> ProgressStatus:
     """Convert an update that arrived at `now` (UTC) to the terms of the status."""
-    values = {metric.name: metric.value for metric in told.metrics}
+    values = {metric.name: metric.value for metric in update.metrics}
     step, total = _steps(values, _STEP), _steps(values, _TOTAL)
-    percent = told.progress_percentage
+    percent = update.progress_percentage
     if percent is None and step is not None and total:
         percent = min(100, 100 * step // total)
-    remaining = told.estimated_remaining_seconds
+    remaining = update.estimated_remaining_seconds
     return ProgressStatus(
         step=step,
         total_steps=total,

@@ -113,7 +113,7 @@ class World(Protocol):
         """Take the pod's report; `mark` is the same for as long as there is no progress."""
         ...
 
-    def unheard(self) -> None:
+    def report_lost(self) -> None:
         """Note that a report of an honest pod may just have been rejected."""
         ...
 
@@ -168,7 +168,9 @@ class ProgressServer:
         )
         limits = self._limits
         bounds = Bounds(limits.connections, limits.connection_seconds, limits.handshake_seconds)
-        self._listener = Listener("progress", self._server, bounds, tls=self._tls.server, dropped=self._world.unheard)
+        self._listener = Listener(
+            "progress", self._server, bounds, tls=self._tls.server, dropped=self._world.report_lost
+        )
         return await self._listener.start(host, port)
 
     async def stop(self) -> None:
@@ -200,7 +202,7 @@ class ProgressServer:
             log.error("A progress report could not be handled: %s.", type(error).__name__)
             answer = _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the operator could not handle this report")
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._world.unheard()
+            self._world.report_lost()
         answer.force_close()
         self._counted(answer.status)
         return answer
@@ -228,7 +230,7 @@ class ProgressServer:
         if found is None:
             sender = self._rated(_address(request), token)
             if not (self._unknown.take(sender) and self._reviews.take("all")):
-                self._world.unheard()
+                self._world.report_lost()
                 raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "too many unknown tokens", Retry_After="5")
             try:
                 found = await self._tokens.check(token)
@@ -239,7 +241,7 @@ class ProgressServer:
             if isinstance(found, PodIdentity):
                 self._unknown.give_back(sender)
         if isinstance(found, RefusedToken):
-            raise _unauthorized(found.why)
+            raise _unauthorized(found.reason)
         if not self._pods.take(found.uid):
             rate = f"{self._limits.pod_per_second:g} update(s) a second, {self._limits.pod_burst} at once"
             raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, f"too fast: a pod may send {rate}", Retry_After="1")

@@ -51,7 +51,7 @@ from finetune_operator.shell.webhook import (
     FolderCertificate,
     WebhookOptions,
     WebhookServer,
-    tell_authority,
+    write_authority,
 )
 
 log = logging.getLogger(__name__)
@@ -59,14 +59,14 @@ log = logging.getLogger(__name__)
 SOONEST = timedelta(minutes=1)
 """Shortest interval between two checks of the certificates, also if the API server gives no answer."""
 _WITHOUT_REVIEW = " Grant `create` on tokenreviews, or set progress.tokens to keys, which needs no right."
-_OTHER_WAY = "or grants `create` on tokenreviews, for progress.tokens review"
+_ALTERNATIVE = "or grants `create` on tokenreviews, for progress.tokens review"
 _WITHOUT_DISCOVERY = (
     "every service account may read them where the ClusterRoleBinding system:service-account-issuer-discovery is as "
-    f"Kubernetes makes it: an administrator of the cluster restores it, {_OTHER_WAY}"
+    f"Kubernetes makes it: an administrator of the cluster restores it, {_ALTERNATIVE}"
 )
 _WITHOUT_ISSUER = (
     "an API server publishes them when its --service-account-issuer is an https URL: an administrator of the cluster "
-    f"sets one, {_OTHER_WAY}"
+    f"sets one, {_ALTERNATIVE}"
 )
 
 
@@ -185,9 +185,9 @@ class OperatorView:
         )  # fmt: skip
         self._state.queue.add(JobKey(at.namespace, at.job))
 
-    def unheard(self) -> None:
+    def report_lost(self) -> None:
         """See `progress_server.World`."""
-        self._state.hearing.missed()
+        self._state.report_window.report_lost()
 
     def jobs(self) -> list[JobView]:
         """See `webhook.World`."""
@@ -263,10 +263,10 @@ class Servers:
             )
             progress = False
         if hook is not None and hook.certificate is not None:
-            theirs = FolderCertificate(hook.certificate)
-            await self._start_webhook(state, view, hook, theirs.context)
-            self._metrics.follow_certificate("webhook", lambda: theirs.valid_until)
-            self._keep(state, theirs.follow(), "renewal of the webhook's certificate")
+            external = FolderCertificate(hook.certificate)
+            await self._start_webhook(state, view, hook, external.context)
+            self._metrics.follow_certificate("webhook", lambda: external.valid_until)
+            self._keep(state, external.follow(), "renewal of the webhook's certificate")
         if not progress and (hook is None or hook.certificate is not None):
             return
         keeper = CertificateKeeper(
@@ -285,7 +285,7 @@ class Servers:
             await self._start_webhook(state, view, hook, tls.webhook)
             self._metrics.follow_certificate("webhook", lambda: tls.valid_until)
             if hook.configuration is not None:
-                users.append(_authority_teller(state.kube, hook.configuration))
+                users.append(_authority_writer(state.kube, hook.configuration))
         for use in users:
             await use(certificates)
         self._keep(state, _renew(keeper, certificates, tls, users), "renewal of the certificates")
@@ -303,10 +303,10 @@ class Servers:
         self._progress = ProgressServer(view, reviewer, tls, counted=self._metrics.progress_post)
         self.progress_port = await self._progress.start(self._host, self.progress_port)
 
-        async def tell(certificates: Certificates) -> None:
+        async def publish(certificates: Certificates) -> None:
             state.progress_endpoint = ProgressEndpoint(base_url, certificates.authority, state.namespace or None)
 
-        return tell
+        return publish
 
     async def _reviewer(self, state: OperatorState) -> TokenReviewer:
         """Return the reviewer that the settings name. There is no fallback: it would hide a missing right."""
@@ -342,18 +342,18 @@ class Servers:
         self._renewing, self._webhook, self._progress, self._endpoints = [], None, None, None
 
 
-def _authority_teller(kube: Kube, configuration: str) -> Callable[[Certificates], Awaitable[None]]:
+def _authority_writer(kube: Kube, configuration: str) -> Callable[[Certificates], Awaitable[None]]:
     """Return a function that makes the configuration trust our authority. It logs errors: jobs run without it."""
 
-    async def tell(certificates: Certificates) -> None:
+    async def write(certificates: Certificates) -> None:
         try:
-            await tell_authority(kube, configuration, certificates.authority)
+            await write_authority(kube, configuration, certificates.authority)
         except ApiError as error:
             log.warning(
                 "ValidatingWebhookConfiguration %s could not be told of our authority: %s", configuration, error
             )
 
-    return tell
+    return write
 
 
 async def _renew(

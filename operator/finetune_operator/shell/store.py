@@ -33,9 +33,9 @@ from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, Links, Owner, 
 from finetune_operator.shell.queue import JobKey
 
 JOB_KIND = "FineTuneJob"
-BURIED_SECONDS = 600.0
+TOMBSTONE_SECONDS = 600.0
 """Life of the tombstone of a deleted object; no request takes longer than a fraction of it."""
-NEVER_AGAIN = 2**64
+DELETED_VERSION = 2**64
 """Version of a tombstone for an object that is known to be deleted: every update below it is late."""
 
 View: TypeAlias = JobView | ChildView | EndpointView | PodView
@@ -64,7 +64,7 @@ class Entry:
     job_uid: str
     view: View | None
     """Parsed object; None: it has our label, but is not ours by its other labels."""
-    heard: float
+    changed_at: float
     """Time when it changed last for us, on the monotonic clock."""
     owner: Owner | None = None
     """Its controller."""
@@ -89,11 +89,11 @@ class Store:
         self._of_job: dict[JobId, dict[Key, Entry]] = {}
         self._uids: dict[JobKey, Counter[str]] = {}
         """Uids of the jobs that had a name, by name, with the number of their objects."""
-        self._buried: dict[str, tuple[int, float]] = {}
+        self._tombstones: dict[str, tuple[int, float]] = {}
         """Tombstones by uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
         self._links: dict[JobId, Links] = {}
         """Objects that are known to be a job's own, as long as any of its objects exists."""
-        self._departed: dict[JobId, dict[str, PodView]] = {}
+        self._deleted_pods: dict[JobId, dict[str, PodView]] = {}
         """Deleted pods while the object that runs their attempt exists, by job, then by uid. A deletion would otherwise
         take the cause of the attempt's failure with it.
         """
@@ -137,7 +137,7 @@ class Store:
     def pods(self, job: JobId) -> tuple[PodView, ...]:
         """Return the job's pods, the oldest first, also deleted ones as long as their attempt is judged by them."""
         views = [entry.view for entry in self._own(job) if isinstance(entry.view, PodView)]
-        views += self._departed.get(job, {}).values()
+        views += self._deleted_pods.get(job, {}).values()
         return tuple(sorted(views, key=lambda view: (view.created, view.name)))
 
     def pods_before(self, key: JobKey, job_uid: str) -> tuple[PodView, ...]:
@@ -149,9 +149,9 @@ class Store:
         """Return one object."""
         return self._entries.get((kind, namespace, name))
 
-    def heard_of(self, job: JobId) -> float:
+    def last_change_at(self, job: JobId) -> float:
         """Return when any of the job's children or pods changed last, on the monotonic clock; 0.0: never."""
-        return max((entry.heard for entry in self._own(job)), default=0.0)
+        return max((entry.changed_at for entry in self._own(job)), default=0.0)
 
     # ----------------------------------------------------------------------------------------------------- ownership
 
@@ -201,18 +201,18 @@ class Store:
         links = self._links.get(job)
         if links is None:
             return []
-        own, open_ = [], []
+        own, undecided = [], []
         for entry in self._of_job.get(job, {}).values():
             if isinstance(entry.view, JobView) or entry.uid in links:
                 own.append(entry)
             elif isinstance(entry.view, PodView | EndpointView):
-                open_.append(entry)
+                undecided.append(entry)
         # One pod may control others, in whatever order they came, and an InferenceService a Deployment.
-        while found := [entry for entry in open_ if self._controlled(entry, links)]:
+        while found := [entry for entry in undecided if self._controlled(entry, links)]:
             for entry in found:
                 links.add(entry.uid)
             own += found
-            open_ = [entry for entry in open_ if entry.uid not in links]
+            undecided = [entry for entry in undecided if entry.uid not in links]
         return own
 
     def _controlled(self, entry: Entry, links: Links) -> bool:
@@ -244,19 +244,19 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def put(self, raw: Raw, judged: JobView | None = None) -> Entry | None:
-        """Store an object. Return the entry if it is news, None if it is old or was deleted since. `judged`: the view
+    def put(self, raw: Raw, parsed: JobView | None = None) -> Entry | None:
+        """Store an object. Return the entry if it is news, None if it is old or was deleted since. `parsed`: the view
         of a job, if it was parsed before.
         """
         version, uid = _version(raw), _text(_metadata(raw), "uid")
-        buried = self._buried.get(uid)
-        if buried is not None and version <= buried[0]:
+        tombstone = self._tombstones.get(uid)
+        if tombstone is not None and version <= tombstone[0]:
             return None
         key = key_of(raw)
         known = self._entries.get(key)
         if known is not None and version <= known.version:
             return None
-        entry = self._entry(key, uid, version, raw, judged)
+        entry = self._entry(key, uid, version, raw, parsed)
         if known is not None:
             self._drop(known)
         self._entries[key] = entry
@@ -271,14 +271,14 @@ class Store:
     def remove(self, raw: Raw) -> Entry | None:
         """Remove an object that a watch reports as deleted, with its last state. Return its entry, if there was one."""
         uid, last = _text(_metadata(raw), "uid"), None if _text(raw, "kind") != "Pod" else pod_view(raw)
-        return self._bury(key_of(raw), uid, _version(raw), last)
+        return self._tombstone(key_of(raw), uid, _version(raw), last)
 
-    def gone(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
+    def mark_deleted(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
         """Remove an object that the API server no longer has; with `uid`, only this very one."""
         key = (kind, namespace, name)
         known = self._entries.get(key)
         uid = uid or (known.uid if known is not None else None)
-        return None if uid is None else self._bury(key, uid, NEVER_AGAIN)
+        return None if uid is None else self._tombstone(key, uid, DELETED_VERSION)
 
     def keep(
         self, kind: str, listed: Collection[Key], version: int, namespaces: Collection[str] | None = None
@@ -289,7 +289,7 @@ class Store:
         touched = set()
         for entry in [one for one in self._entries.values() if one.kind == kind and one.key not in listed]:
             if entry.version <= version and (namespaces is None or entry.namespace in namespaces):
-                self._bury(entry.key, entry.uid, version)
+                self._tombstone(entry.key, entry.uid, version)
                 touched.add(entry.job)
         return touched
 
@@ -301,9 +301,9 @@ class Store:
             self.put(raw)
         for entry in list(self._of_job.get(job, {}).values()):
             if entry.kind == kind and entry.key not in listed and entry.version <= version:
-                self._bury(entry.key, entry.uid, version)
+                self._tombstone(entry.key, entry.uid, version)
 
-    def _entry(self, key: Key, uid: str, version: int, raw: Raw, judged: JobView | None) -> Entry:
+    def _entry(self, key: Key, uid: str, version: int, raw: Raw, parsed: JobView | None) -> Entry:
         kind, namespace, name = key
         labels = _metadata(raw).get("labels")
         labels = labels if isinstance(labels, dict) else {}
@@ -311,7 +311,7 @@ class Store:
         match kind:
             case "FineTuneJob":
                 view, job, job_uid = (
-                    judged or job_view(raw, self._settings, self.job(JobKey(namespace, name))),
+                    parsed or job_view(raw, self._settings, self.job(JobKey(namespace, name))),
                     name,
                     uid,
                 )
@@ -328,40 +328,42 @@ class Store:
         of_job = JobKey(namespace, job)
         return Entry(kind, namespace, name, uid, version, of_job, job_uid, view, self._clock(), owner, deleting)
 
-    def _bury(self, key: Key, uid: str, version: int, last: PodView | None = None) -> Entry | None:
+    def _tombstone(self, key: Key, uid: str, version: int, last: PodView | None = None) -> Entry | None:
         now = self._clock()
-        while self._buried:
-            oldest = next(iter(self._buried))
-            if self._buried[oldest][1] > now - BURIED_SECONDS:
+        while self._tombstones:
+            oldest = next(iter(self._tombstones))
+            if self._tombstones[oldest][1] > now - TOMBSTONE_SECONDS:
                 break
-            del self._buried[oldest]
-        earlier = self._buried.pop(uid, (0, 0.0))[0]
-        self._buried[uid] = (max(version, earlier), now)
+            del self._tombstones[oldest]
+        earlier = self._tombstones.pop(uid, (0, 0.0))[0]
+        self._tombstones[uid] = (max(version, earlier), now)
         known = self._entries.get(key)
-        if known is None or known.uid != uid or known.version > self._buried[uid][0]:
+        if known is None or known.uid != uid or known.version > self._tombstones[uid][0]:
             return None
         own = self.belongs(known)
         self._drop(known)
         if own:
-            self._mourn(known, last)
+            self._retain_last_state(known, last)
         if known.job_id not in self._of_job:
             self._links.pop(known.job_id, None)
         return known
 
-    def _mourn(self, known: Entry, last: PodView | None) -> None:
+    def _retain_last_state(self, known: Entry, last: PodView | None) -> None:
         """Keep the last state of a pod that ran for as long as the object that runs its attempt exists."""
         view = last or known.view
-        departed = self._departed.get(known.job_id, {})
+        deleted_pods = self._deleted_pods.get(known.job_id, {})
         if isinstance(view, PodView):
             attempts = {(child.stage, child.attempt) for child in self.children(known.job_id)}
             if view.phase != "Pending" and (view.stage, view.attempt) in attempts:
-                self._departed.setdefault(known.job_id, {})[view.uid] = replace(view, gone=True)
+                self._deleted_pods.setdefault(known.job_id, {})[view.uid] = replace(view, gone=True)
         elif isinstance(view, ChildView):
-            left = {uid: pod for uid, pod in departed.items() if (pod.stage, pod.attempt) != (view.stage, view.attempt)}
+            left = {
+                uid: pod for uid, pod in deleted_pods.items() if (pod.stage, pod.attempt) != (view.stage, view.attempt)
+            }
             if left:
-                self._departed[known.job_id] = left
+                self._deleted_pods[known.job_id] = left
             else:
-                self._departed.pop(known.job_id, None)
+                self._deleted_pods.pop(known.job_id, None)
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]

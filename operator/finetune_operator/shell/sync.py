@@ -40,7 +40,7 @@ class Syncer:
         self._discovery = discovery
         self._wanted: dict[str, str] = {}
         """Kinds to be listed again, with the reason."""
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._listing = asyncio.Lock()
 
     async def fill(self, reason: str) -> None:
@@ -59,7 +59,7 @@ class Syncer:
     def request(self, kind: str, reason: str) -> None:
         """Have a kind listed again soon."""
         self._wanted.setdefault(kind, reason)
-        self._asked.set()
+        self._requested.set()
 
     def request_all(self, reason: str) -> None:
         """Have all kinds listed again soon."""
@@ -69,9 +69,9 @@ class Syncer:
     async def run(self) -> None:
         """Serve requests, for ever."""
         while True:
-            await self._asked.wait()
+            await self._requested.wait()
             await asyncio.sleep(QUIET_SECONDS)
-            self._asked.clear()
+            self._requested.clear()
             wanted, self._wanted = self._wanted, {}
             resources = [resource for resource in self._resources() if resource.kind in wanted]
             try:
@@ -117,7 +117,7 @@ class Syncer:
                 for namespace in self._state.settings.namespaces or (None,):
                     await read_all(self._state, resource, namespace)
         for reason in reasons:
-            self._state.measurements.resynced(reason)
+            self._state.measurements.relisted(reason)
 
 
 class Turn:
@@ -155,10 +155,10 @@ async def read_all(state: OperatorState, resource: Resource, namespace: str | No
     return version
 
 
-async def take(state: OperatorState, resource: Resource, raw: Manifest, *, gone: bool = False) -> None:
+async def take(state: OperatorState, resource: Resource, raw: Manifest, *, deleted: bool = False) -> None:
     """Put an object that was read into the store, and queue its job if it is news."""
     try:
-        entry = state.store.remove(raw) if gone else await state.put(raw)
+        entry = state.store.remove(raw) if deleted else await state.put(raw)
     except UnreadableError as error:
         log.warning("passed over a %s that cannot be read: %s", resource.kind, error)
         return

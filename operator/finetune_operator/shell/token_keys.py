@@ -130,11 +130,11 @@ class KeyReviewer:
         known = self._usable()
         try:
             return _verified(token, known, audience)
-        except _StrangerError:
+        except _UnknownKeyError:
             renewed = await self._renewed(known)
         try:
             return _verified(token, renewed, audience)
-        except _StrangerError:
+        except _UnknownKeyError:
             return RefusedToken("the token is not signed by a key of this cluster")
 
     def _usable(self) -> IssuerKeys:
@@ -172,7 +172,7 @@ class KeyReviewer:
 # ------------------------------------------------------------------------------------------------------- one token
 
 
-class _StrangerError(Exception):
+class _UnknownKeyError(Exception):
     """The token's key or issuer is not a known one."""
 
 
@@ -208,7 +208,7 @@ def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
             return not_valid(audience)
         key = known.keys.get(key_id)
         if key is None:
-            raise _StrangerError
+            raise _UnknownKeyError
         claims = jwt.decode(
             token,
             key,
@@ -219,7 +219,7 @@ def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
             options={"require": _REQUIRED},
         )
     except jwt.InvalidIssuerError as error:
-        raise _StrangerError from error
+        raise _UnknownKeyError from error
     except jwt.ExpiredSignatureError:
         return RefusedToken("the token has expired")
     except jwt.ImmatureSignatureError:
@@ -232,10 +232,10 @@ def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
 
 def _identity(claims: Mapping[str, Any]) -> Verdict:
     try:
-        said = _Claims.model_validate(claims)
+        parsed = _Claims.model_validate(claims)
     except ValidationError:
         return NOT_BOUND
-    place = said.place
-    if said.sub != f"{ACCOUNT}{place.namespace}:{place.serviceaccount.name}":
+    place = parsed.place
+    if parsed.sub != f"{ACCOUNT}{place.namespace}:{place.serviceaccount.name}":
         return NOT_BOUND
     return PodIdentity(place.namespace, place.pod.name, place.pod.uid)

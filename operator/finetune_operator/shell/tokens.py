@@ -45,7 +45,7 @@ class PodIdentity:
 class RefusedToken:
     """Reason that a token is refused."""
 
-    why: str
+    reason: str
 
 
 Verdict: TypeAlias = PodIdentity | RefusedToken
@@ -126,7 +126,7 @@ class TokenChecker:
         self._clock = clock
         self._good = _Memory(remember, clock)
         self._refused = _Memory(remember_refused, clock)
-        self._asking: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._reviewing: dict[bytes, asyncio.Task[Verdict]] = {}
 
     def remembered(self, token: str) -> Verdict | None:
         """Return the verdict, if it is known without a review."""
@@ -138,19 +138,19 @@ class TokenChecker:
         if (known := self.remembered(token)) is not None:
             return known
         key = _key(token)
-        task = self._asking.get(key)
+        task = self._reviewing.get(key)
         if task is None:
-            task = self._asking[key] = asyncio.create_task(self._ask(key, token), name="token-review")
-            task.add_done_callback(lambda done: self._answered(key, done))
+            task = self._reviewing[key] = asyncio.create_task(self._review(key, token), name="token-review")
+            task.add_done_callback(lambda done: self._reviewed(key, done))
         # A waiter that is cancelled must not cancel the review for the others.
         return await asyncio.shield(task)
 
-    def _answered(self, key: bytes, task: asyncio.Task[Verdict]) -> None:
-        self._asking.pop(key, None)
+    def _reviewed(self, key: bytes, task: asyncio.Task[Verdict]) -> None:
+        self._reviewing.pop(key, None)
         if not task.cancelled():
             task.exception()  # retrieved, also if nobody waits for it any more
 
-    async def _ask(self, key: bytes, token: str) -> Verdict:
+    async def _review(self, key: bytes, token: str) -> Verdict:
         try:
             async with asyncio.timeout(REVIEW_SECONDS):
                 found = await self._reviewer.review_token(token, PROGRESS_AUDIENCE)

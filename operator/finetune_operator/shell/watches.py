@@ -73,7 +73,7 @@ class _Follower:
             except GoneError:
                 # The server has dropped the events since: after a restart, or a long silence.
                 self._version = None
-                self._state.measurements.resynced("relist")
+                self._state.measurements.relisted("relist")
                 continue
             except ApiError as error:
                 log.debug("following %s is begun again: %s", self._resource.plural, error)
@@ -91,5 +91,5 @@ class _Follower:
 
     async def _take(self, event: WatchEvent) -> None:
         if event.type != "BOOKMARK":
-            await take(self._state, self._resource, event.object, gone=event.type == "DELETED")
+            await take(self._state, self._resource, event.object, deleted=event.type == "DELETED")
         self._version = event.version

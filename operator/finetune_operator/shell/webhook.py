@@ -35,7 +35,7 @@ from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import Kube
-from finetune_operator.shell.listener import TELL_SECONDS, Bounds
+from finetune_operator.shell.listener import LOG_INTERVAL_SECONDS, Bounds
 from finetune_operator.shell.request_bodies import Bodies, BodyError
 from finetune_operator.shell.sites import Site
 
@@ -93,7 +93,7 @@ class WebhookServer:
         world: World,
         settings: Settings,
         tls: ssl.SSLContext,
-        counted: Callable[[str], None] = lambda word: None,
+        counted: Callable[[str], None] = lambda outcome: None,
         client_names: Collection[str] = (),
     ) -> None:
         """`counted` is called with each answer: `allowed`, `refused`, or `failed` for a request that is no review.
@@ -107,7 +107,7 @@ class WebhookServer:
         self._site: Site | None = None
         self._bodies = Bodies(BODY_LIMIT_BYTES, BODY_SECONDS)
         self._at_once = asyncio.Semaphore(AT_ONCE)
-        self._told_refused = float("-inf")
+        self._refusal_logged_at = float("-inf")
 
     async def start(self, host: str | None, port: int) -> int:
         """Listen on `host` (None: all addresses); return the port. OSError if it is in use."""
@@ -136,7 +136,7 @@ class WebhookServer:
         named = any(kind == "commonName" and name in self._client_names for kind, name in pairs)
         return bool(shown) and (named or not self._client_names)
 
-    def _may_ask(self, request: web.BaseRequest) -> bool:
+    def _is_permitted(self, request: web.BaseRequest) -> bool:
         return not self._client_names or (request.transport is not None and self._trusted(request.transport))
 
     def _client_refused(self, why: str) -> None:
@@ -144,23 +144,23 @@ class WebhookServer:
         users do not notice under `failurePolicy: Ignore`.
         """
         self._counted("failed")
-        if time.monotonic() > self._told_refused + TELL_SECONDS:
+        if time.monotonic() > self._refusal_logged_at + LOG_INTERVAL_SECONDS:
             log.warning(
                 "Webhook: a client was refused: %s. If it is the API server, its admission configuration names the "
                 "wrong certificate or none.",
                 why,
             )
-            self._told_refused = time.monotonic()
+            self._refusal_logged_at = time.monotonic()
 
     async def _review(self, request: web.BaseRequest) -> web.Response:
-        if not self._may_ask(request):
+        if not self._is_permitted(request):
             self._client_refused("its certificate has none of the names that may ask")
             message = "the client's certificate is none of those that may ask here"
             return web.json_response({"message": message}, status=HTTPStatus.FORBIDDEN)
         try:
-            asked, served = await self._bodies.read(request), await self._world.served()
+            body, served = await self._bodies.read(request), await self._world.served()
             async with self._at_once:
-                told = await asyncio.to_thread(answer, asked, self._settings, tuple(self._world.jobs()), served)
+                review = await asyncio.to_thread(answer, body, self._settings, tuple(self._world.jobs()), served)
         except (NoReviewError, BodyError) as error:
             self._counted("failed")
             status = error.status if isinstance(error, BodyError) else HTTPStatus.BAD_REQUEST
@@ -168,16 +168,16 @@ class WebhookServer:
         if self._site is not None:
             # The API server keeps its connections for many reviews.
             self._site.renew(request.transport)
-        response = told["response"]
+        response = review["response"]
         assert isinstance(response, dict), "an answer has a response"
         self._counted("allowed" if response["allowed"] else "refused")
-        return web.json_response(told)
+        return web.json_response(review)
 
 
 # ------------------------------------------------------------------------------------------------------- our authority
 
 
-async def tell_authority(kube: Kube, name: str, authority: str) -> bool:
+async def write_authority(kube: Kube, name: str, authority: str) -> bool:
     """Return whether the configuration `name` now trusts `authority` (PEM). False if it does not exist, or was changed
     in the same moment: the next check will see. ApiError.
     """
@@ -188,11 +188,11 @@ async def tell_authority(kube: Kube, name: str, authority: str) -> bool:
             "There is no ValidatingWebhookConfiguration %s that could be told of the webhook's authority.", name
         )
         return False
-    changed, told = with_authority(configuration, authority)
+    changed, updated = with_authority(configuration, authority)
     if not changed:
         return True
     try:
-        await kube.replace(told, None, name)
+        await kube.replace(updated, None, name)
     except (ConflictError, NotFoundError):
         return False
     log.info("ValidatingWebhookConfiguration %s trusts the operator's authority.", name)
@@ -202,7 +202,7 @@ async def tell_authority(kube: Kube, name: str, authority: str) -> bool:
 def with_authority(configuration: Manifest, authority: str) -> tuple[bool, Manifest]:
     """Return whether anything changes, and the configuration with our authority first in each of its bundles."""
     hooks, changed = configuration.get("webhooks"), False
-    told: list[JsonValue] = []
+    hooks_after: list[JsonValue] = []
     for hook in hooks if isinstance(hooks, list) else []:
         assert isinstance(hook, dict), "a webhook is an object"
         client = hook.get("clientConfig")
@@ -211,8 +211,8 @@ def with_authority(configuration: Manifest, authority: str) -> tuple[bool, Manif
         after = [authority, *(one for one in before if one.strip() != authority.strip())][:AUTHORITIES]
         changed = changed or [one.strip() for one in before] != [one.strip() for one in after]
         bundle = base64.b64encode("".join(f"{one.strip()}\n" for one in after).encode()).decode()
-        told.append({**hook, "clientConfig": {**client, "caBundle": bundle}})
-    return changed, {**configuration, "webhooks": told}
+        hooks_after.append({**hook, "clientConfig": {**client, "caBundle": bundle}})
+    return changed, {**configuration, "webhooks": hooks_after}
 
 
 def _certificates(bundle: JsonValue) -> list[str]:
@@ -224,7 +224,7 @@ def _certificates(bundle: JsonValue) -> list[str]:
 # --------------------------------------------------------------------------------------- files that somebody else keeps
 
 
-async def _now_and_then(look: Callable[[], None]) -> None:
+async def _repeat(look: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
         look()
@@ -255,7 +255,7 @@ class ClientAuthorities:
 
     async def follow(self) -> None:
         """Trust authorities that are added, for ever. A removed one stays trusted until the process ends."""
-        await _now_and_then(self.look)
+        await _repeat(self.look)
 
     def look(self) -> None:
         """Reload the file if it has changed since the last check."""
@@ -294,7 +294,7 @@ class FolderCertificate:
 
     async def follow(self) -> None:
         """Reload renewed certificates, for ever; open connections stay."""
-        await _now_and_then(self.look)
+        await _repeat(self.look)
 
     def look(self) -> None:
         """Reload the files if they have changed since the last check."""
