@@ -110,7 +110,7 @@ ACTIONS: dict[str, Callable[[World], object]] = {
     "the status is lost": lambda w: with_newest(w, lambda _: setattr(w, "status", {"phase": 7})),
     "progress is told": lambda w: with_newest(w, lambda n: report_progress(w, n)),
     "another replica leads": forget_progress,
-    "reports cannot be heard": lambda w: setattr(w, "heard_since", None),
+    "reports cannot be heard": lambda w: setattr(w, "reports_complete_since", None),
     "a second passes": lambda w: w.wait(1),
     "a minute passes": lambda w: w.wait(60),
     "an hour passes": lambda w: w.wait(3600),
