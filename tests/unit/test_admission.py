@@ -117,7 +117,7 @@ def test_an_edit_of_the_work_is_checked_like_a_new_job() -> None:
 def test_a_launcher_that_is_not_there_yet_is_a_warning_and_no_refusal() -> None:
     wanted = ask(a_job({**SPEC, "launcher": "mpijob"}))
     (warning,) = told(wanted, CLUSTER_SETTINGS, (), ("job",))["warnings"]
-    assert warning == "launcher mpijob is not served by this cluster yet; the job waits until it is"
+    assert warning == "spec.launcher: this cluster does not serve mpijob yet; the job waits until it does"
     assert "warnings" not in told(wanted, CLUSTER_SETTINGS, (), ("job", "mpijob"))
     assert "warnings" not in told(wanted, CLUSTER_SETTINGS, ()), "what is not known is not told"
 

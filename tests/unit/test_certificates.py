@@ -315,7 +315,7 @@ def test_somebody_who_writes_all_the_time_is_told_of() -> None:
         secrets.put(secrets.stored)
 
     secrets.before_write.extend([touch] * 5)
-    with pytest.raises(UnusableError, match="was changed by somebody else 5 times in a row; only the operator may"):
+    with pytest.raises(UnusableError, match="was changed by another client 5 times in a row; only the operator may"):
         load(keeper(secrets, Clock(first.renew_at)))
 
 

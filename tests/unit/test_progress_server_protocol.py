@@ -178,7 +178,7 @@ def test_an_error_names_the_fields_and_repeats_no_value() -> None:
     with pytest.raises(BadBodyError) as caught:
         update_of(json.dumps({"trainerStatus": bad}).encode())
     assert str(caught.value) == (
-        "the body is no progress update: "
+        "the body is not a progress update: "
         "trainerStatus.progressPercentage: Input should be a valid integer, unable to parse string as an integer; "
         "trainerStatus.metrics.0.name: Input should be a valid string; "
         "trainerStatus.metrics.0.value: Input should be a valid string; "
@@ -188,7 +188,7 @@ def test_an_error_names_the_fields_and_repeats_no_value() -> None:
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_bytes_that_are_no_update_are_a_bad_body(text: bytes) -> None:
-    with pytest.raises(BadBodyError, match=r"^the body is no progress update: "):
+    with pytest.raises(BadBodyError, match=r"^the body is not a progress update: "):
         update_of(text)
 
 

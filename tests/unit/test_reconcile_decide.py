@@ -134,7 +134,7 @@ def test_checkpoints_that_stay_are_told_with_their_size_and_place():
     place = "pvc://reviews-workspace/reviews/checkpoints"
     (message,) = [note.message for note in world.events if note.reason == "CheckpointsKept"]
     assert message == (
-        f"Checkpoints take 1.2 GiB at {place}; nothing needs them any more, and nobody else deletes them."
+        f"Checkpoints take 1.2 GiB at {place}. They are no longer needed, and the operator does not delete them."
     )
     status = world.job().status
     assert status.artifacts is not None
@@ -404,7 +404,7 @@ def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told:
     assert (world.stage("predict"), world.job().status.stages[-1].replaced_pods) == (("Running", 1), 1)
     (event,) = [note for note in world.events if note.reason == "PodReplaced"]
     assert lost in event.message
-    assert f"{child} has created pod {other} in its place; what is finished is kept." in event.message
+    assert f"{child} has created pod {other} in its place; finished work is kept." in event.message
     assert "StageFailed" not in world.event_reasons()
     for rank, pod in enumerate([name for name in world.pods_of(child) if name != lost]):
         world.end_pod(pod, 0, report("predict", rank=rank))
@@ -644,7 +644,7 @@ def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charg
     # the pod still saves its checkpoint
     assert (world.stage("train"), world.job_condition("Running")[2]) == (
         ("Suspended", 1),
-        "Waiting for the end of attempt 1: reviews-train-1-0 still runs.",
+        "Waiting for attempt 1 to end: reviews-train-1-0 still runs.",
     )
     world.wait(61)
     status = world.job().status
@@ -880,7 +880,7 @@ def test_counted_restarts_end_with_the_job_and_free_ones_do_not():
     status = world.job().status
     assert (world.phase, status.restarts, status.counted_restarts) == ("Failed", 3, 1)
     assert status.failure is not None
-    assert status.failure.hint == "runPolicy.maxRestarts (1) restarts are used up. Do so."
+    assert status.failure.hint == "The limit runPolicy.maxRestarts (1) is reached. Do so."
 
 
 def restarts(world: World) -> tuple[int, int]:
@@ -911,7 +911,7 @@ def test_what_fails_the_same_way_before_each_first_step_is_counted_and_has_an_en
     assert world.phase == "Failed"
     hint = world.job().status.failure.hint  # type: ignore[union-attr]
     assert hint is not None
-    assert "maxRestarts (3) restarts are used up (nothing shows that the infrastructure did it" in hint
+    assert "maxRestarts (3) is reached: no sign of an infrastructure failure" in hint
 
 
 def test_a_restart_after_progress_is_free_and_one_without_new_progress_is_not():
@@ -1022,7 +1022,9 @@ def test_a_pod_whose_node_does_not_answer_ends_the_attempt_and_the_next_keeps_aw
     world.wait(10)
     affinity = json.dumps(world.children["reviews-train-2"]["spec"]["template"]["spec"]["affinity"])
     assert "node-0" in affinity
-    assert world.events[-2].message.endswith("free of charge. It keeps away from node node-0.")
+    assert world.events[-2].message.endswith(
+        "which does not count towards runPolicy.maxRestarts. It avoids node node-0."
+    )
 
 
 def test_a_failed_pod_ends_an_attempt_whose_controller_does_nothing_about_it():
@@ -1043,7 +1045,7 @@ def test_a_child_deleted_by_hand_counts_against_the_restarts():
     assert status.failure is not None
     assert (status.failure.failure_class, status.failure.message, status.counted_restarts) == (
         "ChildDeleted",
-        "Job reviews-train-1 is not there any more, and the operator did not delete it.",
+        "Job reviews-train-1 was deleted, and not by the operator.",
         1,
     )
     world.wait(61)
@@ -1126,7 +1128,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_one():
     world.settle()
     status = world.job().status
     reason = (
-        "Attempt 1 of train ran out of memory with single and a micro-batch of 32: the next one takes single, batch "
+        "Attempt 1 of train ran out of memory with single and a micro-batch of 32: the next one uses single, batch "
         "32 = 16 micro x 2 accumulation x 1 rank."
     )
     assert status.adaptation is not None
@@ -1391,7 +1393,7 @@ def test_measured_facts_that_cannot_be_planned_fail_the_job_as_its_spec_can_no_l
     failure = world.job().status.failure
     assert failure is not None
     assert (world.phase, failure.failure_class, failure.reason) == ("Failed", "PlanRefused", "DoesNotFit")
-    assert failure.message.startswith("What prepare measured cannot be planned as asked: ")
+    assert failure.message.startswith("Planning with the measurements of prepare failed: ")
     assert (world.stage("prepare"), world.stage("train")) == (("Succeeded", 1), ("Pending", 0))
 
 

@@ -51,7 +51,7 @@ def test_a_job_waits_for_the_pods_of_a_deleted_one_of_its_name():
     first = decide(world.job(), replace(world.observed(), pods_before=running), NOON, world.settings)
     assert first.create == ()
     (told,) = [one for one in first.status.conditions if one.type == "Running"]
-    assert "Waiting for the end of an earlier job of this name, now deleted: reviews-train-1-0." in told.message
+    assert "Waiting for pods of a deleted job of this name to end: reviews-train-1-0." in told.message
     ended = tuple(replace(pod, phase="Failed") for pod in running)
     lost = tuple(replace(pod, deleting_until=NOON - timedelta(minutes=1)) for pod in running)
     for over in (ended, lost):
@@ -582,7 +582,7 @@ def test_a_first_restart_that_is_one_too_many_is_told_with_the_failure():
         0,
         "HubUnavailable",
     )
-    assert failure_of(world).hint == "runPolicy.maxRestarts (0) restarts are used up. Do so."
+    assert failure_of(world).hint == "The limit runPolicy.maxRestarts (0) is reached. Do so."
 
 
 def test_a_micro_batch_that_the_user_fixed_is_halved_too():

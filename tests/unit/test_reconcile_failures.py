@@ -453,7 +453,7 @@ def test_a_gate_that_is_not_met_says_how_the_trained_model_is_judged_again():
     failure = world.job().status.failure
     assert failure is not None
     model = "pvc://reviews-workspace/reviews/model"
-    assert f"spec.model {{uri: {model}}}, the gate that you want, and without spec.training" in (failure.hint or "")
+    assert f"spec.model {{uri: {model}}}, the new gate, and without spec.training" in (failure.hint or "")
 
     spec = {**world.spec, "model": {"uri": model}, "evaluation": {"gate": {"metric": "accuracy", "minimum": 0.5}}}
     del spec["training"]

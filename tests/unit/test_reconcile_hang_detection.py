@@ -70,9 +70,9 @@ def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpo
     assert failure_of(world) == FailureStatus(
         failure_class="NoProgress",
         reason="Hung",
-        message="Stage train has shown no progress for 10 min, since 2026-01-01T12:00:00Z (step 7 of 20), and was "
+        message="Stage train made no progress for 10 min, since 2026-01-01T12:00:00Z (step 7 of 20), and was "
         "stopped. "
-        "Which of its ranks hangs cannot be seen from outside.",
+        "The reports do not show which rank hangs.",
         hint=failure_of(world).hint,
         stage="train",
         attempt=1,
@@ -105,7 +105,7 @@ def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
     world.wait(LIMIT)
     found = failure_of(world)
     assert (found.failure_class, found.stage, found.rank, found.pod) == ("NoProgress", "prepare", None, None)
-    assert "Which of its ranks hangs cannot be seen from outside." in (found.message or "")
+    assert "The reports do not show which rank hangs." in (found.message or "")
 
 
 def test_people_are_told_after_half_of_the_time_and_once():
@@ -149,7 +149,7 @@ def test_restarts_for_silence_are_bounded():
         world.start()
         tell(world, 7)
     assert (world.phase, failure_of(world).failure_class) == ("Failed", "NoProgress")
-    assert (failure_of(world).hint or "").startswith("runPolicy.maxRestarts (1) restarts are used up.")
+    assert (failure_of(world).hint or "").startswith("The limit runPolicy.maxRestarts (1) is reached.")
 
 
 @pytest.mark.parametrize("stage", ["prepare", "evaluate", "predict"])

@@ -205,7 +205,10 @@ def test_rollback_during_a_rollout_drops_the_new_revision_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("request_", "words"),
-    [("2:9", "Revision 9 that finetune.dev/rollback names is not in the history: choose one of 1."), ("x", "FROM:TO")],
+    [
+        ("2:9", "Revision 9 of annotation finetune.dev/rollback is not in the history: choose one of 1."),
+        ("x", "FROM:TO"),
+    ],
     ids=["unknown", "unreadable"],
 )
 def test_rollback_that_cannot_be_followed_is_told(request_: str, words: str) -> None:

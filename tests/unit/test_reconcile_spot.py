@@ -154,8 +154,8 @@ def test_without_a_spot_node_the_job_waits_says_so_and_tells_it_once() -> None:
     starve(world)
     pod = world.pods_of("reviews-train-1")[0]
     message = (
-        f"No spot node takes pod {pod}: it waits for one without a bound, as spot.maxWaitSeconds is not set. "
-        f"The scheduler says: {NOBODY}"
+        f"Pod {pod} finds no spot node: it waits without a limit, as spot.maxWaitSeconds is not set. "
+        f"Scheduler: {NOBODY}"
     )
     assert world.job_condition("Running") == ("False", "WaitingForSpot", message)
     writes = world.writes
@@ -176,7 +176,7 @@ def test_pods_that_wait_for_something_else_do_not_wait_for_spot_nodes() -> None:
 def test_with_a_fallback_the_next_attempt_goes_to_any_nodes() -> None:
     world = prepared(fallbackToOnDemand=True)
     starve(world)
-    assert "at 2026-01-01T12:10:00Z the training goes to any nodes." in world.job_condition("Running")[2]
+    assert "at 2026-01-01T12:10:00Z the training falls back to any nodes." in world.job_condition("Running")[2]
     assert world.decide().requeue_at == NOON + timedelta(seconds=600)
     world.now += timedelta(seconds=600)
     world.step()
@@ -193,8 +193,8 @@ def test_with_a_fallback_the_next_attempt_goes_to_any_nodes() -> None:
     told = [note.message for note in world.events if note.reason in ("SpotUnavailable", "StageStarted")]
     assert told[1:4] == [
         "Stage train runs as Job reviews-train-1, attempt 1 on spot nodes.",
-        f"No spot node took pod reviews-train-1-0 for 10 min ({NOBODY}): attempt 2 of train trains on any nodes, as "
-        "spot.fallbackToOnDemand allows.",
+        "Pod reviews-train-1-0 found no spot node for 10 min: attempt 2 of train runs on any nodes "
+        f"(spot.fallbackToOnDemand). Scheduler: {NOBODY}",
         "Stage train runs as Job reviews-train-2, attempt 2 on any nodes.",
     ]
 
@@ -293,19 +293,16 @@ def test_the_capacity_of_an_attempt_is_found_again_when_the_status_is_lost() -> 
 def test_a_job_that_may_not_wait_longer_fails_as_spot_nodes_are_not_to_be_had() -> None:
     world = prepared(maxWaitSeconds=900)
     starve(world)
-    assert (
-        "it waits for one until 2026-01-01T12:15:00Z, when spot.maxWaitSeconds is over."
-        in world.job_condition("Running")[2]
-    )
+    assert "it waits until 2026-01-01T12:15:00Z, the limit of spot.maxWaitSeconds." in world.job_condition("Running")[2]
     assert world.decide().requeue_at == NOON + timedelta(seconds=900)
     world.wait(900)
     assert world.phase == "Failed"
     assert failure(world).model_dump(exclude_none=True) == {
         "failure_class": "SpotUnavailable",
         "reason": "MaxWaitExceeded",
-        "message": "No spot node took pod reviews-train-1-0 since 2026-01-01T12:00:00Z, and the 900 s of "
+        "message": "Pod reviews-train-1-0 has found no spot node since 2026-01-01T12:00:00Z, and the 900 s of "
         f"spot.maxWaitSeconds are over: {NOBODY}",
-        "hint": "In a new job, set spot.fallbackToOnDemand, allow more time, or look whether spot.nodes in the "
+        "hint": "In a new job, set spot.fallbackToOnDemand or raise spot.maxWaitSeconds; check that spot.nodes in the "
         "operator's settings are the labels of this cluster's spot nodes.",
         "stage": "train",
         "attempt": 1,
@@ -366,7 +363,7 @@ def test_the_longest_run_is_summed_over_attempts_without_the_time_of_waiting() -
     assert failure(world).model_dump(exclude_none=True) == {
         "failure_class": "DeadlineExceeded",
         "reason": "MaxRunExceeded",
-        "message": "The training has run for 1000 s, which is all that spot.maxRunSeconds allows.",
+        "message": "The training has run for 1000 s, the limit of spot.maxRunSeconds.",
         "hint": "Create a new job with a longer spot.maxRunSeconds; the last checkpoint stays in the workspace.",
         "stage": "train",
         "attempt": 2,

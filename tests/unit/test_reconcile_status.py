@@ -101,7 +101,7 @@ def queued(suspend: bool) -> ReconcileState:
 @pytest.mark.parametrize(
     ("suspend", "expected"),
     [
-        (True, ("Queued", "False", "The queue has not admitted it yet.")),
+        (True, ("Queued", "False", "The queue has not admitted the job yet.")),
         (False, ("Preparing", "True", "Queue team-queue has admitted reviews-prepare-1.")),
     ],
 )

@@ -50,8 +50,8 @@ def test_a_clock_that_was_set_right_counts_from_the_next_answer_on(caplog: pytes
             clock.answered(format_datetime(NOON + timedelta(seconds=skew), usegmt=True), NOON)
     assert difference(clock, local) == 0
     assert [record.message.split(" that of")[0] for record in caplog.records] == [
-        "The clock of the API server is 60 s behind",
-        "The clock of the API server is 0 s behind",
+        "The API server's clock is 60 s behind",
+        "The API server's clock is 0 s behind",
     ]
 
 

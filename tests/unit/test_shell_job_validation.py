@@ -78,6 +78,6 @@ def test_a_job_that_cannot_be_judged_in_time_is_refused_and_all_others_are_judge
     assert {name for name, view in views.items() if view.job is None} == set(slow)
     for name in slow:
         (problem,) = views[name].problems
-        assert "TooSlowError: it took longer than" in problem.rule
+        assert "TooSlowError: validation took longer than" in problem.rule
         assert "finetune validate" in problem.way_out
     assert views["a"].problems == views["b"].problems == ()

@@ -345,8 +345,7 @@ def test_without_keys_nothing_is_known_about_a_token_and_the_log_says_why(caplog
     issuer = Issuer(away=True)
     assert judged(RSA.sign(claims()), issuer) == "the issuer's keys could not be read"
     assert [record.getMessage() for record in caplog.records] == [
-        "Public keys, by which tokens of progress reports are verified, cannot be read: "
-        "get /openid/v1/jwks: 403 Forbidden.",
+        "The public keys that verify tokens of progress reports cannot be read: get /openid/v1/jwks: 403 Forbidden.",
         "Until they can be read, all progress reports are answered with 503.",
     ]
 

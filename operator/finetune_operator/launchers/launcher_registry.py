@@ -60,7 +60,9 @@ def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Mani
     if attempt.stage is Stage.SERVE:
         return endpoint_objects(plan, context).manifests
     if attempt.stage is Stage.TRAIN and plan.launcher not in TRAINING:
-        raise _refused("spec.launcher", plan.launcher, "it cannot be rendered", f"set launcher to {any_of(TRAINING)}")
+        raise _refused(
+            "spec.launcher", plan.launcher, "has no manifest in this version", f"set launcher to {any_of(TRAINING)}"
+        )
     pods = StagePods(plan, context, attempt)
     name = launcher_of(attempt.stage, plan.launcher, plan.engine_of(attempt.stage)).name
     return (config_map(pods), *MODULES[name].render(pods))

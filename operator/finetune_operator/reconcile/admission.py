@@ -66,7 +66,7 @@ def answer(
     try:
         request = _Review.model_validate(loads(review)).request
     except ValueError as error:
-        raise NoReviewError("the body is no AdmissionReview of admission.k8s.io/v1") from error
+        raise NoReviewError("the body is not an AdmissionReview of admission.k8s.io/v1") from error
     problems, warnings = _verdict(request, settings, jobs, served)
     response: dict[str, JsonValue] = {"uid": request.uid, "allowed": not problems}
     if problems:
@@ -96,7 +96,7 @@ def _verdict(
     spec = job.spec
     clashes = tuple(_clashes(request, spec, jobs))
     unserved = served and spec.launcher != "auto" and spec.launcher not in served
-    warning = f"launcher {spec.launcher} is not served by this cluster yet; the job waits until it is"
+    warning = f"spec.launcher: this cluster does not serve {spec.launcher} yet; the job waits until it does"
     warnings = (*notices(spec), *((warning,) if unserved else ()))
     return clashes, (() if clashes else warnings)
 
@@ -124,8 +124,8 @@ def _clashes(request: _Request, spec: FineTuneJobSpec, jobs: Iterable[JobView]) 
             yield Problem(
                 path,
                 describe_value(written.pop(path)),
-                "is where another job of this namespace writes that has not ended",
-                "name another place, or wait until that job has ended",
+                "is written to by another unfinished job of this namespace",
+                "choose another location, or wait until that job has ended",
                 reason="Forbidden",
             )
 

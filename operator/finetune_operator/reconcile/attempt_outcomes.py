@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
-from finetune_contract.report import TrainerReport
+from finetune_contract.report import TrainerReport, shortened
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Limits
 from finetune_operator.api.types import FailureStatus, StageStatus
@@ -41,6 +41,8 @@ from finetune_operator.reconcile.usage import count_usage
 STEADY_SECONDS = 600
 """An attempt that ran this long was no quick failure: the back-off before the next one starts over."""
 MAX_AVOIDED_NODES = 16
+EVENT_MESSAGE_CHARS = 512
+"""Characters of a failure's message in an event, which holds 1,024 bytes, so that its hint is not cut."""
 
 
 def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerReport, at: datetime) -> ReconcileState:
@@ -71,15 +73,15 @@ def _replanned(state: ReconcileState, stage: StageStatus) -> ReconcileState:
         cause = Cause(
             OperatorCause.PLAN_REFUSED,
             "DoesNotFit",
-            f"What prepare measured cannot be planned as asked: {problems_text(refusal.problems)}",
-            "Create a new job with the change that the message names.",
+            f"Planning with the measurements of prepare failed: {problems_text(refusal.problems)}",
+            "Create a new job with that change.",
         )
         return give_up(state, stage, cause.to_failure_status(Stage(stage.name), stage.attempt))
     after = plan_status(job_plan)
     if after == state.status.plan:
         return state
     return state.with_status(plan=after).with_event(
-        "Planned", f"Planned anew on measured facts: {plan_sentence(job_plan)}"
+        "Planned", f"Replanned with measured facts: {plan_sentence(job_plan)}"
     )
 
 
@@ -121,8 +123,8 @@ def _with_reevaluation_hint(state: ReconcileState, failure: FailureStatus) -> Fa
     if model is None:
         return failure
     hint = (
-        "To judge the trained model again without training it, apply this job with another metadata.name, spec.model "
-        f"{{uri: {model}}}, the gate that you want, and without spec.training."
+        "To evaluate the trained model again without training, apply this job with another metadata.name, spec.model "
+        f"{{uri: {model}}}, the new gate, and without spec.training."
     )
     return failure.model_copy(update={"hint": f"{failure.hint} {hint}" if failure.hint else hint})
 
@@ -156,14 +158,14 @@ def _restart_uncounted(
     over = stage.free_since is None or seconds_since(stage.free_since, state.now) >= limits.free_restarts_seconds
     used = 0 if over else stage.free_restarts
     if not (cause.evident or further):
-        reason = "nothing shows that the infrastructure did it, and the attempt came no further than those before"
-        return _restart_counted(state, stage, cause, failure, f" ({reason})")
+        reason = "no sign of an infrastructure failure, and no further progress than in earlier attempts"
+        return _restart_counted(state, stage, cause, failure, f": {reason}")
     if used >= limits.free_restarts:
-        reason = f"{used} restarts were free of charge since {stage.free_since}, as many as limits.freeRestarts allows"
-        return _restart_counted(state, stage, cause, failure, f" ({reason})")
+        reason = f"{used} uncounted restarts since {stage.free_since}, the limit of limits.freeRestarts"
+        return _restart_counted(state, stage, cause, failure, f": {reason}")
     since = stamp(state.now) if over else stage.free_since
     stage = stage.model_copy(update={"free_restarts": used + 1, "free_since": since})
-    return _schedule_restart(state, stage, cause, "free of charge")
+    return _schedule_restart(state, stage, cause, "which does not count towards runPolicy.maxRestarts")
 
 
 def _step(state: ReconcileState) -> int:
@@ -178,10 +180,10 @@ def _restart_counted(
     """Restart and count it, or give up. `reason`: reason that an otherwise free failure counts."""
     used, most = state.status.counted_restarts, state.spec.run_policy.max_restarts
     if used >= most:
-        return give_up(state, stage, failure, f"runPolicy.maxRestarts ({most}) restarts are used up{reason}.")
+        return give_up(state, stage, failure, f"The limit runPolicy.maxRestarts ({most}) is reached{reason}.")
     state = state.with_status(counted_restarts=used + 1)
     return _schedule_restart(
-        state, stage, cause, f"{used + 1} of {most} restarts that runPolicy.maxRestarts allows{reason}"
+        state, stage, cause, f"as counted restart {used + 1} of {most} (runPolicy.maxRestarts){reason}"
     )
 
 
@@ -191,7 +193,7 @@ def _restart_adapted(state: ReconcileState, stage: StageStatus, cause: Cause, fa
     except (NothingLeftToAdapt, PlanRefused) as nothing:
         reason = problems_text(nothing.problems) if isinstance(nothing, PlanRefused) else str(nothing)
         return give_up(state, stage, failure, f"No plan that needs less memory is left: {reason}")
-    return _schedule_restart(state.with_event("MemoryAdapted", reason), stage, cause, "with less memory a process")
+    return _schedule_restart(state.with_event("MemoryAdapted", reason), stage, cause, "with less memory per process")
 
 
 def _schedule_restart(state: ReconcileState, stage: StageStatus, cause: Cause, how: str) -> ReconcileState:
@@ -211,13 +213,13 @@ def _schedule_restart(state: ReconcileState, stage: StageStatus, cause: Cause, h
             "avoided_nodes": avoided,
         }
     )
-    keep_away = f" It keeps away from node {cause.bad_node}." if cause.bad_node is not None else ""
+    keep_away = f" It avoids node {cause.bad_node}." if cause.bad_node is not None else ""
     return (
         state.with_stage(waiting)
         .with_status(restarts=state.status.restarts + 1)
         .with_event(
             "Restarting",
-            f"Stage {stage.name} starts again as attempt {stage.attempt + 1} in {human_seconds(seconds)}, {how}."
+            f"Stage {stage.name} restarts as attempt {stage.attempt + 1} in {human_seconds(seconds)}, {how}."
             f"{keep_away}",
         )
     )
@@ -245,7 +247,9 @@ def give_up(
     hint = f" {failure.hint}" if failure.hint else ""
     return replace(
         state.with_status(failure=failure, completion_time=now).with_event(
-            "Failed", f"The job has failed ({failure.failure_class}): {failure.message}{hint}", warning=True
+            "Failed",
+            f"The job has failed ({failure.failure_class}): {shortened(failure.message, EVENT_MESSAGE_CHARS)}{hint}",
+            warning=True,
         ),
         end="Failed",
     )
@@ -257,12 +261,12 @@ def refusal_cause(kind: CauseClass, object_name: str, message: str) -> Cause:
         return Cause(
             kind,
             "NameTaken",
-            f"{object_name} belongs to somebody else, and the job needs that name: {message}",
+            f"The name of {object_name} is taken: {message}",
             "Delete or rename that object, or create the job under another name.",
         )
     return Cause(
         kind,
         "Refused",
         f"The API server refuses {object_name}: {message}",
-        "Change what the message names (often something under template) in a new job.",
+        "Correct this in a new job; the cause is often a field under template.",
     )

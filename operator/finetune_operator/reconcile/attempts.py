@@ -124,7 +124,7 @@ def _superseded(state: ReconcileState, stage: StageStatus, child: ChildView) -> 
 def _stop_outdated(state: ReconcileState, stage: StageStatus, child: ChildView) -> ReconcileState:
     """Stop the outdated attempt: it is deleted once the status records this, and recreated; this is no failure."""
     stopped = stage.model_copy(update={"state": "Suspended", "completion_time": stamp(state.now)})
-    message = f"{child.ref.kind} {child.ref.name} was made from a spec that was edited since: it is made anew."
+    message = f"{child.ref.kind} {child.ref.name} was created from an older spec; recreating it."
     return state.with_stage(stopped).with_event("SpecEdited", message)
 
 
@@ -133,8 +133,8 @@ def _deleted(stage: StageStatus) -> Cause:
     return Cause(
         OperatorCause.CHILD_DELETED,
         "ChildDeleted",
-        f"{child} is not there any more, and the operator did not delete it.",
-        "To stop a job for a while set runPolicy.suspend; to end it delete the FineTuneJob.",
+        f"{child} was deleted, and not by the operator.",
+        "To pause a job, set runPolicy.suspend; to end it, delete the FineTuneJob.",
     )
 
 
@@ -150,7 +150,9 @@ def _succeeded(state: ReconcileState, stage: StageStatus, child: ChildView, pods
         return stage_succeeded(state, stage, report, ended)
     deadline = _end_reported_at(child) + timedelta(seconds=REPORT_DELAY_SECONDS)
     if state.now < deadline and not (pods and all(pod.over for pod in pods)):
-        return replace(state.requeue(deadline), waiting=f"{child.ref.name} is done; its last word is on its way.")
+        return replace(
+            state.requeue(deadline), waiting=f"{child.ref.name} has succeeded; waiting for the report of its pods."
+        )
     return attempt_failed(state, stage, without_report(pods), ended)
 
 
@@ -164,12 +166,12 @@ def _failed(state: ReconcileState, stage: StageStatus, child: ChildView, pods: S
             return attempt_failed(state, stage, on_node_lost(lost), ended)
         return replace(
             state.requeue(_next_loss_at(terminating, state.now)),
-            waiting=f"{child.ref.name} has failed; its pods still end.",
+            waiting=f"{child.ref.name} has failed; waiting for its pods to end.",
         )
     # For a deleted pod the logs of the others are shown, once they have ended.
     unread = cause.pod is not None and cause.pod.gone
     if (vague or unread) and state.now < deadline and not (pods and all(pod.over for pod in pods)):
-        return replace(state.requeue(deadline), waiting=f"{child.ref.name} has failed; its pods are still ending.")
+        return replace(state.requeue(deadline), waiting=f"{child.ref.name} has failed; waiting for its pods to end.")
     return attempt_failed(state, stage, cause, ended)
 
 

@@ -223,11 +223,11 @@ def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal
             "failures_in_row": in_row,
         }
     )
-    message = f"The API server refuses {name} for now: {refusal.message}"
+    message = f"The API server refuses {name}, and the operator retries: {refusal.message}"
     state = replace(state.with_stage(delayed), stalled=Stalled("Refused", message))
     before = condition(state.job.status, "Stalled")
     if before is None or before.reason != "Refused":
-        state = state.with_event("Refused", f"{message} It is tried again.", warning=True)
+        state = state.with_event("Refused", message, warning=True)
     return replace(state, delete=(*state.delete, *_created_before(state, current, refusal.ref)))
 
 
@@ -260,7 +260,7 @@ def enforce_deadline(state: ReconcileState) -> ReconcileState:
     cause = Cause(
         OperatorCause.DEADLINE_EXCEEDED,
         "DeadlineExceeded",
-        f"The job has run for {seconds} s, which is all that runPolicy.activeDeadlineSeconds allows.",
+        f"The job has run for {seconds} s, the limit of runPolicy.activeDeadlineSeconds.",
         "Create a new job with a longer deadline; results in the workspace are kept.",
     )
     return _fail_running(state, current, cause)
@@ -286,7 +286,7 @@ def enforce_cost_limit(state: ReconcileState) -> ReconcileState:
         cause = Cause(
             OperatorCause.COST_EXCEEDED,
             "CostExceeded",
-            f"The job has cost {spent:.2f} {state.settings.currency}, and the settings allow {most:g}.",
+            f"The job has cost {spent:.2f} {state.settings.currency}; allow.maxCost in the settings is {most:g}.",
             "Ask the administrator for a higher allow.maxCost; checkpoints and results in the workspace are kept.",
         )
         return _fail_running(state, current, cause)
@@ -315,19 +315,19 @@ def apply_suspension(state: ReconcileState) -> ReconcileState:
     already_suspended = state.job.status.phase == "Suspended"
     current = state.current
     if not state.spec.run_policy.suspend:
-        return state.with_event("Resumed", "The job goes on.") if already_suspended else state
+        return state.with_event("Resumed", "The job resumes.") if already_suspended else state
     if current is None:
         return state
     state = replace(stop_spot_clock(state).with_status(start_time=None), suspended=True)
     if current.name == SERVE:
-        state, message = suspended(state, current), "Nothing is served: runPolicy.suspend is true."
+        state, message = suspended(state, current), "The endpoint is suspended: runPolicy.suspend is true."
     elif current.state == "Running":
         state = count_usage(state, current, state.now)
         stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(state.now)})
         state = state.with_stage(stopped)
         message = f"Stage {current.name}, attempt {current.attempt}, is stopped: runPolicy.suspend is true."
     else:
-        message = "Nothing is started: runPolicy.suspend is true."
+        message = "The job does not start: runPolicy.suspend is true."
     return state if already_suspended else state.with_event("Suspended", message)
 
 
@@ -344,8 +344,8 @@ def finish(state: ReconcileState) -> ReconcileState:
     if artifacts.checkpoints is not None and size:
         state = state.with_event(
             "CheckpointsKept",
-            f"Checkpoints take {human_bytes(size)} at {artifacts.checkpoints}; nothing needs them any more, and nobody else "
-            "deletes them.",
+            f"Checkpoints take {human_bytes(size)} at {artifacts.checkpoints}. They are no longer needed, and the "
+            "operator does not delete them.",
         )
     return replace(
         state.with_event("Succeeded", f"All stages have succeeded{': ' if parts else ''}{'; '.join(parts)}."),
@@ -403,7 +403,7 @@ def _wait_for_earlier_job(state: ReconcileState) -> ReconcileState | None:
     for pod in left:
         state = state.requeue(counts_as_deleted_at(pod))
     names = ", ".join(pod.name for pod in left[:3])
-    return replace(state, waiting=f"Waiting for the end of an earlier job of this name, now deleted: {names}.")
+    return replace(state, waiting=f"Waiting for pods of a deleted job of this name to end: {names}.")
 
 
 def _counts_as_deleted(state: ReconcileState, pod: PodView) -> bool:
@@ -429,7 +429,7 @@ def _wait_for_earlier_attempt(state: ReconcileState, current: StageStatus) -> Re
         state = state.requeue(counts_as_deleted_at(pod))
     left = [pod.name for pod in pods[:3]] or [child.ref.name for child in children]
     names = f"{', '.join(left)} still {'runs' if len(left) == 1 else 'run'}"
-    return replace(state, waiting=f"Waiting for the end of attempt {current.attempt}: {names}.")
+    return replace(state, waiting=f"Waiting for attempt {current.attempt} to end: {names}.")
 
 
 def _wait_for_delay(state: ReconcileState, current: StageStatus, at: datetime) -> ReconcileState:
@@ -465,14 +465,14 @@ def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileStat
             OperatorCause.PLAN_REFUSED,
             "PlanRefused",
             f"Attempt {number} cannot be planned: {problems_text(problems.problems)}",
-            "Create a new job with the change that the message names.",
+            "Create a new job with that change.",
         )
         return give_up(state, current, cause.to_failure_status(Stage(current.name), number))
     child = _ref(objects[-1])
     now = stamp(state.now)
     if (after := plan_status(job_plan)) != state.status.plan:
         # Settings, prices or the operator may have changed since it was planned.
-        state = state.with_status(plan=after).with_event("Planned", f"Planned anew: {plan_sentence(job_plan)}")
+        state = state.with_status(plan=after).with_event("Planned", f"Replanned: {plan_sentence(job_plan)}")
     running = current.model_copy(
         update={
             "state": "Running",

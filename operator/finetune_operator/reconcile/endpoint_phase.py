@@ -78,8 +78,8 @@ def remove_endpoint(state: ReconcileState) -> ReconcileState:
     state = state.with_status(endpoint=stopped(history, state) if state.suspended else None)
     if artifacts is not None and artifacts.endpoint_url is not None:
         state = state.with_status(artifacts=artifacts.model_copy(update={"endpoint_url": None}))
-        reason = "runPolicy.suspend is true" if state.suspended else "spec.endpoint is not there any more"
-        state = state.with_event("EndpointRemoved", f"The endpoint is removed: {reason}.")
+        reason = "runPolicy.suspend is true" if state.suspended else "spec.endpoint was removed"
+        state = state.with_event("EndpointRemoved", f"The endpoint is deleted: {reason}.")
     there = [one for one in state.observed.endpoints if not one.deleting]
     if not there:
         return state
@@ -176,9 +176,11 @@ def _applied(state: ReconcileState, current: StageStatus, rolled: Rollout, wante
     if rolled.serving is None and there is None:
         state, unwanted = state.with_event("StageStarted", f"Stage serve runs as {name}."), ()
     elif there is not None and not rolled.takes_over and there.digest == wanted.digest:
-        state = state.with_event("EndpointUpdated", f"{name} is scaled to {wanted.replicas} as spec asks.")
+        state = state.with_event(
+            "EndpointUpdated", f"{name} is scaled to {wanted.replicas} server{'s' * (wanted.replicas > 1)}."
+        )
     elif not rolled.takes_over:
-        state = state.with_event("EndpointUpdated", f"{name} follows the changed spec or settings.")
+        state = state.with_event("EndpointUpdated", f"{name} is updated to the changed spec or settings.")
     state = replace(state, remove=(*state.remove, *unwanted), apply=wanted.manifests)
     return _running(state, current, rolled, wanted)
 
@@ -225,7 +227,7 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
         state = replace(state, waiting=serves.message, waiting_reason=serves.reason)
     elif state.stalled is None and target is not None and target.stuck is not None:
         message = (
-            f"The newest revision does not become available, and the one before answers: {not_ready_reason(state)[1]}"
+            f"The newest revision is not available, and the previous one keeps serving: {not_ready_reason(state)[1]}"
         )
         state = _with_stall(state, "RolloutStuck", message)
     if serves.ready and status is not None and status.target != status.revision:
@@ -267,7 +269,7 @@ def _serves(state: ReconcileState, url: str) -> Serves:
 
 def _beside(state: ReconcileState, there: EndpointView) -> str:
     """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
-    own = "" if there.url is None else f" KServe gives it the address {there.url}."
+    own = "" if there.url is None else f" KServe exposes it at {there.url}."
     problem = start_problem(state, there.revision)
     return own if problem is None else f"{own} {problem}"
 

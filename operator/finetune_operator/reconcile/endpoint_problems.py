@@ -39,11 +39,11 @@ def not_ready_reason(state: ReconcileState) -> tuple[str, str]:
         return "ProgressDeadlineExceeded", there.stuck
     if there.problem is not None:
         reason, detail = there.problem
-        return reason, f"KServe says of {kind} {name}: {detail}"
+        return reason, f"KServe reports for {kind} {name}: {detail}"
     if not there.made:
         return "WaitingForKServe", (
-            f"KServe has not made the servers of {kind} {name} yet. If this stays, see whether its controller runs "
-            "(kubectl get pods -A -l control-plane=kserve-controller-manager)."
+            f"KServe has not created the servers of {kind} {name} yet. If this persists, check that its controller "
+            "runs (kubectl get pods -A -l control-plane=kserve-controller-manager)."
         )
     return WAITING, f"Waiting for a server of {kind} {name} to be ready."
 
@@ -71,13 +71,13 @@ def _pods(state: ReconcileState, revision: int) -> list[PodView]:
 
 def _pod_problem(state: ReconcileState, pod: PodView) -> tuple[str, str] | None:
     if pod.unschedulable is not None:
-        return "Unschedulable", f"Pod {pod.name} gets no node: {pod.unschedulable}"
+        return "Unschedulable", f"Pod {pod.name} is unschedulable: {pod.unschedulable}"
     ended = pod.ended
     if ended is not None:
         own = ended.report.failure.message if ended.report and ended.report.failure else ended.message.strip()
         last = own[-MESSAGE_LIMIT:] or ended.reason
         reason = pod.waiting.reason if pod.waiting is not None else "ServerEnded"
-        return reason, f"The server in pod {pod.name} ended with exit code {ended.exit_code}: {last}"
+        return reason, f"The server in pod {pod.name} exited with code {ended.exit_code}: {last}"
     if pod.waiting is not None:
         return pod.waiting.reason, f"Pod {pod.name} cannot start: {pod.waiting.reason}: {pod.waiting.message}"
     if _waits_for_volume(state, pod):
@@ -122,6 +122,6 @@ def _volume_message(state: ReconcileState, pod: PodView) -> str:
     held = "" if other is None else f", while pod {other.name} runs on node {other.node}"
     return (
         f"Pod {pod.name} has waited on node {pod.node} for its volumes for more than {ATTACH.total_seconds():.0f} s"
-        f"{held}. A claim with ReadWriteOnce serves one node at a time (kubectl get pvc {' '.join(claims)}): keep the "
-        "servers on one node by spec.template.nodeSelector, or use a claim with ReadWriteMany."
+        f"{held}. A ReadWriteOnce claim is mounted on one node at a time (kubectl get pvc {' '.join(claims)}): keep "
+        "the servers on one node by spec.template.nodeSelector, or use a ReadWriteMany claim."
     )

@@ -94,8 +94,8 @@ def desired_endpoint(state: ReconcileState) -> DesiredEndpoint:
     if found is None:
         return DesiredEndpoint(
             endpoint,
-            message=f'Annotation {ROLLBACK_ANNOTATION} has the value "{text}": it has to be two numbers of revisions, '
-            f"FROM:TO, e.g. 5:4; `finetune rollback {state.job.name}` writes it.",
+            message=f'Annotation {ROLLBACK_ANNOTATION} has the value "{text}": write two revision numbers as FROM:TO, '
+            f"e.g. 5:4, or run `finetune rollback {state.job.name}`.",
         )
     bad, good = (int(one) for one in found.groups())
     history = {} if state.status.endpoint is None else {one.number: one for one in state.status.endpoint.revisions}
@@ -107,16 +107,16 @@ def desired_endpoint(state: ReconcileState) -> DesiredEndpoint:
 def _back(endpoint: EndpointSpec, bad: int, good: int, history: Mapping[int, RevisionStatus]) -> DesiredEndpoint:
     kept = ", ".join(str(number) for number in sorted(history) if number != bad)
     if good not in history:
-        there = f"choose one of {kept}" if kept else "there is no other one"
+        there = f"choose one of {kept}" if kept else "there is no other revision"
         return DesiredEndpoint(
-            endpoint, message=f"Revision {good} that {ROLLBACK_ANNOTATION} names is not in the history: {there}."
+            endpoint, message=f"Revision {good} of annotation {ROLLBACK_ANNOTATION} is not in the history: {there}."
         )
     numbers = endpoint.model_dump(mode="json", by_alias=True, include={"replicas", "max_replicas"})
     try:
         earlier = EndpointSpec.model_validate_json(json.dumps({**history[good].endpoint, **numbers}))
     except ValidationError:
         return DesiredEndpoint(
-            endpoint, message=f"Revision {good} has fields that this operator does not know: choose one of {kept}."
+            endpoint, message=f"Revision {good} has fields that this operator does not support: choose one of {kept}."
         )
     return DesiredEndpoint(
         earlier,
@@ -230,7 +230,7 @@ class _History:
         reason: Literal["RolledBack", "Superseded", "NeverReady"] = "Superseded" if served else "NeverReady"
         if self.desired.held_back is not None:
             reason = "RolledBack"
-        then = f"Revision {target} took over." if served else f"Revision {target} was wanted before it was ready."
+        then = f"Revision {target} took over." if served else f"Revision {target} replaced it before it was ready."
         ended = {"state": "Ended", "end_time": stamp(self.state.now), "reason": reason, "message": then}
         return one.model_copy(update=ended)
 
@@ -260,7 +260,7 @@ def with_rollout_events(state: ReconcileState, rolled: Rollout, desired: Desired
     if rolled.there is None:
         return state.with_event(
             "RevisionStarted",
-            f"Revision {rolled.target} of the endpoint starts; revision {serving.revision} answers until it is ready.",
+            f"Revision {rolled.target} of the endpoint starts; revision {serving.revision} serves until it is ready.",
         )
     if rolled.takes_over:
         return state.with_event(
@@ -277,7 +277,7 @@ def with_rollout_problem(state: ReconcileState, reason: str, message: str) -> Re
     if one.reason is None:
         state = state.with_event(
             "RevisionNotReady",
-            f"Revision {one.number} is not ready, and revision {status.revision} answers: {message}",
+            f"Revision {one.number} is not ready; revision {status.revision} keeps serving: {message}",
             warning=True,
         )
     changed = one.model_copy(update={"reason": reason, "message": message[:MESSAGE_LIMIT]})

@@ -94,8 +94,8 @@ def _deleted(
     return Cause(
         FailureClass.PREEMPTED,
         "PodDeleted",
-        f"Pod {pod.name} was deleted, and the operator did not delete it.{detail}",
-        f"{_HINTS[FailureClass.PREEMPTED]} To stop a job for a while set runPolicy.suspend.",
+        f"Pod {pod.name} was deleted, and not by the operator.{detail}",
+        f"{_HINTS[FailureClass.PREEMPTED]} To pause a job, set runPolicy.suspend.",
         pod,
     )
 
@@ -142,8 +142,8 @@ def _from_report(pod: PodView, failure: FailureReport) -> Cause:
 # ---------------------------------------------------------------------------------------- pods ended by the cluster
 
 _MEMORY_HINT = (
-    "Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or offload more "
-    "under parallelism; a script has its own settings for all of that."
+    "Raise resources.memory, lower training.microBatchSize or preparation.maxLength, or shard or offload more under "
+    "parallelism. For a script, change its own settings."
 )
 _NODE_REASONS = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
 """`status.reason` of pods whose node was lost or shut down (kubelet, node lifecycle controller)."""
@@ -173,8 +173,8 @@ def infrastructure_cause(pod: PodView) -> Cause | None:
         return Cause(
             OperatorCause.NODE_LOST,
             pod.disruption or pod.status_reason or "NodeLost",
-            f"Node {pod.node or 'unknown'} went away under pod {pod.name}{detail}",
-            "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+            f"Node {pod.node or 'unknown'} was lost or shut down under pod {pod.name}{detail}",
+            "No action is needed: the stage resumes from its last checkpoint, on other nodes if there are any.",
             pod,
             node_at_fault=True,
         )
@@ -182,8 +182,8 @@ def infrastructure_cause(pod: PodView) -> Cause | None:
         return Cause(
             OperatorCause.POD_REJECTED,
             pod.status_reason or "Rejected",
-            f"Node {pod.node or 'unknown'} did not take pod {pod.name}{detail}",
-            "If it happens again, look at the node's device plugin: a GPU may be broken or taken.",
+            f"Node {pod.node or 'unknown'} rejected pod {pod.name}{detail}",
+            "If it happens again, check the node's device plugin: a GPU may be broken or in use.",
             pod,
             node_at_fault=True,
         )
@@ -191,17 +191,17 @@ def infrastructure_cause(pod: PodView) -> Cause | None:
         return Cause(
             FailureClass.PREEMPTED,
             (pod.status_reason if preempted else pod.disruption) or "Preempted",
-            f"Pod {pod.name} had to make room{detail}",
-            "Nothing needs to be done: the stage goes on from its last checkpoint. A higher "
-            "runPolicy.priorityClassName is preempted less often.",
+            f"Pod {pod.name} was preempted or evicted{detail}",
+            "No action is needed: the stage resumes from its last checkpoint. With a higher priority "
+            "(runPolicy.priorityClassName) it is preempted less often.",
             pod,
         )
     if pod.ended is not None and pod.ended.reason == "ContainerStatusUnknown":
         return Cause(
             OperatorCause.NODE_LOST,
             "ContainerStatusUnknown",
-            f"Node {pod.node or 'unknown'} lost sight of the container of pod {pod.name}.",
-            "Nothing needs to be done: the stage goes on from its last checkpoint.",
+            f"Node {pod.node or 'unknown'} lost track of the container of pod {pod.name}.",
+            "No action is needed: the stage resumes from its last checkpoint.",
             pod,
             node_at_fault=True,
         )
@@ -215,12 +215,12 @@ _NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
 def _start_failure(pod: PodView, detail: str) -> Cause | None:
     """Return the cause for a container that never ran for a reason in no list above, with the kubelet's message."""
     if pod.ended is not None and pod.ended.reason in _NOT_STARTED:
-        message = pod.ended.message or "the runtime does not say why"
+        message = pod.ended.message or "the runtime gives no reason"
         return Cause(
             OperatorCause.CHILD_FAILED,
             pod.ended.reason,
             f"The container of pod {pod.name} could not be started: {message}",
-            "Check that the image is a trainer image, and on GPU nodes that their container runtime works.",
+            "Check that the image is a trainer image and, on GPU nodes, that the container runtime works.",
             pod,
         )
     if pod.ended is None and pod.phase == "Failed" and pod.status_reason:
@@ -228,7 +228,7 @@ def _start_failure(pod: PodView, detail: str) -> Cause | None:
             OperatorCause.CHILD_FAILED,
             condition_reason(pod.status_reason),
             f"Pod {pod.name} failed before its container ran ({pod.status_reason}){detail}",
-            "Change what the message names; often it is something under template.",
+            "Correct this in a new job; the cause is often a field under template.",
             pod,
         )
     return None
@@ -240,17 +240,17 @@ def _evicted(pod: PodView) -> Cause:
         return Cause(
             FailureClass.STORAGE_FULL,
             "Evicted",
-            f"Pod {pod.name} was evicted as it used more local storage than it may: {detail}",
+            f"Pod {pod.name} was evicted for exceeding its local storage limit: {detail}",
             "Keep data in the workspace, or raise the limit under template or resources.sharedMemory.",
             pod,
         )
     if _LOW_ON_MEMORY.search(detail) and _OVER_REQUEST.search(detail):
-        return _out_of_memory(pod, "EvictedForMemory", f"Pod {pod.name} was evicted for its use of memory: {detail}")
+        return _out_of_memory(pod, "EvictedForMemory", f"Pod {pod.name} was evicted for its memory use: {detail}")
     return Cause(
         OperatorCause.EVICTED,
         "Evicted",
         f"Pod {pod.name} was evicted from node {pod.node or 'unknown'}: {detail}",
-        "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+        "No action is needed: the stage resumes from its last checkpoint, on other nodes if there are any.",
         pod,
         node_at_fault=True,
     )
@@ -262,11 +262,11 @@ def _out_of_memory(pod: PodView | None, reason: str, message: str) -> Cause:
 
 # ------------------------------------------------------------------------------------------------- exit code, child
 
-_SEE_LOG = "The log's last lines are in logTail."
+_SEE_LOG = "See the end of the log in logTail."
 _HINTS: Mapping[CauseClass, str] = {
     FailureClass.OUT_OF_MEMORY: _MEMORY_HINT,
-    FailureClass.PREEMPTED: "Nothing needs to be done: the stage goes on from its last checkpoint.",
-    OperatorCause.KILLED: "The log's last lines are in logTail; a crash in a native library leaves its trace there.",
+    FailureClass.PREEMPTED: "No action is needed: the stage resumes from its last checkpoint.",
+    OperatorCause.KILLED: "See the end of the log in logTail; a crash in a native library leaves its stack there.",
 }
 """Hints for a cluster, where the operator retries by itself."""
 
@@ -280,7 +280,7 @@ def _from_exit_code(pod: PodView) -> Cause:
         return Cause(
             FailureClass.PREEMPTED,
             "Terminated",
-            f"Pod {pod.name} was told to end and was killed at the end of its grace period (exit code 137).",
+            f"Pod {pod.name} was terminated and then killed at the end of its grace period (exit code 137).",
             _HINTS[FailureClass.PREEMPTED],
             pod,
         )
@@ -306,8 +306,8 @@ def _no_report(pod: PodView | None) -> Cause:
         OperatorCause.NO_REPORT,
         exit.reason,
         exit.message,
-        "Something inside the process ended it early, e.g. os._exit in a library, or the pod was deleted before its "
-        "last word could be read; see the log.",
+        "The process may have exited early, e.g. by os._exit in a library, or its pod was deleted before the report "
+        "could be read; see the log.",
         pod,
     )
 
@@ -334,8 +334,8 @@ def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
             return Cause(
                 FailureClass.PREEMPTED,
                 "DisruptionTarget",
-                f"A pod of {object_name} had to go: {child.message}",
-                "Nothing needs to be done: the stage goes on from its last checkpoint.",
+                f"A pod of {object_name} was disrupted: {child.message}",
+                "No action is needed: the stage resumes from its last checkpoint.",
                 pod,
                 from_child_status=True,
             )
@@ -344,14 +344,16 @@ def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
             return replace(cause, exit_code=int(code[1]), from_child_status=True)
     if child.reason == "DeadlineExceeded":
         return Cause(
-            OperatorCause.DEADLINE_EXCEEDED, "DeadlineExceeded", f"{object_name} ran longer than it may: {child.message}",
+            OperatorCause.DEADLINE_EXCEEDED,
+            "DeadlineExceeded",
+            f"{object_name} exceeded its deadline: {child.message}",
             "Raise runPolicy.activeDeadlineSeconds.",
         )  # fmt: skip
     return Cause(
         OperatorCause.CHILD_FAILED,
         condition_reason(child.reason) or "ChildFailed",
-        f"{object_name} failed, and no pod says why. It says itself: {child.message or child.reason or 'nothing'}",
-        "The pods may have been deleted from outside; kubectl get events shows what happened to them.",
+        f"{object_name} failed, and no pod reports a cause. Its status: {child.message or child.reason or 'no reason'}",
+        "The pods may have been deleted by another client; see kubectl get events.",
     )
 
 
@@ -368,8 +370,8 @@ def on_node_lost(pod: PodView) -> Cause:
     return Cause(
         OperatorCause.NODE_LOST,
         "PodDoesNotEnd",
-        f"Pod {pod.name} was told to end and does not: node {pod.node or 'unknown'} does not answer.",
-        "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+        f"Pod {pod.name} does not terminate: node {pod.node or 'unknown'} does not respond.",
+        "No action is needed: the stage resumes from its last checkpoint, on other nodes if there are any.",
         pod,
         node_at_fault=True,
     )

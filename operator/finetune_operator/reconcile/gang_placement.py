@@ -38,12 +38,14 @@ class IncompleteGang:
 
     @property
     def message(self) -> str:
-        """State and the scheduler's message."""
+        """State of the gang."""
         holds = "holds a node and waits" if self.placed == 1 else "hold nodes and wait"
-        return (
-            f"{self.placed} of {self.pods} pods {holds} for the others: pod {self.pod.name} finds no node "
-            f"({self.pod.unschedulable})"
-        )
+        return f"{self.placed} of {self.pods} pods {holds} for the others."
+
+    @property
+    def detail(self) -> str:
+        """The scheduler's message."""
+        return f"Pod {self.pod.name} is unschedulable: {self.pod.unschedulable}"
 
 
 def incomplete_gang(stage: StageStatus, pods: Sequence[PodView]) -> IncompleteGang | None:
@@ -79,9 +81,9 @@ def follow_gang(state: ReconcileState, stage: StageStatus, pods: Sequence[PodVie
     if gang.blocked:
         return state, False
     outcome = (
-        "" if until is None else f" At {stamp(until)} all are stopped and leave their nodes, and start again later."
+        "" if until is None else f" At {stamp(until)} the attempt is stopped to release its nodes, and restarted later."
     )
-    return replace(state, waiting=f"{gang.message}.{outcome}", waiting_reason=INCOMPLETE), False
+    return replace(state, waiting=f"{gang.message}{outcome} {gang.detail}", waiting_reason=INCOMPLETE), False
 
 
 def _stopped(state: ReconcileState, stage: StageStatus, gang: IncompleteGang) -> ReconcileState:
@@ -91,8 +93,8 @@ def _stopped(state: ReconcileState, stage: StageStatus, gang: IncompleteGang) ->
     following = stamp(state.now + timedelta(seconds=seconds))
     return stop_attempt(state, stage, next_attempt_time=following).with_event(
         INCOMPLETE,
-        f"{gang.message}. After {held} attempt {stage.attempt} is stopped, as limits.gangSeconds says, so that others "
-        f"can have the nodes; attempt {stage.attempt + 1} starts in {human_seconds(seconds)}, which is no restart.",
+        f"{gang.message} After {held} (limits.gangSeconds) attempt {stage.attempt} is stopped to release its nodes; "
+        f"attempt {stage.attempt + 1} starts in {human_seconds(seconds)}, not counted as a restart. {gang.detail}",
         warning=True,
     )
 

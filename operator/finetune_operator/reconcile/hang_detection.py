@@ -41,7 +41,9 @@ class ProgressGap:
     @property
     def message(self) -> str:
         """Message for the condition."""
-        return f"No progress since {stamp(self.since)}{_where(self.last)}: it is stopped at {stamp(self.until)}."
+        return (
+            f"No progress since {stamp(self.since)}{_where(self.last)}; the attempt is stopped at {stamp(self.until)}."
+        )
 
 
 def _where(last: ProgressStatus) -> str:
@@ -81,15 +83,14 @@ def hang_cause(gap: ProgressGap, stage: Stage, pods: Sequence[PodView], processe
     """
     step = _where(gap.last)
     alone = pods[0] if len(pods) == 1 else None
-    which = "" if processes == 1 else " Which of its ranks hangs cannot be seen from outside."
+    which = "" if processes == 1 else " The reports do not show which rank hangs."
     return Cause(
         OperatorCause.NO_PROGRESS,
         "Hung",
-        f"Stage {stage} has shown no progress for {human_seconds(gap.seconds)}, since {stamp(gap.since)}{step}, "
+        f"Stage {stage} made no progress for {human_seconds(gap.seconds)}, since {stamp(gap.since)}{step}, "
         f"and was stopped.{which}",
-        "logTail shows where its processes stood: after half of that time the trainer's write their Python stacks into "
-        "the log, and a rank that waits in no collective operation holds up the others. If it was at work all the "
-        "time, set runPolicy.progressDeadlineSeconds higher.",
+        "logTail has the Python stacks that the trainer's processes log after half of that time: a rank outside of a "
+        "collective operation blocks the others. If the stage was busy, raise runPolicy.progressDeadlineSeconds.",
         alone,
         rank=0 if processes == 1 else None,
         pods_to_read_logs_from=pods_to_read_logs_from(pods),

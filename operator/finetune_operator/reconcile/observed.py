@@ -140,7 +140,7 @@ def _kept(found: Sequence[Problem]) -> tuple[Problem, ...]:
     kept = [replace(problem, path=shortened(problem.path, LONGEST_PATH)) for problem in found[:MAX_PROBLEMS]]
     if more := len(found) - len(kept):
         rule = f"has {more} more problem{'s' * (more > 1)}{' or more' * (len(found) >= MOST_PROBLEMS)}"
-        kept.append(Problem("", None, rule, "finetune validate tells them"))
+        kept.append(Problem("", None, rule, "run finetune validate to list them"))
     return tuple(kept)
 
 
@@ -149,8 +149,8 @@ def _validation_failure(error: Exception) -> Problem:
     return Problem(
         "spec",
         None,
-        f"cannot be judged by this operator ({shortened(why, 200)})",
-        "run finetune validate on the job's file, and report what it says as a fault of the operator",
+        f"cannot be validated because of an error in the operator ({shortened(why, 200)})",
+        "run finetune validate on the job's file, and report its output as a bug of the operator",
     )
 
 

@@ -232,7 +232,7 @@ def adapt(state: ReconcileState, attempt: int) -> tuple[ReconcileState, str]:
     batch = after.trainer.training.batch
     reason = (
         f"Attempt {attempt} of train ran out of memory with {before.strategy} and a micro-batch of "
-        f"{before.trainer.training.batch.micro_batch_size}: the next one takes {after.strategy}, batch "
+        f"{before.trainer.training.batch.micro_batch_size}: the next one uses {after.strategy}, batch "
         f"{batch_arithmetic(batch)}."
     )
     final = changed.model_copy(update={"reasons": (*earlier.reasons, reason)[-MOST_ADAPTATIONS:]})

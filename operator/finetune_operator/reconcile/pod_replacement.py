@@ -49,10 +49,12 @@ def report_replaced_pods(
     later = sorted((pod for pod in pods if pod.index is not None and pod.lost_before), key=lambda pod: pod.created)
     for pod in later[stage.replaced_pods - count :]:
         lost = _replaced_pod(pod, pods)
-        cause = first_cause(child.stage, child, [lost]).message if lost else f"The pod of index {pod.index} is gone."
+        cause = (
+            first_cause(child.stage, child, [lost]).message if lost else f"The pod of index {pod.index} was deleted."
+        )
         message = (
             f"Stage {stage.name}, attempt {stage.attempt}: {cause} {child.ref.kind} {child.ref.name} has "
-            f"created pod {pod.name} in its place; what is finished is kept."
+            f"created pod {pod.name} in its place; finished work is kept."
         )
         state = state.with_event("PodReplaced", message, warning=True)
     stage = stage.model_copy(update={"replaced_pods": count})
@@ -76,7 +78,7 @@ def _report_replaced_executors(
         return state, stage
     message = (
         f"Stage {stage.name}, attempt {stage.attempt}: the driver of {child.ref.kind} {child.ref.name} has replaced "
-        f"{more} lost executor{'s' if more > 1 else ''}; what is finished is kept."
+        f"{more} lost executor{'s' if more > 1 else ''}; finished work is kept."
     )
     stage = stage.model_copy(update={"replaced_pods": count})
     return state.with_event("PodReplaced", message, warning=True).with_stage(stage), stage

@@ -106,7 +106,7 @@ def exceeded_limit(state: ReconcileState) -> tuple[ReconcileState, Cause | None]
     pod = _longest_waiting(stage, state.pods(stage.name, stage.attempt))
     if pod is not None and stage.state == "Running":
         return state, _unavailable(state, pod, longest)
-    elapsed = f"{longest} s have passed since the training began, {ran:.0f} s of them in training"
+    elapsed = f"{longest} s have passed since the training began ({ran:.0f} s of them in training)"
     return state, _limit_exceeded("MaxWaitExceeded", elapsed, "maxWaitSeconds")
 
 
@@ -114,21 +114,20 @@ def _limit_exceeded(reason: str, elapsed: str, field: str) -> Cause:
     return Cause(
         OperatorCause.DEADLINE_EXCEEDED,
         reason,
-        f"{elapsed}, which is all that spot.{field} allows.",
+        f"{elapsed}, the limit of spot.{field}.",
         f"Create a new job with a longer spot.{field}; the last checkpoint stays in the workspace.",
     )
 
 
 def _unavailable(state: ReconcileState, pod: PodView, longest: int) -> Cause:
-    remedies = "allow more time, or look whether" if state.spec.spot.fallback_to_on_demand else (
-        "set spot.fallbackToOnDemand, allow more time, or look whether"
-    )  # fmt: skip
+    fallback = "" if state.spec.spot.fallback_to_on_demand else "set spot.fallbackToOnDemand or "
     return Cause(
         OperatorCause.SPOT_UNAVAILABLE,
         "MaxWaitExceeded",
-        f"No spot node took pod {pod.name} since {stamp(pod.created)}, and the {longest} s of spot.maxWaitSeconds are "
-        f"over: {pod.unschedulable}",
-        f"In a new job, {remedies} spot.nodes in the operator's settings are the labels of this cluster's spot nodes.",
+        f"Pod {pod.name} has found no spot node since {stamp(pod.created)}, and the {longest} s of spot.maxWaitSeconds "
+        f"are over: {pod.unschedulable}",
+        f"In a new job, {fallback}raise spot.maxWaitSeconds; check that spot.nodes in the operator's settings are the "
+        "labels of this cluster's spot nodes.",
         pod,
     )
 
@@ -154,7 +153,7 @@ def follow_spot_wait(state: ReconcileState, stage: StageStatus, pods: Sequence[P
     until = _fallback_time(state, pod)
     if until is not None and until <= state.now and not state.spec.run_policy.suspend:
         return _fallen_back(state, stage, pod), True
-    message = f"No spot node takes pod {pod.name}: {_prospect(state, until)} The scheduler says: {pod.unschedulable}"
+    message = f"Pod {pod.name} finds no spot node: {_prospect(state, until)} Scheduler: {pod.unschedulable}"
     return replace(state.requeue(until), waiting=message, waiting_reason=WAITING), False
 
 
@@ -178,13 +177,13 @@ def _fallback_time(state: ReconcileState, pod: PodView) -> datetime | None:
 def _prospect(state: ReconcileState, fallback: datetime | None) -> str:
     """Return the sentence on the wait and its end."""
     if fallback is not None:
-        return f"at {stamp(fallback)} the training goes to any nodes."
+        return f"at {stamp(fallback)} the training falls back to any nodes."
     longest, since = state.spec.spot.max_wait_seconds, moment((state.status.spot or SpotStatus()).since)
     if longest is None or since is None:
-        return "it waits for one without a bound, as spot.maxWaitSeconds is not set."
+        return "it waits without a limit, as spot.maxWaitSeconds is not set."
     before = (state.status.spot or SpotStatus()).waited_seconds
     end = since + timedelta(seconds=longest - before)
-    return f"it waits for one until {stamp(end)}, when spot.maxWaitSeconds is over."
+    return f"it waits until {stamp(end)}, the limit of spot.maxWaitSeconds."
 
 
 def _fallen_back(state: ReconcileState, stage: StageStatus, pod: PodView) -> ReconcileState:
@@ -192,7 +191,7 @@ def _fallen_back(state: ReconcileState, stage: StageStatus, pod: PodView) -> Rec
     waited = human_seconds((state.now - pod.created).total_seconds())
     return stop_attempt(state, stage, capacity="onDemand").with_event(
         "SpotUnavailable",
-        f"No spot node took pod {pod.name} for {waited} ({pod.unschedulable}): attempt {stage.attempt + 1} of "
-        f"{stage.name} trains on any nodes, as spot.fallbackToOnDemand allows.",
+        f"Pod {pod.name} found no spot node for {waited}: attempt {stage.attempt + 1} of {stage.name} runs on any "
+        f"nodes (spot.fallbackToOnDemand). Scheduler: {pod.unschedulable}",
         warning=True,
     )

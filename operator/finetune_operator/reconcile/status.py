@@ -133,8 +133,8 @@ def planned(state: ReconcileState) -> ConditionContent:
     if micro is None:
         return ConditionContent("True", "Planned", f"Runs your program by {plan.launcher} on {processes}.")
     return ConditionContent(
-        "True", "Planned", f"Trains with {plan.strategy} by {plan.launcher} on {processes}, each with {micro} "
-        f"row{'s' * (micro > 1)} x {steps} accumulation a step.",
+        "True", "Planned", f"Trains with {plan.strategy} by {plan.launcher} on {processes}, micro-batch {micro}, "
+        f"gradient accumulation {steps}.",
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def admitted(state: ReconcileState) -> ConditionContent | None:
     current = state.current
     child = None if current is None else next(iter(state.children(current.name)[-1:]), None)
     if child is None or child.state == "Suspended":
-        message = child.message if child is not None and child.message else "The queue has not admitted it yet."
+        message = child.message if child is not None and child.message else "The queue has not admitted the job yet."
         return ConditionContent("False", "Waiting", message)
     return ConditionContent("True", "Admitted", f"Queue {state.spec.run_policy.queue} has admitted {child.ref.name}.")
 
@@ -153,18 +153,16 @@ def admitted(state: ReconcileState) -> ConditionContent | None:
 def running(state: ReconcileState) -> ConditionContent:
     """Return condition Running: True if all pods of the current stage run."""
     if state.end is not None:
-        return ConditionContent("False", state.end, "The job is over.")
+        return ConditionContent("False", state.end, "The job has ended.")
     if state.suspended:
-        return ConditionContent("False", "Suspended", "runPolicy.suspend is true; set it to false to go on.")
+        return ConditionContent("False", "Suspended", "runPolicy.suspend is true; set it to false to resume.")
     current = state.current
     if current is None or current.state == "Pending":
         return ConditionContent(
             "False", "NotStarted" if not state.started else "Waiting", state.waiting or "Nothing runs yet."
         )
     if current.state != "Running":
-        return ConditionContent(
-            "False", "Restarting", state.waiting or f"Stage {current.name} is about to start again."
-        )
+        return ConditionContent("False", "Restarting", state.waiting or f"Stage {current.name} is about to restart.")
     if state.waiting:
         return ConditionContent("False", state.waiting_reason, state.waiting)
     if state.no_progress_message:
@@ -200,7 +198,7 @@ def ready(state: ReconcileState) -> ConditionContent:
 def _progress(state: ReconcileState) -> str:
     done = [stage.name for stage in state.status.stages if stage.state == "Succeeded"]
     total = len(state.status.stages)
-    return f"{len(done)} of {total} stages are done." if total else "The job has not begun."
+    return f"{len(done)} of {total} stages have succeeded." if total else "The job has not started."
 
 
 def stalled(state: ReconcileState) -> ConditionContent:
@@ -208,12 +206,12 @@ def stalled(state: ReconcileState) -> ConditionContent:
     if state.end == "Failed":
         return ConditionContent("True", "Failed", _failure(state))
     if state.job.job is None:
-        return ConditionContent("True", "InvalidSpec", "The spec has to be corrected; condition Accepted tells how.")
+        return ConditionContent("True", "InvalidSpec", "Correct the spec as condition Accepted describes.")
     if state.plan_problems:
-        return ConditionContent("True", "PlanRefused", "The spec has to be changed; condition Planned tells how.")
+        return ConditionContent("True", "PlanRefused", "Change the spec as condition Planned describes.")
     if state.stalled is not None:
         return ConditionContent("True", state.stalled.reason, state.stalled.message)
-    return ConditionContent("False", "Progressing" if state.end is None else state.end, "Nothing is in the way.")
+    return ConditionContent("False", "Progressing" if state.end is None else state.end, "Nothing blocks the job.")
 
 
 def succeeded(state: ReconcileState) -> ConditionContent:

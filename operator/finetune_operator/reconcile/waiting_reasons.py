@@ -30,10 +30,10 @@ CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError"
 _HINTS: dict[CauseClass, str] = {
     OperatorCause.IMAGE_PULL: "Check the name of the image (spec.image, or defaults.image in the operator's settings) "
     "and the pull secrets (template.imagePullSecrets).",
-    OperatorCause.CONTAINER_CONFIG: "Create the Secret or ConfigMap that the message names, in the job's namespace and "
-    "with that key, and apply the job anew.",
-    OperatorCause.UNSCHEDULABLE: "Ask for less under resources, loosen template.nodeSelector and tolerations, or give "
-    "the cluster more nodes.",
+    OperatorCause.CONTAINER_CONFIG: "Create that Secret or ConfigMap, with that key, in the job's namespace, and "
+    "recreate the job.",
+    OperatorCause.UNSCHEDULABLE: "Request less under resources, relax template.nodeSelector and tolerations, or add "
+    "nodes to the cluster.",
 }
 
 
@@ -85,7 +85,7 @@ def _wait_for_creation(child: ChildView, now: datetime) -> PodWait:
         )
     return PodWait(
         f"No pod of {kind} {name} has been created in {NO_PODS_SECONDS} s: a quota, a policy or a missing service "
-        f"account may forbid it. kubectl describe {kind.lower()} {name} shows why.{detail}"
+        f"account may prevent it. See kubectl describe {kind.lower()} {name}.{detail}"
     )
 
 

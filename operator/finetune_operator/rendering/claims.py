@@ -40,9 +40,9 @@ class ClaimPath:
         """Parse `uri`, the value of `field`. Raise PlanRefused if it names no claim or leads out of it."""
         claim, _, path = uri.removeprefix(_SCHEME).partition("/")
         if not uri.startswith(_SCHEME) or not _CLAIM_NAME.fullmatch(claim):
-            raise _refused(uri, field, "it has to name a claim of the job's namespace")
+            raise _refused(uri, field, "it must name a claim in the job's namespace")
         if ".." in PurePosixPath(path).parts:
-            raise _refused(uri, field, "the path may not lead out of the claim")
+            raise _refused(uri, field, "the path must stay inside the claim")
         return cls(claim, path.strip("/"))
 
     def below(self, folder: str) -> str:

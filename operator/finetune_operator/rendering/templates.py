@@ -50,7 +50,7 @@ def document(template: TemplateName, **values: JsonValue) -> Manifest:
     text = _environment().get_template(f"{template}.yaml.jinja").render({**values, _TAKEN: taken})
     made = _put_in(yaml.load(text, _Loader), taken)
     if not isinstance(made, dict):
-        raise TypeError(f"the template {template} makes no object")
+        raise TypeError(f"template {template} does not render an object")
     return made
 
 
@@ -64,7 +64,7 @@ def _mark(context: Context, value: Any) -> str:
 
 
 def _no_json(value: object) -> NoReturn:
-    raise TypeError(f"{value} is no JSON value")  # A name without a value names itself when it becomes text.
+    raise TypeError(f"{value} is not a JSON value")  # A name without a value names itself when it becomes text.
 
 
 def _put_in(read: Any, taken: list[JsonValue]) -> JsonValue:
@@ -79,7 +79,7 @@ def _put_in(read: Any, taken: list[JsonValue]) -> JsonValue:
         case None | bool() | int() | float() | str():
             return read
         case _:
-            raise TypeError(f"a template holds {read!r}, which is no JSON value")
+            raise TypeError(f"a template holds {read!r}, which is not a JSON value")
 
 
 @functools.cache

@@ -60,6 +60,6 @@ class ClusterClock:
             self._logged_offset = self._offset
             seconds = self._offset.total_seconds()
             log.warning(
-                "The clock of the API server is %.0f s %s that of this process, which goes by the API server's.",
-                abs(seconds), "before" if seconds > 0 else "behind",
+                "The API server's clock is %.0f s %s the clock of this process; the operator uses the API server's.",
+                abs(seconds), "ahead of" if seconds > 0 else "behind",
             )  # fmt: skip

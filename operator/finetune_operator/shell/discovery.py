@@ -53,7 +53,7 @@ class Discovery:
             if served != self.served:
                 log.info("the API server serves the launchers %s", ", ".join(served))
             if kserve != self.kserve:
-                log.info("the API server serves %s InferenceServices of KServe", "the" if kserve else "no")
+                log.info("the API server %s InferenceServices of KServe", "serves" if kserve else "no longer serves")
             if (served, kserve) != (self.served, self.kserve):
                 self.changed.set()
             self.served, self.kserve = served, kserve

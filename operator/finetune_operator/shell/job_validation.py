@@ -58,11 +58,11 @@ class JobValidator:
                 # One of its threads hangs; the other finishes its work.
                 self._threads = _threads()
                 threads.shutdown(wait=False)
-        log.error("a FineTuneJob could not be judged within %g s: it is refused", self._limit)
+        log.error("a FineTuneJob could not be validated within %g s and is refused", self._limit)
         return job_view(raw, self._settings, before, self._too_slow)
 
     def _too_slow(self, value: JsonValue, settings: Settings) -> NoReturn:
-        raise TooSlowError(f"it took longer than {self._limit:g} s")
+        raise TooSlowError(f"validation took longer than {self._limit:g} s")
 
     def close(self) -> None:
         """Validate no more jobs."""

@@ -196,7 +196,7 @@ class Leader:
         try:
             await self._lock.release()
         except ApiError as error:
-            log.info("the lease was not given back, and ends by itself: %s", error)
+            log.info("the Lease was not released and will expire: %s", error)
 
     async def _won(self) -> None:
         """Act while the Lease is ours: called when it is won, cancelled when it is lost."""
@@ -220,7 +220,7 @@ class Leader:
         try:
             await self._prepare()
         except Exception:
-            log.exception("this replica has the lease and cannot act yet; it will try again")
+            log.exception("this replica holds the Lease and cannot lead yet; retrying")
             return
         # The Lease may have run out meanwhile.
         if self._holding and self._fence is not None and not self._leading.is_set():
@@ -244,4 +244,4 @@ class Leader:
             self._fence = None
         if self._leading.is_set():
             self._leading.clear()
-            log.warning("this replica leads no longer")
+            log.warning("this replica no longer leads")

@@ -145,7 +145,7 @@ class Listener:
             try:
                 accepted, peer = await loop.sock_accept(listening)
             except OSError as error:
-                log.warning("%s: no connection can be accepted: %s", self._name, error)
+                log.warning("%s: cannot accept connections: %s", self._name, error)
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
             # Accepting connections that wait already never yields to other tasks.
@@ -173,7 +173,7 @@ class Listener:
         self._dropped_unlogged += 1
         if time.monotonic() > self._logged_at + LOG_INTERVAL_SECONDS:
             log.warning(
-                "%s: %d connections at once, as many as there may be; %d had to go for others",
+                "%s: the limit of %d connections is reached; %d were closed for new ones",
                 self._name, self._bounds.connections, self._dropped_unlogged,
             )  # fmt: skip
             self._logged_at, self._dropped_unlogged = time.monotonic(), 0
@@ -261,7 +261,7 @@ def _certificate_fault(error: OSError) -> str | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError) and error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return "it showed no certificate"
+        return "it presented no certificate"
     return None
 
 

@@ -73,29 +73,29 @@ class _FleetGauges:
         self._jobs = made.gauge("finetune_jobs", "FineTuneJobs by phase.", phase=_PHASES)
         self._waiting = made.gauge(
             "finetune_jobs_waiting",
-            "Jobs whose first pods do not run yet, and that only capacity, a queue or the operator holds up.",
+            "Jobs whose first pods do not run yet because of capacity, a queue or the operator.",
         )
         self._oldest_waiting = made.gauge(
-            "finetune_oldest_waiting_seconds", "How long the one of them waits that has waited longest; 0: none waits."
+            "finetune_oldest_waiting_seconds", "Longest wait of those jobs so far; 0: none waits."
         )
         self._progress_age = made.gauge(
             "finetune_progress_age_seconds",
-            "Time since the running attempt that is silent for longest told a new step or figure, of those that have "
-            "told any; 0: there is none.",
+            "Longest time since a running attempt reported a new step or figure, of those that have reported any; "
+            "0: there is none.",
         )
         self._samples = made.gauge(
             "finetune_samples_per_second",
-            "Rows a second of all running attempts, as they reported last.",
+            "Rows per second of all running attempts, by their latest reports.",
             stage=_STAGES,
         )
         self._tokens = made.gauge(
             "finetune_tokens_per_second",
-            "Tokens a second of all running attempts, as they reported last.",
+            "Tokens per second of all running attempts, by their latest reports.",
             stage=_STAGES,
         )
         self._estimated_cost = made.gauge(
             "finetune_estimated_cost",
-            "Estimated cost of the trainings of all jobs that are not over.",
+            "Estimated cost of the trainings of all unfinished jobs.",
             currency=(currency,),
         )
 
@@ -115,15 +115,15 @@ class _JobSums:
     def __init__(self, made: Families, currency: str) -> None:
         self._ends = made.counter(
             "finetune_job_ends",
-            "Jobs that came to their end, by the class of the failure; none: a success.",
+            "Jobs that have ended, by the class of the failure; none: a success.",
             outcome=("succeeded", "failed"),
             cause=(NO_CAUSE, *_CAUSES),
         )
         self._ends.show(("succeeded", NO_CAUSE), *product(["failed"], (*_CAUSES, OTHER)))
         self._wait = made.histogram(
             "finetune_job_wait_seconds",
-            "Time from a job's creation until all pods of its first stage ran; from its first child when the spec was "
-            "edited before, as by resuming it.",
+            "Time from a job's creation until all pods of its first stage ran; from its first child if the spec was "
+            "edited before, e.g. to resume it.",
             _STAGE_BUCKETS,
         )
         self._stages = made.histogram(
@@ -134,37 +134,39 @@ class _JobSums:
             outcome=("succeeded", "failed"),
         )
         self._restarts = made.counter(
-            "finetune_restarts", "Attempts made anew, by the class of the failure before.", cause=_CAUSES
+            "finetune_restarts", "Restarts of attempts, by the class of the failure before.", cause=_CAUSES
         )
         self._restarts.show()
-        self._preemptions = made.counter("finetune_preemptions", "Attempts that ended as a spot node was taken away.")
+        self._preemptions = made.counter(
+            "finetune_preemptions", "Attempts that ended because a spot node was reclaimed."
+        )
         self._node_seconds = made.counter(
             "finetune_node_seconds",
-            "Seconds in which pods had nodes, times the nodes, over attempts that are over; those are paid.",
+            "Seconds in which pods of ended attempts had nodes, times the nodes; these are billed.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
         self._running_node_seconds = made.counter(
             "finetune_running_node_seconds",
-            "Seconds in which all pods of an attempt ran, times the nodes, over attempts that are over.",
+            "Seconds in which all pods of ended attempts ran, times the nodes.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
         self._gpu_seconds = made.counter(
             "finetune_gpu_seconds",
-            "finetune_node_seconds_total times the GPUs of a node that the attempt took.",
+            "finetune_node_seconds_total times the GPUs that the attempt used on a node.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
         self._cost = made.counter(
-            "finetune_cost", "Cost of attempts that are over, as far as the settings have prices.", currency=(currency,)
+            "finetune_cost", "Cost of ended attempts, as far as the settings have prices.", currency=(currency,)
         )
         self._saved = made.counter(
-            "finetune_cost_saved", "What the same node seconds would have cost more on demand.", currency=(currency,)
+            "finetune_cost_saved", "Additional cost of the same node seconds on demand.", currency=(currency,)
         )
         self._estimates = made.histogram(
             "finetune_estimate_ratio",
-            "Seconds that a training took over those that its plan expected; of those that succeeded in one attempt.",
+            "Duration of a training divided by the plan's estimate, for trainings that succeeded in one attempt.",
             _RATIO_BUCKETS,
         )
         for family in (self._node_seconds, self._running_node_seconds, self._gpu_seconds, self._cost, self._saved):
@@ -226,12 +228,12 @@ class Metrics:
         self._fleet: Callable[[], Fleet] = Fleet
         self._fleet_gauges = _FleetGauges(made, currency)
         self._job_sums = _JobSums(made, currency)
-        self._leading = made.gauge("finetune_leading", "1 where this replica acts, 0 where it stands by.")
+        self._leading = made.gauge("finetune_leading", "1 if this replica leads, 0 if it is a stand-by.")
         self._reconcile = made.histogram(
-            "finetune_reconcile_seconds", "Duration of one pass over one job, requests included.", _RECONCILE_BUCKETS
+            "finetune_reconcile_seconds", "Duration of one reconcile of a job, requests included.", _RECONCILE_BUCKETS
         )
         self._reconcile_errors = made.counter(
-            "finetune_reconcile_errors", "Passes that ended in an error and are made again."
+            "finetune_reconcile_errors", "Reconciles that ended in an error and are retried."
         )
         self._requests = made.counter(
             "finetune_api_requests",
@@ -242,16 +244,16 @@ class Metrics:
         )
         self._request_seconds = made.histogram(
             "finetune_api_request_seconds",
-            "Time until the API server had answered, by verb.",
+            "Duration of requests to the API server, by verb.",
             _RECONCILE_BUCKETS,
             verb=VERBS,
         )
         self._depth = made.gauge("finetune_queue_depth", "Jobs that wait for a worker.")
-        self._lag = made.gauge("finetune_event_loop_lag_seconds", "How much too late the event loop woke up last.")
+        self._lag = made.gauge("finetune_event_loop_lag_seconds", "Delay of the last wake-up of the event loop.")
         self._reviews = made.counter(
             "finetune_webhook_reviews",
-            "Questions of the API server whether a job may be stored, by the answer; failed: no such question, or a "
-            "client without the right certificate.",
+            "Admission reviews of jobs, by outcome; failed: an invalid review, or a client without a permitted "
+            "certificate.",
             outcome=("allowed", "refused", "failed"),
         )
         self._posts = made.counter(
@@ -259,12 +261,10 @@ class Metrics:
         )
         self._certificates = made.gauge(
             "finetune_certificate_expiration_timestamp_seconds",
-            "Unix time at which the certificate that a server shows comes to its end.",
+            "Unix time at which the certificate of a server expires.",
             server=SERVERS,
         )
-        self._resyncs = made.counter(
-            "finetune_resyncs", "Times that everything was listed again, by reason.", reason=RESYNC_REASONS
-        )
+        self._resyncs = made.counter("finetune_resyncs", "Relists of all objects, by reason.", reason=RESYNC_REASONS)
 
     def follow_jobs(self, fleet: Callable[[], Fleet]) -> None:
         """Ask `fleet` for all jobs whenever metrics are read."""
@@ -349,7 +349,7 @@ def reference() -> str:
             for row in rows
         ),
         "",
-        f"A label whose value is in none of these sets says `{OTHER}`.",
+        f"A label value outside of these sets is counted as `{OTHER}`.",
         "",
         "| label | values |",
         "|---|---|",

@@ -71,7 +71,7 @@ def update_of(body: bytes) -> KubeflowStatus:
     except ValidationError as error:
         # Only places and rules: values are the sender's, and may be anything.
         problems = [f"{_place(item['loc'])}: {item['msg']}" for item in error.errors(include_input=False)[:5]]
-        raise BadBodyError("the body is no progress update: " + "; ".join(problems)) from error
+        raise BadBodyError("the body is not a progress update: " + "; ".join(problems)) from error
     return update.trainer_status
 
 

@@ -244,7 +244,9 @@ class ProgressServer:
             raise _unauthorized(found.reason)
         if not self._pods.take(found.uid):
             rate = f"{self._limits.pod_per_second:g} update(s) a second, {self._limits.pod_burst} at once"
-            raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, f"too fast: a pod may send {rate}", Retry_After="1")
+            raise RefusedError(
+                HTTPStatus.TOO_MANY_REQUESTS, f"too many updates: a pod may send {rate}", Retry_After="1"
+            )
         return found
 
     def _rated(self, address: str, token: str) -> str:
@@ -262,14 +264,14 @@ class ProgressServer:
         """Return the stored pod of the sender, which has to be a pod of the attempt."""
         known = self._world.pod(sender.namespace, sender.name)
         if known is None or known.uid != sender.uid or known.attempt != key:
-            raise RefusedError(HTTPStatus.FORBIDDEN, "the token is not of a pod of this attempt")
+            raise RefusedError(HTTPStatus.FORBIDDEN, "the token does not belong to a pod of this attempt")
         return known
 
     async def _relayed(self, request: web.BaseRequest, token: str, body: bytes) -> web.Response:
         """Return the answer of the leader."""
         leader = self._world.leader()
         if leader is None or self._relay is None or RELAYED_FOR in request.headers or self._relays.locked():
-            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica takes reports now", Retry_After="5")
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica accepts reports now", Retry_After="5")
         host, port = leader
         headers = {
             "Authorization": f"Bearer {token}",
@@ -295,16 +297,16 @@ class ProgressServer:
         except (aiohttp.ClientError, OSError) as error:
             log.warning("A progress report could not be relayed to %s port %d: %s.", host, port, type(error).__name__)
             raise RefusedError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "the replica that takes reports cannot be reached", Retry_After="5"
+                HTTPStatus.SERVICE_UNAVAILABLE, "the leading replica cannot be reached", Retry_After="5"
             ) from None
 
 
 def _attempt(request: web.BaseRequest) -> AttemptKey:
     key = attempt_of(request.rel_url.raw_path)
     if key is None or request.query_string:
-        raise RefusedError(HTTPStatus.NOT_FOUND, "no such path; progress goes to the URL in the pod's environment")
+        raise RefusedError(HTTPStatus.NOT_FOUND, "no such path; send progress to the URL in the pod's environment")
     if request.method != "POST":
-        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "progress is sent by POST", Allow="POST")
+        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "send progress by POST", Allow="POST")
     return key
 
 
@@ -314,7 +316,7 @@ def _bearer(request: web.BaseRequest) -> str:
     scheme, _, token = (given[0] if len(given) == 1 else "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token.isascii() or not token.isprintable() or not token or " " in token:
-        raise _unauthorized("a bearer token is needed")
+        raise _unauthorized("a bearer token is required")
     return token
 
 

@@ -196,7 +196,9 @@ class Reconciler:
             memory.failures += 1
         delay = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** min(failures, 10)) * (0.75 + random.random() / 2)
         level = logging.ERROR if error is not None else logging.WARNING
-        log.log(level if failures == 0 else logging.DEBUG, "%s: will be tried again: %s", key, message, exc_info=error)
+        log.log(
+            level if failures == 0 else logging.DEBUG, "%s: retrying after an error: %s", key, message, exc_info=error
+        )
         self._state.queue.add_after(key, delay)
         return "failed"
 
@@ -284,7 +286,12 @@ class Reconciler:
                 self._state.queue.add_after(key, first + CLAIM_SECONDS - now)
             elif first != QUEUED and self._claims_rate.take(key.namespace):
                 self._claims[entry.uid] = QUEUED
-                log.warning("%s %s/%s claims to be of FineTuneJob %s: passed over", entry.kind, *entry.key[1:], key)
+                log.warning(
+                    "ignoring %s %s/%s: its labels name FineTuneJob %s, its owners do not",
+                    entry.kind,
+                    *entry.key[1:],
+                    key,
+                )
                 self._events.put_nowait((_involved(entry), entry.uid, _claim_note(key, entry)))
 
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
@@ -367,14 +374,14 @@ class Reconciler:
         except AlreadyExistsError as error:
             made = await self._existing(job, ref)
             if not _is_ours(made, job):
-                taken = f'{ref.kind} "{ref.name}" is there already and does not belong to this job'
+                taken = f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
                 return Refusal(ref, TAKEN, taken)
             if made.get("data") != manifest.get("data"):
                 # Left by a reconcile that ended early, before the spec was edited: nothing runs with it yet, or the
                 # child would exist.
                 await self._delete(job.namespace, replace(ref, uid=_uid(made)))
                 raise ConflictError(
-                    f"{ref.kind} {ref.name}", 409, "Conflict", "it was made of an earlier spec"
+                    f"{ref.kind} {ref.name}", 409, "Conflict", "it was created from an earlier spec"
                 ) from error
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
             # Not when the namespace is being deleted: the job is deleted with it, and its status needs nothing.
@@ -392,8 +399,10 @@ class Reconciler:
         found = await self._found(job, ref)
         if found is not None and not _is_ours(found, job):
             if _is_being_deleted(found) or _is_of_earlier_job(found, job):
-                raise ConflictError(f"{ref.kind} {ref.name}", 409, "Conflict", "one of that name is being deleted")
-            return Refusal(ref, TAKEN, f'{ref.kind} "{ref.name}" is there already and does not belong to this job')
+                raise ConflictError(
+                    f"{ref.kind} {ref.name}", 409, "Conflict", "an object of that name is being deleted"
+                )
+            return Refusal(ref, TAKEN, f'{ref.kind} "{ref.name}" exists already and does not belong to this job')
         try:
             made = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
@@ -425,11 +434,13 @@ class Reconciler:
         try:
             found = await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
         except NotFoundError as error:
-            raise ConflictError(name, 409, "Conflict", "it was there a moment ago") from error
+            raise ConflictError(name, 409, "Conflict", "it existed a moment ago") from error
         if _is_being_deleted(found):
-            raise ConflictError(name, 409, "Conflict", "one of that name is still being deleted")
+            raise ConflictError(name, 409, "Conflict", "an object of that name is still being deleted")
         if _is_of_earlier_job(found, job):
-            raise ConflictError(name, 409, "Conflict", "it is of a deleted job of this name, and will be collected")
+            raise ConflictError(
+                name, 409, "Conflict", "it belongs to a deleted job of this name and will be garbage-collected"
+            )
         return found
 
     # -------------------------------------------------------------------------------------------------------- status
@@ -499,7 +510,7 @@ class Reconciler:
             except ApiError as error:
                 # The status has it all.
                 log.warning(
-                    "%s/%s: event %s was not told: %s", involved["namespace"], involved["name"], note.reason, error
+                    "%s/%s: event %s was not created: %s", involved["namespace"], involved["name"], note.reason, error
                 )
             finally:
                 self._events.task_done()
@@ -621,9 +632,9 @@ def _claim_note(key: JobKey, entry: Entry) -> EventNote:
     return EventNote(
         "Warning",
         "NotOfThisJob",
-        f'The labels say that it belongs to FineTuneJob "{key.name}" (uid {shortened(entry.job_uid, 63)}), but its '
-        f"controllers do not lead to that job in this namespace: the operator passes over it. If it is a copy, remove "
-        f"the labels that begin with finetune.dev/.",
+        f'The operator ignores this object: its labels name FineTuneJob "{key.name}" (uid '
+        f"{shortened(entry.job_uid, 63)}), but its owner references do not lead to that job in this namespace. If it is "
+        "a copy, remove the labels that begin with finetune.dev/.",
     )
 
 

@@ -59,14 +59,13 @@ log = logging.getLogger(__name__)
 SOONEST = timedelta(minutes=1)
 """Shortest interval between two checks of the certificates, also if the API server gives no answer."""
 _WITHOUT_REVIEW = " Grant `create` on tokenreviews, or set progress.tokens to keys, which needs no right."
-_ALTERNATIVE = "or grants `create` on tokenreviews, for progress.tokens review"
+_ALTERNATIVE = "or grant `create` on tokenreviews and set progress.tokens to review"
 _WITHOUT_DISCOVERY = (
-    "every service account may read them where the ClusterRoleBinding system:service-account-issuer-discovery is as "
-    f"Kubernetes makes it: an administrator of the cluster restores it, {_ALTERNATIVE}"
+    "restore the ClusterRoleBinding system:service-account-issuer-discovery, by which Kubernetes lets all service "
+    f"accounts read them, {_ALTERNATIVE}"
 )
 _WITHOUT_ISSUER = (
-    "an API server publishes them when its --service-account-issuer is an https URL: an administrator of the cluster "
-    f"sets one, {_ALTERNATIVE}"
+    f"set --service-account-issuer of the API server to an https URL, without which it publishes none, {_ALTERNATIVE}"
 )
 
 
@@ -215,7 +214,7 @@ class OperatorView:
 
     def missing(self) -> Sequence[str]:
         """See `endpoints.Health`."""
-        return [] if self.synced() else ["not everything has been read from the API server yet"]
+        return [] if self.synced() else ["the objects have not all been listed from the API server yet"]
 
 
 class Servers:
@@ -258,8 +257,8 @@ class Servers:
         progress = state.settings.progress.enabled
         if progress and url is None and not state.namespace:
             log.warning(
-                "Progress is not served: without a namespace of the operator there is no Service that pods could call. "
-                "Set progress.url in the settings to the address at which pods reach this process."
+                "Progress is not served: the operator has no namespace, and so no Service for pods to call. Set "
+                "progress.url in the settings to the address at which pods reach this process."
             )
             progress = False
         if hook is not None and hook.certificate is not None:
@@ -327,7 +326,7 @@ class Servers:
         if options.clients is not None:
             authorities = ClientAuthorities(options.clients, tls)
             self._keep(state, authorities.follow(), "renewal of the authorities of the webhook's clients")
-            log.info("The webhook answers clients with a certificate by the authorities in %s only.", options.clients)
+            log.info("The webhook accepts only clients with a certificate signed by a CA in %s.", options.clients)
         self._webhook = WebhookServer(view, state.settings, tls, self._metrics.webhook_review, options.client_names)
         self.webhook_port = await self._webhook.start(self._host, options.port)
 
@@ -350,7 +349,9 @@ def _authority_writer(kube: Kube, configuration: str) -> Callable[[Certificates]
             await write_authority(kube, configuration, certificates.authority)
         except ApiError as error:
             log.warning(
-                "ValidatingWebhookConfiguration %s could not be told of our authority: %s", configuration, error
+                "The operator's CA certificate was not written to ValidatingWebhookConfiguration %s: %s",
+                configuration,
+                error,
             )
 
     return write
@@ -371,10 +372,10 @@ async def _renew(
         try:
             found = await keeper.load()
         except (ApiError, UnusableError) as error:
-            log.warning("The certificates could not be looked after: %s", error)
+            log.warning("The certificates could not be checked: %s", error)
             continue
         if found != certificates:
-            log.info("There are new certificates.")
+            log.info("Loaded new certificates.")
             tls.take(found)
             certificates = found
         for use in users:

@@ -159,7 +159,7 @@ class Operator:
 
     async def _end(self) -> None:
         """Stop in order: workers finish while everything that they need still runs, the Lease included."""
-        log.info("ending")
+        log.info("shutting down")
         self.state.queue.close()
         if self._workers:
             await asyncio.wait(self._workers, timeout=FINISH_SECONDS)
@@ -210,7 +210,7 @@ async def run(options: Options, decide: Decide) -> None:
 def _log_fault(task: asyncio.Task[None]) -> None:
     """Log a task that ended by itself: a bug, which /healthz reports too, so that the kubelet restarts the operator."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s has ended: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
+        log.error("task %s has ended: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
 
 
 async def _until_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -405,7 +405,7 @@ def key_of(raw: Raw) -> Key:
 def _version(raw: Raw) -> int:
     written = _text(_metadata(raw), "resourceVersion")
     if not written.isdecimal():
-        raise UnreadableError(f'resourceVersion "{written}": versions have to be whole numbers to be compared')
+        raise UnreadableError(f'resourceVersion "{written}" is not a whole number')
     return int(written)
 
 

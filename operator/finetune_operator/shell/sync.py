@@ -50,7 +50,7 @@ class Syncer:
                 await self._discovery.refresh()
                 await self._list(self._resources(), reason)
             except ApiError as error:
-                log.warning("cannot read the state of the cluster, will try again: %s", error)
+                log.warning("cannot list the objects of the cluster, retrying: %s", error)
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
             self._state.synced.set()
@@ -77,7 +77,7 @@ class Syncer:
             try:
                 await self._list(resources, *set(wanted.values()))
             except ApiError as error:
-                log.warning("cannot read the state of the cluster, will try again: %s", error)
+                log.warning("cannot list the objects of the cluster, retrying: %s", error)
                 for kind, reason in wanted.items():
                     self.request(kind, reason)
                 await asyncio.sleep(AGAIN_SECONDS)
@@ -101,7 +101,7 @@ class Syncer:
             try:
                 await self._discovery.refresh()
             except ApiError as error:
-                log.debug("cannot ask what is served, will try again: %s", error)
+                log.debug("cannot discover the served kinds, retrying: %s", error)
                 continue
             if self._discovery.resources != known:
                 known = self._discovery.resources
@@ -160,7 +160,7 @@ async def take(state: OperatorState, resource: Resource, raw: Manifest, *, delet
     try:
         entry = state.store.remove(raw) if deleted else await state.put(raw)
     except UnreadableError as error:
-        log.warning("passed over a %s that cannot be read: %s", resource.kind, error)
+        log.warning("ignoring a %s that cannot be read: %s", resource.kind, error)
         return
     if entry is not None:
         # Jobs for which nothing was done yet come first.

@@ -80,7 +80,7 @@ class IssuerKeys:
         issuer, found = description.get("issuer"), key_set.get("keys")
         keys = {key.key_id: key for key in map(_key, found if isinstance(found, list) else ()) if key and key.key_id}
         if not isinstance(issuer, str) or not issuer or not keys:
-            raise KeysUnavailableError("the API server names no issuer, or no key that can be used here")
+            raise KeysUnavailableError("the API server publishes no issuer or no supported key")
         return cls(issuer, keys)
 
 
@@ -160,12 +160,14 @@ class KeyReviewer:
         try:
             found = IssuerKeys.of(*await self._source.read_issuer())
         except KeysUnavailableError as error:
-            log.warning("Public keys, by which tokens of progress reports are verified, cannot be read: %s.", error)
+            log.warning("The public keys that verify tokens of progress reports cannot be read: %s.", error)
             if self._known is None or self._stale():
                 log.warning("Until they can be read, all progress reports are answered with 503.")
             return
         if self._known is None or (self._known.issuer, set(self._known.keys)) != (found.issuer, set(found.keys)):
-            log.info("Tokens of progress reports are those of %s; public keys: %d.", found.issuer, len(found.keys))
+            log.info(
+                "Tokens of progress reports are verified for issuer %s; public keys: %d.", found.issuer, len(found.keys)
+            )
         self._known, self._known_at, self._failed = found, self._clock(), False
 
 

@@ -63,7 +63,7 @@ class TokenReviewer(Protocol):
         ...
 
 
-NOT_BOUND = RefusedToken("the token is not bound to a pod; use the one that is mounted into the pod")
+NOT_BOUND = RefusedToken("the token is not bound to a pod; use the token mounted into the pod")
 
 
 def not_valid(audience: str) -> RefusedToken:

@@ -69,14 +69,14 @@ class _Follower:
                     # The server ends a watch in order now and then. A pod that is created meanwhile may report at once.
                     continue
             except TimeoutError:
-                log.debug("following %s is begun again: the API server was away", self._resource.plural)
+                log.debug("restarting the watch of %s: the API server did not answer", self._resource.plural)
             except GoneError:
                 # The server has dropped the events since: after a restart, or a long silence.
                 self._version = None
                 self._state.measurements.relisted("relist")
                 continue
             except ApiError as error:
-                log.debug("following %s is begun again: %s", self._resource.plural, error)
+                log.debug("restarting the watch of %s: %s", self._resource.plural, error)
             await asyncio.sleep(AGAIN_SECONDS * (0.5 + random.random()))
 
     async def _watch(self, version: int) -> None:

@@ -146,16 +146,16 @@ class WebhookServer:
         self._counted("failed")
         if time.monotonic() > self._refusal_logged_at + LOG_INTERVAL_SECONDS:
             log.warning(
-                "Webhook: a client was refused: %s. If it is the API server, its admission configuration names the "
-                "wrong certificate or none.",
+                "Webhook: a client was refused: %s. If it is the API server, correct the client certificate in its "
+                "admission configuration.",
                 why,
             )
             self._refusal_logged_at = time.monotonic()
 
     async def _review(self, request: web.BaseRequest) -> web.Response:
         if not self._is_permitted(request):
-            self._client_refused("its certificate has none of the names that may ask")
-            message = "the client's certificate is none of those that may ask here"
+            self._client_refused("its certificate has none of the permitted names")
+            message = "the client's certificate is not permitted here"
             return web.json_response({"message": message}, status=HTTPStatus.FORBIDDEN)
         try:
             body, served = await self._bodies.read(request), await self._world.served()
@@ -185,7 +185,8 @@ async def write_authority(kube: Kube, name: str, authority: str) -> bool:
         configuration = await kube.get(WEBHOOK, None, name)
     except NotFoundError:
         log.warning(
-            "There is no ValidatingWebhookConfiguration %s that could be told of the webhook's authority.", name
+            "ValidatingWebhookConfiguration %s does not exist: the webhook's CA certificate cannot be written to it.",
+            name,
         )
         return False
     changed, updated = with_authority(configuration, authority)
@@ -195,7 +196,7 @@ async def write_authority(kube: Kube, name: str, authority: str) -> bool:
         await kube.replace(updated, None, name)
     except (ConflictError, NotFoundError):
         return False
-    log.info("ValidatingWebhookConfiguration %s trusts the operator's authority.", name)
+    log.info("Wrote the operator's CA certificate to ValidatingWebhookConfiguration %s.", name)
     return True
 
 
@@ -250,7 +251,7 @@ class ClientAuthorities:
             try:
                 self._context.load_verify_locations(cafile=self._file)
             except ssl.SSLError as error:
-                raise OSError(f"{self._file} holds no certificates of authorities (PEM): {error.reason}") from error
+                raise OSError(f"{self._file} contains no CA certificates (PEM): {error.reason}") from error
             self._seen = seen
 
     async def follow(self) -> None:
@@ -262,7 +263,7 @@ class ClientAuthorities:
         try:
             self._take()
         except OSError as error:
-            log.warning("The authorities of the webhook's clients could not be read again: %s", error)
+            log.warning("The CA certificates of the webhook's clients could not be reloaded: %s", error)
 
 
 # ---------------------------------------------------------------------------------------------------- somebody else's
@@ -303,7 +304,7 @@ class FolderCertificate:
             if now != self._seen:
                 self._take()
                 self._seen = now
-                log.info("The webhook has a new certificate.")
+                log.info("Loaded a new certificate of the webhook.")
         except OSError as error:
             # The renewal may be half done; the next check will see the rest.
-            log.warning("The webhook's certificate could not be taken over: %s", error)
+            log.warning("The webhook's certificate could not be reloaded: %s", error)
