@@ -273,7 +273,7 @@ def test_a_secret_that_is_of_no_use_is_made_anew_with_a_warning(case: str, caplo
     assert second.authority != first.authority
     assert secrets.entries()["ca.crt"] == second.authority
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"Secret ops/{SECRET_NAME} is made anew ({reason}" in caplog.text
+    assert f"Recreating Secret ops/{SECRET_NAME} ({reason}" in caplog.text
     assert "PRIVATE" not in caplog.text
     assert load(keeper(secrets)) == [second]
 
@@ -389,7 +389,7 @@ def test_a_certificate_in_a_folder_is_taken_over_when_it_is_renewed_and_its_end_
     put(folder, second, "tls.crt")
     theirs.look()
     assert (shown(theirs.context), theirs.valid_until) == (seen, until)
-    assert "could not be taken over" in caplog.text
+    assert "could not be reloaded" in caplog.text
 
     put(folder, second)
     theirs.look()

@@ -426,7 +426,7 @@ def test_pod_that_was_gone_before_anybody_looked_is_told_of_by_its_index() -> No
     about_seen, about_unseen = (note.message for note in world.events if note.reason == "PodReplaced")
     assert f"pod {seen}: " in about_seen
     assert f"{child} has created pod {first} in its place" in about_seen
-    assert "The pod of index 2 is gone." in about_unseen
+    assert "The pod of index 2 was deleted." in about_unseen
     assert f"{child} has created pod {second} in its place" in about_unseen
 
 
@@ -450,8 +450,8 @@ def test_executors_that_the_driver_counts_as_replaced_are_told_and_cost_no_attem
         world.settle()
     assert (world.stage("predict"), world.job().status.stages[-1].replaced_pods) == (("Running", 1), 3)
     assert [note.message for note in world.events if note.reason == "PodReplaced"] == [
-        f"Stage predict, attempt 1: the driver of SparkApplication reviews-predict-1 has replaced {lost}; what is "
-        "finished is kept."
+        f"Stage predict, attempt 1: the driver of SparkApplication reviews-predict-1 has replaced {lost}; "
+        "finished work is kept."
         for lost in ("1 lost executor", "2 lost executors")
     ]
     world.succeed()
@@ -741,7 +741,7 @@ def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes()
     assert (world.phase, list(world.children)) == ("Failed", ["reviews-prepare-1"])
     assert failure is not None
     assert (failure.failure_class, failure.stage) == ("CostExceeded", "train")
-    assert "the settings allow 100" in failure.message
+    assert "allow.maxCost in the settings is 100" in failure.message
     assert cost is not None
     assert cost.amount is not None
     assert cost.amount >= 100.0
@@ -905,7 +905,7 @@ def test_what_fails_the_same_way_before_each_first_step_is_counted_and_has_an_en
     for attempt in (1, 2, 3):
         world.fail(FailureClass.COLLECTIVE)
         assert restarts(world) == (attempt, attempt)
-    assert "nothing shows that the infrastructure did it" in world.events[-2].message
+    assert "no sign of an infrastructure failure" in world.events[-2].message
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
     assert world.phase == "Failed"
@@ -1287,7 +1287,7 @@ def test_a_quota_is_told_and_tried_again_with_growing_delay_until_it_allows():
     assert world.job_condition("Stalled") == (
         "True",
         "Refused",
-        "The API server refuses Job reviews-prepare-1 for now: exceeded quota: team",
+        "The API server refuses Job reviews-prepare-1, and the operator retries: exceeded quota: team",
     )
     assert (world.phase, world.stage("prepare"), list(world.others)) == (
         "Pending",

@@ -368,7 +368,7 @@ def test_a_job_whose_pods_nobody_creates_says_where_to_look_after_a_while():
         "False",
         "WaitingForPods",
         "No pod of Job reviews-prepare-1 has been created in 60 s: a quota, a policy or a missing service account may "
-        "forbid it. kubectl describe job reviews-prepare-1 shows why.",
+        "prevent it. See kubectl describe job reviews-prepare-1.",
     )
     assert world.decide().requeue_at is None
     world.make_pods("reviews-prepare-1")

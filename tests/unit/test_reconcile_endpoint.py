@@ -86,7 +86,7 @@ def test_a_server_that_crashes_again_and_again_is_told_with_its_last_word() -> N
     pod(world, {"state": state, "lastState": {"terminated": ended}, "restartCount": 3})
     status, reason, message = world.job_condition("Ready")
     assert (status, reason) == ("False", "CrashLoopBackOff")
-    assert "exit code 65: no model lies there" in message
+    assert "exited with code 65: no model lies there" in message
     assert world.phase != "Failed"
 
 

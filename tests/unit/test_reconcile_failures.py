@@ -362,8 +362,8 @@ def test_a_failure_is_told_whole():
         failure_class="OutOfMemory",
         reason="OOMKilled",
         message="Container memory ran out in pod pod-3: the kernel killed the process (exit code 137).",
-        hint="Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or "
-        "offload more under parallelism; a script has its own settings for all of that.",
+        hint="Raise resources.memory, lower training.microBatchSize or preparation.maxLength, or shard or offload more "
+        "under parallelism. For a script, change its own settings.",
         stage="train",
         attempt=4,
         pod="pod-3",
@@ -414,7 +414,7 @@ def test_the_traceback_of_a_program_is_not_above_but_in_the_status():
 
 def test_somebody_in_a_cluster_is_not_asked_to_start_again_what_starts_by_itself():
     stopped = pod(0, ended=ended(143, told=FailureClass.PREEMPTED))
-    assert first_cause(Stage.TRAIN, CHILD, (stopped,)).hint.startswith("Nothing needs to be done")
+    assert first_cause(Stage.TRAIN, CHILD, (stopped,)).hint.startswith("No action is needed")
 
 
 def test_a_reported_failure_has_the_rank_of_its_process():

@@ -118,8 +118,8 @@ def test_people_are_told_after_half_of_the_time_and_once():
     assert world.job_condition("Running") == (
         "True",
         "NoProgress",
-        "Stage train runs as Job reviews-train-1, attempt 1. No progress since 2026-01-01T12:00:00Z (step 7 of 20): it "
-        "is stopped at 2026-01-01T12:10:00Z.",
+        "Stage train runs as Job reviews-train-1, attempt 1. No progress since 2026-01-01T12:00:00Z (step 7 of 20); "
+        "the attempt is stopped at 2026-01-01T12:10:00Z.",
     )
     assert world.job_condition("Stalled")[0] == "False"
     assert (world.event_reasons().count("ProgressStopped"), world.writes) == (1, writes + 1)

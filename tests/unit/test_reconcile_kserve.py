@@ -123,7 +123,7 @@ def test_kserve_without_a_controller_is_told() -> None:
     world = serving(None)
     status, reason, message = world.job_condition("Ready")
     assert (status, reason) == ("False", "WaitingForKServe")
-    assert "see whether its controller runs" in message
+    assert "check that its controller runs" in message
 
 
 def test_what_kserve_says_of_its_failure_is_told() -> None:
@@ -139,7 +139,7 @@ def test_what_kserve_says_of_its_failure_is_told() -> None:
     assert world.job_condition("Ready") == (
         "False",
         "ReconcileFailed",
-        f"KServe says of InferenceService {NAME}: exceeded quota",
+        f"KServe reports for InferenceService {NAME}: exceeded quota",
     )
     assert world.phase == "Serving"
 

@@ -336,8 +336,7 @@ def test_a_training_that_runs_when_the_longest_time_is_over_is_stopped() -> None
     told = failure(world)
     assert (told.failure_class, told.reason) == ("DeadlineExceeded", "MaxWaitExceeded")
     assert told.message == (
-        "900 s have passed since the training began, 600 s of them in training, which is all that "
-        "spot.maxWaitSeconds allows."
+        "900 s have passed since the training began (600 s of them in training), the limit of spot.maxWaitSeconds."
     )
     world.settle()
     assert list(world.children) == ["reviews-prepare-1"]

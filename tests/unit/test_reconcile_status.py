@@ -73,7 +73,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes():
     world.settle()  # another message of Ready, the same status
     times = {one.type: one.last_transition_time for one in world.job().status.conditions}
     assert times == {**dict.fromkeys(times, stamp(NOON)), "Running": stamp(NOON + timedelta(seconds=120))}
-    assert world.job_condition("Ready") == ("False", "InProgress", "1 of 4 stages are done.")
+    assert world.job_condition("Ready") == ("False", "InProgress", "1 of 4 stages have succeeded.")
 
 
 def test_the_observed_generation_is_the_one_that_was_looked_at():

@@ -322,7 +322,7 @@ def test_a_value_stays_what_it_is_whatever_a_reader_of_yaml_would_make_of_it(tex
 
 
 def test_a_value_that_is_no_json_is_an_error():
-    with pytest.raises(TypeError, match="no JSON value"):
+    with pytest.raises(TypeError, match="is not a JSON value"):
         document("configmap", metadata={}, data={"file": Path("x")})  # type: ignore[dict-item]
 
 

@@ -49,7 +49,7 @@ def test_a_clock_that_was_set_right_counts_from_the_next_answer_on(caplog: pytes
         for skew in (-60, -60, 0):
             clock.answered(format_datetime(NOON + timedelta(seconds=skew), usegmt=True), NOON)
     assert difference(clock, local) == 0
-    assert [record.message.split(" that of")[0] for record in caplog.records] == [
+    assert [record.message.split(" the clock of")[0] for record in caplog.records] == [
         "The API server's clock is 60 s behind",
         "The API server's clock is 0 s behind",
     ]

@@ -286,7 +286,7 @@ def test_a_version_that_cannot_be_compared_is_refused(store: Store, version: str
     raw = child(5)
     raw["metadata"]["resourceVersion"] = version
 
-    with pytest.raises(UnreadableError, match="whole numbers"):
+    with pytest.raises(UnreadableError, match="is not a whole number"):
         store.put(raw)
 
 
