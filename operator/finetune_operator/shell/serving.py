@@ -65,7 +65,7 @@ _WITHOUT_DISCOVERY = (
     f"accounts read them, {_ALTERNATIVE}"
 )
 _WITHOUT_ISSUER = (
-    f"set --service-account-issuer of the API server to an https URL, without which it publishes none, {_ALTERNATIVE}"
+    f"set --service-account-issuer of the API server to an https URL, which publishing them requires, {_ALTERNATIVE}"
 )
 
 
