@@ -123,7 +123,7 @@ class World:
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
     progress: ProgressStatus | None = None
-    moved: datetime | None = None
+    last_progress_at: datetime | None = None
     reports_complete_since: datetime | None = None
     """Time since which the operator receives reports; None, the default: it does not."""
     logs: dict[str, str] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class World:
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
         seen = Observed(
             children, pods, self.progress, served=self.served, refusals=self.refusals,
-            moved=self.moved, reports_complete_since=self.reports_complete_since,
+            last_progress_at=self.last_progress_at, reports_complete_since=self.reports_complete_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
         views = (view_of(raw) for raw in (*self.servers.values(), *self.predictors.values()))
@@ -221,7 +221,7 @@ class World:
             assert not NOT_FOR_PEOPLE.search(words.message), words.message
         self.events.extend(decision.events)
         self.refusals = ()
-        self.gone = decision.delete_job
+        self.deleted = decision.delete_job
         return decision
 
     def _check_plan(self, decision: Decision) -> None:
@@ -275,7 +275,7 @@ class World:
         self.children[name] = raw
         self.created.append(name)
         # Earlier reports belong to the attempt before.
-        self.progress = self.moved = None
+        self.progress = self.last_progress_at = None
         return None
 
     def _apply(self, manifest: Any) -> Refusal | None:

@@ -387,12 +387,12 @@ def test_a_certificate_in_a_folder_is_taken_over_when_it_is_renewed_and_its_end_
 
     # Half a pair: the old certificate is shown until a later look sees the rest.
     put(folder, second, "tls.crt")
-    theirs.look()
+    theirs.reload_if_changed()
     assert (shown(theirs.context), theirs.valid_until) == (seen, until)
     assert "could not be reloaded" in caplog.text
 
     put(folder, second)
-    theirs.look()
+    theirs.reload_if_changed()
     assert shown(theirs.context) == ssl.PEM_cert_to_DER_cert(second.certificate.read_text())
     assert abs(theirs.valid_until - until - DAY) < timedelta(minutes=1)
 
@@ -468,7 +468,7 @@ def test_a_webhook_with_authorities_for_its_clients_answers_those_that_they_sign
     # An authority added to the file counts after the next look.
     file.write_text(ours.certificate.read_text() + later.certificate.read_text())
     os.utime(file, ns=(1, 1))
-    authorities.look()
+    authorities.reload_if_changed()
     assert asyncio.run(asked(context, client_with(later))) == open_
 
 

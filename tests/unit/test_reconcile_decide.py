@@ -684,16 +684,16 @@ def test_a_job_is_deleted_when_its_time_to_live_is_over():
     world.fail(FailureClass.DATA)
     world.settle()
     assert world.decide().requeue_at == NOON + timedelta(seconds=60)
-    assert not world.gone
+    assert not world.deleted
     world.wait(60)
-    assert world.gone
+    assert world.deleted
 
 
 def test_the_settings_time_to_live_counts_for_jobs_without_their_own():
     world = training(settings=Settings.model_validate({"defaults": {"ttlSecondsAfterFinished": 0}}))
     world.fail(FailureClass.DATA)
     world.settle()
-    assert world.gone
+    assert world.deleted
 
 
 def test_a_job_past_its_deadline_fails_and_its_running_child_goes():

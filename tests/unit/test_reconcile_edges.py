@@ -494,7 +494,7 @@ def test_a_job_past_the_deadline_with_no_time_to_live_goes_with_what_runs():
     world = training(settings=Settings.model_validate({"defaults": {"ttlSecondsAfterFinished": 0}}))
     world.edit(activeDeadlineSeconds=10)
     world.wait(10)
-    assert (world.phase, world.gone, list(world.children)) == ("Failed", True, ["reviews-prepare-1"])
+    assert (world.phase, world.deleted, list(world.children)) == ("Failed", True, ["reviews-prepare-1"])
 
 
 # --------------------------------------------------------------------------------------------------------- every moment

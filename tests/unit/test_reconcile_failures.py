@@ -247,7 +247,7 @@ CASES = {
     "a pod that was removed by force": Case(
         (
             pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12)),
-            pod(1, phase="Running", gone=True, deleting_since=after(10)),
+            pod(1, phase="Running", deleted=True, deleting_since=after(10)),
         ),
         ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
     ),
@@ -275,7 +275,7 @@ CASES = {
     "a preempted pod that is gone by now": Case(
         (
             pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2)),
-            pod(1, ended=ended(143, 12), gone=True, deleting_since=after(10), disruption="DeletionByTaintManager"),
+            pod(1, ended=ended(143, 12), deleted=True, deleting_since=after(10), disruption="DeletionByTaintManager"),
         ),
         ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-1"),
         bad_node="node-1",
@@ -336,7 +336,7 @@ CASES = {
 def test_the_first_cause(case: Case):
     found = first_cause(Stage.TRAIN, case.child, case.pods)
     seen = (found.cause.value, found.reason, found.remedy, None if found.pod is None else found.pod.name)
-    assert (seen, found.bad_node) == (case.expected, case.bad_node)
+    assert (seen, found.node_to_avoid) == (case.expected, case.node_to_avoid)
     assert found.message
     assert found.hint
 
@@ -375,7 +375,7 @@ def test_a_failure_is_told_whole():
 
 
 def test_of_a_pod_that_is_gone_the_others_logs_are_told_with_their_names():
-    gone = pod(1, ended=ended(143, 12), gone=True, deleting_since=after(10))
+    gone = pod(1, ended=ended(143, 12), deleted=True, deleting_since=after(10))
     left = pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2))
     found = first_cause(Stage.TRAIN, CHILD, (left, gone, pod(2, phase="Running")))
     told = found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "stopped after step 28\n"), ("pod-1", "")))
@@ -385,7 +385,7 @@ def test_of_a_pod_that_is_gone_the_others_logs_are_told_with_their_names():
 
 def test_when_all_pods_were_deleted_the_log_that_was_read_before_is_told():
     first, second = (
-        pod(index, phase="Running", gone=True, deleting_since=after(10 + index), deleting_until=after(40))
+        pod(index, phase="Running", deleted=True, deleting_since=after(10 + index), deleting_until=after(40))
         for index in (0, 1)
     )
     found = first_cause(Stage.TRAIN, CHILD, (second, first))
@@ -435,7 +435,7 @@ def test_a_long_message_keeps_its_ends():
 
 def test_a_pod_that_does_not_end_is_its_nodes_fault():
     found = on_node_lost(pod(1, phase="Running"))
-    assert (found.cause, found.reason, found.remedy, found.bad_node) == (
+    assert (found.cause, found.reason, found.remedy, found.node_to_avoid) == (
         OperatorCause.NODE_LOST,
         "PodDoesNotEnd",
         Remedy.FREE,

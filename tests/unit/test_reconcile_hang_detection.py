@@ -44,7 +44,7 @@ def training(nodes: int = 2, launcher: str = "job", **changes: Any) -> World:
 
 
 def tell(world: World, step: int) -> None:
-    world.progress, world.moved = at(step), world.now
+    world.progress, world.last_progress_at = at(step), world.now
     world.settle()
 
 
@@ -142,7 +142,7 @@ def test_restarts_for_silence_are_bounded():
     world.edit(maxRestarts=1)
     for _ in range(2):
         world.wait(LIMIT)
-        world.progress = world.moved = None
+        world.progress = world.last_progress_at = None
         world.wait(3 * MINUTE)
         if world.phase == "Failed":
             break
@@ -210,7 +210,7 @@ def test_a_pass_that_falls_into_the_very_moment_reads_the_logs_first():
 
 
 def silent_for_ever(world: World) -> None:
-    world.progress = world.moved = None
+    world.progress = world.last_progress_at = None
     world.status["progress"] = None
 
 
@@ -220,7 +220,7 @@ def deaf(world: World) -> None:
 
 def begun_anew(world: World) -> None:
     """Another replica leads since a moment ago: it has no reports, and the status has the earlier ones."""
-    world.progress = world.moved = None
+    world.progress = world.last_progress_at = None
     world.reports_complete_since = NOON + timedelta(seconds=LIMIT - 1)
 
 
@@ -271,7 +271,7 @@ def test_what_an_earlier_attempt_has_told_is_not_said_of_the_next():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
-    world.progress = world.moved = None
+    world.progress = world.last_progress_at = None
     world.wait(MINUTE)
     assert world.stage("train") == ("Running", 2)
     world.start()
@@ -323,7 +323,7 @@ def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(wa
                 tell(world, number % 20)
                 quiet_since = world.now
             case "restart":
-                world.progress = world.moved = None
+                world.progress = world.last_progress_at = None
                 world.reports_complete_since = quiet_since = world.now
             case "away":
                 world.reports_complete_since = None

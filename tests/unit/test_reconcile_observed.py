@@ -457,7 +457,9 @@ def test_logs_are_not_wanted_without_a_child_or_a_failure():
 def told_to_end(index: int, second: int, **more: Any) -> PodView:
     """Return a pod that runs and is being deleted."""
     since = NOON + timedelta(seconds=second)
-    found = replace(PLAIN, attempt=1, name=f"p{index}", index=index, phase="Running", began=NOON, deleting_since=since)
+    found = replace(
+        PLAIN, attempt=1, name=f"p{index}", index=index, phase="Running", started_at=NOON, deleting_since=since
+    )
     return replace(found, deleting_until=since + timedelta(seconds=30), **more)
 
 
@@ -474,7 +476,7 @@ def test_the_logs_of_pods_that_are_deleted_while_they_run_are_wanted_at_once():
 
 @pytest.mark.parametrize(
     "case",
-    [told_to_end(0, 1, began=None), told_to_end(0, 1, phase="Failed"), told_to_end(0, 1, gone=True),
+    [told_to_end(0, 1, started_at=None), told_to_end(0, 1, phase="Failed"), told_to_end(0, 1, deleted=True),
      told_to_end(0, 1, attempt=2)],
     ids=["never ran", "has ended", "is gone", "of another attempt"],
 )  # fmt: skip

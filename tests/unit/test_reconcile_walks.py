@@ -74,7 +74,7 @@ def report_progress(world: World, name: str) -> None:
     if not world.pods_of(name):
         world.start(name)
     world.settle()
-    world.progress, world.moved, world.reports_complete_since = (
+    world.progress, world.last_progress_at, world.reports_complete_since = (
         ProgressStatus(step=1, total_steps=9),
         world.now,
         world.now,
@@ -83,7 +83,7 @@ def report_progress(world: World, name: str) -> None:
 
 def forget_progress(world: World) -> None:
     """Let another replica lead from now on."""
-    world.progress = world.moved = None
+    world.progress = world.last_progress_at = None
     world.reports_complete_since = world.now
 
 

@@ -82,15 +82,15 @@ def test_the_progress_of_an_attempt_is_that_attempts_alone():
 def test_a_report_moves_when_its_mark_is_another_or_the_attempt_is():
     book, progress = ProgressBook(), ProgressStatus(step=1)
     told = [(1, "a", 0), (1, "a", 5), (1, "b", 7), (1, "b", 9), (2, "b", 11), (1, "c", 13)]
-    moved = []
+    last_progress_at = []
     for attempt, mark, second in told:
         book.note("uid", Stage.TRAIN, attempt, progress, mark, NOON + timedelta(seconds=second))
-        at = book.moved("uid", Stage.TRAIN, attempt)
-        moved.append(None if at is None else (at - NOON).seconds)
+        at = book.last_progress_at("uid", Stage.TRAIN, attempt)
+        last_progress_at.append(None if at is None else (at - NOON).seconds)
 
     # The last one is a late report of the attempt before.
-    assert moved == [0, 0, 7, 7, 11, None]
-    assert book.moved("uid", Stage.TRAIN, 2) == NOON + timedelta(seconds=11)
+    assert last_progress_at == [0, 0, 7, 7, 11, None]
+    assert book.last_progress_at("uid", Stage.TRAIN, 2) == NOON + timedelta(seconds=11)
 
 
 HEARING: dict[str, tuple[list[tuple[float, bool]], float | None]] = {

@@ -89,7 +89,7 @@ def replace_all(
 ) -> set[JobKey]:
     """Take over a list of the kind, as `sync.read_all` does, and return the jobs with changes."""
     touched = {entry.job for raw in raws if (entry := store.put(raw)) is not None}
-    return touched | store.keep(kind, {key_of(raw) for raw in raws}, version, namespaces)
+    return touched | store.retain_listed(kind, {key_of(raw) for raw in raws}, version, namespaces)
 
 
 def children(store: Store) -> list[tuple[str, str | None]]:
@@ -230,7 +230,7 @@ def test_a_list_of_one_job_removes_its_missing_pods_only(store: Store):
     store.put(child(7))
     store.replace_of_job("Pod", ("team", "job-1"), [pod(5)], version=20)
 
-    assert [view.name for view in store.pods(("team", "job-1")) if not view.gone] == ["demo-train-1-0"]
+    assert [view.name for view in store.pods(("team", "job-1")) if not view.deleted] == ["demo-train-1-0"]
     assert len(children(store)) == 1
 
 
@@ -307,7 +307,7 @@ def last_state(version: int, phase: str) -> dict[str, Any]:
 
 
 def seen_of(store: Store) -> list[tuple[str, bool]]:
-    return [(view.phase, view.gone) for view in store.pods(("team", "job-1"))]
+    return [(view.phase, view.deleted) for view in store.pods(("team", "job-1"))]
 
 
 def test_the_last_state_of_a_pod_that_is_gone_is_kept_while_its_attempt_is_judged(store: Store):

@@ -52,7 +52,7 @@ def render(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     """Return all objects of a job without failures: the shared ones, then the first attempt of each stage in order."""
     attempts = [Attempt(each, capacity=first_capacity(context.spec, each)) for each in plan.stages]
     stages = [stage(plan, context, attempt) for attempt in attempts]
-    return (*shared(plan, context), *(manifest for made in stages for manifest in made))
+    return (*shared(plan, context), *(manifest for objects in stages for manifest in objects))
 
 
 def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Manifest, ...]:
@@ -68,6 +68,6 @@ def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Mani
     return (config_map(pods), *MODULES[name].render(pods))
 
 
-def _refused(field: str, value: str, rule: str, way_out: str) -> PlanRefused:
+def _refused(field: str, value: str, rule: str, hint: str) -> PlanRefused:
     shown = describe_value(value, field.split("."))
-    return PlanRefused((Problem(field, shown, rule, way_out, reason="NotYetSupported"),))
+    return PlanRefused((Problem(field, shown, rule, hint, reason="NotYetSupported"),))

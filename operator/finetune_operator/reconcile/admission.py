@@ -79,18 +79,18 @@ def answer(
 def _verdict(
     request: _Request, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName]
 ) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
-    wanted = request.object
+    document = request.object
     if (
-        wanted is None
+        document is None
         or request.sub_resource
         or request.operation not in ("CREATE", "UPDATE")
-        or _is_being_deleted(wanted)
+        or _is_being_deleted(document)
     ):
         return (), ()
     # A job that was stored under other settings can still be labelled, suspended, given more time, and deleted.
-    if request.old_object is not None and _work(request.old_object) == _work(wanted):
+    if request.old_object is not None and _work(request.old_object) == _work(document):
         return (), ()
-    job, problems = validate_job(wanted, settings)
+    job, problems = validate_job(document, settings)
     if job is None:
         return tuple(problems), ()
     spec = job.spec
@@ -107,8 +107,8 @@ def _work(job: Mapping[str, JsonValue]) -> JsonValue:
     return {name: value for name, value in spec.items() if name != "runPolicy"} if isinstance(spec, dict) else spec
 
 
-def _is_being_deleted(wanted: Mapping[str, JsonValue]) -> bool:
-    metadata = wanted.get("metadata")
+def _is_being_deleted(document: Mapping[str, JsonValue]) -> bool:
+    metadata = document.get("metadata")
     return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
 
 

@@ -58,8 +58,10 @@ def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerRe
         failure=None if failure is not None and failure.stage == stage.name else failure,
     )
     figure = headline(metrics_of(report))
-    took = f" in {human_seconds(seconds_since(stage.start_time, at))}"
-    state = state.with_event("StageSucceeded", f"Stage {stage.name} succeeded{took}{f': {figure}' if figure else ''}.")
+    duration = f" in {human_seconds(seconds_since(stage.start_time, at))}"
+    state = state.with_event(
+        "StageSucceeded", f"Stage {stage.name} succeeded{duration}{f': {figure}' if figure else ''}."
+    )
     if report.measured is None:
         return state
     return _replanned(state.with_status(measured=measured_status(report.measured, state.status.measured)), done)
@@ -97,10 +99,10 @@ def attempt_failed(
         failure = failure.model_copy(update={"rank": _only_rank(state, stage, cause)})
     state = with_preemption(count_usage(state.with_status(failure=failure), stage, ended), stage, cause)
     node = "" if failure.node is None else f" on {failure.node}"
-    where = "" if failure.pod is None else f" (pod {failure.pod}{node})"
+    place = "" if failure.pod is None else f" (pod {failure.pod}{node})"
     state = state.with_event(
         "StageFailed",
-        f"Stage {stage.name}, attempt {stage.attempt}, failed{where}: {failure.message}",
+        f"Stage {stage.name}, attempt {stage.attempt}, failed{place}: {failure.message}",
         warning=True,
     )
     if cause.cause is FailureClass.GATE_NOT_MET:
@@ -134,8 +136,8 @@ def _only_rank(state: ReconcileState, stage: StageStatus, cause: Cause) -> int |
     plan, pod = state.status.plan, cause.pod
     if pod is None or pod.ended is None or pod.index is None or plan is None:
         return None
-    alone = stage.name != Stage.TRAIN.value or plan.world_size == state.spec.resources.nodes
-    return pod.index if alone else None
+    has_one_rank = stage.name != Stage.TRAIN.value or plan.world_size == state.spec.resources.nodes
+    return pod.index if has_one_rank else None
 
 
 def _remedy(state: ReconcileState, stage: StageStatus, cause: Cause) -> Remedy:
@@ -155,15 +157,15 @@ def _restart_uncounted(
     any before; at most as often as the settings allow. A failure that repeats would otherwise restart for ever.
     """
     limits = state.settings.limits
-    over = stage.free_since is None or seconds_since(stage.free_since, state.now) >= limits.free_restarts_seconds
-    used = 0 if over else stage.free_restarts
+    window_over = stage.free_since is None or seconds_since(stage.free_since, state.now) >= limits.free_restarts_seconds
+    used = 0 if window_over else stage.free_restarts
     if not (cause.evident or further):
         reason = "no sign of an infrastructure failure, and no further progress than in earlier attempts"
         return _restart_counted(state, stage, cause, failure, f": {reason}")
     if used >= limits.free_restarts:
         reason = f"{used} uncounted restarts since {stage.free_since}, the limit of limits.freeRestarts"
         return _restart_counted(state, stage, cause, failure, f": {reason}")
-    since = stamp(state.now) if over else stage.free_since
+    since = stamp(state.now) if window_over else stage.free_since
     stage = stage.model_copy(update={"free_restarts": used + 1, "free_since": since})
     return _schedule_restart(state, stage, cause, "which does not count towards runPolicy.maxRestarts")
 
@@ -178,12 +180,12 @@ def _restart_counted(
     state: ReconcileState, stage: StageStatus, cause: Cause, failure: FailureStatus, reason: str = ""
 ) -> ReconcileState:
     """Restart and count it, or give up. `reason`: reason that an otherwise free failure counts."""
-    used, most = state.status.counted_restarts, state.spec.run_policy.max_restarts
-    if used >= most:
-        return give_up(state, stage, failure, f"The limit runPolicy.maxRestarts ({most}) is reached{reason}.")
+    used, limit = state.status.counted_restarts, state.spec.run_policy.max_restarts
+    if used >= limit:
+        return give_up(state, stage, failure, f"The limit runPolicy.maxRestarts ({limit}) is reached{reason}.")
     state = state.with_status(counted_restarts=used + 1)
     return _schedule_restart(
-        state, stage, cause, f"as counted restart {used + 1} of {most} (runPolicy.maxRestarts){reason}"
+        state, stage, cause, f"as counted restart {used + 1} of {limit} (runPolicy.maxRestarts){reason}"
     )
 
 
@@ -202,8 +204,8 @@ def _schedule_restart(state: ReconcileState, stage: StageStatus, cause: Cause, h
     in_row = 1 if steady else stage.failures_in_row + 1
     seconds = delay_seconds(state.settings.limits, in_row)
     avoided = stage.avoided_nodes
-    if cause.bad_node is not None and cause.bad_node not in avoided:
-        avoided = (*avoided, cause.bad_node)[-MAX_AVOIDED_NODES:]
+    if cause.node_to_avoid is not None and cause.node_to_avoid not in avoided:
+        avoided = (*avoided, cause.node_to_avoid)[-MAX_AVOIDED_NODES:]
     waiting = stage.model_copy(
         update={
             "state": "Failed",
@@ -213,14 +215,14 @@ def _schedule_restart(state: ReconcileState, stage: StageStatus, cause: Cause, h
             "avoided_nodes": avoided,
         }
     )
-    keep_away = f" It avoids node {cause.bad_node}." if cause.bad_node is not None else ""
+    avoidance = f" It avoids node {cause.node_to_avoid}." if cause.node_to_avoid is not None else ""
     return (
         state.with_stage(waiting)
         .with_status(restarts=state.status.restarts + 1)
         .with_event(
             "Restarting",
             f"Stage {stage.name} restarts as attempt {stage.attempt + 1} in {human_seconds(seconds)}, {how}."
-            f"{keep_away}",
+            f"{avoidance}",
         )
     )
 

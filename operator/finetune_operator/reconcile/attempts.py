@@ -169,7 +169,7 @@ def _failed(state: ReconcileState, stage: StageStatus, child: ChildView, pods: S
             waiting=f"{child.ref.name} has failed; waiting for its pods to end.",
         )
     # For a deleted pod the logs of the others are shown, once they have ended.
-    unread = cause.pod is not None and cause.pod.gone
+    unread = cause.pod is not None and cause.pod.deleted
     if (vague or unread) and state.now < deadline and not (pods and all(pod.over for pod in pods)):
         return replace(state.requeue(deadline), waiting=f"{child.ref.name} has failed; waiting for its pods to end.")
     return attempt_failed(state, stage, cause, ended)
@@ -276,7 +276,7 @@ def _counts_as_failed_at(pod: PodView) -> datetime | None:
 
     A pod that was evicted or rejected by its node may list no container, and so no time of its own.
     """
-    if pod.phase != "Failed" or pod.gone:
+    if pod.phase != "Failed" or pod.deleted:
         return None
     ended = None if pod.ended is None else pod.ended.finished
     return (ended or pod.changed or pod.scheduled or pod.created) + timedelta(seconds=FAILED_POD_SECONDS)

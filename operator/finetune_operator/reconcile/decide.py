@@ -96,7 +96,7 @@ def decide(
         proceed,
     ):
         state = phase(state)
-        if state.over or state.end is not None:
+        if state.done or state.end is not None:
             break
     return conclude(state).decision()
 
@@ -106,12 +106,14 @@ def decide(
 
 def clean_up_ended(state: ReconcileState) -> ReconcileState:
     """Delete all of an ended job that still runs; finished children stay for their logs. It never creates anything."""
-    left = [child for child in state.observed.children if child.state not in ("Succeeded", "Failed")]
-    state = remove_endpoint(state.with_deletions(*left))
+    running = [child for child in state.observed.children if child.state not in ("Succeeded", "Failed")]
+    state = remove_endpoint(state.with_deletions(*running))
     if state.status.observed_generation != state.job.generation:
-        seen = state.job.generation
-        conditions = tuple(one.model_copy(update={"observed_generation": seen}) for one in state.status.conditions)
-        state = state.with_status(observed_generation=seen, conditions=conditions)
+        generation = state.job.generation
+        conditions = tuple(
+            one.model_copy(update={"observed_generation": generation}) for one in state.status.conditions
+        )
+        state = state.with_status(observed_generation=generation, conditions=conditions)
     finished, job = moment(state.status.completion_time), state.job.job
     if finished is None or job is None:
         return state
@@ -156,7 +158,7 @@ def accept(state: ReconcileState) -> ReconcileState:
         return state
     if not state.started:
         state = state.with_status(plan=None, stages=())
-    return replace(state, over=True, suspended=state.started and state.job.status.phase == "Suspended")
+    return replace(state, done=True, suspended=state.started and state.job.status.phase == "Suspended")
 
 
 def plan_ahead(state: ReconcileState) -> ReconcileState:
@@ -173,7 +175,7 @@ def plan_ahead(state: ReconcileState) -> ReconcileState:
     except PlanRefused as problems:
         # Not kept: the plan of an earlier spec is not this one's.
         plan = state.status.plan if state.started else None
-        return replace(state.with_status(plan=plan), plan_problems=problems.problems, over=True)
+        return replace(state.with_status(plan=plan), plan_problems=problems.problems, done=True)
     after = plan_status(job_plan)
     if after != state.status.plan:
         state = state.with_event("Planned", f"Planned {plan_sentence(job_plan)}")
@@ -275,22 +277,22 @@ def enforce_spot_limits(state: ReconcileState) -> ReconcileState:
 
 def enforce_cost_limit(state: ReconcileState) -> ReconcileState:
     """End a job that has cost as much as the settings allow, including the use of the running attempt so far."""
-    most, current = state.settings.allow.max_cost, state.current
-    if most is None or current is None or current.name == SERVE:
+    limit, current = state.settings.allow.max_cost, state.current
+    if limit is None or current is None or current.name == SERVE:
         return state
     spent, later = (
         _amount(count_usage(state, current, at) if current.state == "Running" else state)
         for at in (state.now, state.now + _HOUR)
     )
-    if spent >= most:
+    if spent >= limit:
         cause = Cause(
             OperatorCause.COST_EXCEEDED,
             "CostExceeded",
-            f"The job has cost {spent:.2f} {state.settings.currency}; allow.maxCost in the settings is {most:g}.",
+            f"The job has cost {spent:.2f} {state.settings.currency}; allow.maxCost in the settings is {limit:g}.",
             "Ask the administrator for a higher allow.maxCost; checkpoints and results in the workspace are kept.",
         )
         return _fail_running(state, current, cause)
-    return state.requeue(state.now + _HOUR * ((most - spent) / (later - spent))) if later > spent else state
+    return state.requeue(state.now + _HOUR * ((limit - spent) / (later - spent))) if later > spent else state
 
 
 def _amount(state: ReconcileState) -> float:
@@ -397,12 +399,12 @@ def _delete_recorded(state: ReconcileState, current: StageStatus) -> ReconcileSt
 
 def _wait_for_earlier_job(state: ReconcileState) -> ReconcileState | None:
     """Wait for the end of a deleted job of this name, which writes to the same place; None if nothing of it runs."""
-    left = [pod for pod in state.observed.pods_before if not pod.over and not _counts_as_deleted(state, pod)]
-    if not left:
+    running = [pod for pod in state.observed.pods_before if not pod.over and not _counts_as_deleted(state, pod)]
+    if not running:
         return None
-    for pod in left:
+    for pod in running:
         state = state.requeue(counts_as_deleted_at(pod))
-    names = ", ".join(pod.name for pod in left[:3])
+    names = ", ".join(pod.name for pod in running[:3])
     return replace(state, waiting=f"Waiting for pods of a deleted job of this name to end: {names}.")
 
 

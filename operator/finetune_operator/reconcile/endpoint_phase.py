@@ -71,8 +71,8 @@ def with_serve_stage(state: ReconcileState, stages: tuple[StageStatus, ...]) -> 
 
 def remove_endpoint(state: ReconcileState) -> ReconcileState:
     """Delete the endpoint that the job should not have: it is no longer requested, or the job is suspended."""
-    wanted = state.job.job is not None and state.spec.endpoint is not None and state.end is None
-    if wanted and not state.suspended:
+    has_endpoint = state.job.job is not None and state.spec.endpoint is not None and state.end is None
+    if has_endpoint and not state.suspended:
         return state
     artifacts, history = state.status.artifacts, state.status.endpoint
     state = state.with_status(endpoint=stopped(history, state) if state.suspended else None)
@@ -80,18 +80,18 @@ def remove_endpoint(state: ReconcileState) -> ReconcileState:
         state = state.with_status(artifacts=artifacts.model_copy(update={"endpoint_url": None}))
         reason = "runPolicy.suspend is true" if state.suspended else "spec.endpoint was removed"
         state = state.with_event("EndpointRemoved", f"The endpoint is deleted: {reason}.")
-    there = [one for one in state.observed.endpoints if not one.deleting]
-    if not there:
+    servers = [one for one in state.observed.endpoints if not one.deleting]
+    if not servers:
         return state
     # The servers' owners are deleted last: as long as they exist, the objects before them are looked for again.
     name = JobNames.of(state.job.name).endpoint
     beside = tuple(ObjectRef(*kind, name) for kind in SHARED_KINDS)
-    return replace(state, remove=(*beside, *(ref for one in there for ref in _own(one))))
+    return replace(state, remove=(*beside, *(ref for one in servers for ref in _revision_objects(one))))
 
 
-def _own(there: EndpointView) -> tuple[ObjectRef, ...]:
+def _revision_objects(servers: EndpointView) -> tuple[ObjectRef, ...]:
     """Return the objects of one revision, the owner of its servers last."""
-    return ObjectRef("v1", "ConfigMap", there.ref.name), there.ref
+    return ObjectRef("v1", "ConfigMap", servers.ref.name), servers.ref
 
 
 def without_servers(state: ReconcileState) -> ReconcileState:
@@ -120,7 +120,7 @@ def serve(state: ReconcileState) -> ReconcileState:
     try:
         job_plan, surroundings = plan_now(desired_state), context(desired_state)
         rolled = rollout(state, desired, revision_digest(job_plan, surroundings))
-        wanted = endpoint_objects(job_plan, surroundings, rolled.running, rolled.target)
+        objects = endpoint_objects(job_plan, surroundings, rolled.running, rolled.target)
     except PlanRefused as refused:
         return _with_conditions(_with_stall(state, "PlanRefused", problems_text(refused.problems)))
     if (after := plan_status(job_plan)) != state.status.plan:
@@ -135,8 +135,8 @@ def serve(state: ReconcileState) -> ReconcileState:
     if not state.started:
         state = replace(state, create=shared(job_plan, surroundings))
     state = with_rollout_events(state, rolled, desired).with_status(endpoint=rolled.status)
-    state = replace(state, remove=tuple(ref for one in rolled.unneeded for ref in _own(one)))
-    return _with_conditions(_applied(state, current, rolled, wanted))
+    state = replace(state, remove=tuple(ref for one in rolled.unneeded for ref in _revision_objects(one)))
+    return _with_conditions(_applied(state, current, rolled, objects))
 
 
 def _with_stall(state: ReconcileState, reason: str, message: str) -> ReconcileState:
@@ -160,39 +160,39 @@ def _refused(state: ReconcileState, current: StageStatus) -> ReconcileState:
     return _with_stall(state.with_stage(held).requeue(at), reason, message)
 
 
-def _applied(state: ReconcileState, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> ReconcileState:
+def _applied(state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects) -> ReconcileState:
     """Create or change the objects of the wanted revision; all of the endpoint once the URL leads to it."""
-    there = rolled.there
-    scaled = there is not None and _scaled(there, wanted)
-    if rolled.leads != rolled.target:
+    servers = rolled.target_view
+    scaled = servers is not None and _scaled(servers, objects)
+    if rolled.serving_revision != rolled.target:
         # Until it takes over, the objects that all revisions share are those of the one that serves.
-        state = replace(state, apply=wanted.servers if there is None or scaled else ())
-        return _running(state, current, rolled, wanted)
-    if there is not None and not rolled.takes_over and there.digest == wanted.digest and not scaled:
-        return _running(state, current, rolled, wanted)
-    names, kinds = JobNames.of(state.job.name), {(one["apiVersion"], one["kind"]) for one in wanted.manifests}
+        state = replace(state, apply=objects.servers if servers is None or scaled else ())
+        return _running(state, current, rolled, objects)
+    if servers is not None and not rolled.takes_over and servers.digest == objects.digest and not scaled:
+        return _running(state, current, rolled, objects)
+    names, kinds = JobNames.of(state.job.name), {(one["apiVersion"], one["kind"]) for one in objects.manifests}
     unwanted = tuple(ObjectRef(*kind, names.endpoint) for kind in OPTIONAL_KINDS if kind not in kinds)
-    name = f"{RUNTIMES[wanted.runtime][1]} {names.servers(rolled.target)}"
-    if rolled.serving is None and there is None:
+    name = f"{RUNTIMES[objects.runtime][1]} {names.servers(rolled.target)}"
+    if rolled.serving is None and servers is None:
         state, unwanted = state.with_event("StageStarted", f"Stage serve runs as {name}."), ()
-    elif there is not None and not rolled.takes_over and there.digest == wanted.digest:
+    elif servers is not None and not rolled.takes_over and servers.digest == objects.digest:
         state = state.with_event(
-            "EndpointUpdated", f"{name} is scaled to {wanted.replicas} server{'s' * (wanted.replicas > 1)}."
+            "EndpointUpdated", f"{name} is scaled to {objects.replicas} server{'s' * (objects.replicas > 1)}."
         )
     elif not rolled.takes_over:
         state = state.with_event("EndpointUpdated", f"{name} is updated to the changed spec or settings.")
-    state = replace(state, remove=(*state.remove, *unwanted), apply=wanted.manifests)
-    return _running(state, current, rolled, wanted)
+    state = replace(state, remove=(*state.remove, *unwanted), apply=objects.manifests)
+    return _running(state, current, rolled, objects)
 
 
-def _scaled(there: EndpointView, wanted: EndpointObjects) -> bool:
+def _scaled(servers: EndpointView, objects: EndpointObjects) -> bool:
     """Return whether the requested number of servers differs from that of their owner."""
-    if wanted.runtime == "kserve":
-        return (there.replicas, there.most) != (wanted.replicas, wanted.most)
-    return there.replicas != wanted.replicas
+    if objects.runtime == "kserve":
+        return (servers.replicas, servers.most) != (objects.replicas, objects.most)
+    return servers.replicas != objects.replicas
 
 
-def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> ReconcileState:
+def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects) -> ReconcileState:
     """Return the state with the stage that runs the wanted revision."""
     new = current.state != "Running" or current.attempt != rolled.target or current.start_time is None
     running = current.model_copy(
@@ -204,7 +204,7 @@ def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, wante
             "next_attempt_time": None,
             "failures_in_row": 0,
             "child": reference(
-                ObjectRef(*RUNTIMES[wanted.runtime], JobNames.of(state.job.name).servers(rolled.target))
+                ObjectRef(*RUNTIMES[objects.runtime], JobNames.of(state.job.name).servers(rolled.target))
             ),
         }
     )
@@ -252,14 +252,14 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
 
 def _serves(state: ReconcileState, url: str) -> Serves:
     status = state.status.endpoint
-    there = None if status is None else view_of(state, status.revision)
-    if status is not None and there is not None and there.available > 0:
-        some = f"{there.available} of {there.replicas} server{'s' * (there.replicas > 1)}"
+    servers = None if status is None else view_of(state, status.revision)
+    if status is not None and servers is not None and servers.available > 0:
+        count = f"{servers.available} of {servers.replicas} server{'s' * (servers.replicas > 1)}"
         return Serves(
             True,
             "EndpointReady",
-            f"The endpoint answers at {url}: {some} of revision {there.revision} available."
-            f"{_beside(state, there)}{_next(state, status)}",
+            f"The endpoint answers at {url}: {count} of revision {servers.revision} available."
+            f"{_beside(state, servers)}{_next(state, status)}",
         )
     if state.stalled is not None:
         return Serves(False, state.stalled.reason, state.stalled.message)
@@ -267,10 +267,10 @@ def _serves(state: ReconcileState, url: str) -> Serves:
     return Serves(False, reason, message)
 
 
-def _beside(state: ReconcileState, there: EndpointView) -> str:
+def _beside(state: ReconcileState, servers: EndpointView) -> str:
     """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
-    own = "" if there.url is None else f" KServe exposes it at {there.url}."
-    problem = start_problem(state, there.revision)
+    own = "" if servers.url is None else f" KServe exposes it at {servers.url}."
+    problem = start_problem(state, servers.revision)
     return own if problem is None else f"{own} {problem}"
 
 

@@ -31,16 +31,16 @@ def not_ready_reason(state: ReconcileState) -> tuple[str, str]:
     for pod in _pods(state, revision):
         if (found := _pod_problem(state, pod)) is not None:
             return found
-    there, name = view_of(state, revision), JobNames.of(state.job.name).servers(revision)
-    if there is None:
+    servers, name = view_of(state, revision), JobNames.of(state.job.name).servers(revision)
+    if servers is None:
         return WAITING, f"Waiting for the servers of {name} to be created."
-    kind = there.ref.kind
-    if there.stuck is not None:
-        return "ProgressDeadlineExceeded", there.stuck
-    if there.problem is not None:
-        reason, detail = there.problem
+    kind = servers.ref.kind
+    if servers.stuck is not None:
+        return "ProgressDeadlineExceeded", servers.stuck
+    if servers.problem is not None:
+        reason, detail = servers.problem
         return reason, f"KServe reports for {kind} {name}: {detail}"
-    if not there.made:
+    if not servers.has_deployment:
         return "WaitingForKServe", (
             f"KServe has not created the servers of {kind} {name} yet. If this persists, check that its controller "
             "runs (kubectl get pods -A -l control-plane=kserve-controller-manager)."
@@ -66,7 +66,7 @@ def volume_deadline(state: ReconcileState) -> datetime | None:
 def _pods(state: ReconcileState, revision: int) -> list[PodView]:
     """Return the pods of a revision that are to stay, the newest first."""
     pods = sorted(state.pods(SERVE, revision), key=lambda pod: (pod.created, pod.name), reverse=True)
-    return [pod for pod in pods if not pod.gone and pod.deleting_until is None]
+    return [pod for pod in pods if not pod.deleted and pod.deleting_until is None]
 
 
 def _pod_problem(state: ReconcileState, pod: PodView) -> tuple[str, str] | None:
@@ -87,7 +87,7 @@ def _pod_problem(state: ReconcileState, pod: PodView) -> tuple[str, str] | None:
 
 def _mounts(pod: PodView) -> bool:
     """Return whether a pod has its node and is starting without a reported problem."""
-    return pod.phase == "Pending" and pod.scheduled is not None and pod.began is None and pod.waiting is None
+    return pod.phase == "Pending" and pod.scheduled is not None and pod.started_at is None and pod.waiting is None
 
 
 def _deadline(pod: PodView) -> datetime | None:
@@ -96,7 +96,7 @@ def _deadline(pod: PodView) -> datetime | None:
 
 def _elsewhere(state: ReconcileState, pod: PodView) -> PodView | None:
     """Return a server, of any revision, that runs on another node than `pod`."""
-    others = (one for one in state.observed.pods if one.stage is Stage.SERVE and not one.over and one.began)
+    others = (one for one in state.observed.pods if one.stage is Stage.SERVE and not one.over and one.started_at)
     return next((one for one in others if one.node is not None and one.node != pod.node), None)
 
 

@@ -23,7 +23,7 @@ from finetune_operator.reconcile.reconcile_types import EndpointView
 from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
-KEPT = 5
+MAX_HISTORY = 5
 """Revisions kept in the history, beside those that a rollback names and those that run."""
 MESSAGE_LIMIT = 1024
 _REQUEST = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
@@ -54,11 +54,11 @@ class Rollout:
     """Status after this reconcile."""
     target: int
     """Wanted revision."""
-    there: EndpointView | None
+    target_view: EndpointView | None
     """Its Deployment."""
     serving: EndpointView | None
     """Deployment that the URL leads to before this reconcile; None: there is none."""
-    leads: int
+    serving_revision: int
     """Revision that the URL leads to after this reconcile."""
     unneeded: tuple[EndpointView, ...]
     """Deployments that are no longer needed."""
@@ -66,14 +66,14 @@ class Rollout:
     @property
     def takes_over(self) -> bool:
         """True if the URL switches to the wanted revision."""
-        return self.leads == self.target != self.before.revision
+        return self.serving_revision == self.target != self.before.revision
 
     @property
     def running(self) -> int | None:
         """Number of running servers, which an autoscaler may have chosen; also of the revision that serves, as the
         wanted one takes over all of its requests at once.
         """
-        return max((one.replicas for one in (self.there, self.serving) if one is not None), default=None)
+        return max((one.replicas for one in (self.target_view, self.serving) if one is not None), default=None)
 
 
 def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:
@@ -97,31 +97,35 @@ def desired_endpoint(state: ReconcileState) -> DesiredEndpoint:
             message=f'Annotation {ROLLBACK_ANNOTATION} has the value "{text}": write two revision numbers as FROM:TO, '
             f"e.g. 5:4, or run `finetune rollback {state.job.name}`.",
         )
-    bad, good = (int(one) for one in found.groups())
+    from_number, to_number = (int(one) for one in found.groups())
     history = {} if state.status.endpoint is None else {one.number: one for one in state.status.endpoint.revisions}
-    if bad == good or bad not in history or history[bad].endpoint != content(endpoint):
+    if from_number == to_number or from_number not in history or history[from_number].endpoint != content(endpoint):
         return DesiredEndpoint(endpoint)
-    return _back(endpoint, bad, good, history)
+    return _rolled_back(endpoint, from_number, to_number, history)
 
 
-def _back(endpoint: EndpointSpec, bad: int, good: int, history: Mapping[int, RevisionStatus]) -> DesiredEndpoint:
-    kept = ", ".join(str(number) for number in sorted(history) if number != bad)
-    if good not in history:
-        there = f"choose one of {kept}" if kept else "there is no other revision"
+def _rolled_back(
+    endpoint: EndpointSpec, from_number: int, to_number: int, history: Mapping[int, RevisionStatus]
+) -> DesiredEndpoint:
+    choices = ", ".join(str(number) for number in sorted(history) if number != from_number)
+    if to_number not in history:
+        target_view = f"choose one of {choices}" if choices else "there is no other revision"
         return DesiredEndpoint(
-            endpoint, message=f"Revision {good} of annotation {ROLLBACK_ANNOTATION} is not in the history: {there}."
+            endpoint,
+            message=f"Revision {to_number} of annotation {ROLLBACK_ANNOTATION} is not in the history: {target_view}.",
         )
     numbers = endpoint.model_dump(mode="json", by_alias=True, include={"replicas", "max_replicas"})
     try:
-        earlier = EndpointSpec.model_validate_json(json.dumps({**history[good].endpoint, **numbers}))
+        earlier = EndpointSpec.model_validate_json(json.dumps({**history[to_number].endpoint, **numbers}))
     except ValidationError:
         return DesiredEndpoint(
-            endpoint, message=f"Revision {good} has fields that this operator does not support: choose one of {kept}."
+            endpoint,
+            message=f"Revision {to_number} has fields that this operator does not support: choose one of {choices}.",
         )
     return DesiredEndpoint(
         earlier,
-        bad,
-        f"Revision {good} is served in place of {bad}, until spec.endpoint changes or annotation "
+        from_number,
+        f"Revision {to_number} is served in place of {from_number}, until spec.endpoint changes or annotation "
         f"{ROLLBACK_ANNOTATION} is removed.",
     )
 
@@ -132,21 +136,21 @@ def rollout(state: ReconcileState, desired: DesiredEndpoint, revision_digest: st
     live = {one.revision: one for one in state.observed.endpoints if not one.deleting}
     serving = _serving(before, live)
     target = _number(before, state.observed.endpoints, revision_digest)
-    there = live.get(target)
-    leads = target if serving is None or _takes_over(there, serving) else serving.revision
-    needed = {target, leads} | ({serving.revision} if serving is not None else set())
+    target_view = live.get(target)
+    serving_revision = target if serving is None or _takes_over(target_view, serving) else serving.revision
+    needed = {target, serving_revision} | ({serving.revision} if serving is not None else set())
     status = before.model_copy(
         update={
-            "revision": leads,
+            "revision": serving_revision,
             "target": target,
             "rolled_back_from": desired.held_back,
             "observed_rollback": state.job.rollback,
             "rollback": None if desired.message is None else desired.message[:MESSAGE_LIMIT],
-            "revisions": _History(state, before, desired, revision_digest).after(target, leads, there),
+            "revisions": _History(state, before, desired, revision_digest).after(target, serving_revision, target_view),
         }
     )
     unneeded = tuple(one for number, one in live.items() if number not in needed)
-    return Rollout(before, status, target, there, serving, leads, unneeded)
+    return Rollout(before, status, target, target_view, serving, serving_revision, unneeded)
 
 
 def _serving(before: EndpointStatus, live: Mapping[int, EndpointView]) -> EndpointView | None:
@@ -156,23 +160,27 @@ def _serving(before: EndpointStatus, live: Mapping[int, EndpointView]) -> Endpoi
     return max((one for one in live.values() if one.available), key=lambda one: one.revision, default=None)
 
 
-def _takes_over(there: EndpointView | None, serving: EndpointView) -> bool:
+def _takes_over(target_view: EndpointView | None, serving: EndpointView) -> bool:
     """Return whether the URL leads to the wanted revision from now on: all of its servers answer, or the first does
     where nothing else answers.
     """
-    if there is None:
+    if target_view is None:
         return False
-    return there.revision == serving.revision or there.ready or (there.available > 0 and not serving.available)
+    return (
+        target_view.revision == serving.revision
+        or target_view.ready
+        or (target_view.available > 0 and not serving.available)
+    )
 
 
-def _number(before: EndpointStatus, there: tuple[EndpointView, ...], revision_digest: str) -> int:
+def _number(before: EndpointStatus, target_view: tuple[EndpointView, ...], revision_digest: str) -> int:
     """Return the number of the wanted revision: of one that exists, of the last one if it was the same, or a new one.
     Numbers are never reused for another revision.
     """
-    same = [one.revision for one in there if not one.deleting and one.revision_digest == revision_digest]
+    same = [one.revision for one in target_view if not one.deleting and one.revision_digest == revision_digest]
     if same:
         return before.target if before.target in same else max(same)
-    taken = [one.revision for one in there]
+    taken = [one.revision for one in target_view]
     known = {one.number: one for one in before.revisions}
     for number in (before.revision, max(known, default=None)):
         if number in known and known[number].digest == revision_digest and number not in taken:
@@ -189,11 +197,11 @@ class _History:
     desired: DesiredEndpoint
     revision_digest: str
 
-    def after(self, target: int, leads: int, there: EndpointView | None) -> tuple[RevisionStatus, ...]:
+    def after(self, target: int, serving_revision: int, target_view: EndpointView | None) -> tuple[RevisionStatus, ...]:
         """Return the history after this reconcile."""
-        entries = {one.number: self._ended(one, target, leads) for one in self.before.revisions}
-        entries[target] = self._wanted(entries.get(target), target, leads, there)
-        keep = {*sorted(entries)[-KEPT:], target, leads, *self._named()}
+        entries = {one.number: self._ended(one, target, serving_revision) for one in self.before.revisions}
+        entries[target] = self._wanted(entries.get(target), target, serving_revision, target_view)
+        keep = {*sorted(entries)[-MAX_HISTORY:], target, serving_revision, *self._named()}
         return tuple(one for number, one in sorted(entries.items()) if number in keep)
 
     def _named(self) -> tuple[int, ...]:
@@ -202,7 +210,7 @@ class _History:
         return () if found is None else tuple(int(one) for one in found.groups())
 
     def _wanted(
-        self, known: RevisionStatus | None, target: int, leads: int, there: EndpointView | None
+        self, known: RevisionStatus | None, target: int, serving_revision: int, target_view: EndpointView | None
     ) -> RevisionStatus:
         now, artifacts = stamp(self.state.now), self.state.status.artifacts
         model = None if artifacts is None else artifacts.model
@@ -217,14 +225,16 @@ class _History:
             )
         elif known.state == "Ended":
             again = {"state": "Starting", "end_time": None, "reason": None, "message": None}
-            known = known.model_copy(update={**again, "start_time": known.start_time if there is not None else now})
-        if leads != target or there is None or not there.available:
+            known = known.model_copy(
+                update={**again, "start_time": known.start_time if target_view is not None else now}
+            )
+        if serving_revision != target or target_view is None or not target_view.available:
             return known
         serving = {"state": "Serving", "ready_time": known.ready_time or now, "reason": None, "message": None}
         return known.model_copy(update=serving)
 
-    def _ended(self, one: RevisionStatus, target: int, leads: int) -> RevisionStatus:
-        if one.state == "Ended" or one.number in (target, leads):
+    def _ended(self, one: RevisionStatus, target: int, serving_revision: int) -> RevisionStatus:
+        if one.state == "Ended" or one.number in (target, serving_revision):
             return one
         served = one.state == "Serving"
         reason: Literal["RolledBack", "Superseded", "NeverReady"] = "Superseded" if served else "NeverReady"
@@ -257,7 +267,7 @@ def with_rollout_events(state: ReconcileState, rolled: Rollout, desired: Desired
     serving = rolled.serving
     if serving is None or serving.revision == rolled.target:
         return state
-    if rolled.there is None:
+    if rolled.target_view is None:
         return state.with_event(
             "RevisionStarted",
             f"Revision {rolled.target} of the endpoint starts; revision {serving.revision} serves until it is ready.",

@@ -123,7 +123,7 @@ def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | Non
         digest=annotations.get(ENDPOINT_ANNOTATION),
         revision_digest=annotations.get(REVISION_ANNOTATION),
         deleting=raw.metadata.deletion_timestamp is not None,
-        made=False,
+        has_deployment=False,
         problem=None if condition is None else (condition.reason or condition.type, condition.message),
         url=raw.status.url,
     )
@@ -136,13 +136,13 @@ def _is_problem(condition: RawCondition) -> bool:
 
 def joined(views: Iterable[EndpointView]) -> tuple[EndpointView, ...]:
     """Return the applied endpoints by revision: each InferenceService with the servers of its Deployment."""
-    ours, made = [], {}
+    ours, deployments = [], {}
     for view in views:
         if view.runtime == "kserve" and view.ref.kind != KSERVE_KIND:
-            made[view.revision] = view
+            deployments[view.revision] = view
         else:
             ours.append(view)
-    found = (_with_servers(one, made.get(one.revision)) if one.runtime == "kserve" else one for one in ours)
+    found = (_with_servers(one, deployments.get(one.revision)) if one.runtime == "kserve" else one for one in ours)
     return tuple(sorted(found, key=lambda view: (view.revision, view.ref.name)))
 
 
@@ -155,7 +155,7 @@ def _with_servers(service: EndpointView, deployment: EndpointView | None) -> End
     followed = deployment.digest == service.digest
     return replace(
         service,
-        made=True,
+        has_deployment=True,
         available=deployment.available,
         updated=deployment.updated if followed else 0,
         stuck=deployment.stuck if followed else None,

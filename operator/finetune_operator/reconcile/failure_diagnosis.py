@@ -39,19 +39,19 @@ def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Caus
         return cause
     # Its log may be deleted with it, or be empty: then only those of the others can be read.
     # Deleted pods come last: their logs were read when their deletion began.
-    left = sorted(
-        (pod for pod in pods if (pod.phase == "Failed" or pod.gone) and pod is not cause.pod),
-        key=lambda pod: (pod.gone, _end(pod)),
+    others = sorted(
+        (pod for pod in pods if (pod.phase == "Failed" or pod.deleted) and pod is not cause.pod),
+        key=lambda pod: (pod.deleted, _end(pod)),
     )
-    return replace(cause, pods_to_read_logs_from=tuple(left[:MOST_LOGS]))
+    return replace(cause, pods_to_read_logs_from=tuple(others[:MOST_LOGS]))
 
 
 def _first(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
-    failed = sorted((pod for pod in pods if _broke(pod)), key=_end)
+    failed = sorted((pod for pod in pods if _has_failed(pod)), key=_end)
     reports = sorted(_reported(stage, failed), key=lambda one: one[1].known_time)
-    own = [one for one in reports if one[1].failure_class not in ECHOES]
+    original = [one for one in reports if one[1].failure_class not in ECHOES]
     by_infrastructure = [found for found in map(infrastructure_cause, failed) if found is not None]
-    for pod, report in own:
+    for pod, report in original:
         if not (by_infrastructure and report.reason in _UNSPECIFIC_REASONS):
             return _from_report(pod, report)
     if by_infrastructure:
@@ -87,8 +87,10 @@ def _deleted(
         return None
     since, _, pod = min(deletions, key=lambda one: one[:2])
     preemption_reported = bool(reports) and reports[0][1].failure_class is FailureClass.PREEMPTED
-    broke = min((one.known_time for _, one in reports), default=min((_end(one)[0] for one in failed), default=math.inf))
-    if not preemption_reported and since.timestamp() + 1 > broke:
+    first_failure = min(
+        (one.known_time for _, one in reports), default=min((_end(one)[0] for one in failed), default=math.inf)
+    )
+    if not preemption_reported and since.timestamp() + 1 > first_failure:
         return None
     detail = next((f" {failure.message}" for reporting_pod, failure in reports if reporting_pod is pod), "")
     return Cause(
@@ -105,7 +107,7 @@ def _weight(cause: Cause) -> int:
     return 0 if cause.cause is FailureClass.OUT_OF_MEMORY else 1
 
 
-def _broke(pod: PodView) -> bool:
+def _has_failed(pod: PodView) -> bool:
     return pod.phase == "Failed" or pod.disruption is not None or (pod.ended is not None and pod.ended.exit_code != 0)
 
 
@@ -364,9 +366,9 @@ def condition_reason(reason: str) -> str:
 
 def on_node_lost(pod: PodView) -> Cause:
     """Return the cause for a pod that should have ended long ago: its node does not answer."""
-    known = infrastructure_cause(pod)
-    if known is not None:
-        return replace(known, node_at_fault=True)
+    cause = infrastructure_cause(pod)
+    if cause is not None:
+        return replace(cause, node_at_fault=True)
     return Cause(
         OperatorCause.NODE_LOST,
         "PodDoesNotEnd",

@@ -124,8 +124,8 @@ def _more(then: float | None, now: float | None) -> float:
 # ------------------------------------------------------------------------------------------------------------ all jobs
 
 
-def fleet(jobs: Iterable[JobView], now: datetime, moved: Callable[[JobView], datetime | None]) -> Fleet:
-    """Return the state of all jobs at `now`; `moved`: last progress of a job's running attempt, None if not known."""
+def fleet(jobs: Iterable[JobView], now: datetime, last_progress_at: Callable[[JobView], datetime | None]) -> Fleet:
+    """Return the state of all jobs at `now`; `last_progress_at`: last progress of a running attempt, if known."""
     phases = Counter[str]()
     costs, samples, tokens = (
         defaultdict[str, float](float),
@@ -148,7 +148,7 @@ def fleet(jobs: Iterable[JobView], now: datetime, moved: Callable[[JobView], dat
         stage, progress = _running(status), status.progress
         if stage is None or progress is None:
             continue
-        silent.append(_age(moved(job) or moment(progress.last_update_time), now))
+        silent.append(_age(last_progress_at(job) or moment(progress.last_update_time), now))
         if seconds_since(progress.last_update_time, now) <= FRESH_SECONDS:
             samples[stage.name] += progress.samples_per_second or 0.0
             tokens[stage.name] += progress.tokens_per_second or 0.0

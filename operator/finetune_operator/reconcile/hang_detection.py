@@ -64,8 +64,8 @@ def progress_gap(job: JobView, observed: Observed, settings: Settings, stage: st
         return None
     since = (
         observed.reports_complete_since
-        if observed.moved is None
-        else max(observed.moved, observed.reports_complete_since)
+        if observed.last_progress_at is None
+        else max(observed.last_progress_at, observed.reports_complete_since)
     )
     return ProgressGap(since, seconds, last)
 

@@ -195,7 +195,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         lost_before=_lost_before(raw.metadata.annotations),
         node=raw.spec.node_name,
         scheduled=scheduled.last_transition_time if scheduled is not None and scheduled.holds else None,
-        began=_began(raw),
+        started_at=_started_at(raw),
         unschedulable=scheduled.message if scheduled is not None and unschedulable else None,
         waiting=_waiting(raw),
         ended=_ended(raw, attempt[0]),
@@ -256,7 +256,7 @@ def _ended(raw: RawPod, stage: Stage) -> Ended | None:
     return None
 
 
-def _began(raw: RawPod) -> datetime | None:
+def _started_at(raw: RawPod) -> datetime | None:
     """Return when the trainer's container started."""
     for container in raw.status.container_statuses:
         state = container.state
@@ -286,10 +286,10 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     own = pods_with_cause(newest, every) if newest.state == "Failed" else current_pods(newest, every)
     # A deleted pod has no log to read.
     failed = sorted(
-        (pod for pod in own if pod.phase == "Failed" and not pod.gone), key=lambda pod: (_ended_at(pod), pod.name)
+        (pod for pod in own if pod.phase == "Failed" and not pod.deleted), key=lambda pod: (_ended_at(pod), pod.name)
     )
     cause = _pod_with_cause(newest, own)
-    first = [cause] if cause is not None and cause.over and not cause.gone else []
+    first = [cause] if cause is not None and cause.over and not cause.deleted else []
     gap = progress_gap(job, observed, settings, newest.stage.value, newest.attempt)
     hung = pods_to_read_logs_from(own) if gap is not None and gap.until <= now else ()
     wanted = dict.fromkeys(pod.name for pod in (*first, *failed, *hung))
@@ -304,7 +304,9 @@ def pods_being_deleted(job: JobView, observed: Observed) -> tuple[str, ...]:
     newest = _newest(job, observed)
     if newest is None:
         return ()
-    own = [pod for pod in _pods_of(newest, job, observed) if pod.deleting_since is not None and pod.began is not None]
+    own = [
+        pod for pod in _pods_of(newest, job, observed) if pod.deleting_since is not None and pod.started_at is not None
+    ]
     first = sorted((pod for pod in own if not pod.over), key=lambda pod: (pod.deleting_since, pod.index or 0, pod.name))
     known = {name for name, _ in observed.last_logs}
     return tuple(pod.name for pod in first[:MOST_LOGS] if pod.name not in known)[: MOST_LOGS - len(known)]

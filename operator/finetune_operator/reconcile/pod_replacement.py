@@ -32,8 +32,8 @@ def pods_with_cause(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView,
 
     A pod may have been replaced, after it had reported a failure, before the others noticed it and ended.
     """
-    left = current_pods(child, pods)
-    return tuple(pods) if first_cause(child.stage, child, left).cause in ECHOES else left
+    current = current_pods(child, pods)
+    return tuple(pods) if first_cause(child.stage, child, current).cause in ECHOES else current
 
 
 def report_replaced_pods(

@@ -79,7 +79,7 @@ class ReconcileState:
     stalled: Stalled | None = None
     serves: Serves | None = None
     """Readiness of the endpoint, in the stage that serves."""
-    over: bool = False
+    done: bool = False
     """True if the later phases have nothing to do."""
     delete: tuple[ObjectRef, ...] = ()
     create: tuple[Manifest, ...] = ()

@@ -122,7 +122,7 @@ class PodView:
     node: str | None = None
     scheduled: datetime | None = None
     """Time when it got its node."""
-    began: datetime | None = None
+    started_at: datetime | None = None
     """Start of the trainer's container."""
     unschedulable: str | None = None
     """The scheduler's message."""
@@ -143,16 +143,16 @@ class PodView:
     """Time when its deletion was requested, in whole seconds."""
     container: str = CONTAINER_NAME
     """Name of the trainer's container."""
-    gone: bool = False
+    deleted: bool = False
     """True if it no longer exists: this is its last known state."""
 
     @property
     def over(self) -> bool:
         """True if nothing of it runs any more."""
-        return self.gone or self.phase in ("Succeeded", "Failed")
+        return self.deleted or self.phase in ("Succeeded", "Failed")
 
     @property
-    def spare(self) -> bool:
+    def optional(self) -> bool:
         """True if its attempt ends well without it: the first pod of prepare or predict does the work that others
         leave.
         """
@@ -184,7 +184,7 @@ class EndpointView:
     stuck: str | None = None
     """Message of its controller if its servers have not become available in time."""
     deleting: bool = False
-    made: bool = True
+    has_deployment: bool = True
     """True if there is a Deployment; False: KServe has not created it yet, or its controller does not run."""
     problem: tuple[str, str] | None = None
     """Reason and message of KServe if something cannot be done."""
@@ -240,7 +240,7 @@ class Observed:
     """Objects that serve the model, by revision."""
     kserve: bool = False
     """True if the API server serves InferenceServices."""
-    moved: datetime | None = None
+    last_progress_at: datetime | None = None
     """Time of the running attempt's last report with anything new; None: this operator has received none."""
 
     @property

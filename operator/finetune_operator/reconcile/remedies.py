@@ -135,10 +135,10 @@ class Cause:
             return self.cause is FailureClass.PREEMPTED
         ended = None if pod.ended is None else pod.ended.finished
         deleted_before_end = pod.deleting_since is not None and (ended is None or pod.deleting_since <= ended)
-        return pod.disruption is not None or pod.gone or deleted_before_end
+        return pod.disruption is not None or pod.deleted or deleted_before_end
 
     @property
-    def bad_node(self) -> str | None:
+    def node_to_avoid(self) -> str | None:
         """Node to avoid."""
         return self.pod.node if self.pod is not None and self.node_at_fault else None
 

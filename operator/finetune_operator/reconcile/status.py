@@ -60,13 +60,13 @@ def complete(state: ReconcileState) -> FineTuneJobStatus:
             "observed_generation": state.job.generation,
             "phase": phase(state),
             "stage": _stage(state),
-            "progress": _known_progress(state),
+            "progress": _shown_progress(state),
             "conditions": conditions,
         }
     )
 
 
-def _known_progress(state: ReconcileState) -> ProgressStatus | None:
+def _shown_progress(state: ReconcileState) -> ProgressStatus | None:
     """Return the progress that was reported last, without time left for a job that has ended or is suspended."""
     progress = state.status.progress
     if progress is None or (state.end is None and not state.suspended):
@@ -105,8 +105,8 @@ def phase(state: ReconcileState) -> Phase:
 
 def _stage(state: ReconcileState) -> Stage | None:
     """Return the last of the stages that have begun."""
-    begun = [Stage(stage.name) for stage in state.status.stages if stage.attempt > 0]
-    return begun[-1] if begun else None
+    started = [Stage(stage.name) for stage in state.status.stages if stage.attempt > 0]
+    return started[-1] if started else None
 
 
 # ----------------------------------------------------------------------------------------------------------- conditions
@@ -167,12 +167,12 @@ def running(state: ReconcileState) -> ConditionContent:
         return ConditionContent("False", state.waiting_reason, state.waiting)
     if state.no_progress_message:
         return ConditionContent(
-            "True", NO_PROGRESS, f"Stage {current.name} runs{_as(current)}. {state.no_progress_message}"
+            "True", NO_PROGRESS, f"Stage {current.name} runs{_child_suffix(current)}. {state.no_progress_message}"
         )
-    return ConditionContent("True", "StageRunning", f"Stage {current.name} runs{_as(current)}.")
+    return ConditionContent("True", "StageRunning", f"Stage {current.name} runs{_child_suffix(current)}.")
 
 
-def _as(stage: StageStatus) -> str:
+def _child_suffix(stage: StageStatus) -> str:
     if stage.child is None:
         return ""
     if stage.name == Stage.SERVE.value:

@@ -18,8 +18,8 @@ from finetune_operator.reconcile.status_times import earliest, seconds_since, st
 
 def with_pod_times(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:
     """Return the stage with the times that its attempt's pods report; times that are known already stay."""
-    placed = earliest(*(_placed(pod) for pod in pods))
-    began = [_began(pod) for pod in pods]
+    placed = earliest(*(_scheduled_at(pod) for pod in pods))
+    began = [_started_at(pod) for pod in pods]
     all_running = None if None in began else max((one for one in began if one is not None), default=None)
     return stage.model_copy(
         update={
@@ -29,15 +29,15 @@ def with_pod_times(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:
     )
 
 
-def _placed(pod: PodView) -> datetime | None:
+def _scheduled_at(pod: PodView) -> datetime | None:
     return None if pod.node is None else pod.scheduled or pod.created
 
 
-def _began(pod: PodView) -> datetime | None:
+def _started_at(pod: PodView) -> datetime | None:
     """Return when its container started; one that the runtime could not start reports the year 1970."""
-    if pod.began is not None and pod.began >= pod.created:
-        return pod.began
-    return _placed(pod) if pod.phase == "Running" or pod.ended is not None else None
+    if pod.started_at is not None and pod.started_at >= pod.created:
+        return pod.started_at
+    return _scheduled_at(pod) if pod.phase == "Running" or pod.ended is not None else None
 
 
 def count_usage(state: ReconcileState, stage: StageStatus, at: datetime) -> ReconcileState:

@@ -57,13 +57,13 @@ def pod_wait(
 ) -> PodWait | None:
     """Return the wait of the attempt; None if its pods run. `blocked_since` is that of the previous reconcile."""
     name = child.ref.name
-    pending = sorted((pod for pod in pods if pod.phase == "Pending"), key=lambda pod: pod.spare)
+    pending = sorted((pod for pod in pods if pod.phase == "Pending"), key=lambda pod: pod.optional)
     if not pods and child.state in ("Pending", "Suspended"):
         return _wait_for_creation(child, now)
     if not pending:
         return None
     count = f"{len(pending)} pod{'s' * (len(pending) > 1)} of {name}"
-    since, idle = blocked_since or now, not pending[0].spare
+    since, idle = blocked_since or now, not pending[0].optional
     blocked_pods = [one for one in (_blocked(pod, now, limits, since) for pod in pending) if one is not None]
     if not blocked_pods:
         return PodWait(f"Waiting for {count} to start.", idle=idle)
@@ -115,7 +115,7 @@ def _kind(reason: str) -> OperatorCause | None:
 def _bounded(
     pod: PodView, kind: OperatorCause, reason: str, message: str, since: datetime, seconds: int | None, now: datetime
 ) -> PodWait:
-    if seconds is None or pod.spare:
+    if seconds is None or pod.optional:
         return PodWait(message)
     until = since + timedelta(seconds=seconds)
     if now < until:

@@ -188,7 +188,7 @@ def read(data: Mapping[str, str], names: tuple[str, ...], now: datetime) -> tupl
         raise UnusableError("ca.crt: due for renewal")
     try:
         leaf, leaf_key = _pair(data, "tls")
-        _good_leaf(leaf, authority, names, now)
+        _check_leaf(leaf, authority, names, now)
     except UnusableError as error:
         log.info("Issuing a new certificate for the progress server: %s.", error)
         return _signed(authority, authority_key, names, now), True
@@ -219,7 +219,7 @@ def _within_life(name: str, certificate: x509.Certificate, now: datetime) -> Non
         raise UnusableError(f"{name}: not valid now ({certificate.not_valid_before_utc:%Y-%m-%d} to {end:%Y-%m-%d})")
 
 
-def _good_leaf(leaf: x509.Certificate, authority: x509.Certificate, names: tuple[str, ...], now: datetime) -> None:
+def _check_leaf(leaf: x509.Certificate, authority: x509.Certificate, names: tuple[str, ...], now: datetime) -> None:
     try:
         leaf.verify_directly_issued_by(authority)
     except (InvalidSignature, ValueError, TypeError) as error:

@@ -25,11 +25,11 @@ from finetune_operator.shell.operator_options import (
     HttpPort,
     Kubeconfig,
     LeaderElection,
-    LeastLogged,
     Listen,
     LogForm,
     LogFormat,
     LogLevel,
+    LowestLevel,
     Namespaces,
     OwnNamespace,
     ProgressPort,
@@ -111,7 +111,7 @@ def run(
     webhook_clients: WebhookClients = None,
     webhook_client_name: WebhookClientNames = None,
     log_format: LogForm = LogFormat.TEXT,
-    log_level: LeastLogged = LogLevel.INFO,
+    log_level: LowestLevel = LogLevel.INFO,
 ) -> None:
     """Watch FineTuneJobs and run them, until SIGTERM or SIGINT.
 

@@ -109,5 +109,5 @@ class Endpoints:
         return web.Response(body=self._exposed, headers={"Content-Type": _TEXT})
 
 
-def _page(wrong: Sequence[str]) -> web.Response:
-    return web.Response(text="".join(f"{line}\n" for line in wrong) or "ok\n", status=503 if wrong else 200)
+def _page(problems: Sequence[str]) -> web.Response:
+    return web.Response(text="".join(f"{line}\n" for line in problems) or "ok\n", status=503 if problems else 200)

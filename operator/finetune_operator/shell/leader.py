@@ -94,14 +94,14 @@ class LeaseLock(BaseLock):
         """Create the Lease; return whether it is ours now."""
         metadata: dict[str, JsonValue] = {"name": name, "namespace": namespace}
         lease: Manifest = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata}
-        return await self._taken(self._kube.create({**lease, "spec": self._held(None)}, namespace))
+        return await self._acquired(self._kube.create({**lease, "spec": self._lease_spec(None)}, namespace))
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
         """Renew or take the Lease; return whether it is ours now, False also if somebody was faster."""
         if self._lease is None:
             return False
-        lease = {**self._lease, "spec": self._held(_spec(self._lease))}
-        return await self._taken(self._kube.replace(lease, namespace, name))
+        lease = {**self._lease, "spec": self._lease_spec(_spec(self._lease))}
+        return await self._acquired(self._kube.replace(lease, namespace, name))
 
     async def release(self) -> None:
         """Release the Lease, so that the next replica has it at once. ApiError."""
@@ -111,7 +111,7 @@ class LeaseLock(BaseLock):
             free = {**lease, "spec": {**spec, "holderIdentity": ""}}
             await self._within(self._kube.replace(free, self.namespace, LEASE_NAME))
 
-    def _held(self, before: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
+    def _lease_spec(self, before: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         ours = before is not None and before.get("holderIdentity") == self.identity
         changes = 0 if before is None else before.get("leaseTransitions")
@@ -123,7 +123,7 @@ class LeaseLock(BaseLock):
             "leaseTransitions": (changes if isinstance(changes, int) else 0) + (before is not None and not ours),
         }
 
-    async def _taken(self, request: Awaitable[Manifest]) -> bool:
+    async def _acquired(self, request: Awaitable[Manifest]) -> bool:
         began = time.monotonic()
         try:
             await self._within(request)

@@ -284,16 +284,16 @@ def _listening(host: str | None, port: int) -> list[socket.socket]:
     try:
         for family, address in hosts:
             try:
-                made = socket.create_server((address, port), family=family, backlog=BACKLOG)
+                created = socket.create_server((address, port), family=family, backlog=BACKLOG)
             except OSError as error:
                 if sockets and error.errno in _NO_IPV6:
                     continue
                 raise
-            made.setblocking(False)
-            sockets.append(made)
-            port = made.getsockname()[1]
+            created.setblocking(False)
+            sockets.append(created)
+            port = created.getsockname()[1]
     except OSError:
-        for made in sockets:
-            made.close()
+        for created in sockets:
+            created.close()
         raise
     return sockets

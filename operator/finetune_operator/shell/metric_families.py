@@ -32,24 +32,24 @@ class Row:
     labels: Mapping[str, tuple[str, ...]]
     """Values of each label, in order."""
     meaning: str
-    most: int
+    max_series: int
     """Maximum number of series."""
 
 
 class Family(Generic[M]):
     """One metric."""
 
-    def __init__(self, made: M, labels: Mapping[str, tuple[str, ...]]) -> None:
-        self._made: M = made
+    def __init__(self, metric: M, labels: Mapping[str, tuple[str, ...]]) -> None:
+        self._metric: M = metric
         self.labels = labels
         """Values of each label."""
 
     def of(self, *values: str) -> M:
         """Return the child for these values of the labels, in their order."""
         if not self.labels and not values:
-            return self._made
+            return self._metric
         known = zip(values, self.labels.values(), strict=True)
-        return self._made.labels(*(value if value in allowed else OTHER for value, allowed in known))
+        return self._metric.labels(*(value if value in allowed else OTHER for value, allowed in known))
 
     def show(self, *rows: Sequence[str]) -> None:
         """Create these series from the start: a series that appears with its first count has no increase in a query."""
@@ -83,8 +83,8 @@ class Families:
         values = _ordered(labels)
         # Beside the buckets: the one without a bound, the sum and the number.
         self.rows.append(Row(name, "histogram", values, meaning, _combinations(values) * (len(buckets) + 3)))
-        made = Histogram(name, meaning, list(values), buckets=buckets, registry=self.registry)
-        return Family(made, values)
+        metric = Histogram(name, meaning, list(values), buckets=buckets, registry=self.registry)
+        return Family(metric, values)
 
 
 def _ordered(labels: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:

@@ -69,31 +69,31 @@ _RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 class _FleetGauges:
     """Gauges of all jobs at the moment that metrics are read."""
 
-    def __init__(self, made: Families, currency: str) -> None:
-        self._jobs = made.gauge("finetune_jobs", "FineTuneJobs by phase.", phase=_PHASES)
-        self._waiting = made.gauge(
+    def __init__(self, families: Families, currency: str) -> None:
+        self._jobs = families.gauge("finetune_jobs", "FineTuneJobs by phase.", phase=_PHASES)
+        self._waiting = families.gauge(
             "finetune_jobs_waiting",
             "Jobs whose first pods do not run yet because of capacity, a queue or the operator.",
         )
-        self._oldest_waiting = made.gauge(
+        self._oldest_waiting = families.gauge(
             "finetune_oldest_waiting_seconds", "Longest wait of those jobs so far; 0: none waits."
         )
-        self._progress_age = made.gauge(
+        self._progress_age = families.gauge(
             "finetune_progress_age_seconds",
             "Longest time since a running attempt reported a new step or figure, of those that have reported any; "
             "0: there is none.",
         )
-        self._samples = made.gauge(
+        self._samples = families.gauge(
             "finetune_samples_per_second",
             "Rows per second of all running attempts, by their latest reports.",
             stage=_STAGES,
         )
-        self._tokens = made.gauge(
+        self._tokens = families.gauge(
             "finetune_tokens_per_second",
             "Tokens per second of all running attempts, by their latest reports.",
             stage=_STAGES,
         )
-        self._estimated_cost = made.gauge(
+        self._estimated_cost = families.gauge(
             "finetune_estimated_cost",
             "Estimated cost of the trainings of all unfinished jobs.",
             currency=(currency,),
@@ -112,59 +112,59 @@ class _FleetGauges:
 class _JobSums:
     """Sums over jobs, from the statuses that this process has written."""
 
-    def __init__(self, made: Families, currency: str) -> None:
-        self._ends = made.counter(
+    def __init__(self, families: Families, currency: str) -> None:
+        self._ends = families.counter(
             "finetune_job_ends",
             "Jobs that have ended, by the class of the failure; none: a success.",
             outcome=("succeeded", "failed"),
             cause=(NO_CAUSE, *_CAUSES),
         )
         self._ends.show(("succeeded", NO_CAUSE), *product(["failed"], (*_CAUSES, OTHER)))
-        self._wait = made.histogram(
+        self._wait = families.histogram(
             "finetune_job_wait_seconds",
             "Time from a job's creation until all pods of its first stage ran; from its first child if the spec was "
             "edited before, e.g. to resume it.",
             _STAGE_BUCKETS,
         )
-        self._stages = made.histogram(
+        self._stages = families.histogram(
             "finetune_stage_seconds",
             "Duration of attempts at a stage, from the start of the child to its end.",
             _STAGE_BUCKETS,
             stage=_STAGES,
             outcome=("succeeded", "failed"),
         )
-        self._restarts = made.counter(
+        self._restarts = families.counter(
             "finetune_restarts", "Restarts of attempts, by the class of the failure before.", cause=_CAUSES
         )
         self._restarts.show()
-        self._preemptions = made.counter(
+        self._preemptions = families.counter(
             "finetune_preemptions", "Attempts that ended because a spot node was reclaimed."
         )
-        self._node_seconds = made.counter(
+        self._node_seconds = families.counter(
             "finetune_node_seconds",
             "Seconds in which pods of ended attempts had nodes, times the nodes; these are billed.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
-        self._running_node_seconds = made.counter(
+        self._running_node_seconds = families.counter(
             "finetune_running_node_seconds",
             "Seconds in which all pods of ended attempts ran, times the nodes.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
-        self._gpu_seconds = made.counter(
+        self._gpu_seconds = families.counter(
             "finetune_gpu_seconds",
             "finetune_node_seconds_total times the GPUs that the attempt used on a node.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
-        self._cost = made.counter(
+        self._cost = families.counter(
             "finetune_cost", "Cost of ended attempts, as far as the settings have prices.", currency=(currency,)
         )
-        self._saved = made.counter(
+        self._saved = families.counter(
             "finetune_cost_saved", "Additional cost of the same node seconds on demand.", currency=(currency,)
         )
-        self._estimates = made.histogram(
+        self._estimates = families.histogram(
             "finetune_estimate_ratio",
             "Duration of a training divided by the plan's estimate, for trainings that succeeded in one attempt.",
             _RATIO_BUCKETS,
@@ -344,7 +344,7 @@ def reference() -> str:
         "| metric | type | labels | series at most | meaning |",
         "|---|---|---|---|---|",
         *(
-            f"| `{row.name}` | {row.kind} | {', '.join(f'`{name}`' for name in row.labels)} | {row.most} "
+            f"| `{row.name}` | {row.kind} | {', '.join(f'`{name}`' for name in row.labels)} | {row.max_series} "
             f"| {row.meaning} |"
             for row in rows
         ),

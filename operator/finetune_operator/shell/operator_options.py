@@ -115,4 +115,4 @@ WebhookClientNames: TypeAlias = Annotated[
     ),
 ]
 LogForm: TypeAlias = Annotated[LogFormat, typer.Option("--log-format", help="Format of the log.")]
-LeastLogged: TypeAlias = Annotated[LogLevel, typer.Option("--log-level", help="Lowest level that is logged.")]
+LowestLevel: TypeAlias = Annotated[LogLevel, typer.Option("--log-level", help="Lowest level that is logged.")]

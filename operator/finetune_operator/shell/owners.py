@@ -71,7 +71,7 @@ class Links:
         """Add an object that is the job's own."""
         self._own.add(uid)
 
-    def looked_up(self, owner: Owner, found: Mapping[str, JsonValue] | None) -> None:
+    def record_owner(self, owner: Owner, found: Mapping[str, JsonValue] | None) -> None:
         """Record the metadata that the API server has for `owner`; None: it does not exist."""
         if found is None:
             self._absent.add(owner)
@@ -82,7 +82,7 @@ class Links:
         else:
             self._foreign.add(owner)
 
-    def open(self, owner: Owner) -> bool:
+    def is_unknown(self, owner: Owner) -> bool:
         """Return whether nothing is known about an owner yet."""
         return owner.uid not in self._own and owner not in self._foreign and owner not in self._absent
 

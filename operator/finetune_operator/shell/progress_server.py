@@ -312,8 +312,8 @@ def _attempt(request: web.BaseRequest) -> AttemptKey:
 
 def _bearer(request: web.BaseRequest) -> str:
     """Return the token, of which nothing is verified yet."""
-    given = request.headers.getall("Authorization", [])
-    scheme, _, token = (given[0] if len(given) == 1 else "").partition(" ")
+    values = request.headers.getall("Authorization", [])
+    scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token.isascii() or not token.isprintable() or not token or " " in token:
         raise _unauthorized("a bearer token is required")

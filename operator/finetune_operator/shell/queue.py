@@ -35,8 +35,8 @@ class WorkQueue:
         self._waiting: deque[JobKey] = deque()
         self._new: deque[JobKey] = deque()
         self._new_in_a_row = 0
-        self._wanted: set[JobKey] = set()
-        self._in_hand: set[JobKey] = set()
+        self._queued: set[JobKey] = set()
+        self._in_progress: set[JobKey] = set()
         self._timers: dict[JobKey, asyncio.TimerHandle] = {}
         self._filled = asyncio.Event()
         self._calm = asyncio.Event()
@@ -44,14 +44,14 @@ class WorkQueue:
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._queued)
 
     def add(self, key: JobKey, new: bool = False) -> None:
         """Queue a job for as soon as its turn comes; `new`: nothing was done for this job yet."""
-        if key in self._wanted:
+        if key in self._queued:
             return
-        self._wanted.add(key)
-        if key not in self._in_hand:
+        self._queued.add(key)
+        if key not in self._in_progress:
             (self._new if new else self._waiting).append(key)
             self._filled.set()
             if new:
@@ -88,8 +88,8 @@ class WorkQueue:
         key = self._next()
         if self._waiting or self._new:
             self._filled.set()
-        self._wanted.discard(key)
-        self._in_hand.add(key)
+        self._queued.discard(key)
+        self._in_progress.add(key)
         return key
 
     def _next(self) -> JobKey:
@@ -104,8 +104,8 @@ class WorkQueue:
 
     def done(self, key: JobKey) -> None:
         """Mark a key as no longer in progress."""
-        self._in_hand.discard(key)
-        if key in self._wanted:
+        self._in_progress.discard(key)
+        if key in self._queued:
             self._waiting.append(key)
             self._filled.set()
 

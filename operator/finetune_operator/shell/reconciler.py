@@ -94,7 +94,7 @@ CLAIMS_BURST, CLAIMS_PER_SECOND = 10, 1 / 30
 MOST_CLAIMS = 10_000
 QUEUED = float("-inf")
 """Value in place of the time: the event was queued."""
-TAKEN = 409
+CONFLICT_CODE = 409
 """HTTP status of a create whose name is taken."""
 _STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT, INFERENCE_SERVICE))
 
@@ -310,7 +310,7 @@ class Reconciler:
             served=self._discovery.served,
             nodes=self._nodes.answer,
             refusals=memory.refusals,
-            moved=None if attempt is None else progress.moved(*attempt),
+            last_progress_at=None if attempt is None else progress.last_progress_at(*attempt),
             reports_complete_since=self._state.reports_complete_since(),
         )
 
@@ -356,30 +356,30 @@ class Reconciler:
     async def _delete(self, namespace: str, ref: ObjectRef) -> None:
         resource = resource_of(ref.api_version, ref.kind)
         try:
-            left = await self._state.kube.delete(resource, namespace, ref.name, ref.uid)
+            remaining = await self._state.kube.delete(resource, namespace, ref.name, ref.uid)
         except ConflictError:
             # Another object has the name: the one that was meant is deleted.
-            left = None
-        if left is None:
+            remaining = None
+        if remaining is None:
             self._state.store.mark_deleted(ref.kind, namespace, ref.name, ref.uid)
         else:
-            await self._state.put(left)
+            await self._state.put(remaining)
         log.info("%s: deleted %s %s", namespace, ref.kind, ref.name)
 
     async def _create(self, job: JobView, manifest: Manifest) -> Refusal | None:
         """Create the object, or adopt the existing one if it is this job's."""
         ref = _ref(manifest)
         try:
-            made = await self._state.kube.create(manifest, job.namespace)
+            stored = await self._state.kube.create(manifest, job.namespace)
         except AlreadyExistsError as error:
-            made = await self._existing(job, ref)
-            if not _is_ours(made, job):
-                taken = f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
-                return Refusal(ref, TAKEN, taken)
-            if made.get("data") != manifest.get("data"):
+            stored = await self._existing(job, ref)
+            if not _is_ours(stored, job):
+                conflict = f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
+                return Refusal(ref, CONFLICT_CODE, conflict)
+            if stored.get("data") != manifest.get("data"):
                 # Left by a reconcile that ended early, before the spec was edited: nothing runs with it yet, or the
                 # child would exist.
-                await self._delete(job.namespace, replace(ref, uid=_uid(made)))
+                await self._delete(job.namespace, replace(ref, uid=_uid(stored)))
                 raise ConflictError(
                     f"{ref.kind} {ref.name}", 409, "Conflict", "it was created from an earlier spec"
                 ) from error
@@ -390,7 +390,7 @@ class Reconciler:
         else:
             log.info("%s/%s: created %s %s", job.namespace, job.name, ref.kind, ref.name)
         if ref.kind in _STORED_KINDS:
-            self._state.store.put(made)
+            self._state.store.put(stored)
         return None
 
     async def _apply(self, job: JobView, manifest: Manifest) -> Refusal | None:
@@ -402,15 +402,17 @@ class Reconciler:
                 raise ConflictError(
                     f"{ref.kind} {ref.name}", 409, "Conflict", "an object of that name is being deleted"
                 )
-            return Refusal(ref, TAKEN, f'{ref.kind} "{ref.name}" exists already and does not belong to this job')
+            return Refusal(
+                ref, CONFLICT_CODE, f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
+            )
         try:
-            made = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
+            stored = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
         log.info("%s/%s: applied %s %s", job.namespace, job.name, ref.kind, ref.name)
         if ref.kind in _STORED_KINDS:
-            self._state.store.put(made)
+            self._state.store.put(stored)
         return None
 
     async def _remove(self, job: JobView, ref: ObjectRef) -> None:

@@ -202,11 +202,15 @@ class OperatorView:
 
     def fleet(self) -> Fleet:
         """Return the state of all jobs, as they are known here now."""
-        return fleet(self.jobs(), self._state.now(), self._moved)
+        return fleet(self.jobs(), self._state.now(), self._last_progress_at)
 
-    def _moved(self, job: JobView) -> datetime | None:
+    def _last_progress_at(self, job: JobView) -> datetime | None:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
-        return None if running is None else self._state.progress.moved(job.uid, Stage(running.name), running.attempt)
+        return (
+            None
+            if running is None
+            else self._state.progress.last_progress_at(job.uid, Stage(running.name), running.attempt)
+        )
 
     def faults(self) -> Sequence[str]:
         """See `endpoints.Health`."""

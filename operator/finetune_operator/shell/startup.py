@@ -99,7 +99,7 @@ class Operator:
         self._reconciler = Reconciler(self.state, discovery, NodeReading(kube, options.settings.nodes.read), decide)
         self._leader: Leader | None = None
         self._workers: list[asyncio.Task[None]] = []
-        self._others: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
         if options.leader_election:
             self._leader = Leader(kube, options.namespace, self.state.leading, self._prepare_to_lead, self._requeue_all)
             self.state.leader_address = self._leader.leader_address
@@ -121,7 +121,7 @@ class Operator:
                 asyncio.create_task(self._reconciler.work(), name=f"worker {number}")
                 for number in range(1, self._options.workers + 1)
             ]
-            self._others = [
+            self._background = [
                 asyncio.create_task(self._syncer.run(), name="resync"),
                 asyncio.create_task(self._syncer.launchers(), name="launchers"),
                 asyncio.create_task(Followers(self.state, self._discovery).run(), name="following"),
@@ -133,7 +133,7 @@ class Operator:
                 ),
                 asyncio.create_task(self._lead(), name="leading"),
             ]
-            self.state.tasks += [*self._workers, *self._others]
+            self.state.tasks += [*self._workers, *self._background]
             for task in self.state.tasks:
                 task.add_done_callback(_log_fault)
             await stopping.wait()
@@ -167,9 +167,9 @@ class Operator:
                 await asyncio.wait_for(self._reconciler.statuses_written(), FINISH_SECONDS)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._reconciler.events_written(), EVENTS_SECONDS)
-        for task in (*self._workers, *self._others):
+        for task in (*self._workers, *self._background):
             task.cancel()
-        await asyncio.gather(*self._workers, *self._others, return_exceptions=True)
+        await asyncio.gather(*self._workers, *self._background, return_exceptions=True)
         self.state.leading.clear()
         if self._leader is not None:
             await self._leader.stop()

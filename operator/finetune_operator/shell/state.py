@@ -38,7 +38,7 @@ class LatestReport:
     progress: ProgressStatus
     mark: str
     """Result of `progress_protocol.mark_of`."""
-    moved: datetime
+    last_progress_at: datetime
     """Time when the mark changed last."""
 
 
@@ -57,8 +57,8 @@ class ProgressBook:
         if known is not None and known.stage is stage and known.attempt > attempt:
             return
         same = known is not None and (known.stage, known.attempt, known.mark) == (stage, attempt, mark)
-        moved = known.moved if known is not None and same else now
-        self._newest[job_uid] = LatestReport(stage, attempt, progress, mark, moved)
+        last_progress_at = known.last_progress_at if known is not None and same else now
+        self._newest[job_uid] = LatestReport(stage, attempt, progress, mark, last_progress_at)
         self._reported_at[job_uid] = time.monotonic()
 
     def of(self, job_uid: str, stage: Stage, attempt: int) -> ProgressStatus | None:
@@ -66,10 +66,10 @@ class ProgressBook:
         known = self._of(job_uid, stage, attempt)
         return None if known is None else known.progress
 
-    def moved(self, job_uid: str, stage: Stage, attempt: int) -> datetime | None:
+    def last_progress_at(self, job_uid: str, stage: Stage, attempt: int) -> datetime | None:
         """Return when this attempt last reported anything new."""
         known = self._of(job_uid, stage, attempt)
-        return None if known is None else known.moved
+        return None if known is None else known.last_progress_at
 
     def _of(self, job_uid: str, stage: Stage, attempt: int) -> LatestReport | None:
         known = self._newest.get(job_uid)

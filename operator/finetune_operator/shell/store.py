@@ -168,14 +168,14 @@ class Store:
         if links is None:
             return set()
         claims = self._claims(job)
-        return {entry.owner for entry in claims if entry.owner and _between(entry) and links.open(entry.owner)}
+        return {entry.owner for entry in claims if entry.owner and _between(entry) and links.is_unknown(entry.owner)}
 
     def resolve(self, job: JobId, owner: Owner, found: Raw | None) -> None:
         """Record the API server's answer about `owner`; None: it does not exist."""
         links = self._links.get(job)
         if links is not None:
             self._own(job)  # with objects that were put in since
-            links.looked_up(owner, None if found is None else _metadata(found))
+            links.record_owner(owner, None if found is None else _metadata(found))
 
     def foreign(self, key: JobKey) -> list[Entry]:
         """Return the objects that claim a job of that name and are not its own, except those that may still turn out to
@@ -280,7 +280,7 @@ class Store:
         uid = uid or (known.uid if known is not None else None)
         return None if uid is None else self._tombstone(key, uid, DELETED_VERSION)
 
-    def keep(
+    def retain_listed(
         self, kind: str, listed: Collection[Key], version: int, namespaces: Collection[str] | None = None
     ) -> set[JobKey]:
         """Remove the objects of the kind that a list, read at `version` from `namespaces` (None: from all), does not
@@ -294,7 +294,7 @@ class Store:
         return touched
 
     def replace_of_job(self, kind: str, job: JobId, raws: Iterable[Raw], version: int) -> None:
-        """Put the listed objects of one job, and remove its others of the kind as `keep` does."""
+        """Put the listed objects of one job, and remove its others of the kind as `retain_listed` does."""
         listed = set()
         for raw in raws:
             listed.add(key_of(raw))
@@ -355,7 +355,7 @@ class Store:
         if isinstance(view, PodView):
             attempts = {(child.stage, child.attempt) for child in self.children(known.job_id)}
             if view.phase != "Pending" and (view.stage, view.attempt) in attempts:
-                self._deleted_pods.setdefault(known.job_id, {})[view.uid] = replace(view, gone=True)
+                self._deleted_pods.setdefault(known.job_id, {})[view.uid] = replace(view, deleted=True)
         elif isinstance(view, ChildView):
             left = {
                 uid: pod for uid, pod in deleted_pods.items() if (pod.stage, pod.attempt) != (view.stage, view.attempt)

@@ -38,7 +38,7 @@ class Syncer:
     def __init__(self, state: OperatorState, discovery: Discovery) -> None:
         self._state = state
         self._discovery = discovery
-        self._wanted: dict[str, str] = {}
+        self._requests: dict[str, str] = {}
         """Kinds to be listed again, with the reason."""
         self._requested = asyncio.Event()
         self._listing = asyncio.Lock()
@@ -58,7 +58,7 @@ class Syncer:
 
     def request(self, kind: str, reason: str) -> None:
         """Have a kind listed again soon."""
-        self._wanted.setdefault(kind, reason)
+        self._requests.setdefault(kind, reason)
         self._requested.set()
 
     def request_all(self, reason: str) -> None:
@@ -72,13 +72,13 @@ class Syncer:
             await self._requested.wait()
             await asyncio.sleep(QUIET_SECONDS)
             self._requested.clear()
-            wanted, self._wanted = self._wanted, {}
-            resources = [resource for resource in self._resources() if resource.kind in wanted]
+            requests, self._requests = self._requests, {}
+            resources = [resource for resource in self._resources() if resource.kind in requests]
             try:
-                await self._list(resources, *set(wanted.values()))
+                await self._list(resources, *set(requests.values()))
             except ApiError as error:
                 log.warning("cannot list the objects of the cluster, retrying: %s", error)
-                for kind, reason in wanted.items():
+                for kind, reason in requests.items():
                     self.request(kind, reason)
                 await asyncio.sleep(AGAIN_SECONDS)
 
@@ -147,15 +147,15 @@ async def read_all(state: OperatorState, resource: Resource, namespace: str | No
         version = page.version
         for raw in page.items:
             await turn.shared()
-            await take(state, resource, raw)
+            await store_object(state, resource, raw)
             with suppress(UnreadableError):
                 listed.add(key_of(raw))
-    for key in state.store.keep(resource.kind, listed, version, None if namespace is None else {namespace}):
+    for key in state.store.retain_listed(resource.kind, listed, version, None if namespace is None else {namespace}):
         state.queue.add(key)
     return version
 
 
-async def take(state: OperatorState, resource: Resource, raw: Manifest, *, deleted: bool = False) -> None:
+async def store_object(state: OperatorState, resource: Resource, raw: Manifest, *, deleted: bool = False) -> None:
     """Put an object that was read into the store, and queue its job if it is news."""
     try:
         entry = state.store.remove(raw) if deleted else await state.put(raw)

@@ -124,14 +124,14 @@ class TokenChecker:
     ) -> None:
         self._reviewer = reviewer
         self._clock = clock
-        self._good = _Memory(remember, clock)
+        self._accepted = _Memory(remember, clock)
         self._refused = _Memory(remember_refused, clock)
         self._reviewing: dict[bytes, asyncio.Task[Verdict]] = {}
 
     def remembered(self, token: str) -> Verdict | None:
         """Return the verdict, if it is known without a review."""
         key = _key(token)
-        return self._good.get(key) or self._refused.get(key)
+        return self._accepted.get(key) or self._refused.get(key)
 
     async def check(self, token: str) -> Verdict:
         """Return the verdict. Raises ReviewUnavailableError."""
@@ -163,7 +163,7 @@ class TokenChecker:
             end = expiry(token)
             # A token that names no end is reviewed again soon.
             until = now + (REMEMBER_REFUSED_SECONDS if end is None else REMEMBER_SECONDS)
-            self._good.put(key, found, until if end is None else min(until, end))
+            self._accepted.put(key, found, until if end is None else min(until, end))
         return found
 
 

@@ -18,7 +18,7 @@ from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, POD, Resour
 from finetune_operator.rendering.render_types import JOB_LABEL
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.state import OperatorState
-from finetune_operator.shell.sync import Turn, read_all, take
+from finetune_operator.shell.sync import Turn, read_all, store_object
 
 log = logging.getLogger(__name__)
 
@@ -91,5 +91,5 @@ class _Follower:
 
     async def _take(self, event: WatchEvent) -> None:
         if event.type != "BOOKMARK":
-            await take(self._state, self._resource, event.object, deleted=event.type == "DELETED")
+            await store_object(self._state, self._resource, event.object, deleted=event.type == "DELETED")
         self._version = event.version

@@ -225,10 +225,10 @@ def _certificates(bundle: JsonValue) -> list[str]:
 # --------------------------------------------------------------------------------------- files that somebody else keeps
 
 
-async def _repeat(look: Callable[[], None]) -> None:
+async def _repeat(action: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
-        look()
+        action()
 
 
 # ------------------------------------------------------------------------------------------------------------- clients
@@ -241,27 +241,27 @@ class ClientAuthorities:
         """Admit nobody through `context` without such a certificate. OSError for a file that cannot be used."""
         self._file = file
         self._context = context
-        self._seen = 0
-        self._take()
+        self._modified = 0
+        self._load()
         context.verify_mode = ssl.CERT_REQUIRED
 
-    def _take(self) -> None:
-        seen = self._file.stat().st_mtime_ns
-        if seen != self._seen:
+    def _load(self) -> None:
+        modified = self._file.stat().st_mtime_ns
+        if modified != self._modified:
             try:
                 self._context.load_verify_locations(cafile=self._file)
             except ssl.SSLError as error:
                 raise OSError(f"{self._file} contains no CA certificates (PEM): {error.reason}") from error
-            self._seen = seen
+            self._modified = modified
 
     async def follow(self) -> None:
         """Trust authorities that are added, for ever. A removed one stays trusted until the process ends."""
-        await _repeat(self.look)
+        await _repeat(self.reload_if_changed)
 
-    def look(self) -> None:
+    def reload_if_changed(self) -> None:
         """Reload the file if it has changed since the last check."""
         try:
-            self._take()
+            self._load()
         except OSError as error:
             log.warning("The CA certificates of the webhook's clients could not be reloaded: %s", error)
 
@@ -277,13 +277,13 @@ class FolderCertificate:
         self._folder = folder
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._seen = self._stamp()
-        self._take()
+        self._modified = self._stamp()
+        self._load()
 
     def _stamp(self) -> tuple[int, ...]:
         return tuple((self._folder / name).stat().st_mtime_ns for name in ("tls.crt", "tls.key"))
 
-    def _take(self) -> None:
+    def _load(self) -> None:
         with tempfile.TemporaryDirectory() as copies:
             for name in ("tls.crt", "tls.key"):
                 shutil.copy(self._folder / name, copies)
@@ -295,15 +295,15 @@ class FolderCertificate:
 
     async def follow(self) -> None:
         """Reload renewed certificates, for ever; open connections stay."""
-        await _repeat(self.look)
+        await _repeat(self.reload_if_changed)
 
-    def look(self) -> None:
+    def reload_if_changed(self) -> None:
         """Reload the files if they have changed since the last check."""
         try:
             now = self._stamp()
-            if now != self._seen:
-                self._take()
-                self._seen = now
+            if now != self._modified:
+                self._load()
+                self._modified = now
                 log.info("Loaded a new certificate of the webhook.")
         except OSError as error:
             # The renewal may be half done; the next check will see the rest.
