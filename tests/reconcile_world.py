@@ -232,9 +232,9 @@ class World:
                 continue
             training = json.loads(manifest["data"]["job.json"])["training"]  # type: ignore[index, call-overload, arg-type]
             assert plan is not None, "something is trained without a plan"
-            event_reasons = plan.micro_batch_size, plan.gradient_accumulation
+            expected = plan.micro_batch_size, plan.gradient_accumulation
             batch = training["batch"] if training else {}
-            assert event_reasons == (batch.get("microBatchSize"), batch.get("gradientAccumulation")), (
+            assert expected == (batch.get("microBatchSize"), batch.get("gradientAccumulation")), (
                 "the status tells a lie"
             )
 
@@ -430,8 +430,8 @@ class World:
         """End the child, as set in the status by its controller."""
         raw = self.children[name]
         if raw["kind"] == "SparkApplication":
-            event_reasons = {"state": "COMPLETED" if succeeded else "FAILED"}
-            raw["status"] |= {"applicationState": event_reasons, "terminationTime": stamp(self.now)}
+            application = {"state": "COMPLETED" if succeeded else "FAILED"}
+            raw["status"] |= {"applicationState": application, "terminationTime": stamp(self.now)}
             return
         word = ("Complete" if raw["kind"] == "Job" else "Succeeded") if succeeded else "Failed"
         status = raw.setdefault("status", {})
@@ -457,10 +457,10 @@ class World:
             self.start(name)
         stage = self.children[name]["metadata"]["labels"]["finetune.dev/stage"]
         for rank, pod in enumerate(self.pods_of(name)):
-            event_reasons = failure if rank == 0 else FailureClass.COLLECTIVE
-            if event_reasons is FailureClass.PREEMPTED:
+            reported = failure if rank == 0 else FailureClass.COLLECTIVE
+            if reported is FailureClass.PREEMPTED:
                 self.pods[pod]["metadata"].setdefault("deletionTimestamp", stamp(self.now))
-            self.end_pod(pod, EXIT_CODES[event_reasons], report(stage, (event_reasons, 10.0 + rank), rank=rank))
+            self.end_pod(pod, EXIT_CODES[reported], report(stage, (reported, 10.0 + rank), rank=rank))
         self.end_child(name, succeeded=False)
         return name
 

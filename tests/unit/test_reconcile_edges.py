@@ -11,7 +11,7 @@ import pytest
 
 from finetune_contract.causes import of_exit
 from finetune_contract.choices import Stage
-from finetune_contract.layout import FailureClass
+from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, ProgressStatus
@@ -591,3 +591,18 @@ def test_a_micro_batch_that_the_user_fixed_is_halved_too():
     world.settle()
     world.wait(10)
     assert ran_with(world, "reviews-train-2") == (4, 8)
+
+
+def test_failed_event_keeps_its_hint_if_the_message_is_long() -> None:
+    world = World()
+    world.settle()
+    child = world.start()
+    (pod,) = world.pods_of(child)
+    failed = json.loads(report("prepare", (FailureClass.DATA, 10.0)))
+    failed["failure"]["message"] = "m" * 3000
+    world.end_pod(pod, EXIT_CODES[FailureClass.DATA], json.dumps(failed))
+    world.end_child(child, succeeded=False)
+    world.settle()
+    (event,) = [note for note in world.events if note.reason == "Failed"]
+    assert event.message.endswith("m Do so.")
+    assert len(event.message.encode()) < 1024

@@ -58,7 +58,7 @@ class Case:
     pods: tuple[PodView, ...]
     expected: tuple[str, str, Remedy, str | None]
     """Class, reason, remedy, pod."""
-    bad_node: str | None = None
+    node_to_avoid: str | None = None
     child: ChildView = CHILD
 
 
@@ -148,7 +148,7 @@ CASES = {
     "an eviction from a full disk of the node": Case(
         (pod(0, status_reason="Evicted", status_message=LOW_ON_DISK, disruption="TerminationByKubelet"),),
         ("Evicted", "Evicted", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "an eviction for the pod's own use of memory": Case(
         (pod(0, status_reason="Evicted", status_message=LOW_ON_MEMORY, disruption="TerminationByKubelet"),),
@@ -161,27 +161,27 @@ CASES = {
     "a node that was shut down": Case(
         (pod(0, status_reason="NodeShutdown", status_message="Pod was terminated in response to shutdown."),),
         ("NodeLost", "NodeShutdown", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "a node that the taint manager emptied": Case(
         (pod(0, ended=ended(143), disruption="DeletionByTaintManager"),),
         ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "a container of which the node knows nothing any more": Case(
         (pod(0, ended=ended(137, reason="ContainerStatusUnknown")),),
         ("NodeLost", "ContainerStatusUnknown", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "a node whose device plugin refused the pod": Case(
         (pod(0, status_reason="UnexpectedAdmissionError", status_message="no healthy devices present"),),
         ("PodRejected", "UnexpectedAdmissionError", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "a node without room for a pod that was bound to it": Case(
         (pod(0, status_reason="OutOfcpu"),),
         ("PodRejected", "OutOfcpu", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "killed from outside without a word": Case(
         (pod(0, ended=ended(137)),), ("OutOfMemory", "Killed", Remedy.ADAPT, "pod-0")
@@ -278,7 +278,7 @@ CASES = {
             pod(1, ended=ended(143, 12), deleted=True, deleting_since=after(10), disruption="DeletionByTaintManager"),
         ),
         ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-1"),
-        bad_node="node-1",
+        node_to_avoid="node-1",
     ),
     "no pod is left": Case((), ("ChildFailed", "BackoffLimitExceeded", Remedy.COUNTED, None)),
     "a pod that still runs says nothing": Case(
