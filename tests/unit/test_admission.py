@@ -53,7 +53,7 @@ def test_a_good_job_is_allowed_without_a_word() -> None:
     assert told(ask(a_job(SPEC)), CLUSTER_SETTINGS, ()) == {"uid": "question-1", "allowed": True}
 
 
-def test_what_the_settings_forbid_is_refused_with_the_field_the_rule_and_the_way_out() -> None:
+def test_forbidden_field_is_refused_with_rule_and_hint() -> None:
     response = told(ask(a_job({**SPEC, "image": "elsewhere/trainer:1"})), CLOSED, ())
     status = response["status"]
     assert (response["allowed"], status["code"], status["reason"]) == (False, 422, "Invalid")

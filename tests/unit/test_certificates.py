@@ -262,7 +262,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_a_secret_that_is_of_no_use_is_made_anew_with_a_warning(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_secret_is_recreated_with_a_warning(case: str, caplog: pytest.LogCaptureFixture) -> None:
     change, reason = DAMAGES[case]
     secrets = Secrets()
     (first,) = load(keeper(secrets))
@@ -286,7 +286,7 @@ LEAF_DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("case", LEAF_DAMAGES)
-def test_a_server_certificate_that_is_of_no_use_is_made_anew_and_pods_go_on_trusting(case: str) -> None:
+def test_unusable_server_certificate_is_reissued_by_the_same_ca(case: str) -> None:
     secrets = Secrets()
     (first,) = load(keeper(secrets))
     stored: Any = secrets.stored
@@ -297,7 +297,7 @@ def test_a_server_certificate_that_is_of_no_use_is_made_anew_and_pods_go_on_trus
     assert secrets.entries()["tls.crt"] == second.leaf
 
 
-def test_a_secret_that_is_deleted_while_it_is_renewed_is_made_anew() -> None:
+def test_secret_deleted_during_renewal_is_recreated() -> None:
     secrets = Secrets()
     (first,) = load(keeper(secrets))
     secrets.before_write.append(lambda: setattr(secrets, "stored", None))
@@ -306,7 +306,7 @@ def test_a_secret_that_is_deleted_while_it_is_renewed_is_made_anew() -> None:
     assert secrets.entries()["ca.crt"] == second.authority
 
 
-def test_somebody_who_writes_all_the_time_is_told_of() -> None:
+def test_constant_writes_to_the_secret_are_reported() -> None:
     secrets = Secrets()
     (first,) = load(keeper(secrets))
 
@@ -500,9 +500,7 @@ def test_clients_that_may_not_ask_cannot_hold_the_webhook_s_connections(tmp_path
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])
-def test_a_file_without_authorities_is_refused_by_name_and_lets_nobody_in_by_mistake(
-    tmp_path: Path, text: str | None
-) -> None:
+def test_file_without_ca_certificates_is_refused(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "authorities.pem"
     if text is not None:
         file.write_text(text)

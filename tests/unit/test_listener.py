@@ -201,7 +201,7 @@ def test_an_ipv6_address_counts_with_its_network(address: str, network: str) -> 
     assert network_of(address) == network
 
 
-def test_the_kubelet_is_heard_while_somebody_fills_the_port_of_metrics() -> None:
+def test_probes_are_answered_while_a_client_fills_the_port() -> None:
     class Health:
         def faults(self) -> list[str]:
             return []

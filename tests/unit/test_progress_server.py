@@ -264,7 +264,7 @@ def test_a_token_counts_for_the_pod_and_the_audience_it_was_made_for(case: str) 
     assert len(operator.reported) == (expected == 200)
 
 
-def test_the_standard_librarys_client_is_heard_as_transformers_uses_it() -> None:
+def test_reports_of_the_standard_librarys_client_are_accepted() -> None:
     def send(running: Running) -> int:
         headers = {"Authorization": f"Bearer {GOOD}", "Content-Type": "application/json"}
         request = urllib.request.Request(running.base + PATH, BODY.encode(), headers, method="POST")
@@ -296,7 +296,7 @@ def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
     assert operator.asked == []
 
 
-def test_a_pod_that_sends_too_fast_is_told_so_and_others_are_not() -> None:
+def test_rate_limit_applies_to_one_pod() -> None:
     more, answer = other(name="pod-1", uid="uid-1")
     operator = Operator()
     operator.reviews[more] = answer
@@ -539,7 +539,7 @@ def test_what_is_no_http_is_answered_without_repeating_it(caplog: pytest.LogCapt
     assert CANARY not in caplog.text + answer.decode()
 
 
-def test_a_report_is_heard_while_its_address_holds_all_connections_and_the_operator_learns_of_it() -> None:
+def test_report_is_accepted_while_its_address_holds_all_connections() -> None:
     operator = Operator()
 
     async def crowd(running: Running) -> int:

@@ -78,7 +78,7 @@ def test_the_first_pass_plans_and_creates_the_first_stage():
     assert (decision.delete, decision.delete_job) == ((), False)
 
 
-def test_a_job_goes_through_its_stages_and_tells_the_story_in_events():
+def test_job_runs_its_stages_and_records_events():
     world = World()
     world.settle()
     for _ in range(4):
@@ -183,7 +183,7 @@ def test_nothing_is_decided_anew_while_a_stage_runs():
     assert (world.writes, len(world.events)) == (writes, events)
 
 
-def test_the_plan_of_a_running_job_outlives_a_change_of_what_the_cluster_serves():
+def test_running_job_keeps_its_launcher_when_served_kinds_change():
     world = training(served=("job", "pytorchjob"))
     assert world.children["reviews-train-1"]["kind"] == "PyTorchJob"
     world.served = ("job", "mpijob")
@@ -228,7 +228,7 @@ def test_a_job_that_spark_prepares_goes_on_when_its_settings_are_taken_away():
     assert (status.phase, status.failure, status.plan) == ("Succeeded", None, plan)
 
 
-def test_another_attempt_at_preparing_by_spark_needs_its_settings_and_says_which():
+def test_second_spark_attempt_names_the_settings_that_it_needs():
     world = prepared_by_spark()
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
@@ -335,7 +335,7 @@ def test_a_preparation_has_succeeded_with_its_first_pod_whatever_becomes_of_thos
     assert "StageFailed" not in world.event_reasons()
 
 
-def test_a_preparation_goes_on_and_tells_of_it_while_pods_after_the_first_find_no_node():
+def test_preparation_reports_progress_while_later_pods_are_unschedulable():
     world = World()
     world.settings = limits(unschedulableSeconds=60)
     world.spec["preparation"] = {"engine": "job", "workers": 2}
@@ -413,7 +413,7 @@ def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told:
     assert (world.phase, world.job().status.restarts) == ("Succeeded", 0)
 
 
-def test_pod_that_was_gone_before_anybody_looked_is_told_of_by_its_index() -> None:
+def test_pod_deleted_unseen_is_reported_by_its_index() -> None:
     world, child, (_, seen, unseen) = predicting_by_three()
     world.end_pod(seen, 137, reason="OOMKilled")
     world.now += timedelta(seconds=11)
@@ -443,7 +443,7 @@ def predicting_by_spark() -> World:
     return world
 
 
-def test_executors_that_the_driver_counts_as_replaced_are_told_and_cost_no_attempt() -> None:
+def test_replaced_executors_are_reported_and_cost_no_attempt() -> None:
     world = predicting_by_spark()
     for count in (1, 1, 3):
         world.progress = ProgressStatus(step=5, total_steps=20, percent=25, samples_per_second=7.5, replaced_pods=count)
@@ -831,7 +831,7 @@ def test_a_user_error_fails_the_job_at_once_with_everything_that_is_known():
     ]
 
 
-def test_a_failure_is_told_before_anything_of_the_attempt_is_deleted():
+def test_failure_is_recorded_before_the_attempt_is_deleted():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
     told = world.step()
@@ -850,7 +850,7 @@ def test_a_failure_is_told_before_anything_of_the_attempt_is_deleted():
     assert (world.job().status.restarts, world.job().status.counted_restarts) == (1, 1)
 
 
-def test_the_delay_doubles_up_to_the_most_and_begins_anew_after_a_long_run():
+def test_restart_delay_doubles_to_its_maximum_and_resets_after_a_long_run():
     world = training(settings=limits(restartDelaySeconds=10, restartDelayMostSeconds=60))
     delays = []
     for ran in (0, 0, 0, 0, 0, 700, 0):
@@ -900,7 +900,7 @@ def at_step(world: World, step: int) -> None:
     assert world.job().status.progress == world.progress
 
 
-def test_what_fails_the_same_way_before_each_first_step_is_counted_and_has_an_end():
+def test_repeated_failures_before_the_first_step_are_counted():
     world = training()
     for attempt in (1, 2, 3):
         world.fail(FailureClass.COLLECTIVE)
@@ -969,7 +969,7 @@ def test_a_failure_is_forgotten_when_its_stage_has_succeeded():
     assert (world.job().status.failure, world.stage("train")) == (None, ("Succeeded", 2))
 
 
-def test_the_next_attempt_waits_until_every_pod_of_the_last_is_over_or_gone():
+def test_next_attempt_waits_for_all_pods_of_the_previous_one():
     world = training(spec=TWO_NODES)
     pod = world.pods["reviews-train-1-1"]
     pod["stuck"] = True
@@ -1142,7 +1142,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_one():
     assert (batch["microBatchSize"], batch["gradientAccumulation"], batch["globalBatchSize"]) == (16, 2, 32)
 
 
-def test_memory_that_runs_out_on_every_rung_fails_the_job_and_says_that_nothing_is_left():
+def test_job_fails_once_no_plan_needs_less_memory():
     world = training()
     world.spec["parallelism"] = {"strategy": "single", "activationCheckpointing": "none"}
     for _ in range(12):
@@ -1173,7 +1173,7 @@ def test_memory_that_runs_out_on_every_rung_fails_the_job_and_says_that_nothing_
         ),
     ],
 )
-def test_memory_that_runs_out_changes_to_what_goes_on_from_the_checkpoints(checkpoints, step, minutes, following, form):
+def test_memory_adaptation_can_resume_from_the_checkpoints(checkpoints, step, minutes, following, form):
     spec = {**SPEC, "training": {"globalBatchSize": 32, "microBatchSize": 1}, "resources": {"nodes": 2}}
     world = training(spec={**spec, "checkpoints": checkpoints})
     world.progress = None if step is None else ProgressStatus(step=step, total_steps=20)
@@ -1280,7 +1280,7 @@ def test_a_container_that_cannot_start_fails_the_job_after_a_while(reason: str, 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def test_a_quota_is_told_and_tried_again_with_growing_delay_until_it_allows():
+def test_quota_refusal_is_reported_and_retried_with_back_off():
     world = World()
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.settle()

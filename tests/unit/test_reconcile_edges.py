@@ -103,7 +103,7 @@ def test_a_rank_that_no_status_can_hold_is_left_out():
     assert (failure_of(world).failure_class, failure_of(world).rank) == ("DataError", None)
 
 
-def test_a_failure_that_a_report_of_another_job_tells_is_none_of_this_one():
+def test_report_of_another_job_is_ignored():
     world = training()
     word = report("train", (FailureClass.HUB_UNAVAILABLE, 1.0)).replace('"reviews"', '"others"')
     world.end_pod("reviews-train-1-0", 10, word)
@@ -122,7 +122,7 @@ def silent(code: int) -> str:
 
 
 @pytest.mark.parametrize("code", [1, -9, -11, 0])
-def test_what_a_launcher_infers_from_an_exit_code_is_no_match_for_what_was_done_to_a_pod(code: int):
+def test_infrastructure_cause_precedes_a_cause_inferred_from_an_exit_code(code: int):
     world = training(spec=TWO_NODES, served=("mpijob",))
     world.end_pod("reviews-train-1-launcher", 1, silent(code))
     world.end_pod("reviews-train-1-worker-1", 143)
@@ -134,7 +134,7 @@ def test_what_a_launcher_infers_from_an_exit_code_is_no_match_for_what_was_done_
     assert (failure_of(world).failure_class, failure_of(world).pod) == ("Preempted", "reviews-train-1-worker-1")
 
 
-def test_a_crash_in_a_native_library_that_a_launcher_tells_of_is_tried_again():
+def test_crash_in_a_native_library_is_retried():
     world = training()
     world.end_pod("reviews-train-1-0", 1, silent(-11))
     world.end_child("reviews-train-1", succeeded=False)
@@ -152,7 +152,7 @@ def test_a_pod_killed_at_the_end_of_its_grace_period_has_not_run_out_of_memory()
     assert (failure_of(world).failure_class, world.job().status.adaptation) == ("Preempted", None)
 
 
-def test_a_container_that_its_runtime_could_not_start_is_told_in_the_runtimes_words():
+def test_container_start_failure_has_the_runtimes_message():
     world = training()
     words = 'exec: "python": executable file not found in $PATH'
     world.end_pod("reviews-train-1-0", 128, words, reason="StartError")
@@ -175,7 +175,7 @@ def test_a_container_that_its_runtime_could_not_start_is_told_in_the_runtimes_wo
         ("SysctlForbidden", "ChildFailed", 1, ()),
     ],
 )
-def test_a_pod_that_failed_before_its_container_is_told_in_the_kubelets_words(
+def test_pod_that_failed_before_its_container_has_the_kubelets_message(
     reason: str, expected: str, counted: int, avoided: tuple[str, ...]
 ):
     world = training()
@@ -227,7 +227,7 @@ def test_an_evicted_worker_that_its_controller_does_nothing_about_ends_the_attem
     assert (world.stage("train"), failure_of(world).failure_class) == (("Failed", 1), "Evicted")
 
 
-def test_a_child_whose_controller_tells_no_time_of_its_end_is_not_waited_for_for_ever():
+def test_wait_for_a_child_without_an_end_time_is_bounded():
     world = training()
     world.end_child("reviews-train-1", succeeded=False)
     for one in world.children["reviews-train-1"]["status"]["conditions"]:
@@ -278,7 +278,7 @@ def test_the_plan_in_the_status_is_the_one_that_the_next_attempt_gets():
     assert world.event_reasons()[-2:] == ["Planned", "StageStarted"]
 
 
-def test_progress_of_an_earlier_attempt_is_not_told_of_one_that_is_taken_up():
+def test_adopted_attempt_has_no_progress_of_an_earlier_one():
     world = training()
     world.progress = ProgressStatus(step=5, total_steps=20, percent=25)
     world.settle()
@@ -359,7 +359,7 @@ def test_memory_that_was_adapted_stays_so_over_a_suspension():
 # ------------------------------------------------------------------------------------------------------ pods that wait
 
 
-def test_a_job_whose_pods_nobody_creates_says_where_to_look_after_a_while():
+def test_job_without_pods_names_the_command_for_its_events():
     world = World()
     world.settle()
     assert world.decide().requeue_at == NOON + timedelta(seconds=60)
@@ -543,7 +543,7 @@ def test_a_job_suspended_and_resumed_at_any_moment_comes_to_its_good_end(moment:
 
 
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
-def test_every_pass_at_every_moment_comes_to_rest_and_tells_every_condition(moment: Callable[[World], object]):
+def test_every_reconcile_converges_and_sets_every_condition(moment: Callable[[World], object]):
     world = World()
     moment(world)
     world.settle()
@@ -572,7 +572,7 @@ def test_a_job_deleted_at_any_moment_is_left_to_the_garbage_collector(moment: Ca
     )
 
 
-def test_a_first_restart_that_is_one_too_many_is_told_with_the_failure():
+def test_exhausted_restarts_are_reported_with_the_failure():
     world = training()
     world.edit(maxRestarts=0)
     world.fail(FailureClass.HUB_UNAVAILABLE)

@@ -79,7 +79,7 @@ def test_ready_that_is_lost_has_the_reason_of_the_pod() -> None:
     assert world.job_condition("Ready")[0] == "True"
 
 
-def test_a_server_that_crashes_again_and_again_is_told_with_its_last_word() -> None:
+def test_crashing_server_is_reported_with_its_termination_message() -> None:
     world = serving()
     ended = {"exitCode": 65, "reason": "Error", "message": "no model lies there", "finishedAt": world.after(0)}
     state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}

@@ -354,7 +354,7 @@ def test_every_class_has_a_remedy_and_the_contracts_codes_agree_with_it():
         assert (REMEDIES[cause] is not Remedy.FAIL) == retryable(code), cause
 
 
-def test_a_failure_is_told_whole():
+def test_failure_status_has_all_fields():
     broken = pod(3, ended=ended(137, 3, "OOMKilled"))
     found = first_cause(Stage.TRAIN, CHILD, (broken,))
     logs = (("pod-2", "not this one"), ("pod-3", "x" * 5000 + "the end\n"))
@@ -374,7 +374,7 @@ def test_a_failure_is_told_whole():
     )
 
 
-def test_of_a_pod_that_is_gone_the_others_logs_are_told_with_their_names():
+def test_deleted_pod_leaves_the_named_logs_of_the_others():
     gone = pod(1, ended=ended(143, 12), deleted=True, deleting_since=after(10))
     left = pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2))
     found = first_cause(Stage.TRAIN, CHILD, (left, gone, pod(2, phase="Running")))
@@ -383,7 +383,7 @@ def test_of_a_pod_that_is_gone_the_others_logs_are_told_with_their_names():
     assert told.log_tail == "==> pod-0 <==\nstopped after step 28"
 
 
-def test_when_all_pods_were_deleted_the_log_that_was_read_before_is_told():
+def test_failure_has_the_log_read_before_all_pods_were_deleted():
     first, second = (
         pod(index, phase="Running", deleted=True, deleting_since=after(10 + index), deleting_until=after(40))
         for index in (0, 1)
@@ -396,7 +396,7 @@ def test_when_all_pods_were_deleted_the_log_that_was_read_before_is_told():
     assert found.to_failure_status(Stage.TRAIN, 1, (("pod-1", "step 27\n"),)).log_tail == "==> pod-1 <==\nstep 27"
 
 
-def test_of_a_pod_that_has_logged_nothing_the_others_logs_are_told_with_their_names():
+def test_empty_log_is_replaced_by_the_named_logs_of_other_pods():
     killed = pod(1, ended=ended(137, 12, "OOMKilled"))
     left = pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12))
     found = first_cause(Stage.TRAIN, CHILD, (left, killed))
@@ -412,7 +412,7 @@ def test_the_traceback_of_a_program_is_not_above_but_in_the_status():
     assert "logTail" in first_cause(Stage.TRAIN, CHILD, (raised,)).hint
 
 
-def test_somebody_in_a_cluster_is_not_asked_to_start_again_what_starts_by_itself():
+def test_hint_in_a_cluster_requests_no_manual_restart():
     stopped = pod(0, ended=ended(143, told=FailureClass.PREEMPTED))
     assert first_cause(Stage.TRAIN, CHILD, (stopped,)).hint.startswith("No action is needed")
 
@@ -443,7 +443,7 @@ def test_a_pod_that_does_not_end_is_its_nodes_fault():
     )
 
 
-def test_a_gate_that_is_not_met_says_how_the_trained_model_is_judged_again():
+def test_failed_gate_has_a_hint_to_evaluate_the_model_again():
     """Following the hint works: another job with the model, a lower gate and no training runs to its evaluation."""
     world = World()
     world.spec["evaluation"] = {"gate": {"metric": "accuracy", "minimum": 0.99}}

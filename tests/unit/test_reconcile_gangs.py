@@ -76,7 +76,7 @@ def test_incomplete_gang_is_reported_with_the_time_of_its_end(launcher: Launcher
     assert reported(world) == []
 
 
-def test_nodes_are_left_after_the_limit_and_the_next_attempt_is_no_restart() -> None:
+def test_gang_releases_its_nodes_after_the_limit_without_a_restart() -> None:
     world = training(gangSeconds=600)
     first = world.newest()
     world.wait(599)

@@ -108,7 +108,7 @@ def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
     assert "The reports do not show which rank hangs." in (found.message or "")
 
 
-def test_people_are_told_after_half_of_the_time_and_once():
+def test_missing_progress_is_reported_once_after_half_of_the_limit():
     world = training()
     world.wait(HALF - 1)
     assert world.job_condition("Running")[:2] == ("True", "StageRunning")
@@ -267,7 +267,7 @@ def test_silence_counts_from_when_the_operator_can_hear_again():
     assert "since 2026-01-01T12:09:59Z (step 7 of 20)" in failure_of(world).message
 
 
-def test_what_an_earlier_attempt_has_told_is_not_said_of_the_next():
+def test_progress_of_an_earlier_attempt_is_not_kept():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
@@ -314,7 +314,7 @@ WALK = st.lists(
 
 @examples(40, suppress_health_check=list(HealthCheck))
 @given(walk=WALK)
-def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(walk: list[tuple[str, int]]):
+def test_attempt_with_possible_or_timely_progress_is_not_stopped(walk: list[tuple[str, int]]):
     world = training()
     quiet_since: datetime = NOON
     for act, number in walk:

@@ -119,14 +119,14 @@ def test_kserve_that_is_asked_for_waits_until_the_cluster_serves_it() -> None:
     assert world.job_condition("Ready")[0] == "True"
 
 
-def test_kserve_without_a_controller_is_told() -> None:
+def test_kserve_without_a_controller_is_reported() -> None:
     world = serving(None)
     status, reason, message = world.job_condition("Ready")
     assert (status, reason) == ("False", "WaitingForKServe")
     assert "check that its controller runs" in message
 
 
-def test_what_kserve_says_of_its_failure_is_told() -> None:
+def test_failure_condition_of_kserve_is_reported() -> None:
     world = serving(None)
     waits = {"type": "PredictorReady", "status": "False", "reason": "MinimumReplicasUnavailable", "message": "No."}
     world.servers[NAME]["status"] = {"conditions": [waits]}

@@ -113,7 +113,7 @@ def test_old_servers_go_only_after_the_status_says_who_serves() -> None:
     ]  # fmt: skip
 
 
-def test_revision_that_never_gets_ready_leaves_the_one_before_serving_and_says_so() -> None:
+def test_unready_revision_leaves_the_previous_one_serving() -> None:
     world = serving()
     edit(world, maxQueue=7)
     labels = world.servers[f"{NAME}-2"]["spec"]["template"]["metadata"]["labels"]
@@ -157,7 +157,7 @@ def test_number_of_servers_makes_no_revision() -> None:
     assert history(world) == [(1, "Serving", None)]
 
 
-def test_new_revision_begins_with_as_many_servers_as_the_autoscaler_has_asked_for() -> None:
+def test_new_revision_starts_with_the_replicas_of_the_autoscaler() -> None:
     world = serving(replicas=1, maxReplicas=5)
     world.servers[f"{NAME}-1"]["spec"]["replicas"] = 4
     edit(world, replicas=1, maxReplicas=5, maxQueue=7)

@@ -149,7 +149,7 @@ def test_a_failure_of_the_program_is_no_preemption() -> None:
 # -------------------------------------------------------------------------------------------------------- without nodes
 
 
-def test_without_a_spot_node_the_job_waits_says_so_and_tells_it_once() -> None:
+def test_wait_for_a_spot_node_is_a_condition_and_one_event() -> None:
     world = prepared()
     starve(world)
     pod = world.pods_of("reviews-train-1")[0]
@@ -236,7 +236,7 @@ def test_a_job_that_was_suspended_looks_for_spot_nodes_anew() -> None:
     assert (capacity(world), asked_of(world)) == (("Running", 3, "spot"), ("spot", True))
 
 
-def test_a_job_that_is_suspended_between_two_attempts_looks_for_spot_nodes_anew_too() -> None:
+def test_job_suspended_between_attempts_requests_spot_nodes_again() -> None:
     world = prepared(fallbackToOnDemand=True)
     starve(world)
     world.wait(600)
@@ -433,7 +433,7 @@ def priced(**changes: Any) -> World:
     return prepared(changes=settings_with(prices=PRICES), **changes)
 
 
-def test_spot_nodes_are_paid_at_their_own_price_and_what_they_save_is_told() -> None:
+def test_spot_nodes_have_their_own_price_and_a_reported_saving() -> None:
     world = priced()
     world.start()
     world.wait(1000)

@@ -122,7 +122,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.inte
 @pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
 @examples(30, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
-def test_every_walk_ends_well_or_tells_why(launcher: LauncherName, steps: list[tuple[str, int | None]]):
+def test_every_walk_succeeds_or_reports_a_cause(launcher: LauncherName, steps: list[tuple[str, int | None]]):
     world = World(served=("job", launcher))
     world.spec["resources"] = {"nodes": 2}
     for action, dies_after in steps:

@@ -66,7 +66,7 @@ def test_an_answer_without_a_time_that_can_be_read_changes_nothing(date: str | N
     assert difference(clock, local) == 0
 
 
-def test_an_answer_that_was_long_in_coming_does_not_say_when_it_was_written() -> None:
+def test_slow_answer_does_not_set_the_clock() -> None:
     local = Local(takes=1.5)
     clock = ClusterClock(local)
     clock.answered(format_datetime(NOON + timedelta(hours=1), usegmt=True), clock.local())

@@ -63,7 +63,7 @@ def test_a_job_is_judged_in_another_thread_and_once_while_it_asks_for_the_same(r
     assert watched.judged == [("a", False)] * 3
 
 
-def test_a_job_that_cannot_be_judged_in_time_is_refused_and_all_others_are_judged(released: threading.Event) -> None:
+def test_job_that_cannot_be_validated_in_time_is_refused_alone(released: threading.Event) -> None:
     watched = Watched(released)
     slow = [f"slow-{number}" for number in range(THREADS + 1)]
 

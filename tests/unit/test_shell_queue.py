@@ -155,7 +155,7 @@ def test_it_is_calm_once_no_new_job_waits_or_after_a_while():
     queued(work)
 
 
-def test_who_waits_for_calm_can_be_cancelled_at_any_moment():
+def test_wait_for_calm_can_be_cancelled():
     async def work(queue: WorkQueue) -> None:
         async def wait() -> None:
             while True:

@@ -147,7 +147,7 @@ def test_a_late_answer_does_not_bring_back_what_was_deleted(store: Store):
     assert children(store) == []
 
 
-def test_a_deletion_that_is_told_before_the_create_was_answered_counts(store: Store):
+def test_deletion_reported_before_the_create_response_counts(store: Store):
     store.remove(child(8))
 
     assert store.put(child(5)) is None
@@ -171,7 +171,7 @@ def test_the_end_of_an_earlier_object_does_not_remove_a_later_one_of_the_same_na
     assert children(store) == [("demo-train-1", "new")]
 
 
-def test_what_the_api_server_does_not_find_is_gone_whatever_is_told_later(store: Store):
+def test_object_that_is_not_found_stays_deleted(store: Store):
     store.put(child(5))
     store.mark_deleted("Job", "team", "demo-train-1")
 
@@ -194,7 +194,7 @@ def test_deleted_objects_are_forgotten_after_a_while(store: Store, clock: Clock)
     assert store.put(child(7)) is not None
 
 
-def test_a_list_removes_what_it_does_not_name_and_tells_whose_it_was(store: Store):
+def test_list_removes_missing_objects_and_returns_their_jobs(store: Store):
     for raw in (child(5), child(6, uid="child-2", attempt="2"), pod(7)):
         store.put(raw)
 
@@ -290,7 +290,7 @@ def test_a_version_that_cannot_be_compared_is_refused(store: Store, version: str
         store.put(raw)
 
 
-def test_pods_of_an_earlier_job_of_the_name_are_told_until_they_are_gone(store: Store):
+def test_pods_of_an_earlier_job_of_the_name_are_listed_until_deleted(store: Store):
     store.put(job(10, uid="job-2"))
     store.put(pod(11))
     assert [found.name for found in store.pods_before(KEY, "job-2")] == ["demo-train-1-0"]
@@ -310,7 +310,7 @@ def seen_of(store: Store) -> list[tuple[str, bool]]:
     return [(view.phase, view.deleted) for view in store.pods(("team", "job-1"))]
 
 
-def test_the_last_state_of_a_pod_that_is_gone_is_kept_while_its_attempt_is_judged(store: Store):
+def test_last_state_of_a_deleted_pod_is_retained_during_its_attempt(store: Store):
     store.put(child(2))
     store.put(pod(3))
     store.remove(last_state(4, "Failed"))

@@ -341,7 +341,7 @@ def test_one_read_answers_all_tokens_that_wait_for_it() -> None:
     assert asyncio.run(go()) == ([POD] * 5, 2)
 
 
-def test_without_keys_nothing_is_known_about_a_token_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_cannot_be_reviewed_without_keys(caplog: pytest.LogCaptureFixture) -> None:
     issuer = Issuer(away=True)
     assert judged(RSA.sign(claims()), issuer) == "the issuer's keys could not be read"
     assert [record.getMessage() for record in caplog.records] == [

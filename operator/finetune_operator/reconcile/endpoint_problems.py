@@ -121,7 +121,7 @@ def _volume_message(state: ReconcileState, pod: PodView) -> str:
     other = _elsewhere(state, pod)
     held = "" if other is None else f", while pod {other.name} runs on node {other.node}"
     return (
-        f"Pod {pod.name} has waited on node {pod.node} for its volumes for more than {ATTACH.total_seconds():.0f} s"
-        f"{held}. A ReadWriteOnce claim is mounted on one node at a time (kubectl get pvc {' '.join(claims)}): keep "
+        f"Pod {pod.name} has waited for its volumes on node {pod.node} for over {ATTACH.total_seconds():.0f} s"
+        f"{held}. A ReadWriteOnce claim serves one node (kubectl get pvc {' '.join(claims)}): keep "
         "the servers on one node by spec.template.nodeSelector, or use a ReadWriteMany claim."
     )

@@ -79,7 +79,7 @@ def _global(
 
 @app.command("check-settings")
 def check_settings(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The settings file, as run takes it.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings file, as for run --settings.")],
 ) -> None:
     """Check a settings file; needs no cluster.
 

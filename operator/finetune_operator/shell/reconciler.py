@@ -635,8 +635,8 @@ def _claim_note(key: JobKey, entry: Entry) -> EventNote:
         "Warning",
         "NotOfThisJob",
         f'The operator ignores this object: its labels name FineTuneJob "{key.name}" (uid '
-        f"{shortened(entry.job_uid, 63)}), but its owner references do not lead to that job in this namespace. If it "
-        "is a copy, remove the labels that begin with finetune.dev/.",
+        f"{shortened(entry.job_uid, 63)}), its owner references do not. If it is a copy, remove the labels that begin "
+        "with finetune.dev/.",
     )
 
 
