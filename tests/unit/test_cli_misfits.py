@@ -154,7 +154,7 @@ def test_a_very_large_batch_is_told_of(
     spec = {"task": "text-classification", "training": {"globalBatchSize": 100_000}}
     told = finetune("bert", spec, command="validate")
     assert told.exit_code == 0
-    assert "globalBatchSize: 100,000 rows a step are very many for fine-tuning" in told.stderr
+    assert "globalBatchSize: 100,000 rows per step are unusually many for fine-tuning" in told.stderr
 
 
 def test_no_example_for_a_cluster_is_said_not_to_fit() -> None:
