@@ -385,7 +385,7 @@ def random_status(rng: random.Random, number: int) -> FineTuneJobStatus:
 
 def test_a_thousand_jobs_of_any_status_have_no_more_series_than_the_sets_allow() -> None:
     rng, metrics = random.Random(7), Metrics("EUR")
-    most = {row.name: row.most for row in metrics.families.rows}
+    most = {row.name: row.max_series for row in metrics.families.rows}
     of_jobs = sum(number for name, number in most.items() if not name.startswith("finetune_api_requests"))
     base, jobs = World().job(), []
     counts = []

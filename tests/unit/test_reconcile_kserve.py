@@ -238,7 +238,7 @@ def test_server_that_waits_for_a_volume_of_another_node_is_told() -> None:
     world.wait(61)
     status, _, message = world.job_condition("Ready")
     assert status == "True"
-    assert f"Pod {NAME}-1 has waited on node node-1" in message
+    assert f"Pod {NAME}-1 has waited for its volumes on node node-1" in message
     assert f"while pod {NAME}-0 runs on node node-0" in message
     assert "kubectl get pvc reviews)" in message
     stands(world, 0)

@@ -232,7 +232,7 @@ def test_kserve_servers_belong_to_the_job_in_any_order_of_arrival(store: Store, 
     store.resolve(ID, REPLICA_SET, {"metadata": metadata(REPLICA_SET.name, REPLICA_SET.uid, PREDICTOR, "serve")})
     assert (pods(store), foreign(store)) == (["server"], [])
     (found,) = store.endpoints(ID)
-    assert (found.ref.name, found.replicas, found.available, found.made) == (SERVICE.name, 2, 2, True)
+    assert (found.ref.name, found.replicas, found.available, found.has_deployment) == (SERVICE.name, 2, 2, True)
 
 
 def test_inference_service_that_the_job_does_not_control_serves_nothing_of_it(store: Store):
