@@ -23,8 +23,8 @@ from finetune_operator.shell.progress_protocol import (
     AttemptKey,
     BadBodyError,
     attempt_of,
-    later,
     mark_of,
+    merged_progress,
     progress_of,
     update_of,
 )
@@ -195,8 +195,10 @@ def test_bytes_that_are_no_update_are_a_bad_body(text: bytes) -> None:
 def test_what_the_last_word_leaves_out_stays_as_it_was() -> None:
     before = ProgressStatus(step=8, total_steps=9, percent=88, loss=0.5, last_update_time="2026-01-02T03:04:00Z")
     now = ProgressStatus(percent=100, loss=0.25, last_update_time=TIME)
-    assert later(before, now) == ProgressStatus(step=8, total_steps=9, percent=100, loss=0.25, last_update_time=TIME)
-    assert later(None, now) == now
+    assert merged_progress(before, now) == ProgressStatus(
+        step=8, total_steps=9, percent=100, loss=0.25, last_update_time=TIME
+    )
+    assert merged_progress(None, now) == now
 
 
 @pytest.mark.skipif(importlib.util.find_spec("finetune_trainer") is None, reason="the trainer is not installed")

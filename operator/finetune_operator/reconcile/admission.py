@@ -94,11 +94,11 @@ def _verdict(
     if job is None:
         return tuple(problems), ()
     spec = job.spec
-    clashes = tuple(_clashes(request, spec, jobs))
+    conflicts = tuple(_conflicts(request, spec, jobs))
     unserved = served and spec.launcher != "auto" and spec.launcher not in served
     warning = f"spec.launcher: this cluster does not serve {spec.launcher} yet; the job waits until it does"
     warnings = (*notices(spec), *((warning,) if unserved else ()))
-    return clashes, (() if clashes else warnings)
+    return conflicts, (() if conflicts else warnings)
 
 
 def _work(job: Mapping[str, JsonValue]) -> JsonValue:
@@ -112,7 +112,7 @@ def _is_being_deleted(document: Mapping[str, JsonValue]) -> bool:
     return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
 
 
-def _clashes(request: _Request, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> Iterator[Problem]:
+def _conflicts(request: _Request, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> Iterator[Problem]:
     """Yield a problem for each place that another unfinished job writes to: one would overwrite the other's results."""
     written = dict(_written(spec))
     for other in jobs:

@@ -32,7 +32,7 @@ from finetune_operator.reconcile.endpoint_rollout import (
     with_rollout_problem,
 )
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
-from finetune_operator.reconcile.reconcile_state import ReconcileState, Serves, Stalled, reference
+from finetune_operator.reconcile.reconcile_state import Readiness, ReconcileState, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.status import condition
@@ -221,60 +221,60 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     """Return the state with the endpoint's state, and events when it became ready or stopped being so."""
     status, url = state.status.endpoint, endpoint_url(state.job.name, state.job.namespace)
     target = None if status is None else view_of(state, status.target)
-    serves = _serves(state, url)
-    state = replace(state.requeue(volume_deadline(state)), serves=serves)
-    if not serves.ready:
-        state = replace(state, waiting=serves.message, waiting_reason=serves.reason)
+    readiness = _readiness(state, url)
+    state = replace(state.requeue(volume_deadline(state)), readiness=readiness)
+    if not readiness.ready:
+        state = replace(state, waiting=readiness.message, waiting_reason=readiness.reason)
     elif state.stalled is None and target is not None and target.stuck is not None:
         message = (
             f"The newest revision is not available, and the previous one keeps serving: {not_ready_reason(state)[1]}"
         )
         state = _with_stall(state, "RolloutStuck", message)
-    if serves.ready and status is not None and status.target != status.revision:
+    if readiness.ready and status is not None and status.target != status.revision:
         reason, message = not_ready_reason(state)
         if reason != WAITING:
             state = with_rollout_problem(state, reason, message)
-    if not serves.ready and state.stalled is None and target is not None and target.stuck is not None:
-        state = replace(state, stalled=Stalled(serves.reason, serves.message))
+    if not readiness.ready and state.stalled is None and target is not None and target.stuck is not None:
+        state = replace(state, stalled=Stalled(readiness.reason, readiness.message))
     before = condition(state.job.status, "Ready")
     was = before is not None and before.status == "True" and before.reason == "EndpointReady"
-    if serves.ready:
+    if readiness.ready:
         artifacts = (state.status.artifacts or ArtifactsStatus()).model_copy(update={"endpoint_url": url})
         state = state.with_status(artifacts=artifacts)
-        return state if was else state.with_event("EndpointReady", serves.message)
+        return state if was else state.with_event("EndpointReady", readiness.message)
     if was:
-        return state.with_event("EndpointNotReady", serves.message, warning=True)
+        return state.with_event("EndpointNotReady", readiness.message, warning=True)
     previous = (None, "") if before is None else (before.reason, before.message)
-    if serves.reason not in (WAITING, "WaitingForKServe", previous[0]) and state.stalled is None:
-        state = state.with_event("EndpointNotReady", serves.message, warning=True)
+    if readiness.reason not in (WAITING, "WaitingForKServe", previous[0]) and state.stalled is None:
+        state = state.with_event("EndpointNotReady", readiness.message, warning=True)
     return state
 
 
-def _serves(state: ReconcileState, url: str) -> Serves:
+def _readiness(state: ReconcileState, url: str) -> Readiness:
     status = state.status.endpoint
     servers = None if status is None else view_of(state, status.revision)
     if status is not None and servers is not None and servers.available > 0:
         count = f"{servers.available} of {servers.replicas} server{'s' * (servers.replicas > 1)}"
-        return Serves(
+        return Readiness(
             True,
             "EndpointReady",
             f"The endpoint answers at {url}: {count} of revision {servers.revision} available."
-            f"{_beside(state, servers)}{_next(state, status)}",
+            f"{_serving_details(state, servers)}{_rollout_details(state, status)}",
         )
     if state.stalled is not None:
-        return Serves(False, state.stalled.reason, state.stalled.message)
+        return Readiness(False, state.stalled.reason, state.stalled.message)
     reason, message = not_ready_reason(state)
-    return Serves(False, reason, message)
+    return Readiness(False, reason, message)
 
 
-def _beside(state: ReconcileState, servers: EndpointView) -> str:
+def _serving_details(state: ReconcileState, servers: EndpointView) -> str:
     """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
     own = "" if servers.url is None else f" KServe exposes it at {servers.url}."
     problem = start_problem(state, servers.revision)
     return own if problem is None else f"{own} {problem}"
 
 
-def _next(state: ReconcileState, status: EndpointStatus) -> str:
+def _rollout_details(state: ReconcileState, status: EndpointStatus) -> str:
     """Return a sentence on the revision that is to take over."""
     if status.target == status.revision:
         return "" if status.rolled_back_from is None else f" Revision {status.rolled_back_from} is rolled back."

@@ -94,7 +94,7 @@ def _deadline(pod: PodView) -> datetime | None:
     return None if pod.scheduled is None else pod.scheduled + ATTACH
 
 
-def _elsewhere(state: ReconcileState, pod: PodView) -> PodView | None:
+def _server_on_other_node(state: ReconcileState, pod: PodView) -> PodView | None:
     """Return a server, of any revision, that runs on another node than `pod`."""
     others = (one for one in state.observed.pods if one.stage is Stage.SERVE and not one.over and one.started_at)
     return next((one for one in others if one.node is not None and one.node != pod.node), None)
@@ -107,7 +107,7 @@ def _waits_for_volume(state: ReconcileState, pod: PodView) -> bool:
     at = _deadline(pod) if _mounts(pod) else None
     if at is None or at > state.now or not _claims(state):
         return False
-    return _elsewhere(state, pod) is not None
+    return _server_on_other_node(state, pod) is not None
 
 
 def _claims(state: ReconcileState) -> list[str]:
@@ -118,7 +118,7 @@ def _claims(state: ReconcileState) -> list[str]:
 
 def _volume_message(state: ReconcileState, pod: PodView) -> str:
     claims = _claims(state)
-    other = _elsewhere(state, pod)
+    other = _server_on_other_node(state, pod)
     held = "" if other is None else f", while pod {other.name} runs on node {other.node}"
     return (
         f"Pod {pod.name} has waited for its volumes on node {pod.node} for over {ATTACH.total_seconds():.0f} s"

@@ -175,7 +175,7 @@ def infrastructure_cause(pod: PodView) -> Cause | None:
         return Cause(
             OperatorCause.NODE_LOST,
             pod.disruption or pod.status_reason or "NodeLost",
-            f"Node {pod.node or 'unknown'} was lost or shut down under pod {pod.name}{detail}",
+            f"Node {pod.node or 'unknown'} was lost or shut down with pod {pod.name} on it{detail}",
             "No action is needed: the stage resumes from its last checkpoint, on other nodes if there are any.",
             pod,
             node_at_fault=True,

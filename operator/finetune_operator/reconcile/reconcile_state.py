@@ -47,7 +47,7 @@ class Stalled:
 
 
 @dataclass(frozen=True)
-class Serves:
+class Readiness:
     """Readiness of the endpoint, with its reason."""
 
     ready: bool
@@ -77,7 +77,7 @@ class ReconcileState:
     no_progress_message: str = ""
     """Message on a running attempt that reports nothing new."""
     stalled: Stalled | None = None
-    serves: Serves | None = None
+    readiness: Readiness | None = None
     """Readiness of the endpoint, in the stage that serves."""
     done: bool = False
     """True if the later phases have nothing to do."""

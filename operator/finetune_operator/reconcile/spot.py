@@ -153,7 +153,7 @@ def follow_spot_wait(state: ReconcileState, stage: StageStatus, pods: Sequence[P
     until = _fallback_time(state, pod)
     if until is not None and until <= state.now and not state.spec.run_policy.suspend:
         return _fallen_back(state, stage, pod), True
-    message = f"Pod {pod.name} finds no spot node: {_prospect(state, until)} Scheduler: {pod.unschedulable}"
+    message = f"Pod {pod.name} finds no spot node: {_wait_end(state, until)} Scheduler: {pod.unschedulable}"
     return replace(state.requeue(until), waiting=message, waiting_reason=WAITING), False
 
 
@@ -174,7 +174,7 @@ def _fallback_time(state: ReconcileState, pod: PodView) -> datetime | None:
     )
 
 
-def _prospect(state: ReconcileState, fallback: datetime | None) -> str:
+def _wait_end(state: ReconcileState, fallback: datetime | None) -> str:
     """Return the sentence on the wait and its end."""
     if fallback is not None:
         return f"at {stamp(fallback)} the training falls back to any nodes."

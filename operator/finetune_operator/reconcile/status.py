@@ -187,9 +187,9 @@ def ready(state: ReconcileState) -> ConditionContent:
             return ConditionContent("True", "Succeeded", "All stages have succeeded.")
         case "Failed":
             return ConditionContent("False", "Failed", _failure(state))
-        case None if state.serves is not None:
+        case None if state.readiness is not None:
             return ConditionContent(
-                "True" if state.serves.ready else "False", state.serves.reason, state.serves.message
+                "True" if state.readiness.ready else "False", state.readiness.reason, state.readiness.message
             )
         case None:
             return ConditionContent("False", "InProgress", _progress(state))

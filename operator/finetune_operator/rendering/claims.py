@@ -132,7 +132,7 @@ def _in_claim(uri: str) -> bool:
     return uri.startswith(_SCHEME)
 
 
-def in_the_pod(job: TrainerJob) -> TrainerJob:
+def with_mounted_paths(job: TrainerJob) -> TrainerJob:
     """Return `job` with every `pvc://` URI replaced by the path at which its claim is mounted."""
     predict = job.predict
     if predict is not None:

@@ -103,7 +103,7 @@ def endpoint_objects(
     assert servers is not None, "a plan with the stage serve has servers"
     pods = StagePods(plan, context, Attempt(Stage.SERVE, revision))
     scales = servers.most > servers.replicas
-    config, beside = config_map(pods), _beside(pods, servers)
+    config, beside = config_map(pods), _shared_objects(pods, servers)
     # The digest leaves out a number that an autoscaler changes.
     replicas = servers.replicas if running is None or not scales else min(max(running, servers.replicas), servers.most)
     pod_digest = revision_digest(plan, context)
@@ -133,7 +133,7 @@ def _sha256(value: JsonValue | list[Manifest]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _beside(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
+def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     """Return the objects that all revisions share; the Service selects this revision's pods."""
     context, everyone = pods.context, {**pods.identity}
     del everyone[ATTEMPT_LABEL]

@@ -54,7 +54,7 @@ def expected_owners(job: str, stage: Stage, attempt: int) -> Iterable[str]:
     return child, *(f"{child}{suffix}" for suffix in (*JOBS_BETWEEN, *DRIVERS))
 
 
-class Links:
+class OwnedObjects:
     """Objects that are known to be one job's own, by uid. They stay known after their deletion: reports of pods are
     read after that.
     """

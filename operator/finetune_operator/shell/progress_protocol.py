@@ -134,7 +134,7 @@ def _first(values: Mapping[str, str], names: tuple[str, ...], least: float, most
     return None
 
 
-def later(before: ProgressStatus | None, now: ProgressStatus) -> ProgressStatus:
+def merged_progress(before: ProgressStatus | None, now: ProgressStatus) -> ProgressStatus:
     """Return `now`, with the fields that it leaves out as they were `before` in the same attempt.
 
     The last update of transformers' callback has 100 percent and no step.

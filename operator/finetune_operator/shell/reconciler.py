@@ -152,7 +152,7 @@ class Reconciler:
         """Write statuses after creations, for ever. The key stays in progress until then: no reconcile overlaps."""
         while True:
             key, status_write = await self._status_writes.get()
-            await self._state.queue.calm(YIELD_SECONDS)
+            await self._state.queue.wait_for_new_jobs(YIELD_SECONDS)
             try:
                 await self._measured(key, status_write())
             finally:
@@ -506,7 +506,7 @@ class Reconciler:
         """Create events in their order, for ever."""
         while True:
             involved, salt, note = await self._events.get()
-            await self._state.queue.calm(YIELD_SECONDS)
+            await self._state.queue.wait_for_new_jobs(YIELD_SECONDS)
             try:
                 await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=salt)
             except ApiError as error:

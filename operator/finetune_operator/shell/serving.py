@@ -40,7 +40,7 @@ from finetune_operator.shell.certificates import (
 from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.operator_metrics import Metrics
-from finetune_operator.shell.progress_protocol import AttemptKey, later
+from finetune_operator.shell.progress_protocol import AttemptKey, merged_progress
 from finetune_operator.shell.progress_server import PORT, KnownPod, ProgressServer
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.state import OperatorState
@@ -180,7 +180,7 @@ class OperatorView:
         at = pod.attempt
         before = self._state.progress.of(pod.job_uid, at.stage, at.attempt)
         self._state.progress.note(
-            pod.job_uid, at.stage, at.attempt, later(before, progress), mark, self._state.now()
+            pod.job_uid, at.stage, at.attempt, merged_progress(before, progress), mark, self._state.now()
         )  # fmt: skip
         self._state.queue.add(JobKey(at.namespace, at.job))
 

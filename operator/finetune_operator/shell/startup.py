@@ -37,7 +37,7 @@ from finetune_operator.shell.serving import Servers
 from finetune_operator.shell.state import Measurements, OperatorState, ProgressBook, Service
 from finetune_operator.shell.store import Store
 from finetune_operator.shell.sync import Syncer
-from finetune_operator.shell.watches import Followers
+from finetune_operator.shell.watches import Watchers
 from finetune_operator.shell.webhook import WebhookOptions
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Operator:
             self._background = [
                 asyncio.create_task(self._syncer.run(), name="resync"),
                 asyncio.create_task(self._syncer.launchers(), name="launchers"),
-                asyncio.create_task(Followers(self.state, self._discovery).run(), name="following"),
+                asyncio.create_task(Watchers(self.state, self._discovery).run(), name="following"),
                 asyncio.create_task(self._reconciler.write_events(), name="events"),
                 asyncio.create_task(self.state.check_reports(), name="listening"),
                 *(

@@ -29,7 +29,7 @@ from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_s
 from finetune_operator.reconcile.observed import job_view, pod_view
 from finetune_operator.reconcile.reconcile_types import ChildView, EndpointView, JobView, PodView
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
-from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, Links, Owner, controller_of, expected_owners
+from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, OwnedObjects, Owner, controller_of, expected_owners
 from finetune_operator.shell.queue import JobKey
 
 JOB_KIND = "FineTuneJob"
@@ -91,7 +91,7 @@ class Store:
         """Uids of the jobs that had a name, by name, with the number of their objects."""
         self._tombstones: dict[str, tuple[int, float]] = {}
         """Tombstones by uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
-        self._links: dict[JobId, Links] = {}
+        self._owned: dict[JobId, OwnedObjects] = {}
         """Objects that are known to be a job's own, as long as any of its objects exists."""
         self._deleted_pods: dict[JobId, dict[str, PodView]] = {}
         """Deleted pods while the object that runs their attempt exists, by job, then by uid. A deletion would otherwise
@@ -157,25 +157,29 @@ class Store:
 
     def belongs(self, entry: Entry) -> bool:
         """Return whether the object is its job's own, and not only labelled so."""
-        return entry.uid in self._links.get(entry.job_id, ()) or entry in self._own(entry.job_id)
+        return entry.uid in self._owned.get(entry.job_id, ()) or entry in self._own(entry.job_id)
 
     def unresolved(self, job: JobId) -> set[Owner]:
         """Return the controllers of pods that claim the job and are not known here: batch Jobs between a child and its
         launcher, ReplicaSets of its Deployment, or nothing of the kind. The API server has to be asked for them
         (`resolve`).
         """
-        links = self._links.get(job)
-        if links is None:
+        owned = self._owned.get(job)
+        if owned is None:
             return set()
         claims = self._claims(job)
-        return {entry.owner for entry in claims if entry.owner and _between(entry) and links.is_unknown(entry.owner)}
+        return {
+            entry.owner
+            for entry in claims
+            if entry.owner and _has_intermediate_owner(entry) and owned.is_unknown(entry.owner)
+        }
 
     def resolve(self, job: JobId, owner: Owner, found: Raw | None) -> None:
         """Record the API server's answer about `owner`; None: it does not exist."""
-        links = self._links.get(job)
-        if links is not None:
+        owned = self._owned.get(job)
+        if owned is not None:
             self._own(job)  # with objects that were put in since
-            links.record_owner(owner, None if found is None else _metadata(found))
+            owned.record_owner(owner, None if found is None else _metadata(found))
 
     def foreign(self, key: JobKey) -> list[Entry]:
         """Return the objects that claim a job of that name and are not its own, except those that may still turn out to
@@ -198,47 +202,47 @@ class Store:
 
     def _own(self, job: JobId) -> list[Entry]:
         """Return the job, its children and its pods."""
-        links = self._links.get(job)
-        if links is None:
+        owned = self._owned.get(job)
+        if owned is None:
             return []
         own, undecided = [], []
         for entry in self._of_job.get(job, {}).values():
-            if isinstance(entry.view, JobView) or entry.uid in links:
+            if isinstance(entry.view, JobView) or entry.uid in owned:
                 own.append(entry)
             elif isinstance(entry.view, PodView | EndpointView):
                 undecided.append(entry)
         # One pod may control others, in whatever order they came, and an InferenceService a Deployment.
-        while found := [entry for entry in undecided if self._controlled(entry, links)]:
+        while found := [entry for entry in undecided if self._controlled(entry, owned)]:
             for entry in found:
-                links.add(entry.uid)
+                owned.add(entry.uid)
             own += found
-            undecided = [entry for entry in undecided if entry.uid not in links]
+            undecided = [entry for entry in undecided if entry.uid not in owned]
         return own
 
-    def _controlled(self, entry: Entry, links: Links) -> bool:
+    def _controlled(self, entry: Entry, owned: OwnedObjects) -> bool:
         """Return whether a pod's controller is the job's own. A deleted one, as that of a pod which outlives it for a
         moment while the operator starts, is known by its name.
         """
         owner, view = entry.owner, entry.view
         if isinstance(view, EndpointView):
-            return owner is not None and owner.kind == INFERENCE_SERVICE.kind and owner.uid in links
+            return owner is not None and owner.kind == INFERENCE_SERVICE.kind and owner.uid in owned
         assert isinstance(view, PodView)
         names = tuple(expected_owners(entry.job.name, view.stage, view.attempt))
         if owner is None:
             # Without its webhook, the Spark Operator does not name itself in a driver.
             kinds = [kind for suffix, kind in DRIVERS.items() if names and entry.name == f"{names[0]}{suffix}"]
             children = [self._entries.get((kind, entry.namespace, names[0])) for kind in kinds]
-            return any(child is not None and child.uid in links for child in children)
-        if owner.uid in links or owner.uid == entry.job_uid:
+            return any(child is not None and child.uid in owned for child in children)
+        if owner.uid in owned or owner.uid == entry.job_uid:
             return True
         if owner.name not in names:
             return False
-        if _between(entry):
-            return links.absent(owner)
-        there = self._entries.get((owner.kind, entry.namespace, owner.name))
-        if there is not None:
+        if _has_intermediate_owner(entry):
+            return owned.absent(owner)
+        owner_entry = self._entries.get((owner.kind, entry.namespace, owner.name))
+        if owner_entry is not None:
             return False
-        others = [other.view for other in self._of_job[entry.job_id].values() if other.uid in links]
+        others = [other.view for other in self._of_job[entry.job_id].values() if other.uid in owned]
         running = [(one.stage, one.attempt) for one in others if isinstance(one, ChildView)]
         return owner.name != names[0] or (view.stage, view.attempt) not in running
 
@@ -261,10 +265,10 @@ class Store:
             self._drop(known)
         self._entries[key] = entry
         self._of_job.setdefault(entry.job_id, {})[key] = entry
-        links = self._links.setdefault(entry.job_id, Links())
+        owned = self._owned.setdefault(entry.job_id, OwnedObjects())
         runs = isinstance(entry.view, ChildView | EndpointView)
         if runs and entry.owner is not None and entry.owner.uid == entry.job_uid:
-            links.add(entry.uid)
+            owned.add(entry.uid)
         self._uids.setdefault(entry.job, Counter())[entry.job_uid] += 1
         return entry
 
@@ -345,7 +349,7 @@ class Store:
         if own:
             self._retain_last_state(known, last)
         if known.job_id not in self._of_job:
-            self._links.pop(known.job_id, None)
+            self._owned.pop(known.job_id, None)
         return known
 
     def _retain_last_state(self, known: Entry, last: PodView | None) -> None:
@@ -386,7 +390,7 @@ def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
     return metadata
 
 
-def _between(pod: Entry) -> bool:
+def _has_intermediate_owner(pod: Entry) -> bool:
     """Return whether a pod's controller can be the batch Job between an MPIJob and its launcher, or the ReplicaSet
     between a Deployment and its servers.
     """

@@ -120,7 +120,7 @@ class Syncer:
             self._state.measurements.relisted(reason)
 
 
-class Turn:
+class TimeSlice:
     """Share of the event loop for work that never waits: many objects in a row must not hold up a probe."""
 
     def __init__(self) -> None:
@@ -140,13 +140,13 @@ async def read_all(state: OperatorState, resource: Resource, namespace: str | No
     labels = None if resource is FINETUNE_JOB else JOB_LABEL
     listed: set[Key] = set()
     version = 0
-    turn = Turn()
+    time_slice = TimeSlice()
     async for page in state.kube.pages(resource, namespace, labels):
         if page.first:
             listed.clear()
         version = page.version
         for raw in page.items:
-            await turn.shared()
+            await time_slice.shared()
             await store_object(state, resource, raw)
             with suppress(UnreadableError):
                 listed.add(key_of(raw))

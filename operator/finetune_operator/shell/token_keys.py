@@ -203,7 +203,7 @@ class _Claims(BaseModel):
 
 
 def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
-    """Return the verdict on the token's claims, if one of the keys has signed it. Raises _StrangerError."""
+    """Return the verdict on the token's claims, if one of the keys has signed it. Raises _UnknownKeyError."""
     try:
         key_id = jwt.get_unverified_header(token).get("kid")
         if not isinstance(key_id, str):
