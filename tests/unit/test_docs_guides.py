@@ -14,6 +14,8 @@ from examples import EXAMPLES
 from finetune_command import finetune
 
 SOURCES = ("operator", "trainer_image")
+PREFIXES = ("", "operator/finetune_operator/", "trainer_image/finetune_trainer/")
+"""Folders from which CONTRIBUTING.md counts paths."""
 OF_KUBERNETES = {"ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError", "CrashLoopBackOff"}
 """Reasons of the kubelet."""
 
@@ -68,3 +70,10 @@ def test_each_page_begins_with_its_use() -> None:
 def test_all_pages_begin_with_a_title() -> None:
     files = sorted(Path(ROOT / "docs").glob("*.md"))
     assert [file.name for file in files if not file.read_text(encoding="utf-8").startswith("# ")] == []
+
+
+def test_paths_of_the_contributing_page_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = sorted(set(re.findall(r"`([\w.-]+(?:/[\w.-]+)*/[\w.-]*)`", text)))
+    assert len(paths) > 60
+    assert [path for path in paths if not any((ROOT / prefix / path).exists() for prefix in PREFIXES)] == []
