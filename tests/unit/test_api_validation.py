@@ -62,21 +62,21 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.checkpoints.every", "Invalid", "takes exactly one of steps and minutes"),
     ],
     "claim-forms": [
-        ("spec.model.uri", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.dataset.uri", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.predict.dataset.uri", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.predict.output", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.storage.workspace", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.storage.cache", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
+        ("spec.model.uri", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.dataset.uri", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.predict.dataset.uri", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.predict.output", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.storage.workspace", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.storage.cache", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
     ],
     "deepspeed-keys": [
-        ("spec.parallelism.deepspeedConfig.train_batch_size", "Forbidden", "spec.training.globalBatchSize decides it"),
-        ("spec.parallelism.deepspeedConfig.activation_checkpointing", "Invalid", "it is an object in DeepSpeed"),
+        ("spec.parallelism.deepspeedConfig.train_batch_size", "Forbidden", "is set by spec.training.globalBatchSize"),
+        ("spec.parallelism.deepspeedConfig.activation_checkpointing", "Invalid", "must be an object for DeepSpeed"),
         ("spec.parallelism.deepspeedConfig.zero_optimisation", "Unknown", "did you mean zero_optimization?"),
         (
             "spec.parallelism.deepspeedConfig.zero_optimization.stage",
             "Forbidden",
-            "spec.parallelism.zeroStage decides it",
+            "is set by spec.parallelism.zeroStage",
         ),
         ("spec.parallelism.deepspeedConfig.zero_optimization.overlap_com", "Unknown", "did you mean overlap_comm?"),
     ],
@@ -107,10 +107,10 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.env[0].name", "Forbidden", "is set from spec.secrets.hubToken"),
     ],
     "epochs-and-steps": [
-        ("spec.training.maxSteps", "Invalid", "takes the place of spec.training.epochs, so that only on"),
+        ("spec.training.maxSteps", "Invalid", "replaces spec.training.epochs: only one of the two"),
     ],
     "evaluation-without-dataset": [
-        ("spec.dataset", "Required", "is required when something is evaluated"),
+        ("spec.dataset", "Required", "is required for evaluation"),
     ],
     "frame-odds": [
         ("apiVersion", "Required", "is required"),
@@ -118,7 +118,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("metadata.annotations", "Invalid", "must be an object"),
     ],
     "gate-not-measured": [
-        ("spec.evaluation.gate.metric", "Invalid", "has to be one of spec.evaluation.metrics"),
+        ("spec.evaluation.gate.metric", "Invalid", "must be one of spec.evaluation.metrics"),
     ],
     "host-namespaces": [
         ("spec.template.hostNetwork", "Unknown", "there is no such field"),
@@ -126,9 +126,9 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.hostIPC", "Unknown", "there is no such field"),
     ],
     "hub-only-fields": [
-        ("spec.predict.output", "Invalid", "has to end in .jsonl or .parquet, which also chooses the"),
-        ("spec.model.revision", "Invalid", "has a meaning on the Hub only, so that spec.model.uri ha"),
-        ("spec.dataset.config", "Invalid", "has a meaning on the Hub only, so that spec.dataset.uri"),
+        ("spec.predict.output", "Invalid", "must end in .jsonl or .parquet, which also sets the"),
+        ("spec.model.revision", "Invalid", "applies to the Hub only: spec.model.uri must begin with hf://"),
+        ("spec.dataset.config", "Invalid", "applies to the Hub only: spec.dataset.uri must begin with hf://"),
         ("spec.training.warmupSteps", "Invalid", "has no effect with the scheduler constant"),
         ("spec.resources.accelerator", "Invalid", "has no effect while spec.resources.gpusPerNode is 0"),
     ],
@@ -155,7 +155,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.runPolicy.managedBy", "Invalid", "must be a name with a domain, such as kueue.x-k8s.io/mul"),
     ],
     "micro-batch-not-divisible": [
-        ("spec.training.globalBatchSize", "Invalid", "use 24 or 32, multiples of 8 = 8 rows of a micro-batch"),
+        ("spec.training.globalBatchSize", "Invalid", "use 24 or 32, multiples of 8 = 8 rows per micro-batch"),
     ],
     "missing-required": [
         ("spec.task", "Required", "is required"),
@@ -207,8 +207,8 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.resources.network", "NotSupported", "must be one of auto, tcp, rdma, efa"),
     ],
     "no-dataset": [
-        ("spec.dataset", "Required", "is required when something trains"),
-        ("spec.predict.dataset", "Required", "is required when there is no spec.dataset whose test or "),
+        ("spec.dataset", "Required", "is required for training"),
+        ("spec.predict.dataset", "Required", "is required without spec.dataset, whose test or "),
     ],
     "no-name": [
         ("metadata.name", "Required", "is required"),
@@ -234,7 +234,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.runPolicy.queue", "NotYetSupported", "is not supported in this version"),
     ],
     "remote-code": [
-        ("spec.model.trustRemoteCode", "Forbidden", "lets code of the model's author run, and the settings do"),
+        ("spec.model.trustRemoteCode", "Forbidden", "runs code of the model's author, which the settings do not"),
     ],
     "run-policy-values": [
         ("spec.runPolicy.activeDeadlineSeconds", "Invalid", "must be an integer of at least 1"),
@@ -244,23 +244,23 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.runPolicy.priorityClassName", "Invalid", "must be a name of small letters, digits, - and ., with a"),
     ],
     "script-beside-the-loop": [
-        ("spec.training.epochs", "Invalid", "is what the built-in loop obeys, and spec.training.script takes its"),
-        ("spec.training.learningRate", "Invalid", "is what the built-in loop obeys, and spec.training.script take"),
-        ("spec.training.arguments", "Invalid", "is what the built-in loop obeys, and spec.training.script takes i"),
-        ("spec.parallelism.strategy", "Invalid", "is what the built-in loop obeys, and spec.training.script takes"),
-        ("spec.checkpoints.every", "Invalid", "is what the built-in loop obeys, and spec.training.script takes it"),
-        ("spec.preparation.maxLength", "Invalid", "is what the built-in loop obeys, and spec.training.script takes"),
+        ("spec.training.epochs", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.training.learningRate", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.training.arguments", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.parallelism.strategy", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.checkpoints.every", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.preparation.maxLength", "Invalid", "configures the built-in loop, which spec.training.script"),
     ],
     "script-form": [
         ("spec.training.script.git.ref", "Invalid", "must be a branch, tag or commit"),
         ("spec.training.script.git.path", "Invalid", "must be a path without / in front and without :"),
-        ("spec.training.script.entryPoint", "Invalid", "may not lead out of the repository"),
-        ('spec.training.script.hyperparameters["--x"]', "Invalid", "is not a name of letters, digits, -, _ and ."),
-        ('spec.training.script.hyperparameters["a b"]', "Invalid", "is not a name of letters, digits, -, _ and ."),
-        ("spec.training.script.hyperparameters.nul", "Invalid", "holds a NUL character, which no argument of a"),
+        ("spec.training.script.entryPoint", "Invalid", "must stay inside the repository"),
+        ('spec.training.script.hyperparameters["--x"]', "Invalid", "must be a name of letters, digits, -, _ and ."),
+        ('spec.training.script.hyperparameters["a b"]', "Invalid", "must be a name of letters, digits, -, _ and ."),
+        ("spec.training.script.hyperparameters.nul", "Invalid", "contains a NUL character, which a command-line"),
     ],
     "script-host": [
-        ("spec.training.script.git.url", "Forbidden", "is an address of the machine or its cloud, never fetched"),
+        ("spec.training.script.git.url", "Forbidden", "is a local or cloud metadata address, which is never"),
     ],
     "script-url": [
         ("spec.training.script.git.url", "Invalid", "must be an HTTPS URL of a host and a path, without user,"),
@@ -321,8 +321,8 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.storage.size", "Invalid", "is less than 1Mi: a number without a unit counts bytes"),
     ],
     "template-labels": [
-        ("spec.template.labels", "Invalid", "cannot have keys that begin with finetune.dev/, training"),
-        ("spec.template.annotations", "Invalid", "cannot have keys that begin with finetune.dev/, training"),
+        ("spec.template.labels", "Invalid", "must not use the prefixes finetune.dev/, training"),
+        ("spec.template.annotations", "Invalid", "must not use the prefixes finetune.dev/, training"),
         ('spec.template.labels["a b"]', "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
         ("spec.template.labels.tier", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
         ("spec.template.nodeSelector.gpu", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
@@ -373,8 +373,8 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.securityContext.appArmorProfile.localhostProfile", "Forbidden", "must not hold .."),
     ],
     "token-in-plain-text": [
-        ("spec.model.uri", "Forbidden", "looks like a Hub token, and a job must not hold one"),
-        ("spec.template.env[0].value", "Forbidden", "looks like a Hub token, and a job must not hold one"),
+        ("spec.model.uri", "Forbidden", "looks like a Hub token, which a job must not contain"),
+        ("spec.template.env[0].value", "Forbidden", "looks like a Hub token, which a job must not contain"),
     ],
     "toleration-forms": [
         ("spec.template.tolerations[0].operater", "Unknown", "did you mean operator?"),
@@ -385,13 +385,13 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.tolerations[5].key", "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
     ],
     "too-many-processes": [
-        ("spec.resources.processesPerNode", "Invalid", "cannot be more than spec.resources.gpusPerNode: a GPU ta"),
+        ("spec.resources.processesPerNode", "Invalid", "must not exceed spec.resources.gpusPerNode: each GPU"),
     ],
     "training-arguments": [
-        ("spec.training.arguments.learning_rate", "Forbidden", "spec.training.learningRate decides it"),
+        ("spec.training.arguments.learning_rate", "Forbidden", "is set by spec.training.learningRate"),
         ("spec.training.arguments.adam_beta", "Unknown", "Did you mean adam_beta2?"),
-        ("spec.training.arguments.adam_beta2", "Invalid", "numbers and truth values take no quotes"),
-        ("spec.training.arguments.output_dir", "Forbidden", "has no effect: the trainer itself takes care of what it"),
+        ("spec.training.arguments.adam_beta2", "Invalid", "write numbers and booleans without quotes"),
+        ("spec.training.arguments.output_dir", "Forbidden", "has no effect: the trainer handles this itself"),
         ("spec.training.arguments.report_to", "Invalid", "must be one or a list of tensorboard, mlflow, wandb"),
         ("spec.training.arguments.train_sampling_strategy", "Invalid", "must be one of random, group_by_length"),
     ],
@@ -455,10 +455,10 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     "split-forms": [
         ("spec.dataset.splits.train", "Invalid", "write train[:80%], and train[80%:] for the split that gets the rest"),
         ("spec.dataset.splits.validation", "Invalid", "write train[90%:], and train[:90%] for spec.dataset.splits.t"),
-        ("spec.dataset.splits.test", "Invalid", "is no name of a split, nor of a slice such as train[:80%]"),
+        ("spec.dataset.splits.test", "Invalid", "is neither the name of a split nor a slice such as"),
         ("spec.predict.dataset.splits.train", "Invalid", "write train"),
-        ("spec.predict.dataset.splits.validation", "Invalid", "is a share of rows, and a split of files is the name"),
-        ("spec.predict.dataset.splits.test", "Invalid", "is a share of rows, and a split of files is the name of"),
+        ("spec.predict.dataset.splits.validation", "Invalid", "is a fraction of rows, and a split of files is a file"),
+        ("spec.predict.dataset.splits.test", "Invalid", "is a fraction of rows, and a split of files is a file"),
     ],
     "yaml-bad-indent": [
         ("", "Syntax", "did not find expected key"),
@@ -502,7 +502,7 @@ def found(value: Any, settings: Settings = LOCAL_SETTINGS) -> list[tuple[str, st
     return [(problem.path, problem.reason) for problem in validate_job(value, settings)[1]]
 
 
-def test_there_are_enough_job_files_and_each_says_what_it_shows() -> None:
+def test_job_files_are_many_and_begin_with_a_comment() -> None:
     assert len(GOOD) >= 25
     assert sorted(BAD) == sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
     assert len(BAD) >= 65
@@ -591,7 +591,7 @@ def test_a_missing_choice_of_stage_is_reported_with_the_other_faults() -> None:
     ]
 
 
-def test_a_faulty_field_does_not_hide_that_its_neighbours_contradict_each_other() -> None:
+def test_faulty_field_does_not_hide_contradictions_of_other_fields() -> None:
     assert found(job(training={"learningRate": "fast", "epochs": 3, "maxSteps": 10}, dataset=...)) == [
         ("spec.training.learningRate", "Invalid"),
         ("spec.dataset", "Required"),
@@ -605,7 +605,7 @@ def test_local_uris_are_refused_in_a_cluster_and_accepted_without_one() -> None:
     assert found(value, CLUSTER_SETTINGS) == [("spec.model.uri", "Forbidden"), ("spec.dataset.uri", "Forbidden")]
 
 
-def test_remote_code_runs_only_where_the_administrator_allows_the_repository() -> None:
+def test_remote_code_needs_a_repository_that_the_settings_allow() -> None:
     value = job(model={"uri": "hf://org/name", "trustRemoteCode": True})
     assert found(value, Settings(trustRemoteCode=("org/*",))) == []
     assert found(value, Settings(trustRemoteCode=("other/*",))) == [("spec.model.trustRemoteCode", "Forbidden")]
@@ -624,11 +624,11 @@ def test_remote_code_runs_only_where_the_administrator_allows_the_repository() -
         ([], False),
     ],
 )
-def test_only_a_whole_object_of_another_project_is_passed_over(value: Any, expected: bool) -> None:
+def test_only_a_whole_object_of_another_project_is_ignored(value: Any, expected: bool) -> None:
     assert (foreign(value) is not None) is expected
 
 
-def test_the_value_of_a_field_is_shown_also_beside_a_required_field_that_is_wrong() -> None:
+def test_value_is_shown_next_to_an_invalid_required_field() -> None:
     _, problems = validate_job(job(model={"uri": "org/name", "revison": "main"}), LOCAL_SETTINGS)
     assert [(problem.path, problem.value) for problem in problems] == [
         ("spec.model.uri", '"org/name"'),
@@ -644,7 +644,7 @@ def test_an_object_that_is_written_as_one_value_is_explained() -> None:
     ]
 
 
-def test_what_is_missing_is_explained_by_what_can_be_written() -> None:
+def test_hint_for_a_missing_field_lists_its_values() -> None:
     value = job()
     value["spec"] = {"training": {}, "dataset": {"uri": "hf://org/rows"}}
     _, problems = validate_job(value, LOCAL_SETTINGS)
@@ -658,7 +658,7 @@ def test_what_is_missing_is_explained_by_what_can_be_written() -> None:
     ]
 
 
-def test_kinds_of_training_arguments_are_told_in_the_words_of_a_yaml_file() -> None:
+def test_types_of_training_arguments_are_named_as_in_yaml() -> None:
     value = job(training={"arguments": {"adam_beta2": "high", "dataloader_pin_memory": 3, "optim_args": 1}})
     _, problems = validate_job(value, LOCAL_SETTINGS)
     assert [problem.rule for problem in problems] == ["must be a number", "must be true or false", "must be text"]

@@ -57,7 +57,7 @@ def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterat
             yield Problem(
                 where,
                 shown,
-                f"spec.{field} decides it",
+                f"is set by spec.{field}",
                 owned_key(field, value),
                 reason="Forbidden",
             )
@@ -66,14 +66,14 @@ def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterat
             yield Problem(
                 where,
                 shown,
-                "DeepSpeed knows no such key and would ignore it",
+                "is not a DeepSpeed key, so that DeepSpeed would ignore it",
                 f"did you mean {near}?" if near else "leave it out",
                 reason="Unknown",
             )
         elif isinstance(value, dict) and (path in KNOWN_KEYS or path[0] in OPEN_SECTIONS):
             yield from _problems(value, path)
         elif path in KNOWN_KEYS:
-            yield Problem(where, shown, "it is an object in DeepSpeed", "write its keys below it")
+            yield Problem(where, shown, "must be an object for DeepSpeed", "write its keys below it")
 
 
 def _nearest(key: str, known: frozenset[str]) -> str | None:

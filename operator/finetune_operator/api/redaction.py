@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, SECRET_WORD, is_secret_name
+from finetune_operator.api.problems import HIDDEN, SECRET_NAME_END, SECRET_TEXT, is_secret_name
 
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _END_OF_KEY = re.compile(r"\A.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
@@ -21,14 +21,14 @@ _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=\-]{8,}")
 _QUOTED = r"""(?:"(?:[^"\\]|\\[\s\S])*+"|'(?:[^'\\]|\\[\s\S])*+'|["'][^"'\n]*)"""
 """Quoted text; the last alternative may lack its closing quote."""
 _ASSIGNED = re.compile(
-    rf"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?{SECRET_WORD})"
+    rf"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?{SECRET_NAME_END})"
     r"((?:\\?[\"'])?\]?\s*[=:]\s*)"
     rf"(b?{_QUOTED}|\\\"[^\"]*\"|[^\s,;&\"'\\]+)"
 )
 """`password=...` in a line of a log or in a query, `{'API_KEY': '...'}` as Python prints it, and JSON in JSON. A search
 starts only where a name starts: started at each `-` of a name, it takes time quadratic in the length of the name.
 """
-_OPTION = re.compile(rf"(?i)(?<![a-z0-9_\-])(--[a-z0-9_\-]*?{SECRET_WORD}[ \t]+)(?!-)({_QUOTED}|\S+)")
+_OPTION = re.compile(rf"(?i)(?<![a-z0-9_\-])(--[a-z0-9_\-]*?{SECRET_NAME_END}[ \t]+)(?!-)({_QUOTED}|\S+)")
 """`--api-key ...` in a command line."""
 _SIGNATURE = re.compile(r"(?i)([?&;](?:amp;)?(?:sig|[a-z0-9\-]{0,20}signature)=)[^\s&;\"']+")
 """Query parameters of presigned object store URLs, which are credentials."""

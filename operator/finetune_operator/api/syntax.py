@@ -48,8 +48,8 @@ def quote(path: Path, value: JsonValue) -> Problem:
     return Problem(format_path(path), describe_value(value, path), "must be text", "put the value in quotes")
 
 
-def label_problems(labels: Mapping[str, JsonValue], path: Path, way_out: str) -> Iterator[Problem]:
-    """Yield the problems of a map of labels at `path`; `way_out` is the hint for values of another form."""
+def label_problems(labels: Mapping[str, JsonValue], path: Path, hint: str) -> Iterator[Problem]:
+    """Yield the problems of a map of labels at `path`; `hint` is for values of another form."""
     for key, text in labels.items():
         full = (*path, key)
         if not is_label_key(key):
@@ -57,4 +57,4 @@ def label_problems(labels: Mapping[str, JsonValue], path: Path, way_out: str) ->
         if not isinstance(text, str):
             yield quote(full, text)
         elif not is_label_value(text):
-            yield Problem(format_path(full), describe_value(text, full), LABEL_VALUE_RULE, way_out)
+            yield Problem(format_path(full), describe_value(text, full), LABEL_VALUE_RULE, hint)
