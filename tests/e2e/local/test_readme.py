@@ -22,20 +22,11 @@ ROOT = Path(__file__).parents[3]
 COMMAND_SECONDS = 1500
 """Limit of one command: the quickstart compiles, trains and evaluates, and took 5 minutes on a busy machine."""
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-CODE = re.compile(rf"{FENCE.pattern}|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HERE, _, CLUSTER = README.partition("## In a cluster\n")
 """The sections for this machine, and those for a cluster."""
 GET_STARTED = (ROOT / "docs" / "get-started.md").read_text(encoding="utf-8")
 INDEX = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-PAGES = (
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "images" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-)
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -120,7 +111,7 @@ def test_every_job_in_the_readme_is_valid(block: str) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_index_lists_every_page_and_every_page_links_to_existing_files() -> None:
+def test_the_index_lists_every_page() -> None:
     _, begin, by_reader = README.partition("## Read on\n")
     assert begin
     assert "docs/README.md" in by_reader
@@ -129,29 +120,6 @@ def test_the_index_lists_every_page_and_every_page_links_to_existing_files() -> 
     listed = set(re.findall(r"\]\(([^)#/]+)\)", INDEX))
     assert len(pages) > 15
     assert [page for page in pages if page not in listed] == []
-    missing = [
-        f"{file.name}: {link}"
-        for file in PAGES
-        for link in re.findall(r"\]\(([^)#\s\[]+)[^)]*\)", CODE.sub("", file.read_text(encoding="utf-8")))
-        if not link.startswith(("https://", "http://")) and not (file.parent / link).exists()
-    ]
-    assert missing == []
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub forms them."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_every_link_into_a_page_leads_to_a_heading() -> None:
-    links = [
-        (file, file.parent / page if page else file, anchor)
-        for file in PAGES
-        for page, anchor in re.findall(r"\]\(([^)#\s\[:]*)#([^)\s]+)\)", CODE.sub("", file.read_text(encoding="utf-8")))
-    ]
-    assert len(links) > 50
-    assert [f"{file.name}: {page.name}#{anchor}" for file, page, anchor in links if anchor not in anchors(page)] == []
 
 
 def test_the_readme_calls_the_command_in_one_way() -> None:
