@@ -1,4 +1,4 @@
-"""How fast processes exchange data: an all-reduce over all of them, as gradients are averaged.
+"""Bandwidth of an all-reduce over all GPUs, as gradients are averaged.
 
 torchrun --nproc-per-node N -m gpu_check.gpu_links MEBIBYTES
 """

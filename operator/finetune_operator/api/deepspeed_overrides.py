@@ -46,12 +46,12 @@ def override_problems(overrides: Mapping[str, JsonValue]) -> Iterator[Problem]:
     yield from _problems(overrides, ())
 
 
-def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterator[Problem]:
+def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iterator[Problem]:
     for key, value in values.items():
-        path = (*above, key)
+        path = (*parents, key)
         full = (*_FIELD, *path)
         where, shown = format_path(full), describe_value(value, full)
-        known = KNOWN_KEYS.get(above)
+        known_keys = KNOWN_KEYS.get(parents)
         if path in OWNED_KEYS:
             field = OWNED_KEYS[path]
             yield Problem(
@@ -61,8 +61,8 @@ def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterat
                 owned_key(field, value),
                 reason="Forbidden",
             )
-        elif known is not None and key not in known:
-            near = _nearest(key, known)
+        elif known_keys is not None and key not in known_keys:
+            near = _nearest(key, known_keys)
             yield Problem(
                 where,
                 shown,
@@ -76,6 +76,6 @@ def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterat
             yield Problem(where, shown, "must be an object for DeepSpeed", "write its keys below it")
 
 
-def _nearest(key: str, known: frozenset[str]) -> str | None:
-    found = get_close_matches(key, sorted(known), n=1)
+def _nearest(key: str, known_keys: frozenset[str]) -> str | None:
+    found = get_close_matches(key, sorted(known_keys), n=1)
     return found[0] if found else None

@@ -41,17 +41,17 @@ class Redactor:
     """Collector of secrets that removes them from every text."""
 
     def __init__(self) -> None:
-        self._met: set[str] = set()
+        self._secrets: set[str] = set()
 
     def learn(self, value: Any) -> None:
         """Remember the secrets of an object. Call it for all objects before redacting texts."""
         for secret in _secrets_in(value):
             if len(secret) >= _LEAST:
-                self._met.add(secret)
+                self._secrets.add(secret)
 
     def text(self, text: str) -> str:
         """Return the text without secrets."""
-        for secret in sorted(self._met, key=len, reverse=True):
+        for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         text = _END_OF_KEY.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, text)))
         text = _USER_INFO.sub(f"{HIDDEN}@", text)
@@ -67,13 +67,13 @@ class Redactor:
             case Mapping():
                 if "name" in value and "value" in value and is_secret_name(str(value["name"])):
                     return {**{k: self.value(v) for k, v in value.items()}, "value": HIDDEN}
-                return {str(key): self._of(str(key), one) for key, one in value.items()}
+                return {str(key): self._field_value(str(key), one) for key, one in value.items()}
             case list() | tuple():
                 return [self.value(one) for one in value]
             case _:
                 return value
 
-    def _of(self, name: str, value: Any) -> Any:
+    def _field_value(self, name: str, value: Any) -> Any:
         return HIDDEN if isinstance(value, str) and value and is_secret_name(name) else self.value(value)
 
 

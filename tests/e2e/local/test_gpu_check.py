@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, size_of
 from gpu_check.gpu_kernels import KERNELS
 from gpu_check.gpu_report import Result, SkippedError, as_markdown, checked
-
 from suite_plugins.patience import patient
 
 TESTS = Path(__file__).parents[2]
