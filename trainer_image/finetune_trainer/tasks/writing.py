@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
-from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
+from finetune_contract.plans import REQUESTED_LOGITS, JUDGED_LOGITS
 from finetune_contract.trainer_job import Generation
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError
@@ -190,10 +190,10 @@ def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tenso
         return None
     of_place = len(labels) * model.config.get_text_config().vocab_size
     body, takes = model.base_model, inspect.signature(model.forward).parameters
-    if labels.shape[1] * of_place <= ASKED_LOGITS or body is model or "logits_to_keep" not in takes:
+    if labels.shape[1] * of_place <= REQUESTED_LOGITS or body is model or "logits_to_keep" not in takes:
         return None
     (places,) = torch.where((labels != NOT_LEARNT).any(0))
-    return torch.split(places, max(1, ASKED_LOGITS // of_place))
+    return torch.split(places, max(1, REQUESTED_LOGITS // of_place))
 
 
 @contextmanager
