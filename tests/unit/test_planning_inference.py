@@ -10,7 +10,7 @@ import pytest
 
 from finetune_contract.choices import InferencePrecision, Stage, Task
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
-from finetune_contract.plans import REQUESTED_LOGITS, JUDGED_LOGITS
+from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.launchers.launcher_rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.rules.processes import requested_strategy, certain_processes, certain_ranks
+from finetune_operator.api.rules.processes import certain_processes, certain_ranks, requested_strategy
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job

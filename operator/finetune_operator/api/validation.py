@@ -62,7 +62,6 @@ from finetune_operator.api.types import (
     GROUP,
     HYPERPARAMETER_PATTERN,
     KIND,
-    PATTERN_DESCRIPTIONS,
     FineTuneJob,
     FineTuneJobSpec,
     ObjectMeta,

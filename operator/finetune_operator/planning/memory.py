@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import REQUESTED_LOGITS, AVERAGED_ELEMENTS, JUDGED_LOGITS
+from finetune_contract.plans import AVERAGED_ELEMENTS, JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.adapter_sizes import (
     FOUR_BIT_BYTES,

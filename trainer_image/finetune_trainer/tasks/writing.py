@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
-from finetune_contract.plans import REQUESTED_LOGITS, JUDGED_LOGITS
+from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_contract.trainer_job import Generation
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError

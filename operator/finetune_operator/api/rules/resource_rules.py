@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic.alias_generators import to_snake
 
 from finetune_contract.choices import RUNG_TASKS
-from finetune_operator.api.quantities import too_small_rule, parse_quantity, size_hint
+from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import AcceleratorSpec, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
