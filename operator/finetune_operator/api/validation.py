@@ -62,6 +62,7 @@ from finetune_operator.api.types import (
     GROUP,
     HYPERPARAMETER_PATTERN,
     KIND,
+    PATTERN_DESCRIPTIONS,
     FineTuneJob,
     FineTuneJobSpec,
     ObjectMeta,
