@@ -144,11 +144,11 @@ def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Laun
     """
     if stage == "train":
         return launcher(training)
-    asked = (each for each in SUPPORTED if stage in each.stages and engine == each.engine)
-    return next(asked, launcher("job"))
+    matching = (each for each in SUPPORTED if stage in each.stages and engine == each.engine)
+    return next(matching, launcher("job"))
 
 
-def to_come(fate: str, quote: str = "") -> str:
+def unsupported_note(fate: str, quote: str = "") -> str:
     """Return ` A and B are <fate>.` for the unsupported launchers; empty if there are none."""
     names = [f"{quote}{each.name}{quote}" for each in LAUNCHERS if not each.supported]
     return f" {' and '.join(names)} {'are' if names[1:] else 'is'} {fate}." if names else ""

@@ -170,7 +170,7 @@ class Strategy(Order):
         """Form of a checkpoint, by its writer; DeepSpeed with state in files reads only its own form."""
         return self.sharding + ("-nvme" if self.offload_optimizer == "nvme" else "")
 
-    def goes_on_from(self, form: str) -> bool:
+    def resumes_from(self, form: str) -> bool:
         """Return True if it can resume from checkpoints of form `form` written by as many processes."""
         return form == self.checkpoint_form or {form, self.checkpoint_form} <= set(WHOLE_CHECKPOINTS)
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
-from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
+from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_contract.trainer_job import Generation
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError
@@ -167,7 +167,7 @@ def logits_at(
     model: torch.nn.Module, given: Mapping[str, torch.Tensor], labels: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield a decoder's logits for `given`, as `token_nlls` takes them: all at once, unless one process has the whole
-    model in inference mode; then at most `ASKED_LOGITS` at a time, only for places at which a row has a label.
+    model in inference mode; then at most `REQUESTED_LOGITS` at a time, only for places at which a row has a label.
 
     The logits of one row of 131,072 tokens are 34 GB in bf16, while the rest of a forward pass holds one layer at a
     time. Processes that share a model would call it different numbers of times, and wait for each other forever.
@@ -190,10 +190,10 @@ def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tenso
         return None
     of_place = len(labels) * model.config.get_text_config().vocab_size
     body, takes = model.base_model, inspect.signature(model.forward).parameters
-    if labels.shape[1] * of_place <= ASKED_LOGITS or body is model or "logits_to_keep" not in takes:
+    if labels.shape[1] * of_place <= REQUESTED_LOGITS or body is model or "logits_to_keep" not in takes:
         return None
     (places,) = torch.where((labels != NOT_LEARNT).any(0))
-    return torch.split(places, max(1, ASKED_LOGITS // of_place))
+    return torch.split(places, max(1, REQUESTED_LOGITS // of_place))
 
 
 @contextmanager
