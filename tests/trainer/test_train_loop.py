@@ -150,7 +150,7 @@ def test_early_stopping_keeps_best_weights_and_stays_stopped_on_resume(here, cap
     # As after a kill between a better evaluation and its checkpoint: the best weights are missing.
     (best / "step-12.pt").rename(best / "step-36.pt")
     run.train_here()
-    assert "The best weights, of step 12, are gone" in caplog.text
+    assert "The best weights, of step 12, are missing" in caplog.text
     assert len(run.losses()) == 48
     assert [path.name for path in best.iterdir()] == ["step-36.pt"]
 
