@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune_contract.arguments import groups_by_length
+from finetune_contract.arguments import compiles, groups_by_length
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
@@ -225,7 +225,7 @@ def _start(run: _Run) -> _Start:
             in_training_type(model.parameters(), narrow, training.world.device)
         case "files":
             pass
-    if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
+    if training.world.device == "cpu" and not compiles(training.arguments):  # which has its own dropout
         share_random_bits(model)
     in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
     if run.task.objective is None:
@@ -398,7 +398,7 @@ def _in_float8(training: Training, model: PreTrainedModel) -> InFloat8:
     """Convert the model's layers, and log the result."""
     converted = convert(model)
     log.info("%s.", converted)
-    if not training.arguments.get("torch_compile"):
+    if not compiles(training.arguments):
         log.warning("Without training.arguments.torch_compile fp8 is slower than bf16: rounding is not fused.")
     return converted
 
