@@ -62,7 +62,6 @@ from finetune_operator.api.types import (
     GROUP,
     HYPERPARAMETER_PATTERN,
     KIND,
-    PATTERN_WORDS,
     FineTuneJob,
     FineTuneJobSpec,
     ObjectMeta,
@@ -152,7 +151,7 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     return FineTuneJob.model_validate(frame), []
 
 
-def notices_beside(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, ...]:
+def notices_for_invalid_job(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, ...]:
     """Return notices about a job with problems, if its other fields can be read: to be corrected at the same time."""
     written = value.get("spec") if isinstance(value, dict) else None
     if not isinstance(written, dict) or not problems or any(problem.path in ("", "spec") for problem in problems):
