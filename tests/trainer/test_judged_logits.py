@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from finetune_contract.plans import JUDGED_LOGITS
 from finetune_contract.trainer_job import Preference
@@ -19,6 +19,7 @@ from finetune_trainer.tasks import writing
 from finetune_trainer.tasks.preference_tuning import PreferenceTuning
 from finetune_trainer.tasks.text_generation import TextGeneration
 from finetune_trainer.tasks.writing import judged, token_nlls
+from finetune_trainer.training.run import _validation_tokens
 
 NOT_LEARNT = -100
 
@@ -149,7 +150,7 @@ def test_decoder_reads_long_rows_once_and_gives_the_same_in_parts(family: str, m
     with torch.inference_mode():
         whole = task.answer(model, batch, [])
         assert (heard.read, heard.asked) == (1, [3 * 50 * VOCABULARY])
-        monkeypatch.setattr(writing, "ASKED_LOGITS", 3 * 8 * VOCABULARY + 5)
+        monkeypatch.setattr(writing, "REQUESTED_LOGITS", 3 * 8 * VOCABULARY + 5)
         parts = task.answer(model, batch, [])
     # None of the prompts' logits, where no row has a label; the last token predicts nothing.
     assert (heard.read, heard.asked[1:]) == (2, [3 * 8 * VOCABULARY] * 3 + [3 * 6 * VOCABULARY])
@@ -172,7 +173,7 @@ def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.Monke
     batch, heard = task.collate(features, pad_token_id=0), Heard(model)
     with torch.inference_mode():
         whole = task.answer(model, batch, [])
-        monkeypatch.setattr(writing, "ASKED_LOGITS", 4 * 8 * VOCABULARY)
+        monkeypatch.setattr(writing, "REQUESTED_LOGITS", 4 * 8 * VOCABULARY)
         parts = task.answer(model, batch, [])
     assert (heard.read, len(heard.asked)) == (2, 1 + 4)
     assert [list(answer) for answer in parts] == [["chosen", "rejected"]] * 2
@@ -182,7 +183,7 @@ def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.Monke
 
 def test_rows_without_a_label_are_read_and_have_nothing_to_tell(monkeypatch: pytest.MonkeyPatch):
     model, task = decoder("llama"), TextGeneration()
-    monkeypatch.setattr(writing, "ASKED_LOGITS", 1)
+    monkeypatch.setattr(writing, "REQUESTED_LOGITS", 1)
     with torch.inference_mode():
         answers = task.answer(model, task.collate(rows_to_read([7, 5], prompt=7), pad_token_id=0), [])
     assert [answer["nll"].shape for answer in answers] == [(0,), (0,)]
@@ -191,7 +192,7 @@ def test_rows_without_a_label_are_read_and_have_nothing_to_tell(monkeypatch: pyt
 def test_processes_that_may_share_a_model_ask_it_once_however_long_the_rows(monkeypatch: pytest.MonkeyPatch):
     model, task = decoder("llama"), TextGeneration()
     batch, heard = task.collate(rows_to_read([50, 41], prompt=0), pad_token_id=0), Heard(model)
-    monkeypatch.setattr(writing, "ASKED_LOGITS", 1)
+    monkeypatch.setattr(writing, "REQUESTED_LOGITS", 1)
     with torch.no_grad():
         task.answer(model, batch, [])
     assert (heard.read, heard.asked) == (1, [2 * 50 * VOCABULARY])
@@ -201,7 +202,7 @@ def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path:
     words, tokens, asked = 65_536, 4097, 1 << 26
     model = decoder("llama", vocab_size=words, hidden_size=16, intermediate_size=16).to(torch.bfloat16)
     batch = TextGeneration().collate(rows_to_read([tokens], prompt=1), pad_token_id=0)
-    monkeypatch.setattr(writing, "ASKED_LOGITS", asked)
+    monkeypatch.setattr(writing, "REQUESTED_LOGITS", asked)
     with (
         torch.inference_mode(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
@@ -213,3 +214,15 @@ def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path:
     # The activations of a tiny model come on top.
     assert 0.5 * counted < peak < 1.05 * counted
     assert counted < 0.7 * (2 * tokens * words + (2 + 8) * JUDGED_LOGITS), "a row that is long enough to tell"
+
+
+def test_validation_batches_hold_no_more_logits_than_a_training_micro_batch_needs() -> None:
+    """Their logits are all in memory, those of training need not be."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = AutoConfig.for_model("llama", vocab_size=1 << 16, **sizes)
+    decoder = AutoModelForCausalLM.from_config(config)
+    assert _validation_tokens(decoder, 512) == 4 * 512
+    assert _validation_tokens(decoder, 2048) == 4096, "as many as REQUESTED_LOGITS allows"
+    assert _validation_tokens(decoder, 8192) == 8192, "as many as in training"
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    assert _validation_tokens(classifier, 8192) == 4 * 8192

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.arguments import compiles, groups_by_length
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
 from finetune_trainer.allocator import give_back_freed_memory
@@ -246,7 +247,7 @@ def _parts(
     clock: PartClock,
 ) -> LoopParts:
     training, prepared, settings = run.training, run.prepared, run.training.strategy
-    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
+    tokens = _validation_tokens(start.model, training.batch.micro_batch_size * prepared.facts.max_length)
     deal = Deal(prepared, run.task, tokens, run.data_rank, training.batch.data_parallel, run.tokens_of_rows)
     reference = _reference(run, start, deal, order, partial(observer.on_validation_batch, saver.first_step))
     return LoopParts(
@@ -269,6 +270,16 @@ def _parts(
         activations=InHostMemory() if settings.offload_activations == "cpu" else OnDevice(),
         clock=clock,
     )
+
+
+def _validation_tokens(model: PreTrainedModel, micro_batch: int) -> int:
+    """Return the limit of padded tokens in a validation batch, for `micro_batch` of them in training: not more than
+    those where the model would compute more than `REQUESTED_LOGITS`, which are all in memory.
+    """
+    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * micro_batch
+    if cast(Any, model).get_output_embeddings() is None:
+        return tokens
+    return min(tokens, max(micro_batch, REQUESTED_LOGITS // model.config.get_text_config().vocab_size))
 
 
 def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str, Any], best: Path | None) -> None:
