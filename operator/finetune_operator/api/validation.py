@@ -62,6 +62,7 @@ from finetune_operator.api.types import (
     GROUP,
     HYPERPARAMETER_PATTERN,
     KIND,
+    PATTERN_DESCRIPTIONS,
     FineTuneJob,
     FineTuneJobSpec,
     ObjectMeta,
@@ -406,7 +407,7 @@ def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
     for name, value in (spec.script.hyperparameters if spec.script else {}).items():
         path = ("spec", "training", "script", "hyperparameters", name)
         if not re.fullmatch(HYPERPARAMETER_PATTERN.strip("^$"), name):
-            rule = f"must be {PATTERN_WORDS[HYPERPARAMETER_PATTERN]}: it becomes --NAME on the command line"
+            rule = f"must be {PATTERN_DESCRIPTIONS[HYPERPARAMETER_PATTERN]}: it becomes --NAME on the command line"
             yield Problem(format_path(path), describe_value(value, path), rule, "rename it")
         if isinstance(value, str) and "\0" in value:
             rule = "contains a NUL character, which a command-line argument cannot"

@@ -167,7 +167,7 @@ def logits_at(
     model: torch.nn.Module, given: Mapping[str, torch.Tensor], labels: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield a decoder's logits for `given`, as `token_nlls` takes them: all at once, unless one process has the whole
-    model in inference mode; then at most `ASKED_LOGITS` at a time, only for places at which a row has a label.
+    model in inference mode; then at most `REQUESTED_LOGITS` at a time, only for places at which a row has a label.
 
     The logits of one row of 131,072 tokens are 34 GB in bf16, while the rest of a forward pass holds one layer at a
     time. Processes that share a model would call it different numbers of times, and wait for each other forever.
