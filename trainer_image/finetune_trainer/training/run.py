@@ -273,13 +273,14 @@ def _parts(
 
 
 def _validation_tokens(model: PreTrainedModel, micro_batch: int) -> int:
-    """Return the limit of padded tokens in a validation batch, for `micro_batch` of them in training: not more than
-    those where the model would compute more than `REQUESTED_LOGITS`, which are all in memory.
+    """Return the limit of padded tokens in a validation batch. `micro_batch`: that of training. A language model holds
+    all logits of the batch: no more than `REQUESTED_LOGITS`, or those of as many tokens as in training.
     """
     tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * micro_batch
     if cast(Any, model).get_output_embeddings() is None:
         return tokens
-    return min(tokens, max(micro_batch, REQUESTED_LOGITS // model.config.get_text_config().vocab_size))
+    vocabulary: int = model.config.get_text_config().vocab_size
+    return min(tokens, max(micro_batch, REQUESTED_LOGITS // vocabulary))
 
 
 def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str, Any], best: Path | None) -> None:
