@@ -152,6 +152,18 @@ def test_loading_takes_host_memory_only_where_weights_leave_their_files(
     assert found == loading * model.parameters
 
 
+@pytest.mark.parametrize(("stored", "loading"), [(2, 8 * 4 * 1000), (4, 0)], ids=["bf16", "fp32"])
+def test_loading_counts_the_layers_of_which_dora_takes_norms_in_fp32(stored: int, loading: int) -> None:
+    layers = {
+        "q_proj": LinearWidths(inputs=10, outputs=10, weights=1000),
+        "up_proj": LinearWidths(inputs=10, outputs=40, weights=4000),
+    }
+    facts = {"parameter_bytes": stored * 1_000_000, "linear_layers": layers}
+    model = model_of(1_000_000).model_copy(update=facts)
+    dora = Adapter(method="dora", rank=4, alpha=8, dropout=0, target_modules=("q_proj",))
+    assert model_states(work(model, Strategy(name="fsdp"), world=WORLD, adapter=dora)).host == loading
+
+
 @pytest.mark.parametrize(
     ("strategy", "precision", "per_parameter"),
     [

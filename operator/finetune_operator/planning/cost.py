@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune_contract.arguments import compiles
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Adapter, Batch, Strategy
@@ -110,7 +111,7 @@ def process_speed(draft: Draft) -> Speed | None:
         case "fp32":
             share = GPU_UTILISATION_FP32
         case "fp8":
-            compiled = draft.training.arguments.get("torch_compile")
+            compiled = compiles(draft.training.arguments)
             share = GPU_UTILISATION_FP8 if compiled else GPU_UTILISATION_FP8_EAGER
         case _:
             share = GPU_UTILISATION

@@ -300,15 +300,27 @@ def _loading_bytes(work: Workload) -> int:
     Weights stay in their files, as safetensors maps them, until each is converted on its device: the processes of a
     node share the pages, which are reclaimable (`finetune_trainer.stored_weights`; with transformers 5.23 and
     safetensors 0.8 the private memory of a process grows by less than 0.1 bytes a parameter). In memory are experts,
-    which files hold one by one and models in one piece; weights in 4 bits, which are rounded there; and whole models
-    that are split.
+    which files hold one by one and models in one piece; weights in 4 bits, which are rounded there; those that DoRA
+    takes norms of in fp32; and whole models that are split.
     """
     model, processes = work.model, work.world.processes_per_node
     if work.strategy.model_ranks > 1 or work.strategy.sequence > 1:
         return _spreading_bytes(work)
     merged = model.parameter_bytes if model.idle_parameters else 0
     packed = int(FOUR_BIT_BYTES * work.four_bit) + 4 * largest_linear(model) if work.four_bit else 0
-    return (merged + packed) * processes
+    return (merged + packed + _normed_bytes(work)) * processes
+
+
+def _normed_bytes(work: Workload) -> int:
+    """Return the bytes of the weights that a process converts to fp32 for DoRA; all if the layers are not known."""
+    if work.adapter is None or work.adapter.method != "dora" or _mapped_in_fp32(work.model):
+        return 0
+    weights = sum(each.weights for each in adapted_layers(work.model, work.adapter).values())
+    return 4 * (weights or work.model.parameters)
+
+
+def _mapped_in_fp32(model: ModelFacts) -> bool:
+    return model.parameter_bytes > 3 * model.parameters
 
 
 def _spreading_bytes(work: Workload) -> int:
@@ -317,9 +329,8 @@ def _spreading_bytes(work: Workload) -> int:
     are in fp32, too. Tensor ranks copy their shards of all layers before the stages are cut.
     """
     whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
-    mapped = work.model.parameter_bytes > 3 * work.model.parameters
     shards = whole * processes // tensor if tensor > 1 else 0
-    return (whole if mapped else whole * processes) + shards
+    return (whole if _mapped_in_fp32(work.model) else whole * processes) + shards
 
 
 def _saving_bytes(work: Workload) -> int:
@@ -639,10 +650,10 @@ def inference_bytes(
     `length`; `cached`: tokens whose keys and values are in the cache while it generates.
 
     Activations are those of one layer at a time, at most as many as training saves. Logits are there in full, and twice
-    if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time, and
-    the next ones before the last are freed. `JUDGED_LOGITS` have a copy, its float32 form and the log-probabilities;
-    scoring and generation do not overlap. Weights are allocated once, in blocks of their size: only temporary memory is
-    subject to the allocator's losses.
+    if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time,
+    and the next ones before the last are freed. `JUDGED_LOGITS` have a copy, its float32 form and the
+    log-probabilities; scoring and generation do not overlap. Weights are allocated once, in blocks of their size: only
+    temporary memory is subject to the allocator's losses.
     """
     alone = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
     work = Workload(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+from finetune_contract.arguments import compiles
 from finetune_contract.choices import Precision, Stage, Task
 from finetune_contract.facts import DeviceFacts
 from finetune_contract.trainer_job import (
@@ -333,7 +334,7 @@ def choose_precision(draft: Draft) -> Draft:
                 "NotSupported",
             )
         case "fp8" if on_gpu:
-            compiled = draft.training.arguments.get("torch_compile")
+            compiled = compiles(draft.training.arguments)
             slower = "" if compiled else "; without training.arguments.torch_compile that is slower than bf16"
             has = "has units for it" if fp8 else "is taken to have units for it, which the training checks"
             return replace(draft, precision="fp8").because(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from finetune_contract.arguments import COMPILATION
 from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadDevice, Stage
 from finetune_contract.combinations import Choices, broken
 from finetune_contract.trainer_job import Strategy, World
@@ -522,7 +523,7 @@ def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
     explicitly asks for these.
     """
     spec, training = draft.spec, draft.training
-    whole = ("torch_compile", "use_liger_kernel")
+    whole = (*COMPILATION, "use_liger_kernel")
     kept = {name: value for name, value in training.arguments.items() if name not in whole}
     steps = [f"leave training.arguments.{name} out" for name in whole if training.arguments.get(name)]
     precision = draft.precision
