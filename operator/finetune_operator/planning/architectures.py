@@ -33,12 +33,22 @@ class ActivationShape:
 
     norm_inputs: float = 2
     """Inputs of the norms, times h; autocast keeps them in fp32."""
+    norm_casts: float = 0
+    """Of these, those that the model casts to fp32 in any precision, as RMS norms do."""
     hidden: float = 6
     """Hidden states, times h: input of query, key and value, these three, the attention's output, the feed-forward
     layer's input.
     """
     feed_forward: float = 2
     """Input and output of the activation function, times f."""
+    feed_forward_fp32: float = 0
+    """Of these, those that autocast computes in fp32 on GPUs: powers and what follows from them
+    (https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32").
+    """
+    shared_inputs: float = 2
+    """Copies of inputs, times h, that autocast makes where several linear layers read one fp32 input, less one each:
+    two for queries, keys and values.
+    """
     dropout_masks: float = 2
     """Dropout masks, times h."""
     fused_attention: bool = True
@@ -62,15 +72,16 @@ _ENCODER = ActivationShape()
 # have norms of queries and keys (counted for four query heads on one key head), or norms after attention and
 # feed-forward layer. Gemma 2 saves its capped scores and their softmax, the latter in fp32.
 _DECODER = ActivationShape(dropout_masks=0, attention_dropout=False)
-_PYTHON_GELU = replace(_DECODER, feed_forward=5)
-_GATED = replace(_DECODER, norm_inputs=4, feed_forward=4)
+_FUSED_INPUTS = replace(_DECODER, shared_inputs=0)
+_PYTHON_GELU = replace(_DECODER, feed_forward=5, feed_forward_fp32=3)
+_GATED = replace(_DECODER, norm_inputs=4, norm_casts=2, feed_forward=4, shared_inputs=3)
 _SHAPES: dict[str, ActivationShape] = {
     "deberta": ActivationShape(fused_attention=False, score_tensors=10),
     "deberta-v2": ActivationShape(fused_attention=False, score_tensors=10),
     "longformer": ActivationShape(fused_attention=False),
     "albert": _PYTHON_GELU,
-    "modernbert": replace(_DECODER, hidden=9, feed_forward=4),
-    "gpt2": ActivationShape(feed_forward=5),
+    "modernbert": replace(_FUSED_INPUTS, hidden=9, feed_forward=4),
+    "gpt2": ActivationShape(feed_forward=5, feed_forward_fp32=3, shared_inputs=0),
     "gpt_neo": _PYTHON_GELU,
     "gptj": replace(_PYTHON_GELU, hidden=5),
     "codegen": replace(_PYTHON_GELU, hidden=5),
@@ -83,10 +94,11 @@ _SHAPES: dict[str, ActivationShape] = {
     # An expert keeps its input and its output besides: 2 experts a token, and 8.
     "mixtral": replace(_GATED, hidden=10),
     "qwen3_moe": replace(_GATED, norm_inputs=7, hidden=22),
-    "phi3": replace(_GATED, hidden=7),
-    "qwen3": replace(_GATED, norm_inputs=7),
+    "phi3": replace(_GATED, hidden=7, shared_inputs=0),
+    "qwen3": replace(_GATED, norm_inputs=6, norm_casts=3),
     "t5": ActivationShape(norm_inputs=4, feed_forward=3, fused_attention=False),
-    **dict.fromkeys(("bloom", "falcon", "gpt_neox", "mpt", "starcoder2"), _DECODER),
+    "starcoder2": _DECODER,
+    **dict.fromkeys(("bloom", "falcon", "gpt_neox", "mpt"), _FUSED_INPUTS),
     **dict.fromkeys(
         ("cohere", "cohere2", "gemma", "glm", "granite", "llama", "mistral", "olmo", "qwen2", "smollm3", "stablelm"),
         _GATED,

@@ -6,11 +6,17 @@ hand. P is the number of parameters, N the number of data-parallel ranks. Sizes 
 Modelled: weights, gradients and optimizer state as each strategy shards them, saved activations, the blocks that ZeRO-3
 and FSDP gather, communication buffers, the fixed cost of a process and the allocator's losses. Not modelled: memory of
 a task's own metrics, and the page cache, which is reclaimable.
+
+A step has several moments that may be the fullest: the loss, with all activations; the gradient of the head; a layer's
+backward pass, with its recomputation; the last gradients; the optimizer's step. The estimate is that of the fullest.
+`make trace-memory` compares it with traces of the trainer on fake GPUs (tests/tracing_support/memory_table.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
@@ -29,6 +35,10 @@ from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
 
 MIB = 1 << 20
+Moment: TypeAlias = Literal["forward", "loss", "head", "layers", "ends", "step"]
+"""Moments of a step, in their order: the end of the forward pass, the loss's backward pass, the gradients of the head,
+the layers' backward pass, the embeddings' gradients, the optimizer's step.
+"""
 
 CPU_PROCESS_BYTES = 900 * MIB
 """Resident set of a process that imported torch 2.15, transformers 5.23, datasets and deepspeed 0.19: 880 MiB
@@ -37,7 +47,11 @@ measured.
 CUDA_CONTEXT_BYTES = 1024 * MIB
 """CUDA context and loaded kernels (about 500 MiB on current data-centre GPUs), cuBLAS workspace, NCCL's buffers."""
 ALLOCATOR_SHARE = 0.10
-"""Share on a GPU, of all torch allocations: rounding to blocks, fragments, temporaries of single operations."""
+"""Share on a GPU of memory that is allocated anew in each step: rounding to blocks, fragments, temporaries of single
+operations. Weights and optimizer state are allocated once, in blocks of their size.
+"""
+RESIDENT = ("parameters", "optimizer state", "secondary shards")
+"""Names of the terms that are allocated once."""
 CPU_ALLOCATOR_SHARE = 1.2
 """Share on a CPU, where the C library keeps every fragment and gloo copies its messages. Measured on a 22M-parameter
 BERT with micro-batches of 16 rows over 534 steps, as peak resident set beyond the process and the other terms: 0.5 with
@@ -89,6 +103,25 @@ class Workload:
     adapter: Adapter | None = None
     secondary_shards: int = 1
     """Processes of a node over which ZeRO++ shards the parameters a second time; 1 without it."""
+    accumulates: bool = True
+    """True if a step has several micro-batches, so that gradients are there during forward passes."""
+
+    @property
+    def autocast(self) -> bool:
+        """Return whether autocast casts weights and inputs; DeepSpeed and FSDP compute with 16-bit weights."""
+        return self.compute_bytes < 4 and self.strategy.name not in ("deepspeed", "fsdp")
+
+    @property
+    def wide(self) -> int:
+        """Return the bytes of an element of a norm's input: autocast leaves norms and sums in fp32."""
+        return 4 if self.autocast else self.compute_bytes
+
+    @property
+    def head(self) -> int:
+        """Return the weights of a language model's head, a process's part of them; 0 for other tasks."""
+        if self.task not in LANGUAGE_TASKS:
+            return 0
+        return self.model.vocabulary_size * self.model.hidden_size // self.strategy.tensor
 
     @property
     def deepspeed(self) -> bool:
@@ -141,6 +174,8 @@ class ModelStates:
     parameters: int
     gradients: int
     optimizer: int
+    stepping: int
+    """Bytes of `gradients` that only the optimizer's step takes."""
     offloaded: int
     """Bytes in host memory."""
     disk: int
@@ -193,12 +228,13 @@ def _torch_states(work: Workload) -> ModelStates:
     if work.strategy.offload_parameters == "cpu":
         # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
         moved = sum(sizes)
-        return ModelStates(0, 0, 0, moved, 0, max(moved * work.world.processes_per_node, loading), _HOST, _HOST, _HOST)
+        return ModelStates(0, 0, 0, 0, moved, 0, max(moved * work.world.processes_per_node, loading), _HOST, _HOST, _HOST)
     if work.four_bit:
         parameters, words = _four_bit_bytes(work)
         return ModelStates(
             parameters,
             *sizes[1:],
+            stepping=0,
             offloaded=0,
             disk=0,
             host=loading,
@@ -209,6 +245,7 @@ def _torch_states(work: Workload) -> ModelStates:
     part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
     return ModelStates(
         *sizes,
+        stepping=0,
         offloaded=0,
         disk=0,
         host=loading if work.strategy.model_ranks == 1 else _spreading_bytes(work),
@@ -228,7 +265,8 @@ def _deepspeed_states(work: Workload) -> ModelStates:
     if stage == 3:
         stepped = min(stepped, SUB_GROUP_ELEMENTS)
     parameters, parameters_formula = _shards(held, width, by_parameters), _formula(str(width), held, by_parameters)
-    gradients = _shards(count, width, by_gradients) + fp32_copy * stepped
+    stepping = fp32_copy * stepped
+    gradients = _shards(count, width, by_gradients) + stepping
     gradients_formula = f"{_formula(str(width), count, by_gradients)} + fp32 copy {fp32_copy} x {stepped:,}"
     optimizer = _shards(count, 4 + state, by_optimizer)
     optimizer_formula = f"(master copy 4 + {state:.3g}) {_formula('', count, by_optimizer)}"
@@ -237,12 +275,12 @@ def _deepspeed_states(work: Workload) -> ModelStates:
     match work.strategy.offload_optimizer:
         case "cpu":
             offloaded += _shards(count, fp32_copy + 4 + state, ranks)
-            gradients, optimizer, gradients_formula, optimizer_formula = 0, 0, _HOST, _HOST
+            gradients, stepping, optimizer, gradients_formula, optimizer_formula = 0, 0, 0, _HOST, _HOST
         case "nvme":
             group = min(count // ranks, NVME_SUB_GROUP_ELEMENTS)
             offloaded += _shards(count, fp32_copy, ranks) + NVME_OPTIMIZER_BUFFERS * 4 * group
             disk += _shards(count, fp32_copy + 4 + state, ranks)
-            gradients, optimizer, gradients_formula, optimizer_formula = 0, 0, _HOST, _FILES
+            gradients, stepping, optimizer, gradients_formula, optimizer_formula = 0, 0, 0, _HOST, _FILES
     match work.strategy.offload_parameters:
         case "cpu":
             offloaded += parameters
@@ -255,6 +293,7 @@ def _deepspeed_states(work: Workload) -> ModelStates:
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
+        stepping=stepping,
         offloaded=offloaded,
         disk=disk,
         host=max(offloaded * processes, _dividing_bytes(work) if stage == 3 else 4 * work.model.parameters * processes),
@@ -368,20 +407,26 @@ def _mask_bytes_per_token(work: Workload) -> int:
 def activation_bytes_per_token(work: Workload) -> int:
     """Return the bytes that one layer saves for the backward pass, for one token.
 
-    Korthikanti et al. (2022), section 4.1, with element widths set apart: norms keep fp32 inputs under autocast,
-    dropout masks are one byte on GPUs and a whole element on CPU, and unfused attention keeps its scores in fp32 on
-    CPU.
+    Korthikanti et al. (2022), section 4.1, with element widths set apart: norms keep fp32 inputs under autocast, and
+    RMS norms in any case; autocast casts an input once for each layer that reads it; dropout masks are one byte on GPUs
+    and a whole element on CPU, and unfused attention keeps its scores in fp32 on CPU.
     """
     shape, model = activation_shape(work.model.model_type), work.model
-    wide = work.compute_bytes if work.deepspeed else 4
     mask = 1 if work.world.device == "cuda" else work.compute_bytes
     # Every tensor rank has the full inputs of queries, of the feed-forward layer and of norms, and the full masks;
     # other activations are split (Korthikanti et al., section 4.2).
     tensor = work.strategy.tensor
     hidden = min(shape.hidden, 2) + max(0, shape.hidden - 2) / tensor
+    if model.key_value_heads is not None and work.world.device == "cuda":
+        # Fused attention takes keys and values as they are; on a CPU transformers repeats them for each query head.
+        hidden -= 2 * (1 - model.key_value_width / model.hidden_size) / tensor
+    norms = shape.norm_inputs * work.wide + shape.norm_casts * (4 - work.wide)
+    casts = shape.shared_inputs if work.autocast else 0
+    fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
+    feed_forward = shape.feed_forward * work.compute_bytes + fp32 * (4 - work.compute_bytes)
     linear = (
-        model.hidden_size * (shape.norm_inputs * wide + hidden * work.compute_bytes + shape.dropout_masks * mask)
-        + model.intermediate_size * shape.feed_forward * work.compute_bytes / tensor
+        model.hidden_size * (norms + (hidden + casts) * work.compute_bytes + shape.dropout_masks * mask)
+        + model.intermediate_size * feed_forward / tensor
     )
     score_width = 4 if work.world.device == "cpu" else work.compute_bytes
     scores = _unfused_scores(work)
@@ -419,8 +464,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
     attention (`finetune_trainer.training.activations`); a layer with unknown linear layers counts as four square ones
     and two of the feed-forward layer.
     """
-    model, width = work.model, work.compute_bytes
-    wide = width if work.deepspeed else 4
+    model, width, wide = work.model, work.compute_bytes, work.wide
     match work.strategy.activation_checkpointing:
         case "none":
             layer = activation_bytes_per_token(work)
@@ -438,19 +482,18 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
             return kept, f"{kept:,} of inputs and products"
 
 
-def _activations(work: Workload) -> tuple[MemoryTerm, int]:
-    """Return the activations on the device, and the bytes of offloaded activations."""
+def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
+    """Return the activations on the device at `moment`, and the bytes of offloaded activations."""
     model, length = work.model, slice_tokens(work.length, work.strategy.sequence)
     tokens = work.micro_batch * work.sequences * length
     layer = activation_bytes_per_token(work)
-    wide = work.compute_bytes if work.deepspeed else 4
-    ends = 3 * model.hidden_size * wide  # embedding output, its norm and dropout; the final norm
+    ends = 3 * model.hidden_size * work.wide  # embedding output, its norm and dropout; the final norm
     if work.task in LANGUAGE_TASKS:
-        ends += model.vocabulary_size * (work.compute_bytes + 8)  # logits, their fp32 form, its gradient
+        ends += model.vocabulary_size * _logit_bytes(work, moment)
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline
     layers, kept_at_once = layers_of_a_process(model, pipeline), 1 if pipeline is None else in_flight(pipeline)
-    recomputes = work.strategy.activation_checkpointing != "none"
+    recomputes = work.strategy.activation_checkpointing != "none" and moment == "layers"
     words = f"{layers} {what}" if what == "layer inputs" else f"{layers} layers x {what}"
     words += f" + 1 layer of {layer:,}" if recomputes else ""
     total, offloaded = layers * kept * kept_at_once + (layer if recomputes else 0) + ends, 0
@@ -462,6 +505,21 @@ def _activations(work: Workload) -> tuple[MemoryTerm, int]:
     part = "" if length == work.length else f" of {work.length}"
     words = f"{work.micro_batch} rows{each} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
     return MemoryTerm(name="activations", bytes=int(tokens * total), formula=words), int(tokens * offloaded)
+
+
+def _logit_bytes(work: Workload, moment: Moment) -> int:
+    """Return the bytes of one logit: at the end of the forward pass itself, its fp32 form and the log-probability; for
+    the loss's backward pass the log-probability and two gradients in fp32, those of torch's `nll_loss` and
+    `log_softmax`; then its gradient.
+    """
+    match moment:
+        case "forward":
+            return work.compute_bytes + 8
+        case "loss":
+            return 12
+        case "head":
+            return work.compute_bytes
+    return 0
 
 
 def gathered_bytes(largest_layer_parameters: int, width: int) -> int:
@@ -502,25 +560,65 @@ def _rounded(work: Workload) -> MemoryTerm | None:
     return MemoryTerm(name="rounding to fp8", bytes=FP8_ROUNDING_BYTES * elements, formula=words)
 
 
-def _gathered(work: Workload) -> MemoryTerm | None:
-    model = work.model
-    if work.strategy.name == "fsdp":
-        root = max(0, model.parameters - model.layers * model.block_parameters)
-        # fully_shard keeps the root (embeddings and head) gathered from forward to backward, and holds two blocks
-        # when it prefetches. Gradients are full-size until they are reduced; frozen weights have none.
-        graded = root + model.block_parameters if work.adapter is None else work.trained
-        blocks = 2 if work.strategy.fsdp_sharding != "grad-op" else model.layers
-        size = 4 * root + blocks * 4 * model.block_parameters + 4 * graded
+def _root(model: ModelFacts) -> int:
+    """Return the parameters outside of the blocks: embeddings and head."""
+    return max(0, model.parameters - model.layers * model.block_parameters)
+
+
+def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
+    """Return the weights that a process has whole: with fully_shard the root from forward to backward, the block that
+    computes and the prefetched one; with ZeRO-3 the largest layers.
+    """
+    model, width = work.model, work.compute_bytes
+    if work.strategy.name == "fsdp" and moment not in ("ends", "step"):
+        root = _root(model)
+        blocks = 2 if moment in ("forward", "layers") else 1
+        if work.strategy.fsdp_sharding == "grad-op":
+            blocks = model.layers
         words = (
-            f"4 x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block "
-            f"+ gradients {graded:,})"
+            f"{width} x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block)"
         )
+        size = width * (root + blocks * model.block_parameters)
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
     if work.deepspeed and work.strategy.zero_stage == 3:
         layer = largest_layer(model)
         words = f"{2 * work.weight_bytes} x {layer:,} of the largest layer"
         return MemoryTerm(name="gathered blocks", bytes=gathered_bytes(layer, work.weight_bytes), formula=words)
     return None
+
+
+def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
+    """Return the gradients that are not yet added to those of earlier micro-batches, or not yet reduced.
+
+    Autocast computes those of a weight in 16 bits and casts them to fp32. fully_shard keeps the root's until the end of
+    the backward pass, and copies what it reduces, in fp32, into one buffer. Frozen weights have none.
+    """
+    if work.adapter is not None:
+        return None
+    model, width = work.model, work.compute_bytes
+    embeddings = min(model.embedding_parameters, work.held)
+    if work.strategy.name == "fsdp":
+        match moment:
+            case "head":
+                size, words = width * work.head, f"{width} x {work.head:,} of the head"
+            case "layers":
+                block = model.block_parameters
+                size = width * (work.head + block) + 4 * block
+                words = f"{width} x {work.head:,} of the head + {width + 4} x {block:,} of a block"
+            case "ends":
+                size, words = (width + 4) * _root(model), f"{width + 4} x {_root(model):,} of embeddings and head"
+            case _:
+                return None
+    else:
+        each = width + 4 if work.autocast else width
+        match moment:
+            case "head":
+                size, words = each * work.head, f"{each} x {work.head:,} of the head"
+            case "ends" if work.accumulates:
+                size, words = work.weight_bytes * embeddings, f"{work.weight_bytes} x {embeddings:,} of the embeddings"
+            case _:
+                return None
+    return MemoryTerm(name="whole gradients", bytes=size, formula=words) if size else None
 
 
 def _secondary(work: Workload) -> MemoryTerm | None:
@@ -562,8 +660,10 @@ def _buffers(work: Workload) -> MemoryTerm | None:
         bucket = min(count, AVERAGED_ELEMENTS)
         return MemoryTerm(name="communication buffers", bytes=4 * bucket, formula=f"averaged gradients 4 x {bucket:,}")
     if work.strategy.name == "ddp":
-        # Gradients are in the buckets of DistributedDataParallel once reduced; those of earlier micro-batches are
-        # beside the buckets until then. With one micro-batch a step this overestimates.
+        # Gradients are views of the buckets of DistributedDataParallel; those of earlier micro-batches are beside the
+        # buckets until they are reduced.
+        if not work.accumulates:
+            return None
         return MemoryTerm(name="communication buffers", bytes=4 * count, formula=f"gradient buckets 4 x {count:,}")
     if not work.deepspeed or not work.strategy.zero_stage:
         return None
@@ -577,48 +677,98 @@ def _buffers(work: Workload) -> MemoryTerm | None:
     return MemoryTerm(name="communication buffers", bytes=size, formula=words)
 
 
-def _autocast_copies(work: Workload) -> MemoryTerm | None:
-    """Return the 16-bit copies of linear layers' weights that autocast saves for the backward pass."""
-    if work.deepspeed or work.compute_bytes == 4:
+def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
+    """Return the 16-bit copies of linear layers' weights.
+
+    Autocast keeps those of trained weights until the forward pass ends, and the backward pass needs all of layers that
+    are not recomputed.
+    """
+    if not work.autocast or moment in ("ends", "step"):
         return None
-    count = max(0, work.model.parameters - work.model.embedding_parameters - work.four_bit)
+    tied = work.head if work.model.tied_embeddings else 0
+    count = max(0, work.model.parameters - work.model.embedding_parameters - work.four_bit) + tied
     if work.strategy.model_ranks > 1:
         count = min(count, work.held)
+    cached = moment == "forward" and work.adapter is None
+    if work.strategy.activation_checkpointing != "none" and not cached:
+        layers = layers_of_a_process(work.model, work.strategy.pipeline)
+        count = min(count, max(0, count - work.head) // layers if moment == "layers" else work.head)
     return MemoryTerm(name="autocast copies", bytes=2 * count, formula=f"2 x {count:,} weights of linear layers")
+
+
+def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, ...]]:
+    """Yield the terms of each moment of a step."""
+    moments: tuple[Moment, ...] = ("forward", "loss", "head", "layers", "ends", "step")
+    for moment in moments:
+        found = [
+            MemoryTerm(name="parameters", bytes=states.parameters, formula=states.parameters_formula),
+            _gradients(work, states, moment),
+            MemoryTerm(name="optimizer state", bytes=states.optimizer, formula=states.optimizer_formula),
+        ]
+        if work.world.device == "cpu" and states.offloaded:
+            words = "in the memory it would have lain in anyway, as the device is the host"
+            found.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
+        if moment not in ("ends", "step"):
+            found.append(_activations(work, moment)[0])
+        passing = moment not in ("ends", "step")
+        extras = (
+            _autocast_copies(work, moment),
+            _unfolded(work) if passing else None,
+            _rounded(work) if passing else None,
+            _gathered(work, moment),
+            _whole_gradients(work, moment),
+            _secondary(work),
+            _buffers(work),
+            _checkpoint_copy(work),
+        )
+        yield (*found, *(term for term in extras if term is not None))
+
+
+def _gradients(work: Workload, states: ModelStates, moment: Moment) -> MemoryTerm:
+    """Return the gradients that stay until the optimizer's step: with one micro-batch, none before a backward pass."""
+    size, words = states.gradients, states.gradients_formula
+    if states.stepping and moment != "step":
+        size, words = size - states.stepping, words.partition(" + fp32 copy")[0]
+    reused = work.strategy.name in ("ddp", "deepspeed") or work.strategy.model_ranks > 1
+    if not work.accumulates and not reused and moment in ("forward", "loss", "head", "layers"):
+        # The layers' gradients take the place of their activations; FSDP's are in `_whole_gradients`.
+        first = work.head if moment == "layers" and work.strategy.name != "fsdp" and work.adapter is None else 0
+        size, words = 4 * first, f"4 x {first:,}, the others after their activations"
+    return MemoryTerm(name="gradients", bytes=size, formula=words)
+
+
+def _fullest(work: Workload, states: ModelStates) -> list[MemoryTerm]:
+    """Return the terms of the fullest moment. On a CPU the C library keeps the memory of each, so that every term
+    counts as it is at most.
+    """
+    moments = list(_moments(work, states))
+    if work.world.device == "cuda":
+        return list(max(moments, key=lambda terms: sum(term.bytes for term in terms)))
+    most: dict[str, MemoryTerm] = {}
+    for term in (each for terms in moments for each in terms):
+        if term.name not in most or term.bytes > most[term.name].bytes:
+            most[term.name] = term
+    return list(most.values())
 
 
 def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
     """Estimate the memory of one process of `work` on a device (on CPU, a share of a node) of `capacity_bytes`."""
     states = model_states(work)
     on_cpu = work.world.device == "cpu"
-    terms: list[MemoryTerm] = [
-        MemoryTerm(name="parameters", bytes=states.parameters, formula=states.parameters_formula),
-        MemoryTerm(name="gradients", bytes=states.gradients, formula=states.gradients_formula),
-        MemoryTerm(name="optimizer state", bytes=states.optimizer, formula=states.optimizer_formula),
-    ]
     processes = work.world.processes_per_node
-    if on_cpu and states.offloaded:
-        words = "in the memory it would have lain in anyway, as the device is the host"
-        terms.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
-    activations, moved = _activations(work)
-    terms.append(activations)
-    extras = (
-        _autocast_copies(work),
-        _unfolded(work),
-        _rounded(work),
-        _gathered(work),
-        _secondary(work),
-        _buffers(work),
-        _checkpoint_copy(work),
-    )
-    terms.extend(term for term in extras if term is not None)
-    share = CPU_ALLOCATOR_SHARE if on_cpu else ALLOCATOR_SHARE
-    allocated = sum(term.bytes for term in terms)
-    terms.append(MemoryTerm(name="allocator", bytes=int(allocated * share), formula=f"{share:.0%} of the terms above"))
+    terms = _fullest(work, states)
+    if on_cpu:
+        share, subject, words = CPU_ALLOCATOR_SHARE, terms, "the terms above"
+    else:
+        share, subject = ALLOCATOR_SHARE, [term for term in terms if term.name not in RESIDENT]
+        words = "what a step allocates"
+    lost = int(share * sum(term.bytes for term in subject))
+    terms.append(MemoryTerm(name="allocator", bytes=lost, formula=f"{share:.0%} of {words}"))
     fixed = CPU_PROCESS_BYTES if on_cpu else CUDA_CONTEXT_BYTES
     words = "interpreter and libraries, measured" if on_cpu else "CUDA context, cuBLAS and NCCL"
     terms.append(MemoryTerm(name="process", bytes=fixed, formula=words))
     total = sum(term.bytes for term in terms)
+    moved = _activations(work, "layers")[1]
     # The largest of three that do not overlap: reading the weights, activations, a checkpoint between steps.
     offloaded = max(
         states.host, (states.offloaded + moved) * processes, states.offloaded * processes + _saving_bytes(work)
