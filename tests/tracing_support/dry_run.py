@@ -162,7 +162,7 @@ def run(name: str, result: str) -> None:
     assert observer.seen == traced_cases.STEPS
     vocabulary, tokens = case.config["vocab_size"], case.rows * case.tokens // training.strategy.sequence
     if os.environ.get("FINETUNE_TRACE_LARGEST"):
-        print("\n".join(held.largest_of(trace, vocabulary, tokens)))  # noqa: T201 (for a developer)
+        print("\n".join(held.largest_of(trace, vocabulary, tokens)))
     figures = {
         "waits": observer.waits,
         "stub_waits": observer.stub_waits,

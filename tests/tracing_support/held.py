@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -64,10 +65,13 @@ def _kind(trace: Trace, made: Made, vocabulary: int, tokens: int) -> str:
         return marked
     if made.source is not None and trace.kinds.get(made.source) in ("parameters", "gathered"):
         return "copies"
-    elements = 1
-    for side in made.shape:
-        elements *= side
-    if made.shape and vocabulary in made.shape and elements >= (tokens - 1) * vocabulary // 2 and made.shape[0] != vocabulary:
+    elements = prod(made.shape)
+    if (
+        made.shape
+        and vocabulary in made.shape
+        and elements >= (tokens - 1) * vocabulary // 2
+        and made.shape[0] != vocabulary
+    ):
         return "logits"
     match made.phase:
         case "forward" | "forward_backward":

@@ -26,6 +26,20 @@ BERT: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 """Width of BERT large."""
+DEBERTA: dict[str, Any] = {
+    **BERT,
+    "model_type": "deberta-v2",
+    "vocab_size": 128100,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 256,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "max_relative_positions": -1,
+}
+"""Width of DeBERTa-v3 large."""
 QWEN3: dict[str, Any] = {
     **WIDTH,
     "model_type": "qwen3",
@@ -113,4 +127,7 @@ MEMORY_CASES = (
     _bert("bert ddp 256", strategy=_DDP, rows=32, tokens=256),
     _bert("bert fsdp full", strategy=_recomputing(_FSDP, "full"), rows=64, task="text-classification"),
     _bert("bert ZeRO-1 classes", strategy=_zero(1), task="text-classification"),
+    _bert("deberta single", config=DEBERTA, strategy=_SINGLE, size=1, rank=0, layers=6, rows=8),
+    _bert("deberta long", config=DEBERTA, strategy=_SINGLE, size=1, rank=0, layers=6, rows=1, tokens=2048),
+    _bert("deberta ddp full", config=DEBERTA, strategy=_recomputing(_DDP, "full"), layers=6, rows=8),
 )

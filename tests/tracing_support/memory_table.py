@@ -29,8 +29,9 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 OVERHEAD = ("allocator", "process")
 """Terms of the plan that a trace has none of."""
 GIB = 1 << 30
-TRACED = (*MEMORY_CASES, *CASES)
-"""All cases that are traced and compared."""
+TRACED = (*MEMORY_CASES, *(case for case in CASES if case.strategy.pipeline is None))
+"""All cases that are compared: of a pipeline the plan counts the fullest process, and the traced one is in the middle.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,7 @@ def kept_traces(file: Path = KEPT) -> dict[str, KeptTrace]:
     """Return the kept traces by their cases' names."""
     values = json.loads(file.read_text(encoding="utf-8"))
     return {
-        name: KeptTrace(name, each["peak"], each["phase"], each["held"], each["kept"])
-        for name, each in values["traces"].items()
+        name: KeptTrace(name, each["peak"], each["phase"], each["held"], each["kept"]) for name, each in values.items()
     }
 
 
@@ -122,13 +122,11 @@ def trace_all(cases: Iterable[Case]) -> dict[str, Any]:
             for case in cases:
                 result = folder / "result.json"
                 run = {"call": "tracing_support.dry_run:run", "arguments": {"name": case.name, "result": str(result)}}
-                codes, printed = server.run(
-                    {"processes": 1, "environment": {}, "log": str(folder / "log"), **run}
-                )
+                codes, printed = server.run({"processes": 1, "environment": {}, "log": str(folder / "log"), **run})
                 if codes != [0]:
                     raise SystemExit(f"{case.name}:\n{printed}")
                 traces[case.name] = _kept(case, json.loads(result.read_text(encoding="utf-8")))
-                print(case.name, printed if os.environ.get("FINETUNE_TRACE_LARGEST") else "", flush=True)  # noqa: T201 (a tool)
+                print(case.name, printed if os.environ.get("FINETUNE_TRACE_LARGEST") else "", flush=True)
         finally:
             server.stop()
     return traces
@@ -137,7 +135,10 @@ def trace_all(cases: Iterable[Case]) -> dict[str, Any]:
 def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
     peaks = figures["peaks"]
     phase = max(peaks, key=lambda each: peaks[each])
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     return {
+        "commit": commit,
+        "libraries": {name: version(name) for name in LIBRARIES},
         "config": case.model_config,
         "recipe": {
             "task": case.task,
@@ -156,6 +157,14 @@ def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _keep(made: Mapping[str, Any]) -> None:
+    """Write the traces beside those of other cases, in the order of the cases."""
+    before = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
+    found = {**before, **made}
+    kept = {case.name: found[case.name] for case in TRACED if case.name in found}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Trace and print, as the module's text says."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -164,14 +173,8 @@ def main() -> None:
     asked = parser.parse_args()
     cases = [case for case in TRACED if not asked.names or any(name in case.name for name in asked.names)]
     if asked.trace:
-        before = json.loads(KEPT.read_text(encoding="utf-8"))["traces"] if KEPT.exists() else {}
-        made = trace_all(cases)
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        libraries = {name: version(name) for name in LIBRARIES}
-        known = {case.name: (made | {k: v for k, v in before.items() if k not in made}).get(case.name) for case in TRACED}
-        kept = {"commit": commit, "libraries": libraries, "traces": {k: v for k, v in known.items() if v is not None}}
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(rows(cases, kept_traces())))  # noqa: T201 (a tool)
+        _keep(trace_all(cases))
+    print("\n".join(rows(cases, kept_traces())))
 
 
 if __name__ == "__main__":

@@ -59,12 +59,20 @@ class ActivationShape:
     """Score tensors of attention that is not fused, times heads x length: the softmax and its dropped-out form (with
     dropout, one more mask).
     """
+    attention_window: int | None = None
+    """Tokens that each token attends to; None for all. That of the published checkpoints, as facts have no field."""
+    gpu_score_bytes: float | None = None
+    """Bytes of a score on GPUs where a trace has found them, with softmax and dropout; None counts `score_tensors`."""
+    gpu_relative_bytes: float = 0
+    """Further bytes on GPUs for each relative position, of which there are at most `RELATIVE_POSITIONS`."""
     attention_dropout: bool = True
     """True if attention has dropout by default. On CPU this alone keeps scaled_dot_product_attention from its fused
     kernel.
     """
 
 
+RELATIVE_POSITIONS = 512
+"""Relative positions of DeBERTa-v3: twice its position_buckets of 256."""
 _ENCODER = ActivationShape()
 # The other counts were fitted to torch's saved tensors of one layer (tests/unit/test_planning_memory.py repeats it):
 # DeBERTa gathers two more score matrices by relative position; GPT-2 and its kin compute their GELU in Python and save
@@ -76,9 +84,12 @@ _FUSED_INPUTS = replace(_DECODER, shared_inputs=0)
 _PYTHON_GELU = replace(_DECODER, feed_forward=5, feed_forward_fp32=3)
 _GATED = replace(_DECODER, norm_inputs=4, norm_casts=2, feed_forward=4, shared_inputs=3)
 _SHAPES: dict[str, ActivationShape] = {
-    "deberta": ActivationShape(fused_attention=False, score_tensors=10),
-    "deberta-v2": ActivationShape(fused_attention=False, score_tensors=10),
-    "longformer": ActivationShape(fused_attention=False),
+    **dict.fromkeys(
+        ("deberta", "deberta-v2"),
+        ActivationShape(fused_attention=False, score_tensors=10, gpu_score_bytes=8, gpu_relative_bytes=4),
+    ),
+    # Chunks of queries, keys and values overlap, and there are three more projections for global attention.
+    "longformer": ActivationShape(hidden=17.5, fused_attention=False, score_tensors=2.4, attention_window=512),
     "albert": _PYTHON_GELU,
     "modernbert": replace(_FUSED_INPUTS, hidden=9, feed_forward=4),
     "gpt2": ActivationShape(feed_forward=5, feed_forward_fp32=3, shared_inputs=0),

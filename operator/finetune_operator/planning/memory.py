@@ -27,9 +27,10 @@ from finetune_operator.planning.adapter_sizes import (
     adapted_layers,
     four_bit_weights,
     largest_linear,
+    narrow_weights,
     trained_parameters,
 )
-from finetune_operator.planning.architectures import activation_shape
+from finetune_operator.planning.architectures import RELATIVE_POSITIONS, activation_shape
 from finetune_operator.planning.model_parallel_plan import in_flight, layers_of_a_process, parameters_of_a_process
 from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
@@ -162,6 +163,11 @@ class Workload:
         return four_bit_weights(self.model, self.adapter)
 
     @property
+    def narrow(self) -> int:
+        """Return the number of frozen weights that are in 16 bits beside trained ones in fp32."""
+        return narrow_weights(self.model, self.adapter, self.head) if self.autocast else 0
+
+    @property
     def shards(self) -> int:
         """Return the processes that share one copy of the sharded state."""
         return self.world.processes_per_node if self.strategy.fsdp_sharding == "hybrid" else self.world.size
@@ -228,9 +234,11 @@ def _torch_states(work: Workload) -> ModelStates:
     if work.strategy.offload_parameters == "cpu":
         # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
         moved = sum(sizes)
-        return ModelStates(0, 0, 0, 0, moved, 0, max(moved * work.world.processes_per_node, loading), _HOST, _HOST, _HOST)
-    if work.four_bit:
-        parameters, words = _four_bit_bytes(work)
+        return ModelStates(
+            0, 0, 0, 0, moved, 0, max(moved * work.world.processes_per_node, loading), _HOST, _HOST, _HOST
+        )
+    if work.four_bit or work.narrow:
+        parameters, words = _frozen_bytes(work)
         return ModelStates(
             parameters,
             *sizes[1:],
@@ -243,6 +251,10 @@ def _torch_states(work: Workload) -> ModelStates:
             optimizer_formula=_formula(f"{state:.3g}", count, 1),
         )
     part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
+    if work.strategy.tensor > 1:
+        # torch computes the gradient of embeddings that are split over the vocabulary whole, and sums it up so.
+        count += work.model.embedding_parameters - work.model.embedding_parameters // work.strategy.tensor
+        sizes = (sizes[0], 4 * count, sizes[2])
     return ModelStates(
         *sizes,
         stepping=0,
@@ -251,7 +263,7 @@ def _torch_states(work: Workload) -> ModelStates:
         host=loading if work.strategy.model_ranks == 1 else _spreading_bytes(work),
         parameters_formula=_formula("4", held, divided) + part,
         gradients_formula=_formula("4", count, divided) + part,
-        optimizer_formula=_formula(f"{state:.3g}", count, divided) + part,
+        optimizer_formula=_formula(f"{state:.3g}", work.trained, divided) + part,
     )
 
 
@@ -306,17 +318,22 @@ def _deepspeed_states(work: Workload) -> ModelStates:
 _HOST, _FILES = "on the host", "in files"
 
 
-def _four_bit_bytes(work: Workload) -> tuple[int, str]:
-    """Return the bytes of one process's weights, some of them in 4 bits, and the formula.
+def _frozen_bytes(work: Workload) -> tuple[int, str]:
+    """Return the bytes of one process's weights, some of them in 4 or in 16 bits, and the formula.
 
-    A GPU gets only the 4-bit form. On a CPU the whole model is in memory beside it: before it is quantized, and again
-    when the adapter is merged.
+    A GPU gets only these forms. On a CPU the whole model is in memory as well: before it is quantized or cast, and
+    again when the adapter is merged.
     """
     packed, words = int(FOUR_BIT_BYTES * work.four_bit), f"{FOUR_BIT_BYTES:.3f} x {work.four_bit:,} in 4 bits"
     if work.world.device == "cpu":
+        if not work.four_bit:
+            return 4 * work.held, _formula("4", work.held, 1)
         return 4 * work.held + packed, f"4 x {work.held:,}, read and merged whole, + {words}"
-    wide = work.held - work.four_bit
-    return 4 * wide + packed, f"4 x {wide:,} + {words}"
+    wide = work.held - work.four_bit - work.narrow
+    terms = [f"4 x {wide:,}"]
+    terms += [f"2 x {work.narrow:,} frozen"] if work.narrow else []
+    terms += [words] if work.four_bit else []
+    return 4 * wide + 2 * work.narrow + packed, " + ".join(terms)
 
 
 def _unfolded(work: Workload) -> MemoryTerm | None:
@@ -417,25 +434,35 @@ def activation_bytes_per_token(work: Workload) -> int:
     # other activations are split (Korthikanti et al., section 4.2).
     tensor = work.strategy.tensor
     hidden = min(shape.hidden, 2) + max(0, shape.hidden - 2) / tensor
-    if model.key_value_heads is not None and work.world.device == "cuda":
-        # Fused attention takes keys and values as they are; on a CPU transformers repeats them for each query head.
+    if model.key_value_heads is not None and work.world.device == "cuda" and not _mask_bytes_per_token(work):
+        # Fused attention without a mask takes keys and values as they are, otherwise transformers repeats them for each
+        # query head (`transformers.integrations.sdpa_attention.use_gqa_in_sdpa`).
         hidden -= 2 * (1 - model.key_value_width / model.hidden_size) / tensor
     norms = shape.norm_inputs * work.wide + shape.norm_casts * (4 - work.wide)
-    casts = shape.shared_inputs if work.autocast else 0
+    # With dropout before an adapter's matrices their inputs are counted there; a frozen layer keeps none.
+    casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
     fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
     feed_forward = shape.feed_forward * work.compute_bytes + fp32 * (4 - work.compute_bytes)
     linear = (
         model.hidden_size * (norms + (hidden + casts) * work.compute_bytes + shape.dropout_masks * mask)
         + model.intermediate_size * feed_forward / tensor
     )
+    attention = model.attention_heads / tensor * _score_bytes_per_token(work)
+    return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+
+
+def _score_bytes_per_token(work: Workload) -> float:
+    """Return the bytes of the scores that one head saves for one token; 0 if attention is fused."""
+    shape, length = activation_shape(work.model.model_type), work.length
+    if shape.gpu_score_bytes is not None and work.world.device == "cuda":
+        return length * shape.gpu_score_bytes + min(length, RELATIVE_POSITIONS) * shape.gpu_relative_bytes
     score_width = 4 if work.world.device == "cpu" else work.compute_bytes
     scores = _unfused_scores(work)
     if shape.fused_attention and not work.model.fused_attention:
         # transformers' own attention computes the softmax in fp32, and saves it.
         scores += (4 - score_width) / score_width
     dropped = (4 if work.world.device == "cpu" else 1) if scores and shape.attention_dropout else 0
-    attention = model.attention_heads / tensor * work.length * (scores * score_width + dropped)
-    return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+    return (shape.attention_window or length) * (scores * score_width + dropped)
 
 
 def _adapter_bytes_per_token(work: Workload, mask: int) -> float:
@@ -498,8 +525,9 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     words += f" + 1 layer of {layer:,}" if recomputes else ""
     total, offloaded = layers * kept * kept_at_once + (layer if recomputes else 0) + ends, 0
     if work.strategy.offload_activations != "none" and work.world.device == "cuda":
-        # Only the layer that computes is on the device.
-        words, total, offloaded = f"1 layer of {layer:,}", layer + ends, layers * kept
+        # Only the layer that computes is on the device; none does while the loss is computed.
+        computing = layer if moment in ("forward", "layers") else 0
+        words, total, offloaded = f"{1 if computing else 0} layers of {layer:,}", computing + ends, layers * kept
     passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
     each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
     part = "" if length == work.length else f" of {work.length}"
@@ -575,9 +603,7 @@ def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
         blocks = 2 if moment in ("forward", "layers") else 1
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
-        words = (
-            f"{width} x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block)"
-        )
+        words = f"{width} x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block)"
         size = width * (root + blocks * model.block_parameters)
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
     if work.deepspeed and work.strategy.zero_stage == 3:
@@ -686,13 +712,15 @@ def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
     if not work.autocast or moment in ("ends", "step"):
         return None
     tied = work.head if work.model.tied_embeddings else 0
-    count = max(0, work.model.parameters - work.model.embedding_parameters - work.four_bit) + tied
+    there = work.four_bit + work.narrow
+    count = max(0, work.model.parameters - work.model.embedding_parameters - there) + tied
+    head = 0 if work.narrow and not tied else work.head
     if work.strategy.model_ranks > 1:
         count = min(count, work.held)
     cached = moment == "forward" and work.adapter is None
     if work.strategy.activation_checkpointing != "none" and not cached:
         layers = layers_of_a_process(work.model, work.strategy.pipeline)
-        count = min(count, max(0, count - work.head) // layers if moment == "layers" else work.head)
+        count = min(count, max(0, count - head) // layers if moment == "layers" else head)
     return MemoryTerm(name="autocast copies", bytes=2 * count, formula=f"2 x {count:,} weights of linear layers")
 
 
@@ -708,13 +736,13 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
         if work.world.device == "cpu" and states.offloaded:
             words = "in the memory it would have lain in anyway, as the device is the host"
             found.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
-        if moment not in ("ends", "step"):
-            found.append(_activations(work, moment)[0])
         passing = moment not in ("ends", "step")
+        if passing:
+            found.append(_activations(work, moment)[0])
         extras = (
             _autocast_copies(work, moment),
             _unfolded(work) if passing else None,
-            _rounded(work) if passing else None,
+            _rounded(work) if moment == "layers" else None,
             _gathered(work, moment),
             _whole_gradients(work, moment),
             _secondary(work),

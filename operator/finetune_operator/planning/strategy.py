@@ -121,6 +121,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         packed=draft.packing,
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
+        accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
     )
     return memory.estimate(work, draft.device_bytes)
 
