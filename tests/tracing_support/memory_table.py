@@ -99,6 +99,23 @@ def rows(cases: Iterable[Case], traces: Mapping[str, KeptTrace]) -> list[str]:
     return lines
 
 
+def table() -> str:
+    """Return the comparison as Markdown."""
+    lines = ["| run | tokens | planned GiB | traced GiB | planned / traced |", "|---|---|---|---|---|"]
+    traces = kept_traces()
+    for case in TRACED:
+        ours, peak = allocated(planned(case)), traces[case.name].peak
+        cells = [
+            case.name,
+            f"{case.rows} x {case.tokens:,}",
+            _gib(ours).strip(),
+            _gib(peak).strip(),
+            f"{ours / peak:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _parts(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size > GIB // 200)
 
