@@ -106,11 +106,13 @@ class Workload:
     """Processes of a node over which ZeRO++ shards the parameters a second time; 1 without it."""
     accumulates: bool = True
     """True if a step has several micro-batches, so that gradients are there during forward passes."""
+    casts: bool = True
+    """False if weights are in the type that they compute in, as an inference process's are."""
 
     @property
     def autocast(self) -> bool:
         """Return whether autocast casts weights and inputs; DeepSpeed and FSDP compute with 16-bit weights."""
-        return self.compute_bytes < 4 and self.strategy.name not in ("deepspeed", "fsdp")
+        return self.casts and self.compute_bytes < 4 and self.strategy.name not in ("deepspeed", "fsdp")
 
     @property
     def wide(self) -> int:
@@ -622,6 +624,13 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
     if work.adapter is not None:
         return None
     model, width = work.model, work.compute_bytes
+    if work.world.device == "cpu":
+        # In CPU_ALLOCATOR_SHARE, which was measured with these terms, but for FSDP's.
+        if work.strategy.name != "fsdp":
+            return None
+        held = _root(model) + model.block_parameters
+        words = f"{width} x {held:,} of embeddings, head and a block"
+        return MemoryTerm(name="whole gradients", bytes=width * held, formula=words)
     embeddings = min(model.embedding_parameters, work.held)
     if work.strategy.name == "fsdp":
         match moment:
@@ -833,6 +842,7 @@ def inference_bytes(
         world=alone,
         micro_batch=max(1, tokens // length),
         length=length,
+        casts=False,
     )
     width, judged = work.compute_bytes, 0
     if task in LANGUAGE_TASKS:
