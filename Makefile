@@ -24,8 +24,8 @@ REPORT = --junitxml=$(REPORTS)/$@.xml
 FORGET = @rm -f $(REPORTS)/$@.*
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-everything test-gpu-dry trace-memory test-cluster test-e2e test-times test-changed images tools requirements audit \
-  release release-compare fuzz lint format generate pictures benchmark clean
+.PHONY: help install quickstart test test-slow test-everything test-gpu-dry test-cluster test-e2e test-times test-changed images tools requirements audit \
+  release release-compare fuzz gpu-check lint format generate pictures benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -79,9 +79,6 @@ test-gpu-dry: install ## Trace the training loop on fake GPUs: waits, bytes sent
 	$(FORGET)
 	$(BIN)/python -m pytest tests/tracing $(REPORT)
 
-trace-memory: install ## Trace the memory of the trainer on fake GPUs again, and compare it with the plan's (minutes; needs gcc)
-	PYTHONPATH=tests $(BIN)/python -m tracing_support.memory_table --trace
-
 test-cluster: install ## Run the operator's tests on real API servers (about 8 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(FORGET)
 	$(BIN)/python -m pytest tests/cluster $(CLUSTER_BESIDE) $(REPORT)
@@ -112,12 +109,16 @@ audit: tools ## Look for known vulnerabilities in all requirements (asks the ind
 	@$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes $(foreach file,$(wildcard requirements/*.txt),--requirement $(file)) \
 	  || { echo "make audit: failed. Where it says \"could not be audited\" or that there is no connection, nothing was audited: this index has no such data." >&2; exit 1; }
 
-lint: install ## Check style, types, import layers and Dockerfiles
+# Pages that people write; those in docs that are generated are read as well.
+PROSE = README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md images/*.md charts/*/*.md tests/benchmarks/*.md manifests/examples/*.md)
+lint: install ## Check style, types, import layers, Dockerfiles, spelling and prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint images/*/Dockerfile
+	$(BIN)/codespell
+	$(BIN)/proselint --config .proselintrc.json check $(PROSE)
 
 format: install ## Format the code
 	$(BIN)/ruff check --fix .
@@ -132,6 +133,9 @@ pictures: install ## Draw the dashboards' pictures in docs again (needs promethe
 benchmark: install ## Measure training, prediction and the operator (see tests/benchmarks)
 	$(BIN)/python tests/benchmarks/published_padding.py
 	$(BIN)/python tests/benchmarks/operator_load.py
+
+gpu-check: install ## Try on this machine's GPUs what tests cannot (15 minutes), and write runs/gpu-check/gpu-check.md
+	PYTHONPATH=tests $(BIN)/python -m gpu_check $(ARGS)
 
 clean: ## Remove the virtual environment, caches and results of runs
 	rm -rf $(VENV) $(TOOLS) runs $(REPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

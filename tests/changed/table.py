@@ -75,6 +75,7 @@ TABLE = Table(
             (f"{OPERATOR}/cli/main.py",),
             "starts",
         ),
+        Link(("tests/e2e/local/test_gpu_check.py",), ("tests/gpu_check/*.py",), "starts"),
         Link(
             ("tests/e2e/conftest.py", "tests/trainer/test_examples_run.py"),
             (f"{TRAINER}/__main__.py",),
@@ -112,7 +113,8 @@ TABLE = Table(
         Link((f"{CONTRACT}/arguments.py",), (f"{CONTRACT}/training_arguments.json",), "reads"),
         Link((f"{TRAINER}/reporting.py",), (f"{TRAINER}/templates/*",), "fills in"),
         Link(("tests/e2e/local/test_readme.py", "tests/first_run.py"), ("manifests/examples/*",), "runs"),
-        Link(("tests/e2e/local/test_readme.py",), ("docs/*",), "follows links of"),
+        Link(("tests/e2e/local/test_readme.py",), ("docs/*",), "lists"),
+        Link(("tests/unit/test_docs_guides.py",), ("docs/*", "CONTRIBUTING.md"), "compares with the code"),
         Link(("tests/cluster/test_readme_cluster.py",), ("manifests/*",), "applies"),
     ),
     everything=(
@@ -120,11 +122,15 @@ TABLE = Table(
         Row(("pyproject.toml", "*/pyproject.toml"), "packages, and settings of pytest"),
     ),
     nothing=(
-        Row(("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"), "for readers"),
+        Row(("LICENSE", "CHANGELOG.md"), "for readers"),
         Row((".gitignore", ".pre-commit-config.yaml"), "settings of git"),
+        Row((".proselintrc.json",), "settings of lint"),
         Row(("tests/benchmarks/*",), "started by hand"),
         Row((".ci/*", "tests/box_support/phases.py"), "starts the suites"),
         Row(("*/py.typed",), "for type checkers"),
     ),
-    always=(Row(("tests/architecture/test_layers.py",), "reads every file"),),
+    always=(
+        Row(("tests/architecture/test_layers.py",), "reads every file"),
+        Row(("tests/architecture/test_links.py",), "follows links to any file"),
+    ),
 )

@@ -27,12 +27,14 @@ from finetune_contract.trainer_job import Training
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from finetune_trainer import adapters, distributed, float8
+from finetune_trainer.stored_weights import in_training_type, narrow_weights
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.tasks.masked_lm import MaskedLm
 from finetune_trainer.tasks.text_classification import TextClassification
 from finetune_trainer.tasks.text_generation import TextGeneration
 from finetune_trainer.training.activations import InHostMemory, OnDevice
+from finetune_trainer.training.chunked_loss import chunk_loss
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, StepReport, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, Pick
@@ -184,6 +186,9 @@ def _loop(
     auto: Any = getattr(transformers, task.auto)
     model = auto.from_config(config, dtype=torch.float32)
     adapted, in_float8 = _changed(model, training)
+    if strategy.takes_weights == "device":
+        in_training_type(model.parameters(), narrow_weights(model, training.precision), "cuda")
+    chunk_loss(model, training)
     shape = MeshShape.of(training.strategy, training.batch.data_parallel)
     rows = training.batch.global_batch_size * traced_cases.STEPS
     lengths = np.full(rows, case.tokens)

@@ -114,7 +114,7 @@ def test_zero_3_with_offload_on_gpus():
     }
 
 
-def test_state_in_files_goes_to_a_volume_of_the_pods_and_without_a_cluster_where_the_trainer_says():
+def test_offloaded_files_use_a_pod_volume_or_the_trainers_folder():
     parallelism = {"strategy": "deepspeed", "offload": {"optimizer": "nvme", "parameters": "nvme"}}
     in_cluster = deepspeed_config(planned(parallelism, GPUS))
     assert in_cluster is not None
@@ -188,7 +188,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimisation": {}},
             (
                 f"{FIELD}.zero_optimisation",
-                "DeepSpeed knows no such key and would ignore it",
+                "is not a DeepSpeed key, so that DeepSpeed would ignore it",
                 "did you mean zero_optimization?",
             ),
             id="a typing error",
@@ -197,7 +197,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimization": {"reduce_bucket": 5}},
             (
                 f"{FIELD}.zero_optimization.reduce_bucket",
-                "DeepSpeed knows no such key and would ignore it",
+                "is not a DeepSpeed key, so that DeepSpeed would ignore it",
                 "did you mean reduce_bucket_size?",
             ),
             id="a typing error below",
@@ -206,7 +206,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"train_batch_size": 128},
             (
                 f"{FIELD}.train_batch_size",
-                "spec.training.globalBatchSize decides it",
+                "is set by spec.training.globalBatchSize",
                 "set spec.training.globalBatchSize to 128, and leave this out",
             ),
             id="a number that the spec has",
@@ -215,14 +215,14 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             (
                 f"{FIELD}.zero_optimization.offload_optimizer.device",
-                "spec.parallelism.offload.optimizer decides it",
+                "is set by spec.parallelism.offload.optimizer",
                 "set spec.parallelism.offload.optimizer to cpu, and leave this out",
             ),
             id="a choice that the spec has, two levels down",
         ),
         pytest.param(
             {"zero_optimization": 2},
-            (f"{FIELD}.zero_optimization", "it is an object in DeepSpeed", "write its keys below it"),
+            (f"{FIELD}.zero_optimization", "must be an object for DeepSpeed", "write its keys below it"),
             id="a number where an object belongs",
         ),
     ],

@@ -10,17 +10,13 @@ QLoRA holds the frozen linear layers of the blocks in 4 bits, adapted or not. It
 weights and not into those of the base model: it was trained beside the rounded ones, and partly makes up for the
 rounding. peft merges into them as well (`tuners/lora/bnb.py`), and transformers has `dequantize_and_replace` for that
 (`integrations/bitsandbytes.py`, "QLoRA adapters merging").
-
-Under autocast a frozen linear layer computes with its weight in 16 bits, cast anew in each pass. It is held in 16 bits
-instead, with the same results to the last bit, in half of the memory and without a copy for the backward pass. Trained
-weights, norms and embeddings stay in fp32.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,9 +27,10 @@ from torch import nn
 
 from finetune_contract.choices import Precision
 from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import Adapter, TrainerJob, Training
+from finetune_contract.trainer_job import Adapter, TrainerJob
 from finetune_trainer.failures import StageError, first_of, needed_library
 from finetune_trainer.models import weights_digest
+from finetune_trainer.stored_weights import in_training_type
 from finetune_trainer.uris import public_uri
 
 if TYPE_CHECKING:
@@ -45,8 +42,6 @@ _NAME = "default"
 _POOLER = "pooler"
 _SHOWN_NAMES = 24
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_AUTOCAST: Mapping[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Types to which autocast casts the factors of a product."""
 
 
 # -------------------------------------------------------------------------------------------------- modules and layers
@@ -161,14 +156,11 @@ class Adapted:
     held: tuple[str, ...] = ()
     """Names of the layers with weights in 4 bits."""
     precision: Precision = "fp32"
-    """Precision in which the layers of `held` and `narrow` compute."""
-    narrow: tuple[str, ...] = ()
-    """Names of the frozen linear layers in 16 bits."""
+    """Precision in which the layers of `held` compute."""
 
     def assert_in_effect(self, model: nn.Module) -> None:
         """Raise StageError STRATEGY_NOT_IN_EFFECT unless exactly the adapter's matrices and the head are trained in
-        `model`, and its other linear layers are in 4 bits where the adapter asks for that, or in 16 bits where they
-        compute in them.
+        `model`, and its other linear layers are in 4 bits where the adapter asks for that.
         """
         from peft.tuners.lora import LoraLayer
 
@@ -186,12 +178,6 @@ class Adapted:
         if self.held:
             wide = [name for name in self.held if not four_bits().is_held(_base(model, name), self.precision)]
             self._expect(not wide, f"{len(wide)} layers are not in 4 bits, e.g. {wide[:1]}")
-        if self.narrow:
-            kept = _AUTOCAST[self.precision]
-            wide = [name for name in self.narrow if cast(Any, _base(model, name)).weight.dtype is not kept]
-            self._expect(not wide, f"{len(wide)} frozen layers are not in 16 bits, e.g. {wide[:1]}")
-            odd = sorted(name for name in self.trained if model.get_parameter(name).dtype is not torch.float32)
-            self._expect(not odd, f"{len(odd)} trained weights are not in fp32, e.g. {odd[:1]}")
 
     def _expect(self, holds: bool, found: str) -> None:
         if not holds:
@@ -245,33 +231,33 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
     if adapter.method == "qlora":
         held = tuple(each.name for each in block_linears(model))
         four_bits().hold(model, held, precision)
-    narrow = _computing_in_16_bits(model, job.training, (*held, *(layers if adapter.method == "dora" else ())))
-    adapted = Adapted(adapter, layers, frozenset(matrices | whole), base, held, precision, narrow)
-    with torch.random.fork_rng(devices=[]):
+    adapted = Adapted(adapter, layers, frozenset(matrices | whole), base, held, precision)
+    if adapter.method == "dora":
+        # peft takes the norms of the weights, in their type.
+        in_training_type(cast(nn.Parameter, model.get_submodule(name).weight) for name in layers)
+    with torch.random.fork_rng(devices=[]), _fp32_for_peft(model, layers):
         torch.manual_seed(job.seed)
         inject_adapter_in_model(_config(model, adapter, job, layers, heads), model, _NAME)
-    for name in narrow:  # after the matrices, which take the type of the weights beside them
-        _base(model, name).to(_AUTOCAST[precision])
+    in_training_type(parameter for parameter in model.parameters() if parameter.requires_grad)  # those of heads
     return adapted
 
 
-def _computing_in_16_bits(
-    model: PreTrainedModel, training: Training | None, without: Collection[str]
-) -> tuple[str, ...]:
-    """Return the names of the frozen linear layers whose weights only autocast reads: those of the blocks, less
-    `without`, and a language model's head that is not tied to its embeddings.
-
-    DoRA takes the norm of the weights beside it, in fp32; ZeRO has weights in 16 bits in any case, and FSDP casts what
-    it gathers.
+@contextmanager
+def _fp32_for_peft(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
+    """Show peft weights in fp32 in place of those of `layers` in 16 bits, without memory: it draws matrices in the type
+    of the weights, which it does not read, and they would be rounded.
     """
-    if training is None or training.precision not in _AUTOCAST or training.strategy.name not in ("single", "ddp"):
-        return ()
-    users = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
-    names = [each.name for each in block_linears(model)]
-    head = cast(Any, model).get_output_embeddings()
-    names += [name for name, module in model.named_modules() if module is head and isinstance(module, nn.Linear)]
-    alone = [name for name in names if users[id(cast(Any, model.get_submodule(name)).weight)] == 1]
-    return tuple(name for name in alone if name not in without)
+    narrow: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for name in layers:
+        weight = model.get_submodule(name).weight
+        if isinstance(weight, nn.Parameter) and weight.dtype in (torch.bfloat16, torch.float16):
+            narrow.append((weight, weight.data))
+            weight.data = torch.empty(1, dtype=torch.float32).expand(weight.shape)
+    try:
+        yield
+    finally:
+        for weight, data in narrow:
+            weight.data = data
 
 
 def _config(

@@ -20,7 +20,13 @@ from typing import Literal, TypeAlias
 
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import ASKED_LOGITS, AVERAGED_ELEMENTS, JUDGED_LOGITS
+from finetune_contract.plans import (
+    ASKED_LOGITS,
+    AVERAGED_ELEMENTS,
+    CHUNKED_LOSS_FAMILIES,
+    JUDGED_LOGITS,
+    LOSS_LOGITS,
+)
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.adapter_sizes import (
     FOUR_BIT_BYTES,
@@ -106,6 +112,8 @@ class Workload:
     """Processes of a node over which ZeRO++ shards the parameters a second time; 1 without it."""
     accumulates: bool = True
     """True if a step has several micro-batches, so that gradients are there during forward passes."""
+    whole_logits: bool = False
+    """True if training arguments keep a decoder from computing its loss some tokens at a time."""
     casts: bool = True
     """False if weights are in the type that they compute in, as an inference process's are."""
 
@@ -230,7 +238,7 @@ def model_states(work: Workload) -> ModelStates:
 def _torch_states(work: Workload) -> ModelStates:
     held, count = work.held, work.trained
     state = optimizer_state_bytes(work.optimizer, work.model.hidden_size)
-    loading = 4 * work.model.parameters * work.world.processes_per_node
+    loading = _loading_bytes(work)
     divided = work.shards if work.strategy.name == "fsdp" else 1
     sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
     if work.strategy.offload_parameters == "cpu":
@@ -262,7 +270,7 @@ def _torch_states(work: Workload) -> ModelStates:
         stepping=0,
         offloaded=0,
         disk=0,
-        host=loading if work.strategy.model_ranks == 1 else _spreading_bytes(work),
+        host=loading,
         parameters_formula=_formula("4", held, divided) + part,
         gradients_formula=_formula("4", count, divided) + part,
         optimizer_formula=_formula(f"{state:.3g}", work.trained, divided) + part,
@@ -310,7 +318,7 @@ def _deepspeed_states(work: Workload) -> ModelStates:
         stepping=stepping,
         offloaded=offloaded,
         disk=disk,
-        host=max(offloaded * processes, _dividing_bytes(work) if stage == 3 else 4 * work.model.parameters * processes),
+        host=max(offloaded * processes, _loading_bytes(work)),
         parameters_formula=parameters_formula,
         gradients_formula=gradients_formula,
         optimizer_formula=optimizer_formula,
@@ -352,33 +360,32 @@ def nvme_buffer_elements(model: ModelFacts, ranks: int) -> int:
     return -(-largest_layer(model) // ranks)
 
 
-def _stay_in_files(model: ModelFacts) -> bool:
-    """Return whether weights stay in their files until use: those in fp32, as safetensors maps them. The processes of a
-    node share the pages, which are reclaimable. Other types are converted to fp32 by each process when it reads them;
-    with transformers 5.23 and safetensors 0.8 its private memory grew by 4 bytes a parameter of a bf16 file and by none
-    of an fp32 one.
+def _loading_bytes(work: Workload) -> int:
+    """Return the host memory of a node while its processes read the model that they train on GPUs.
+
+    Weights stay in their files, as safetensors maps them, until each is converted on its device: the processes of a
+    node share the pages, which are reclaimable (`finetune_trainer.stored_weights`; with transformers 5.23 and
+    safetensors 0.8 the private memory of a process grows by less than 0.1 bytes a parameter). In memory are experts,
+    which files hold one by one and models in one piece; weights in 4 bits, which are rounded there; and whole models
+    that are split.
     """
-    return model.parameter_bytes > 3 * model.parameters
+    model, processes = work.model, work.world.processes_per_node
+    if work.strategy.model_ranks > 1 or work.strategy.sequence > 1:
+        return _spreading_bytes(work)
+    merged = model.parameter_bytes if model.idle_parameters else 0
+    packed = int(FOUR_BIT_BYTES * work.four_bit) + 4 * largest_linear(model) if work.four_bit else 0
+    return (merged + packed) * processes
 
 
 def _spreading_bytes(work: Workload) -> int:
-    """Return the host memory of a node while it reads a model for tensor or pipeline parallelism: tensor ranks copy
-    their shards of all layers before the stages are cut.
+    """Return the host memory of a node while it reads a model for tensor, pipeline or sequence parallelism, whose
+    processes compare answers before and after: each has the model in fp32, which is not in memory only where the files
+    are in fp32, too. Tensor ranks copy their shards of all layers before the stages are cut.
     """
     whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
+    mapped = work.model.parameter_bytes > 3 * work.model.parameters
     shards = whole * processes // tensor if tensor > 1 else 0
-    return (whole if _stay_in_files(work.model) else whole * processes) + shards
-
-
-def _dividing_bytes(work: Workload) -> int:
-    """Return the host memory of a node while ZeRO-3 shards a model: each process converts one weight at a time and then
-    frees it (`finetune_trainer.strategies.deepspeed`). Whole models are in memory before, unless they stay in their
-    files, as in `estimate_zero3_model_states_mem_needs` without `zero_init`.
-    """
-    processes = work.world.processes_per_node
-    if not _stay_in_files(work.model):
-        return 4 * work.model.parameters * processes
-    return work.weight_bytes * largest_layer(work.model) * processes if work.weight_bytes < 4 else 0
+    return (whole if mapped else whole * processes) + shards
 
 
 def _saving_bytes(work: Workload) -> int:
@@ -517,8 +524,8 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     tokens = work.micro_batch * work.sequences * length
     layer = activation_bytes_per_token(work)
     ends = 3 * model.hidden_size * work.wide  # embedding output, its norm and dropout; the final norm
-    if work.task in LANGUAGE_TASKS:
-        ends += model.vocabulary_size * _logit_bytes(work, moment)
+    judged = min(tokens, max(1, LOSS_LOGITS // model.vocabulary_size)) if _chunks_loss(work) else tokens
+    logits = judged * model.vocabulary_size * _logit_bytes(work, moment) if work.task in LANGUAGE_TASKS else 0
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline
     layers, kept_at_once = layers_of_a_process(model, pipeline), 1 if pipeline is None else in_flight(pipeline)
@@ -534,7 +541,15 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
     part = "" if length == work.length else f" of {work.length}"
     words = f"{work.micro_batch} rows{each} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
-    return MemoryTerm(name="activations", bytes=int(tokens * total), formula=words), int(tokens * offloaded)
+    if logits:
+        words += f" + {judged:,} x {model.vocabulary_size:,} logits x {_logit_bytes(work, moment)}"
+    return MemoryTerm(name="activations", bytes=int(tokens * total) + logits, formula=words), int(tokens * offloaded)
+
+
+def _chunks_loss(work: Workload) -> bool:
+    """Return whether the loss is computed some tokens at a time, as in `finetune_trainer.training.chunked_loss`."""
+    whole = work.strategy.model_ranks == 1 and not work.whole_logits
+    return whole and work.task == "text-generation" and work.model.model_type in CHUNKED_LOSS_FAMILIES
 
 
 def _logit_bytes(work: Workload, moment: Moment) -> int:

@@ -1,0 +1,95 @@
+"""Weights in the types of their files until a strategy places them.
+
+A file of safetensors is mapped: weights that keep its type take no memory of a process, and the processes of a node
+share the pages. Converted at once to fp32, each process would hold the whole model: 4 bytes a parameter, 2 TiB on a
+node of 8 processes for 70 billion. So a model is loaded as it is stored, and each weight is converted where it stays:
+on the device, or a block at a time before it is sharded. Conversion of bf16 and fp16 to fp32 is exact, so that the
+training is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from finetune_contract.choices import Precision
+
+_COMPUTED_IN: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type to which autocast converts the weights of linear layers."""
+
+
+def as_stored(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Return the model that `build` loads by `from_pretrained` in fp32, with the weights of files in the files' types.
+
+    New weights, such as those of a head, are in fp32 and drawn as ever; so are buffers.
+    """
+    with _types_of_files():
+        model = build()
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+    return model
+
+
+@contextmanager
+def _types_of_files() -> Iterator[None]:
+    """Have transformers load weights without a conversion.
+
+    Its plan of types, by patterns of names, is for parts of a model that stay in fp32 (transformers 5.23,
+    `core_model_loading.convert_and_load_state_dict_in_model`); the type None leaves a tensor as it is. An argument
+    `dtype` would also build the modules in it, with their constants rounded.
+    """
+    given: Any = PreTrainedModel._get_dtype_plan
+
+    def plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
+        quantized = getattr(model.config, "quantization_config", None) is not None
+        return dict(given(model, dtype)) if quantized else {"*": None}
+
+    PreTrainedModel._get_dtype_plan = plan  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = given  # type: ignore[method-assign]
+
+
+def in_training_type(
+    parameters: Iterable[nn.Parameter],
+    narrow: Mapping[int, torch.dtype] = MappingProxyType({}),
+    device: torch.device | str | None = None,
+) -> None:
+    """Move parameters to `device`, if one is given, and convert them there, one after the other: to fp32, or to the
+    type in `narrow`. Integers keep theirs. Weights in 4 bits stay: `Module.to` moves them with their scales.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "quant_state", None) is not None:
+            continue
+        parameter.data = parameter.data.to(device)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(narrow.get(id(parameter), torch.float32))
+
+
+def narrow_weights(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
+    """Return the frozen weights that are trained with in 16 bits: id -> type, that in which autocast computes them. It
+    would convert a copy in fp32 to just these numbers in every forward pass.
+
+    These are the weights of linear layers. Embeddings and norms are computed in fp32, also those whose weight a linear
+    layer shares, and so is the norm of each column that DoRA takes of its layers' weights.
+    """
+    computed_in = _COMPUTED_IN.get(precision)
+    mine: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        if len(getattr(module, "lora_magnitude_vector", ())):
+            others.add(id(cast(Any, module).get_base_layer().weight))
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None
+            linear = isinstance(module, nn.Linear | Conv1D) and name == "weight" and whole
+            (mine if linear and not parameter.requires_grad else others).add(id(parameter))
+    return {} if computed_in is None else dict.fromkeys(mine - others, computed_in)
