@@ -10,7 +10,7 @@ import pytest
 from tracing_support.memory_table import KEPT, TRACED, allocated, kept_traces, planned
 from tracing_support.traced_cases import Case
 
-LOW, HIGH = 0.96, 1.06
+LOW, HIGH = 0.94, 1.08
 """Bounds of the plan's terms, without the allocator's losses and the process, divided by a trace's peak."""
 MEDIAN_ERROR = 0.02
 

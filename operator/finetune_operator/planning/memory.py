@@ -42,9 +42,10 @@ from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
 
 MIB = 1 << 20
-Moment: TypeAlias = Literal["forward", "loss", "head", "layers", "ends", "step"]
-"""Moments of a step, in their order: the end of the forward pass, the loss's backward pass, the gradients of the head,
-the layers' backward pass, the embeddings' gradients, the optimizer's step.
+Moment: TypeAlias = Literal["load", "forward", "loss", "head", "layers", "ends", "step"]
+"""Moments of a training, in their order: the conversion of weights on the device, then those of a step: the end of the
+forward pass, the loss's backward pass, the gradients of the head, the layers' backward pass, the embeddings' gradients,
+the optimizer's step.
 """
 
 CPU_PROCESS_BYTES = 900 * MIB
@@ -175,7 +176,8 @@ class Workload:
     @property
     def narrow(self) -> int:
         """Return the number of frozen weights that are in 16 bits beside trained ones in fp32."""
-        return narrow_weights(self.model, self.adapter, self.head) if self.autocast else 0
+        narrow = self.autocast or (self.compute_bytes < 4 and self.strategy.name == "fsdp")
+        return narrow_weights(self.model, self.adapter, self.head) if narrow else 0
 
     @property
     def shards(self) -> int:
@@ -250,15 +252,15 @@ def _torch_states(work: Workload) -> ModelStates:
     if work.four_bit or work.narrow:
         parameters, words = _frozen_bytes(work)
         return ModelStates(
-            parameters,
+            parameters // divided,
             *sizes[1:],
             stepping=0,
             offloaded=0,
             disk=0,
             host=loading,
-            parameters_formula=words,
-            gradients_formula=_formula("4", count, 1),
-            optimizer_formula=_formula(f"{state:.3g}", count, 1),
+            parameters_formula=words if divided == 1 else f"({words}) / {divided} ranks",
+            gradients_formula=_formula("4", count, divided),
+            optimizer_formula=_formula(f"{state:.3g}", count, divided),
         )
     part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
     if work.strategy.tensor > 1:
@@ -524,12 +526,18 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     tokens = work.micro_batch * work.sequences * length
     layer = activation_bytes_per_token(work)
     ends = 3 * model.hidden_size * work.wide  # embedding output, its norm and dropout; the final norm
-    judged = min(tokens, max(1, LOSS_LOGITS // model.vocabulary_size)) if _chunks_loss(work) else tokens
+    judged = _chunk(work) or tokens
     logits = judged * model.vocabulary_size * _logit_bytes(work, moment) if work.task in LANGUAGE_TASKS else 0
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline
     layers, kept_at_once = layers_of_a_process(model, pipeline), 1 if pipeline is None else in_flight(pipeline)
     recomputes = work.strategy.activation_checkpointing != "none" and moment == "layers"
+    if moment == "layers" and work.autocast and work.world.device == "cuda":
+        # Gradients of the feed-forward layer's two products, and of what autocast computes in fp32 between them.
+        fp32 = activation_shape(model.model_type).feed_forward_fp32
+        ends += model.intermediate_size * int(2 * work.compute_bytes + 4 * fp32) // work.strategy.tensor
+    if work.strategy.activation_checkpointing == "selective":
+        layer = max(0, layer - kept)
     words = f"{layers} {what}" if what == "layer inputs" else f"{layers} layers x {what}"
     words += f" + 1 layer of {layer:,}" if recomputes else ""
     total, offloaded = layers * kept * kept_at_once + (layer if recomputes else 0) + ends, 0
@@ -546,10 +554,14 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     return MemoryTerm(name="activations", bytes=int(tokens * total) + logits, formula=words), int(tokens * offloaded)
 
 
-def _chunks_loss(work: Workload) -> bool:
-    """Return whether the loss is computed some tokens at a time, as in `finetune_trainer.training.chunked_loss`."""
+def _chunk(work: Workload) -> int:
+    """Return the tokens for which logits are computed at a time (`finetune_trainer.training.chunked_loss`); 0: all."""
     whole = work.strategy.model_ranks == 1 and not work.whole_logits
-    return whole and work.task == "text-generation" and work.model.model_type in CHUNKED_LOSS_FAMILIES
+    if not whole or work.task != "text-generation" or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
+        return 0
+    tokens = work.micro_batch * work.sequences * slice_tokens(work.length, work.strategy.sequence)
+    chunk = max(1, LOSS_LOGITS // work.model.vocabulary_size)
+    return chunk if chunk < tokens else 0
 
 
 def _logit_bytes(work: Workload, moment: Moment) -> int:
@@ -615,7 +627,7 @@ def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
     computes and the prefetched one; with ZeRO-3 the largest layers.
     """
     model, width = work.model, work.compute_bytes
-    if work.strategy.name == "fsdp" and moment not in ("ends", "step"):
+    if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         root = _root(model)
         blocks = 2 if moment in ("forward", "layers") else 1
         if work.strategy.fsdp_sharding == "grad-op":
@@ -634,7 +646,8 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
     """Return the gradients that are not yet added to those of earlier micro-batches, or not yet reduced.
 
     Autocast computes those of a weight in 16 bits and casts them to fp32. fully_shard keeps the root's until the end of
-    the backward pass, and copies what it reduces, in fp32, into one buffer. Frozen weights have none.
+    the backward pass, and copies what it reduces, in fp32, into one buffer. Frozen weights have none. A loss in chunks
+    adds up the head's: in place where autocast casts them, else into a third tensor.
     """
     if work.adapter is not None:
         return None
@@ -646,11 +659,16 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
         held = _root(model) + model.block_parameters
         words = f"{width} x {held:,} of embeddings, head and a block"
         return MemoryTerm(name="whole gradients", bytes=width * held, formula=words)
-    embeddings = min(model.embedding_parameters, work.held)
+    embeddings, chunked = min(model.embedding_parameters, work.held), _chunk(work) > 0
+    if moment == "loss" and chunked:
+        return MemoryTerm(
+            name="whole gradients", bytes=width * work.head, formula=f"{width} x {work.head:,} of the head"
+        )
     if work.strategy.name == "fsdp":
         match moment:
             case "head":
-                size, words = width * work.head, f"{width} x {work.head:,} of the head"
+                each = 3 * width if chunked else width
+                size, words = each * work.head, f"{each} x {work.head:,} of the head"
             case "layers":
                 block = model.block_parameters
                 size = width * (work.head + block) + 4 * block
@@ -660,7 +678,7 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
             case _:
                 return None
     else:
-        each = width + 4 if work.autocast else width
+        each = (4 if chunked else width + 4) if work.autocast else (3 * width if chunked else width)
         match moment:
             case "head":
                 size, words = each * work.head, f"{each} x {work.head:,} of the head"
@@ -733,7 +751,7 @@ def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
     Autocast keeps those of trained weights until the forward pass ends, and the backward pass needs all of layers that
     are not recomputed.
     """
-    if not work.autocast or moment in ("ends", "step"):
+    if not work.autocast or moment in ("load", "ends", "step"):
         return None
     tied = work.head if work.model.tied_embeddings else 0
     there = work.four_bit + work.narrow
@@ -750,7 +768,7 @@ def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
 
 def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, ...]]:
     """Yield the terms of each moment of a step."""
-    moments: tuple[Moment, ...] = ("forward", "loss", "head", "layers", "ends", "step")
+    moments: tuple[Moment, ...] = ("load", "forward", "loss", "head", "layers", "ends", "step")
     for moment in moments:
         found = [
             MemoryTerm(name="parameters", bytes=states.parameters, formula=states.parameters_formula),
@@ -760,7 +778,9 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
         if work.world.device == "cpu" and states.offloaded:
             words = "in the memory it would have lain in anyway, as the device is the host"
             found.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
-        passing = moment not in ("ends", "step")
+        if moment == "load":
+            found = [found[0], *_converted(work)]
+        passing = moment not in ("load", "ends", "step")
         if passing:
             found.append(_activations(work, moment)[0])
         extras = (
@@ -770,10 +790,27 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
             _gathered(work, moment),
             _whole_gradients(work, moment),
             _secondary(work),
-            _buffers(work),
+            _buffers(work) if moment != "load" else None,
             _checkpoint_copy(work),
         )
         yield (*found, *(term for term in extras if term is not None))
+
+
+def _converted(work: Workload) -> Iterator[MemoryTerm]:
+    """Yield the weights beside those that stay while a process converts them on its device, one after the other in the
+    type of its file, and before FSDP shards the last ones, embeddings and head.
+    """
+    if work.world.device == "cpu" or work.deepspeed or work.strategy.model_ranks > 1:
+        return
+    model = work.model
+    largest = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
+    width = min(4, -(-model.parameter_bytes // model.parameters))
+    size, words = width * largest, f"{width} x {largest:,} of the largest weight"
+    if work.strategy.name == "fsdp":
+        frozen = work.head if work.narrow and not model.tied_embeddings else 0
+        size += 4 * _root(model) - 2 * frozen
+        words += f" + 4 x {_root(model):,} of embeddings and head"
+    yield MemoryTerm(name="conversion", bytes=size, formula=words)
 
 
 def _gradients(work: Workload, states: ModelStates, moment: Moment) -> MemoryTerm:

@@ -130,7 +130,9 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
 def _has_whole_logits(draft: Draft) -> bool:
     """Return whether the training's settings keep a decoder from computing its loss in chunks."""
     asked = draft.training
-    return bool(asked.label_smoothing or asked.arguments.get("torch_compile") or asked.arguments.get("use_liger_kernel"))
+    return bool(
+        asked.label_smoothing or asked.arguments.get("torch_compile") or asked.arguments.get("use_liger_kernel")
+    )
 
 
 def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
