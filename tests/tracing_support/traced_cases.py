@@ -31,7 +31,6 @@ WIDTH: dict[str, Any] = {
 """Fields of the config of Llama 3.1 8B, without its number of layers."""
 BLOCK_WEIGHTS = (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096
 """Weights of a block's linear layers: queries and output, keys and values, and the three of the feed-forward part."""
-HEAD_WEIGHTS = 128256 * 4096
 TOKENS = 8192
 """Tokens of each row; a micro-batch has one row."""
 STEPS = 2

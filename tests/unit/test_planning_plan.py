@@ -494,10 +494,10 @@ def test_no_way_out_of_fp8_leads_to_an_adapter_that_does_not_multiply_in_it():
     ("parallelism", "gpus", "way"),
     [
         ({}, 1, "set model.adapter.method to lora, which trains"),
-        ({"strategy": "fsdp"}, 1, "set model.adapter.method to lora and parallelism.strategy to auto, which trains"),
+        ({"strategy": "fsdp"}, 1, "set model.adapter.method to lora, which trains"),
         ({"tensor": 2}, 2, "set model.adapter.method to lora and leave parallelism out, which trains"),
     ],
-    ids=["a free strategy", "a strategy that holds no adapter", "split layers"],
+    ids=["a free strategy", "a strategy that divides", "split layers"],
 )
 def test_adapter_is_offered_where_it_fits_and_the_model_does_not(parallelism, gpus, way):
     hardware = parse_hardware(f"gpus={gpus},gpu=L4,memory=24Gi,hostMemory=64Gi")
@@ -728,7 +728,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
             "are 40.0 GiB; deepspeed-zero3+sequence2+activation-checkpointing with micro-batch 1 needs 342.1 GiB a "
             "GPU, and there are 40.0 GiB",
             "set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme and "
-            "parallelism.offload.parameters to nvme (21.9 GiB of 40.0 GiB a GPU, and 2.9 TiB of disk a node); or set "
+            "parallelism.offload.parameters to nvme (22.9 GiB of 40.0 GiB a GPU, and 2.9 TiB of disk a node); or set "
             "model.adapter.method to lora, which trains a small part of the weights (deepspeed-zero3+"
             "activation-checkpointing+optimizer-offload+parameter-offload, 23.0 GiB of 40.0 GiB a GPU); or "
             "use 4 nodes (32 GPUs in all), or devices of at least 342.1 GiB, or a smaller "

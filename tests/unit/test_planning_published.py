@@ -28,8 +28,10 @@ LLAMA_65B = {
 }
 
 
-def planned(config: dict[str, Any], method: str, length: int) -> MemoryEstimate:
-    """Return the plan's memory of an adapter of rank 64 on one GPU, with batches of one row and recomputation."""
+def planned(config: dict[str, Any], method: str, length: int, whole_logits: bool = True) -> MemoryEstimate:
+    """Return the plan's memory of an adapter of rank 64 on one GPU, with batches of one row and recomputation. The
+    published trainings compute their losses from all logits.
+    """
     sizes = {"model_type": "llama", "vocab_size": 151936, "max_position_embeddings": 8192, **config}
     return estimate(
         Workload(
@@ -42,6 +44,7 @@ def planned(config: dict[str, Any], method: str, length: int) -> MemoryEstimate:
             micro_batch=1,
             length=length,
             adapter=Adapter(method=method, rank=64, alpha=16, dropout=0.05),  # type: ignore[arg-type]
+            whole_logits=whole_logits,
         ),
         80 * GIB,
     )

@@ -536,11 +536,10 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
         # Gradients of the feed-forward layer's two products, and of what autocast computes in fp32 between them.
         fp32 = activation_shape(model.model_type).feed_forward_fp32
         ends += model.intermediate_size * int(2 * work.compute_bytes + 4 * fp32) // work.strategy.tensor
-    if work.strategy.activation_checkpointing == "selective":
-        layer = max(0, layer - kept)
+    again = max(0, layer - kept) if work.strategy.activation_checkpointing == "selective" else layer
     words = f"{layers} {what}" if what == "layer inputs" else f"{layers} layers x {what}"
-    words += f" + 1 layer of {layer:,}" if recomputes else ""
-    total, offloaded = layers * kept * kept_at_once + (layer if recomputes else 0) + ends, 0
+    words += f" + 1 layer of {again:,}" if recomputes else ""
+    total, offloaded = layers * kept * kept_at_once + (again if recomputes else 0) + ends, 0
     if work.strategy.offload_activations != "none" and work.world.device == "cuda":
         # Only the layer that computes is on the device; none does while the loss is computed.
         computing = layer if moment in ("forward", "layers") else 0
