@@ -17,7 +17,7 @@ from finetune_contract.combinations import Choices, broken
 from finetune_contract.trainer_job import Strategy, World
 from finetune_operator.api.quantities import human_bytes, human_count
 from finetune_operator.api.rules.parallelism import secondary_shards
-from finetune_operator.api.rules.processes import asked_strategy
+from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.adapter_sizes import choose_adapter
@@ -68,7 +68,7 @@ def ladder(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
         }
         for mode in modes:
             bases = list(_sharding(asked, world))
-            if optimizer != "none" and asked_strategy(asked) is None and world.size == 1:
+            if optimizer != "none" and requested_strategy(asked) is None and world.size == 1:
                 bases += [Strategy(name="deepspeed", zero_stage=2 if parameters == "none" else 3)]
             for base in bases:
                 rung = spread(asked, base.model_copy(update={"activation_checkpointing": mode, **changes}))
@@ -78,7 +78,7 @@ def ladder(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
 
 def _offloads(asked: ParallelismSpec, world: World) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
     """Return the possible places of optimizer state and parameters, the cheapest first."""
-    name, given = asked_strategy(asked), asked.offload
+    name, given = requested_strategy(asked), asked.offload
     if name == "fsdp" and given.parameters == "cpu":
         return (("cpu", "cpu"),)
     if (given.optimizer, given.parameters) != ("none", "none"):
@@ -89,7 +89,7 @@ def _offloads(asked: ParallelismSpec, world: World) -> tuple[tuple[OffloadDevice
 
 
 def _sharding(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
-    match asked_strategy(asked):
+    match requested_strategy(asked):
         case None if asked.model_ranks > 1:
             yield Strategy(name="ddp")
         case None:
@@ -144,7 +144,7 @@ def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
     """Return the rungs of the ladder that are compatible with the job's other choices."""
     world, choices = decided(draft.world), decided_choices(draft)
     found = ladder(asked, world)
-    if draft.precision == "fp8" and asked_strategy(asked) is None and world.size > 1:
+    if draft.precision == "fp8" and requested_strategy(asked) is None and world.size > 1:
         # Without a requested strategy, fsdp replaces DeepSpeed's stages.
         found = chain(found, ladder(asked.model_copy(update={"strategy": "fsdp"}), world))
     return tuple(rung for rung in found if not broken(choices.with_strategy(rung)))
@@ -156,7 +156,7 @@ def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
     """
     skipped, form = draft.adaptation.skipped_strategies, draft.adaptation.checkpoint_form
     return tuple(
-        rung for rung in _open(draft, asked) if rung.label not in skipped and (form is None or rung.goes_on_from(form))
+        rung for rung in _open(draft, asked) if rung.label not in skipped and (form is None or rung.resumes_from(form))
     )
 
 
@@ -191,7 +191,7 @@ def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
     found = first_fit(draft, asked, micro_batches(draft))
     if found is not None:
         return draft, found
-    if asked_strategy(asked) is not None or asked.replica_ranks > 1:
+    if requested_strategy(asked) is not None or asked.replica_ranks > 1:
         return None
     return next(_fitting(spreads(draft)), None) or _quickest_slices(draft)
 
@@ -292,7 +292,7 @@ def _explain_strategy(draft: Draft, found: Fit) -> str:
     labels = [rung.label for rung in _open(draft, asked)]
     skipped = labels[: labels.index(words)]
     if not skipped:
-        kind = "the cheapest one" if asked_strategy(asked) is None else "the lowest stage"
+        kind = "the cheapest one" if requested_strategy(asked) is None else "the lowest stage"
         return f"strategy {words}: {kind} fits; one process needs {need}"
     return f"strategy {words}: the first that fits ({need}); {', '.join(skipped)} would need more"
 
@@ -364,7 +364,7 @@ def _refuse_more(draft: Draft) -> Draft:
         if anew is not None:
             label = anew[1].strategy.label
             ways.insert(0, f"create a new job with checkpoints.resume never, and parallelism for {label}")
-    shown = asked_strategy(asked) or "auto"
+    shown = requested_strategy(asked) or "auto"
     return draft.refusing(("parallelism", "strategy"), shown, rule, "; or ".join(ways))
 
 
@@ -375,10 +375,10 @@ def _refuse(draft: Draft) -> Draft:
     best = _most_frugal(draft)
     asked, world = draft.spec.parallelism, decided(draft.world)
     rule = f"does not fit: needs {', and '.join(_short_of(draft, best))} ({_form(best)}{_terms(best)}){_taken(draft)}"
-    path = ("parallelism", "strategy") if asked_strategy(asked) else ("resources",)
-    if asked_strategy(asked) is None and asked.model_ranks == 1:
+    path = ("parallelism", "strategy") if requested_strategy(asked) else ("resources",)
+    if requested_strategy(asked) is None and asked.model_ranks == 1:
         rule += "".join(f"; {why}" for why in _why_whole(draft))
-    value: str | None = asked_strategy(asked)
+    value: str | None = requested_strategy(asked)
     if value is None and best.memory.total_bytes > best.memory.capacity_bytes:
         value = f"{world.size} x {human_bytes(best.memory.capacity_bytes)}"
     ways = tuple(_ways_out(draft)) or (*_greater_ways_out(draft), _more(draft, best))
