@@ -878,10 +878,10 @@ def inference_bytes(
     `length`; `cached`: tokens whose keys and values are in the cache while it generates.
 
     Activations are those of one layer at a time, at most as many as training saves. Logits are there in full, and twice
-    if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time, and
-    the next ones before the last are freed. `JUDGED_LOGITS` have a copy, its float32 form and the log-probabilities;
-    scoring and generation do not overlap. Weights are allocated once, in blocks of their size: only temporary memory is
-    subject to the allocator's losses.
+    if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time,
+    and the next ones before the last are freed. `JUDGED_LOGITS` have a copy, its float32 form and the
+    log-probabilities; scoring and generation do not overlap. Weights are allocated once, in blocks of their size: only
+    temporary memory is subject to the allocator's losses.
     """
     alone = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
     work = Workload(
