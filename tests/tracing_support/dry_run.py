@@ -41,7 +41,7 @@ from finetune_trainer.training.order import Collate, EpochOrder, Pick
 from finetune_trainer.training.stopping import NeverStop
 from finetune_trainer.training.timing import CudaMoments, PartClock
 from finetune_trainer.training.training_arguments import training_arguments
-from tracing_support import held, stub_cuda, switched_off, traced_cases
+from tracing_support import memory_kinds, stub_cuda, switched_off, traced_cases
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.trace import Trace
 
@@ -135,7 +135,7 @@ class _Clock(PartClock):
         if part == "backward":
             self.kept = live - self._before
         if self.loop is not None and part in ("forward", "backward", "optimizer", "rest"):
-            held.mark_states(self._trace, self.loop.engine.model, self.loop.engine.optimizer)
+            memory_kinds.mark_states(self._trace, self.loop.engine.model, self.loop.engine.optimizer)
         self._trace.enter(part)
         super().enter(part)
 
@@ -164,7 +164,7 @@ def run(name: str, result: str) -> None:
     assert observer.seen == traced_cases.STEPS
     vocabulary, tokens = case.config["vocab_size"], case.rows * case.tokens // training.strategy.sequence
     if os.environ.get("FINETUNE_TRACE_LARGEST"):
-        print("\n".join(held.largest_of(trace, vocabulary, tokens)))
+        print("\n".join(memory_kinds.largest_of(trace, vocabulary, tokens)))
     figures = {
         "waits": observer.waits,
         "stub_waits": observer.stub_waits,
@@ -172,7 +172,7 @@ def run(name: str, result: str) -> None:
         "peaks": trace.peaks,
         "kept": clock.kept,
         "moved": getattr(loop.parts.activations, "moved_bytes", 0),
-        "held": held.kinds_at_peak(trace, vocabulary, tokens),
+        "held": memory_kinds.kinds_at_peak(trace, vocabulary, tokens),
     }
     Path(result).write_text(json.dumps(figures), encoding="utf-8")
 

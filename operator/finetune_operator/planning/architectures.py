@@ -34,7 +34,7 @@ class ActivationShape:
     norm_inputs: float = 2
     """Inputs of the norms, times h; autocast keeps them in fp32."""
     norm_casts: float = 0
-    """Of these, those that the model casts to fp32 in any precision, as RMS norms do."""
+    """Part of `norm_inputs` that the model casts to fp32 in any precision, as RMS norms do."""
     hidden: float = 6
     """Hidden states, times h: input of query, key and value, these three, the attention's output, the feed-forward
     layer's input.
@@ -42,7 +42,7 @@ class ActivationShape:
     feed_forward: float = 2
     """Input and output of the activation function, times f."""
     feed_forward_fp32: float = 0
-    """Of these, those that autocast computes in fp32 on GPUs: powers and what follows from them
+    """Part of `feed_forward` that autocast computes in fp32 on GPUs: powers and what follows from them
     (https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32").
     """
     shared_inputs: float = 2

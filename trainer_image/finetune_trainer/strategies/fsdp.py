@@ -161,8 +161,8 @@ def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if blocks:
-        # Some models list embeddings there too. A group of their own does no harm, unless the head shares their weights,
-        # which have to be in one group.
+        # Some models list embeddings there too. A group of their own does no harm, unless the head shares their
+        # weights, which have to be in one group.
         uses = _uses_of_weights(model)
         return [block for block in blocks if _uses_of_weights(block).items() <= uses.items()]
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
