@@ -77,6 +77,13 @@ def dry_runs() -> str:
     return table()
 
 
+def traced_memory() -> str:
+    """Return the table of plans and traces."""
+    from tracing_support.memory_table import table
+
+    return table()
+
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -117,6 +124,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "manifests/examples/README.md": between_marks("manifests/examples/README.md", table),
     **{f"manifests/examples/{name}.yaml": with_head(name) for name in EXAMPLES},
     "docs/gpu.md": between_marks("docs/gpu.md", dry_runs),
+    "docs/memory.md": between_marks("docs/memory.md", traced_memory),
     "docs/metrics.md": between_marks("docs/metrics.md", operator_metrics.reference),
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
     "trainer_image/contract/finetune_contract/tensor_families.json": tensor_families_json,

@@ -122,8 +122,18 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         packed=draft.packing,
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
+        whole_logits=_has_whole_logits(draft),
+        accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
     )
     return memory.estimate(work, draft.device_bytes)
+
+
+def _has_whole_logits(draft: Draft) -> bool:
+    """Return whether the training's settings keep a decoder from computing its loss in chunks."""
+    asked = draft.training
+    return bool(
+        asked.label_smoothing or asked.arguments.get("torch_compile") or asked.arguments.get("use_liger_kernel")
+    )
 
 
 def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
