@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
-from finetune_contract.trainer_job import Batch, Strategy
+from finetune_contract.trainer_job import Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
-from finetune_operator.planning.cost import exchanged_bytes, state_bytes
 from finetune_operator.planning.devices import link_bytes
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
+from finetune_operator.planning.step_time import exchanged_bytes
 from finetune_operator.reconcile.planned import plan_status
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from planning_support.cases import job, llama_1b
@@ -355,17 +355,6 @@ def test_the_exchange_is_4_n_h_elements_over_the_slices_less_what_a_process_keep
         EIGHT_BILLION, sliced, tokens, 2
     )
     assert exchanged_bytes(EIGHT_BILLION, Strategy(name="ddp"), tokens, 2) == 0
-
-
-def test_weights_and_gradients_are_sent_as_often_as_the_stage_divides_them():
-    batch = Batch(global_batch_size=16, micro_batch_size=1, gradient_accumulation=8, data_parallel=2)
-
-    def sent(**strategy: Any) -> float:
-        return state_bytes(Strategy(**strategy), held=1000, trained=100, width=2, batch=batch, ranks=4) / (2 * 3 / 4)
-
-    assert [sent(name="ddp"), sent(name="deepspeed", zero_stage=1)] == [200, 200]
-    assert sent(name="deepspeed", zero_stage=2) == 100 * (1 + 8)
-    assert sent(name="deepspeed", zero_stage=3) == sent(name="fsdp") == 8 * (2 * 1000 + 100)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ Hardware: TypeAlias = Annotated[
     typer.Option(
         "--hardware",
         metavar="KEY=VALUE,...",
-        help="Plan for one such node: gpu, memory, gpus, bf16, cpu, hostMemory, cpuBf16.",
+        help="Plan for one such node: gpu, memory, gpus, bf16, cpu, hostMemory, cpuBf16, network (Gbit/s).",
     ),
 ]
 Workspace: TypeAlias = Annotated[
