@@ -69,6 +69,7 @@ def work(
     """Return the step of a decoder; `rows`: of a micro-batch, micro-batches, tokens of a row."""
     micro, accumulation, length = rows
     defaults: dict[str, Any] = {"scores_vocabulary": True, "causal": True, "optimizer": "adamw"}
+    defaults["trained"] = model.parameters
     if model.tied_embeddings:
         defaults["tied_head"] = model.vocabulary_size * model.hidden_size
     return StepWork(

@@ -14,7 +14,7 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.rules.parallelism import secondary_shards
 from finetune_operator.api.settings import Price, Settings
-from finetune_operator.planning.adapter_sizes import trained_parameters
+from finetune_operator.planning.adapter_sizes import four_bit_weights, trained_parameters
 from finetune_operator.planning.assumed_facts import UNKNOWN_GPU
 from finetune_operator.planning.devices import GpuModel, find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
@@ -88,7 +88,7 @@ def machine_of(draft: Draft) -> Machine | None:
     return Machine(
         nodes=world.nodes,
         gpus_per_node=world.processes_per_node,
-        half_flops=gpu.peak_flops("bf16" if gpu.bf16 else "fp16" if draft.precision == "fp16" else "fp32"),
+        half_flops=gpu.peak_flops("bf16" if draft.precision == "fp8" else decided(draft.precision)),
         fp32_flops=gpu.fp32_tflops * 1e12,
         memory=gpu.bandwidth * 1e9,
         link=link or CARD_HOST * 1e9,
@@ -98,25 +98,27 @@ def machine_of(draft: Draft) -> Machine | None:
     )
 
 
-def step_work(draft: Draft, strategy: Strategy, batch: Batch) -> StepWork:
-    """Return what a step of the draft computes and sends."""
-    task, lengths = draft.spec.task, draft.lengths
+def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -> StepWork:
+    """Return what a step of `accumulation` micro-batches of `micro` rows computes and sends."""
+    task, lengths, parts = draft.spec.task, draft.lengths, trained_parameters(draft.model, draft.adapter)
     texts = task in ("text-generation", "preference-tuning")
     # A padded or packed batch has a mask, with which attention computes every score.
-    alone = batch.micro_batch_size * lengths.sequences == 1 and not draft.packing
+    alone = micro * lengths.sequences == 1 and not draft.packing
     return StepWork(
         model=draft.model,
         strategy=strategy,
         precision=decided(draft.precision),
         optimizer=draft.training.optimizer,
-        micro_rows=batch.micro_batch_size,
-        accumulation=batch.gradient_accumulation,
+        micro_rows=micro,
+        accumulation=accumulation,
         row_tokens=lengths.row,
         length=lengths.typical,
         world=decided(draft.world).size,
         tied_head=tied_head(draft),
         scores_vocabulary=texts or task == "masked-lm",
-        adapter=draft.adapter,
+        trained=parts.trained,
+        added=parts.added,
+        four_bit=four_bit_weights(draft.model, draft.adapter),
         compiled=bool(draft.training.arguments.get("torch_compile")),
         causal=texts and alone,
         secondary_shards=secondary_shards(draft.spec.parallelism),
@@ -126,7 +128,9 @@ def step_work(draft: Draft, strategy: Strategy, batch: Batch) -> StepWork:
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:
     """Return the time of a step on GPUs; None if their speed is not known, and on a CPU."""
     machine = machine_of(draft)
-    return None if machine is None else time_of_step(step_work(draft, strategy, batch), machine)
+    if machine is None:
+        return None
+    return time_of_step(step_work(draft, strategy, batch.micro_batch_size, batch.gradient_accumulation), machine)
 
 
 # ------------------------------------------------------------------------------------------------------------- estimate
@@ -163,6 +167,13 @@ def estimate_training(draft: Draft) -> Estimate:
     return _with_cost(draft, seconds, f"{basis}at {at}; loading, saving and evaluation not counted")
 
 
+def step_words(seconds: float) -> str:
+    """Format the time of a step: `14 ms`, `1.25 s`, `2 min`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.2g} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.3g} s" if seconds < 90 else human_seconds(seconds)
+
+
 def _gpu_words(draft: Draft, time: StepTime, flops: float) -> str:
     """Describe a step of `flops` operations: the share of the peak while it computes, and the parts of its time."""
     gpu, precision = table_gpu(draft), decided(draft.precision)
@@ -172,7 +183,7 @@ def _gpu_words(draft: Draft, time: StepTime, flops: float) -> str:
     parts = [f"{name} {time.share(seconds)}" for name, seconds in time.parts() if seconds]
     return (
         f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {precision}; a step takes "
-        f"{human_seconds(time.total)}: {', '.join(parts)}"
+        f"{step_words(time.total)}: {', '.join(parts)}"
     )
 
 
