@@ -109,12 +109,16 @@ audit: tools ## Look for known vulnerabilities in all requirements (asks the ind
 	@$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes $(foreach file,$(wildcard requirements/*.txt),--requirement $(file)) \
 	  || { echo "make audit: failed. Where it says \"could not be audited\" or that there is no connection, nothing was audited: this index has no such data." >&2; exit 1; }
 
-lint: install ## Check style, types, import layers and Dockerfiles
+# Pages that people write; those in docs that are generated are read as well.
+PROSE = README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md images/*.md charts/*/*.md tests/benchmarks/*.md manifests/examples/*.md)
+lint: install ## Check style, types, import layers, Dockerfiles, spelling and prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint images/*/Dockerfile
+	$(BIN)/codespell
+	$(BIN)/proselint --config .proselintrc.json check $(PROSE)
 
 format: install ## Format the code
 	$(BIN)/ruff check --fix .

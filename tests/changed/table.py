@@ -122,9 +122,13 @@ TABLE = Table(
     nothing=(
         Row(("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"), "for readers"),
         Row((".gitignore", ".pre-commit-config.yaml"), "settings of git"),
+        Row((".proselintrc.json",), "settings of lint"),
         Row(("tests/benchmarks/*",), "started by hand"),
         Row((".ci/*", "tests/box_support/phases.py"), "starts the suites"),
         Row(("*/py.typed",), "for type checkers"),
     ),
-    always=(Row(("tests/architecture/test_layers.py",), "reads every file"),),
+    always=(
+        Row(("tests/architecture/test_layers.py",), "reads every file"),
+        Row(("tests/architecture/test_links.py",), "follows links to any file"),
+    ),
 )

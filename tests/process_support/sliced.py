@@ -9,6 +9,7 @@ from typing import Any
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},
     "phi3": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "smollm3": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 

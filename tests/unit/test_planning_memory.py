@@ -88,8 +88,10 @@ def test_zero_2_needs_what_deepspeed_estimates(parameters, gpus, nodes):
         assert close(on_device(ours), device)
         # Their host formula counts the loading of all nodes on each node, and does not divide offloaded state by nodes.
         assert ours.host <= host
+        # It counts whole models in fp32 in each process while they are read; ours stay in their files.
+        assert ours.host == (0 if not offload else pytest.approx(16 * parameters / nodes, abs=8 * gpus))
         if nodes == 1:
-            assert close(ours.host, host)
+            assert close(max(ours.host, 4 * parameters * gpus), host)
 
 
 @pytest.mark.parametrize("parameters", SIZES)
@@ -106,12 +108,12 @@ def test_zero_3_needs_what_deepspeed_estimates_and_the_part_that_it_leaves_out(p
     difference = 2 * shard - 4 * max(0.0, shard - SUB_GROUP_ELEMENTS)
     assert close(on_device(deepspeed_states(parameters, 3, False, gpus, nodes)), int(device - layer + difference))
 
-    # DeepSpeed's zero_init corresponds to weights that stay in their files, as fp32 weights do here.
-    for in_files in (True, False):
+    # DeepSpeed's zero_init corresponds to weights that stay in their files.
+    for width in (4, 2):
         host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
-            parameters, largest, gpus, nodes, True, False, in_files, 1.0
+            parameters, largest, gpus, nodes, True, False, True, 1.0
         )
-        model = model_of(parameters).model_copy(update={"parameter_bytes": (4 if in_files else 2) * parameters})
+        model = model_of(parameters).model_copy(update={"parameter_bytes": width * parameters})
         world = World(nodes=nodes, processes_per_node=gpus, device="cuda", threads_per_process=1)
         optimizer = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="cpu")
         ours = model_states(work(model, optimizer, world=world))
@@ -119,12 +121,35 @@ def test_zero_3_needs_what_deepspeed_estimates_and_the_part_that_it_leaves_out(p
         assert close(ours.host, host)
 
         host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
-            parameters, largest, gpus, nodes, True, True, in_files, 1.0
+            parameters, largest, gpus, nodes, True, True, True, 1.0
         )
         both = optimizer.model_copy(update={"offload_parameters": "cpu"})
         ours = model_states(work(model, both, world=world))
         assert (on_device(ours), device) == (0, layer)
         assert close(ours.host, host)
+
+
+WORLD = World(nodes=1, processes_per_node=8, device="cuda", threads_per_process=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "loading"),
+    [
+        pytest.param({"name": "fsdp"}, {}, 0, id="weights stay in their files until they are on a device"),
+        pytest.param({"name": "ddp"}, {}, 0, id="also where each process has all of them"),
+        pytest.param(
+            {"name": "ddp", "tensor": 2}, {}, 8 * 4 * 1.5, id="each process that splits layers has all in fp32"
+        ),
+        pytest.param({"name": "fsdp", "sequence": 2}, {}, 8 * 4, id="so has each that compares answers of slices"),
+        pytest.param({"name": "fsdp"}, {"idle_parameters": 1}, 8 * 2, id="experts are merged in memory"),
+    ],
+)
+def test_loading_takes_host_memory_only_where_weights_leave_their_files(
+    settings: dict[str, Any], changes: dict[str, Any], loading: float
+) -> None:
+    model = model_of(1_000_000).model_copy(update={"parameter_bytes": 2_000_000, **changes})
+    found = model_states(work(model, Strategy.model_validate(settings), world=WORLD)).host
+    assert found == loading * model.parameters
 
 
 @pytest.mark.parametrize(
@@ -287,11 +312,14 @@ def peak_bytes(compute: Callable[[], Any]) -> tuple[int, Any]:
 @pytest.mark.parametrize(
     ("strategy", "width", "adapter", "per_parameter"),
     [
-        # 4 processes on a node: memory of each while it reads 16-bit weights, or AdamW's state and weights on rank 0.
-        pytest.param({"name": "ddp"}, 4, None, 4 * 4, id="ddp reads"),
-        pytest.param({"name": "fsdp"}, 2, None, 4 * 4, id="fsdp reads"),
-        pytest.param(ZERO3, 2, None, 4 * 4, id="ZeRO-3 reads 16-bit weights"),
-        pytest.param(ZERO3, 4, None, 2, id="ZeRO-3 leaves fp32 weights in their files and gathers them in bf16"),
+        # AdamW's state and weights on rank 0; weights stay in their files while they are read.
+        pytest.param({"name": "ddp"}, 4, None, 12, id="ddp gathers a checkpoint"),
+        pytest.param({"name": "fsdp"}, 2, None, 12, id="fsdp gathers a checkpoint"),
+        pytest.param(
+            {"name": "ddp", "tensor": 4}, 2, None, 4 * 4 + 4, id="each tensor rank reads 16-bit weights in fp32"
+        ),
+        pytest.param(ZERO3, 2, None, 2, id="ZeRO-3 gathers 16-bit weights"),
+        pytest.param(ZERO3, 4, None, 2, id="ZeRO-3 gathers fp32 weights in bf16"),
         pytest.param({**ZERO3, "offload_optimizer": "cpu"}, 4, None, 16 + 2, id="gathered beside what is offloaded"),
         pytest.param(
             {"name": "fsdp", "offload_optimizer": "cpu", "offload_parameters": "cpu"},

@@ -15,7 +15,8 @@ rounding. peft merges into them as well (`tuners/lora/bnb.py`), and transformers
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Adapter, TrainerJob
 from finetune_trainer.failures import StageError, first_of, needed_library
 from finetune_trainer.models import weights_digest
+from finetune_trainer.stored_weights import in_training_type
 from finetune_trainer.uris import public_uri
 
 if TYPE_CHECKING:
@@ -230,10 +232,31 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
         held = tuple(each.name for each in block_linears(model))
         four_bits().hold(model, held, precision)
     adapted = Adapted(adapter, layers, frozenset(matrices | whole), base, held, precision)
-    with torch.random.fork_rng(devices=[]):
+    if adapter.method == "dora":
+        in_training_type(model.parameters())  # peft takes the norms of the weights, in their type
+    with torch.random.fork_rng(devices=[]), _fp32_for_peft(model, layers):
         torch.manual_seed(job.seed)
         inject_adapter_in_model(_config(model, adapter, job, layers, heads), model, _NAME)
+    in_training_type(parameter for parameter in model.parameters() if parameter.requires_grad)  # those of heads
     return adapted
+
+
+@contextmanager
+def _fp32_for_peft(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
+    """Show peft weights in fp32 in place of those of `layers` in 16 bits, without memory: it draws matrices in the type
+    of the weights, which it does not read, and they would be rounded.
+    """
+    narrow: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for name in layers:
+        weight = model.get_submodule(name).weight
+        if isinstance(weight, nn.Parameter) and weight.dtype in (torch.bfloat16, torch.float16):
+            narrow.append((weight, weight.data))
+            weight.data = torch.empty(1, dtype=torch.float32).expand(weight.shape)
+    try:
+        yield
+    finally:
+        for weight, data in narrow:
+            weight.data = data
 
 
 def _config(

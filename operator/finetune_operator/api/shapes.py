@@ -189,7 +189,7 @@ def _body_sentence(body: Body) -> str:
             length = ""
             if maximum is not None:
                 length = f" of {minimum} to {maximum} characters" if minimum else f" of at most {maximum} characters"
-            return f"text{length}" + (f" of the form {pattern}" if pattern else "")
+            return f"text{length}" + (f" of the form `{pattern}`" if pattern else "")
         case Boolean():
             return "true or false"
         case Items(item, minimum, maximum):

@@ -187,7 +187,7 @@ def model_states(work: Workload) -> ModelStates:
 def _torch_states(work: Workload) -> ModelStates:
     held, count = work.held, work.trained
     state = optimizer_state_bytes(work.optimizer, work.model.hidden_size)
-    loading = 4 * work.model.parameters * work.world.processes_per_node
+    loading = _loading_bytes(work)
     divided = work.shards if work.strategy.name == "fsdp" else 1
     sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
     if work.strategy.offload_parameters == "cpu":
@@ -211,7 +211,7 @@ def _torch_states(work: Workload) -> ModelStates:
         *sizes,
         offloaded=0,
         disk=0,
-        host=loading if work.strategy.model_ranks == 1 else _spreading_bytes(work),
+        host=loading,
         parameters_formula=_formula("4", held, divided) + part,
         gradients_formula=_formula("4", count, divided) + part,
         optimizer_formula=_formula(f"{state:.3g}", count, divided) + part,
@@ -257,7 +257,7 @@ def _deepspeed_states(work: Workload) -> ModelStates:
         optimizer=optimizer,
         offloaded=offloaded,
         disk=disk,
-        host=max(offloaded * processes, _dividing_bytes(work) if stage == 3 else 4 * work.model.parameters * processes),
+        host=max(offloaded * processes, _loading_bytes(work)),
         parameters_formula=parameters_formula,
         gradients_formula=gradients_formula,
         optimizer_formula=optimizer_formula,
@@ -294,33 +294,32 @@ def nvme_buffer_elements(model: ModelFacts, ranks: int) -> int:
     return -(-largest_layer(model) // ranks)
 
 
-def _stay_in_files(model: ModelFacts) -> bool:
-    """Return whether weights stay in their files until use: those in fp32, as safetensors maps them. The processes of a
-    node share the pages, which are reclaimable. Other types are converted to fp32 by each process when it reads them;
-    with transformers 5.23 and safetensors 0.8 its private memory grew by 4 bytes a parameter of a bf16 file and by none
-    of an fp32 one.
+def _loading_bytes(work: Workload) -> int:
+    """Return the host memory of a node while its processes read the model that they train on GPUs.
+
+    Weights stay in their files, as safetensors maps them, until each is converted on its device: the processes of a
+    node share the pages, which are reclaimable (`finetune_trainer.stored_weights`; with transformers 5.23 and
+    safetensors 0.8 the private memory of a process grows by less than 0.1 bytes a parameter). In memory are experts,
+    which files hold one by one and models in one piece; weights in 4 bits, which are rounded there; and whole models
+    that are split.
     """
-    return model.parameter_bytes > 3 * model.parameters
+    model, processes = work.model, work.world.processes_per_node
+    if work.strategy.model_ranks > 1 or work.strategy.sequence > 1:
+        return _spreading_bytes(work)
+    merged = model.parameter_bytes if model.idle_parameters else 0
+    packed = int(FOUR_BIT_BYTES * work.four_bit) + 4 * largest_linear(model) if work.four_bit else 0
+    return (merged + packed) * processes
 
 
 def _spreading_bytes(work: Workload) -> int:
-    """Return the host memory of a node while it reads a model for tensor or pipeline parallelism: tensor ranks copy
-    their shards of all layers before the stages are cut.
+    """Return the host memory of a node while it reads a model for tensor, pipeline or sequence parallelism, whose
+    processes compare answers before and after: each has the model in fp32, which is not in memory only where the files
+    are in fp32, too. Tensor ranks copy their shards of all layers before the stages are cut.
     """
     whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
+    mapped = work.model.parameter_bytes > 3 * work.model.parameters
     shards = whole * processes // tensor if tensor > 1 else 0
-    return (whole if _stay_in_files(work.model) else whole * processes) + shards
-
-
-def _dividing_bytes(work: Workload) -> int:
-    """Return the host memory of a node while ZeRO-3 shards a model: each process converts one weight at a time and then
-    frees it (`finetune_trainer.strategies.deepspeed`). Whole models are in memory before, unless they stay in their
-    files, as in `estimate_zero3_model_states_mem_needs` without `zero_init`.
-    """
-    processes = work.world.processes_per_node
-    if not _stay_in_files(work.model):
-        return 4 * work.model.parameters * processes
-    return work.weight_bytes * largest_layer(work.model) * processes if work.weight_bytes < 4 else 0
+    return (whole if mapped else whole * processes) + shards
 
 
 def _saving_bytes(work: Workload) -> int:

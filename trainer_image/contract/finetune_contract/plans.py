@@ -23,6 +23,35 @@ ASKED_LOGITS = 1 << 28
 tokens of a row that has more.
 """
 
+LOSS_LOGITS = 1 << 26
+"""Logits that the loss of a decoder's training has at a time, 256 MiB in float32: those of some hundred tokens of a
+large vocabulary. All of a micro-batch would be the largest part of a training's memory: 12 bytes for each, 12 GiB for
+8,192 tokens of a vocabulary of 128,000.
+"""
+
+CHUNKED_LOSS_FAMILIES = (
+    "bloom",
+    "falcon",
+    "gemma",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+"""Values of a config's `model_type` whose decoders pass the output of their head to the loss as it is, so that it can
+be computed for some tokens after the others. Gemma 2 for one bends its logits before.
+"""
+
 PIPELINE_FAMILIES = ("bert", "gemma", "gpt2", "llama", "mistral", "qwen2", "roberta", "xlm-roberta")
 """Values of a config's `model_type` known to split into pipeline stages, whatever the task's head: `auto` uses a
 pipeline for these alone. Others are inspected when they are to be split.

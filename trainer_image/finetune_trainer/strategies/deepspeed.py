@@ -23,7 +23,14 @@ from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.strategy_protocol import Placed, expect, not_in_effect, tied_names, type_name
+from finetune_trainer.strategies.strategy_protocol import (
+    Placed,
+    WeightsPlace,
+    expect,
+    not_in_effect,
+    tied_names,
+    type_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +47,7 @@ class DeepSpeed:
     name: StrategyName = "deepspeed"
     replica_step = None
     spreads_itself = False
+    takes_weights: WeightsPlace = "files"
 
     def __init__(
         self,
@@ -90,7 +98,20 @@ class DeepSpeed:
                 )
         if self._settings.zero_stage == 3:
             self._divide(model)
+        else:
+            from deepspeed.accelerator import get_accelerator
+
+            device = get_accelerator().current_device_name()
+            for parameter in model.parameters():
+                _place(parameter, device, self._dtype)
         return model
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Type of the weights that the engine computes with."""
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision, torch.float32)
 
     def _divide(self, model: PreTrainedModel) -> None:
         """Convert, move and partition one parameter after another, so that a device holds one whole one at a time.
@@ -105,14 +126,13 @@ class DeepSpeed:
 
         # As `deepspeed.initialize` would later: on top of the existing process group.
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision)
+        device, dtype = get_accelerator().current_device_name(), self._dtype
         first, *others = model.parameters()
-        _convert(first, dtype)
+        _place(first, device, dtype)
         deepspeed.zero.Init(module=torch.nn.ParameterList([first]), config_dict_or_path=self._config)
         for parameter in others:
-            _convert(parameter, dtype)
+            _place(parameter, device, dtype)
             first.convert_to_zero_parameters([parameter])  # type: ignore[attr-defined]  # it has that from Init
-        device = get_accelerator().current_device_name()
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
 
@@ -280,9 +300,10 @@ def _leave_out_shared_memory_op() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _convert(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Convert a floating-point parameter in place; a `dtype` of None leaves it unchanged."""
-    if dtype is not None and parameter.is_floating_point():
+def _place(parameter: torch.nn.Parameter, device: str, dtype: torch.dtype) -> None:
+    """Move a parameter to the device, and convert it there if it is floating-point."""
+    parameter.data = parameter.data.to(device)
+    if parameter.is_floating_point():
         parameter.data = parameter.data.to(dtype)
 
 

@@ -14,8 +14,9 @@ from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_contract.trainer_job import World
+from finetune_trainer.stored_weights import in_training_type, narrow_weights
 from finetune_trainer.strategies.full_state import FullState
-from finetune_trainer.strategies.strategy_protocol import Placed, computes_in_bf16, expect, type_name
+from finetune_trainer.strategies.strategy_protocol import Placed, WeightsPlace, computes_in_bf16, expect, type_name
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ class FullySharded(FullState):
 
     name: StrategyName = "fsdp"
     spreads_itself = True
+    takes_weights: WeightsPlace = "files"
     # Parameters are gathered, gradients reduced, and their norm is taken over all processes.
     communicates_in: tuple[TimePart, ...] = ("forward", "backward", "optimizer")
 
@@ -42,7 +44,7 @@ class FullySharded(FullState):
         return {"bf16": False}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Shard the blocks, then the rest in the root."""
+        """Convert and shard one block after the other, then the rest in the root."""
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -58,8 +60,13 @@ class FullySharded(FullState):
         mesh = self._mesh()
         # The root stays gathered in any case: backward begins where forward ends.
         again = self._settings.fsdp_sharding != "grad-op"
+        narrow = narrow_weights(model, self._precision)
+        # On the device, where FSDP puts a whole block before it shards it, also one that it offloads.
+        place = self._world.device
         for block in transformer_blocks(model):
+            in_training_type(_whole(block), narrow, place)
             fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=again, offload_policy=offload)
+        in_training_type(_whole(model), narrow, place)
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=offload)
         return model
 
@@ -137,6 +144,13 @@ class FullySharded(FullState):
             moved = all(each.offload_to_cpu for each in group.fsdp_params)
             found = f"shards lie {'in host memory' if moved else 'on the device'}, asked for was the other"
             expect(moved == offloaded, self.name, "WrongOffload", found)
+
+
+def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters of `module` that are not in shards yet."""
+    from torch.distributed.tensor import DTensor
+
+    return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:

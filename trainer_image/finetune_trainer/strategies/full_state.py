@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract.trainer_job import WHOLE_CHECKPOINTS
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier
-from finetune_trainer.strategies.strategy_protocol import Placed, ReplicaStep
+from finetune_trainer.strategies.strategy_protocol import Placed, ReplicaStep, WeightsPlace
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -42,6 +42,7 @@ class FullState:
     """Base of strategies: `model_state`, `save` and `load` by torch's state-dict functions."""
 
     spreads_itself = False
+    takes_weights: WeightsPlace = "device"
 
     @property
     def replica_step(self) -> ReplicaStep | None:

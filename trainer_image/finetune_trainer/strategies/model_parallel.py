@@ -25,7 +25,14 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
 from finetune_trainer.strategies.pipeline import Pipeline
-from finetune_trainer.strategies.strategy_protocol import Placed, ReplicaStep, expect, tied_names, type_name
+from finetune_trainer.strategies.strategy_protocol import (
+    Placed,
+    ReplicaStep,
+    WeightsPlace,
+    expect,
+    tied_names,
+    type_name,
+)
 from finetune_trainer.strategies.tensor import split_layers, split_weights, summed_weights, tensor_plan
 
 if TYPE_CHECKING:
@@ -42,6 +49,7 @@ class ModelParallel(FullState):
 
     name: StrategyName = "ddp"
     spreads_itself = True
+    takes_weights: WeightsPlace = "host"
 
     def __init__(self, training: Training) -> None:
         self._settings = training.strategy

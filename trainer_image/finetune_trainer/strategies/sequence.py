@@ -31,7 +31,15 @@ from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.mesh import SEQUENCE, MeshShape
-from finetune_trainer.strategies.strategy_protocol import HEADS, Placed, ReplicaStep, Strategy, expect, refuse_uneven
+from finetune_trainer.strategies.strategy_protocol import (
+    HEADS,
+    Placed,
+    ReplicaStep,
+    Strategy,
+    WeightsPlace,
+    expect,
+    refuse_uneven,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,6 +59,7 @@ class SequenceParallel:
     def __init__(self, inner: Strategy, training: Training) -> None:
         self.name: StrategyName = inner.name
         self.spreads_itself = inner.spreads_itself
+        self.takes_weights: WeightsPlace = "host"  # The probes need the whole model in fp32.
         self._inner = inner
         self._label = training.strategy.label
         self._device = training.world.device

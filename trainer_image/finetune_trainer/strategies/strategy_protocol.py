@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.layout import FailureClass
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune_trainer.strategies.pipeline import Pipeline
+
+
+WeightsPlace = Literal["files", "host", "device"]
+"""Place and type of the weights of a model that is to be spread: as stored in mapped files, in fp32 in host memory, or
+on the device in the types in which they are trained.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,9 @@ class Strategy(Protocol):
 
     spreads_itself: bool
     """True if `prepare_model` returns the model ready for training; otherwise accelerate moves and wraps it."""
+
+    takes_weights: WeightsPlace
+    """Where `prepare_model` expects the weights."""
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:

@@ -39,12 +39,14 @@ from finetune_trainer.reporting import merge_metrics, training_environment, writ
 from finetune_trainer.signing import signer_of
 from finetune_trainer.stage_console import quiet_transformers
 from finetune_trainer.storage import storage_errors_named
+from finetune_trainer.stored_weights import as_stored, in_training_type, narrow_weights
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.strategy_protocol import Strategy, tied_names
 from finetune_trainer.tasks.task_protocol import TaskModule, compared
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
+from finetune_trainer.training.chunked_loss import chunk_loss
 from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.dropout import share_random_bits
 from finetune_trainer.training.history import History, RunFigures
@@ -210,14 +212,24 @@ def _order(run: _Run) -> EpochOrder:
 def _start(run: _Run) -> _Start:
     training = run.training
     began_with, _ = pinned(run.job)
-    model = run.task.build_model(began_with, run.prepared.facts)
+    model = as_stored(lambda: run.task.build_model(began_with, run.prepared.facts))
     _refuse_recomputing(training, model)
     _refuse_liger(training, model)
     digest = weights_digest(model) if compared(run.task) else None
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
+    match run.strategy.takes_weights:
+        case "host":
+            in_training_type(model.parameters())
+        case "device":
+            narrow = narrow_weights(model, training.precision)
+            in_training_type(model.parameters(), narrow, training.world.device)
+        case "files":
+            pass
     if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
         share_random_bits(model)
     in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
+    if run.task.objective is None:
+        chunk_loss(model, training)
     return _Start(model, began_with, adapted, in_float8, digest)
 
 

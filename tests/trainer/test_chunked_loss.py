@@ -1,0 +1,185 @@
+"""A decoder's loss that is computed for some tokens at a time is the loss of all, and so are its gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from inspect import getsource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from finetune_contract.choices import Stage
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES
+from finetune_contract.trainer_job import Training
+from finetune_trainer.training import chunked_loss
+from process_support.sliced import decoder
+from trainer_support.forking import fork_server
+from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
+
+LOGITS = 41 * 5
+"""Five tokens at a time of the small vocabulary."""
+
+
+def training(**changes: Any) -> Training:
+    body = training_of(steps=1, **changes)
+    return Training.model_validate(
+        task_job("text-generation", "file:///m", Path("/d"), ["text"], training=body).training
+    )
+
+
+@pytest.fixture
+def few_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(chunked_loss, "LOSS_LOGITS", LOGITS)
+    return
+
+
+def rows() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 41, (3, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = labels[2, 6:] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(7)  # for dropout
+    loss = model(**batch).loss
+    loss.backward()
+    return float(loss), {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("family", CHUNKED_LOSS_FAMILIES)
+@pytest.mark.usefixtures("few_logits")
+def test_loss_and_gradients_of_a_family_are_those_of_all_logits(family: str) -> None:
+    model = decoder(family)
+    expected, gradients = loss_and_gradients(model, rows())
+    chunked = chunked_loss.chunk_loss(model, training())
+    assert chunked is not None
+    found, mine = loss_and_gradients(model, rows())
+    assert chunked.chunks == 6  # 27 tokens, 5 at a time
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert mine.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", CHUNKED_LOSS_FAMILIES)
+def test_nothing_stands_between_head_and_loss_of_a_family(family: str) -> None:
+    """Guards the list against a version of transformers that changes a model."""
+    source = getsource(type(decoder(family)).forward)
+    between = re.search(
+        r"self\.lm_head\(.*?\)\n(.*?)self\.loss_function\(", source.replace("embed_out", "lm_head"), re.DOTALL
+    )
+    assert between is not None
+    code = [line.strip() for line in between[1].splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert code == ["loss = None", "if labels is not None:", "loss ="]
+
+
+@pytest.mark.usefixtures("few_logits")
+def test_logits_are_computed_where_they_are_asked_for() -> None:
+    model = decoder("llama")
+    plain = model(**rows()).logits.detach()
+    chunked = chunked_loss.chunk_loss(model, training())
+    assert chunked is not None
+    batch = rows()
+    model.train()
+    with torch.no_grad():
+        answer = model(**batch)
+    assert torch.equal(answer.logits, plain)
+    assert (answer.loss is not None, chunked.chunks) == (True, 0)
+    del batch["labels"]
+    assert torch.equal(model(**batch).logits, plain)
+    torch.testing.assert_close(model(**batch, logits_to_keep=1).logits, plain[:, -1:])
+
+
+def test_a_small_vocabulary_is_computed_at_once() -> None:
+    model = decoder("llama")
+    chunked = chunked_loss.chunk_loss(model, training())
+    assert chunked is not None
+    assert model(**rows()).logits.shape == (3, 9, 41)
+    assert chunked.chunks == 0
+
+
+@pytest.mark.usefixtures("few_logits")
+def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
+    model = decoder("qwen2")
+    batch = rows()
+    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    batch["labels"] = batch["shift_labels"]
+    expected, _ = loss_and_gradients(model, batch)
+    assert chunked_loss.chunk_loss(model, training()) is not None
+    assert loss_and_gradients(model, batch)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_other_losses_and_models_compute_all_logits() -> None:
+    assert chunked_loss.chunk_loss(decoder("llama"), training(label_smoothing=0.1)) is None
+    for argument in ("torch_compile", "use_liger_kernel"):
+        assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: True})) is None
+    assert chunked_loss.chunk_loss(decoder("gemma2", head_dim=8), training()) is None
+    config = AutoConfig.for_model("llama", vocab_size=41, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    assert chunked_loss.chunk_loss(AutoModelForSequenceClassification.from_config(config), training()) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- strategies
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp, tied": ("ddp", {}),
+    "fsdp, tied": ("fsdp", {}),
+    "ZeRO-2, tied": ("deepspeed", {"zero_stage": 2}),
+    "ZeRO-3, tied": ("deepspeed", {"zero_stage": 3}),
+    "ZeRO-3": ("deepspeed", {"zero_stage": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function: family -> its run in one process with all logits at once."""
+    made: dict[str, Any] = {}
+    data = tmp_path_factory.mktemp("rows")
+    for split, count in {"train": 96, "validation": 8}.items():
+        lines = [" ".join(WORDS[(at * 7 + each) % len(WORDS)] for each in range(3 + at % 17)) for at in range(count)]
+        write_lines(data / f"{split}.jsonl", [{"text": line} for line in lines])
+
+    def run(family: str, bench: Any) -> Any:
+        if family not in made:
+            job = task_job(
+                "text-generation",
+                write_decoder(tmp_path_factory.mktemp("model") / family, family),
+                data,
+                ["text"],
+                training={**training_of(steps=5, batch=8, micro=8), "arguments": {"adam_epsilon": 1e-5}},
+                preparation={"max_length": 64},
+                evaluation=None,
+                predict=None,
+            )
+            made[family] = type(bench)(tmp_path_factory.mktemp("alone"), job)
+            assert made[family].run(Stage.PREPARE).exit_code == 0
+            made[family].train_here()
+        return made[family]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_strategies_train_the_same_with_a_loss_in_chunks(
+    way: str, alone: Any, bench: Any, tmp_path: Path, compared
+) -> None:
+    strategy, settings = WAYS[way]
+    expected = alone("qwen3" if "tied" in way else "llama", bench)
+    run = expected.at(tmp_path / "w").spread(strategy, 2, **settings)
+    case = run.case(processes=2, deepspeed=run.deepspeed_config() if strategy == "deepspeed" else None)
+    call = {"call": "process_support.chunked:train", "arguments": {"arguments": case["arguments"], "logits": 400}}
+    codes, output = fork_server().run({**case, **call})
+    assert codes == [0, 0], output
+    counts = [int(count) for count in re.findall(r"(\d+) chunks were computed", output)]
+    # In the forward and in the backward pass of each of the five steps.
+    assert len(counts) == 2
+    assert min(counts) >= 2 * 2 * 5
+    assert max(compared(run, expected)) <= 1e-5

@@ -1,0 +1,88 @@
+"""The loss of a decoder without the logits of all tokens: they are computed for some tokens at a time, in the forward
+pass and again in the backward pass.
+
+The head computes the loss where it would compute logits. So it runs inside the module that owns its weights, and
+strategies that gather weights by a module's hooks (ZeRO-3, FSDP) have them there in both passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, LOSS_LOGITS
+from finetune_contract.trainer_job import Training
+from finetune_trainer.data.slices import FOLLOWING, NOT_LEARNT
+
+
+def chunk_loss(model: PreTrainedModel, training: Training) -> ChunkedLoss | None:
+    """Have `model` compute its loss in chunks, if it can: a decoder of a known family whose own loss is minimised and
+    that is whole on each process. None: it computes all logits at once.
+    """
+    arguments = training.arguments
+    others = arguments.get("torch_compile") or arguments.get("use_liger_kernel") or training.label_smoothing
+    whole = training.strategy.model_ranks == 1
+    is_decoder = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    if others or not whole or not is_decoder or model.config.model_type not in CHUNKED_LOSS_FAMILIES:
+        return None
+    return ChunkedLoss(model)
+
+
+class ChunkedLoss:
+    """Cross-entropy of the following token, inside the head of a decoder."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Replace the head's forward pass and the loss function of `model`."""
+        head = cast(nn.Module, cast(Any, model).get_output_embeddings())
+        self._given_head = head.forward
+        self._given_loss = model.loss_function
+        self._labels: torch.Tensor | None = None
+        self._loss: torch.Tensor | None = None
+        self.chunks = 0
+        """Chunks of the last loss; 0: it was computed from all logits."""
+        head.forward = self._head  # type: ignore[method-assign,assignment]
+        model.loss_function = self._loss_function
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        labels = kwargs.get("labels") if torch.is_grad_enabled() else None
+        if labels is not None:
+            following = kwargs.get(FOLLOWING)
+            shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=NOT_LEARNT)
+            self._labels = (shifted if following is None else following).flatten()
+
+    def _after(self, *_: Any) -> None:
+        self._labels = self._loss = None
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the loss, shape (), in place of logits if there are labels and more than one chunk of logits."""
+        labels = self._labels
+        tokens = max(1, LOSS_LOGITS // self._vocabulary)
+        self.chunks = 0
+        if labels is None or labels.numel() <= tokens or hidden.shape[:-1].numel() != labels.numel():
+            return cast(torch.Tensor, self._given_head(hidden))
+        parts = list(zip(hidden.flatten(0, 1).split(tokens), labels.split(tokens), strict=True))
+        self.chunks = len(parts)
+        sums = [checkpoint(self._sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        self._loss = torch.stack(sums).sum() / labels.ne(NOT_LEARNT).sum()
+        return self._loss
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(cast(Any, self._given_head).__self__.out_features)
+
+    def _sum(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy summed over tokens, each of shape (tokens, width) and (tokens,)."""
+        logits = cast(torch.Tensor, self._given_head(hidden)).float()
+        return nn.functional.cross_entropy(logits, labels, ignore_index=NOT_LEARNT, reduction="sum")
+
+    def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._loss is not None:
+            return logits  # what the head returned, behind the hooks of a strategy
+        return cast(torch.Tensor, self._given_loss(logits, labels, *args, **kwargs))
