@@ -103,7 +103,7 @@ CASES: dict[str, Case] = {
     ),
     "all strategies have run out of memory": (
         {**ON_ONE, "parallelism": {"strategy": "single"}},
-        {"hardware": GPUS, "adaptation": Adaptation(1, ("single", "single+activation-checkpointing"))},
+        {"hardware": GPUS, "adaptation": Adaptation(1, ("single", "single+selective-activation-checkpointing", "single+activation-checkpointing"))},
     ),
     "it does not fit": (
         {**WRITES, **ON_ONE, "parallelism": {"strategy": "single"}, "training": {"globalBatchSize": 64}},

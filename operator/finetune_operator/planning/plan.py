@@ -35,6 +35,7 @@ from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
 from finetune_operator.planning.adapter_sizes import choose_adapter
+from finetune_operator.planning.alternatives import Alternative, alternatives
 from finetune_operator.planning.assumed_facts import (
     assumed_device,
     assumed_hardware,
@@ -106,6 +107,20 @@ def plan(
     return _finish(draft)
 
 
+def other_forms(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Alternative, ...]:
+    """Return the planned form of a job's training and all others that the job leaves open; none for a job without the
+    built-in loop. PlanRefused.
+    """
+    made = plan(job, facts, settings, as_known=True)
+    training = made.trainer.training
+    if training is None:
+        return ()
+    draft = choose_packing(_begin(job, facts, settings, NOT_ADAPTED, as_known=True))
+    draft = replace(draft, stages=made.stages, launcher=made.launcher, scaled=training.precision == "fp16")
+    formed = _formed(_walk(draft, choose_world, choose_precision))
+    return alternatives(replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory))
+
+
 def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem, ...]:
     """Return the problems, by the known facts, of a job planned provisionally because prepare measures first."""
     try:
@@ -121,13 +136,17 @@ def _walk_training(draft: Draft) -> Draft:
     """
     begun = _walk(draft, choose_world, choose_precision)
     try:
-        formed = _walk(begun, check_rules, choose_adapter, choose_steps)
-        formed = _walk(formed, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
-        return _walk(formed, choose_strategy, check_inference)
+        return _walk(_formed(begun), choose_strategy, check_inference)
     except PlanRefused:
         if begun.precision != "fp16" or draft.training.precision != "auto":
             raise
     return _walk_training(replace(draft, scaled=False))
+
+
+def _formed(draft: Draft) -> Draft:
+    """Return a draft with a world and a precision with all that its strategy depends on."""
+    formed = _walk(draft, check_rules, choose_adapter, choose_steps)
+    return _walk(formed, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
 
 
 def _walk(draft: Draft, *phases: Phase) -> Draft:

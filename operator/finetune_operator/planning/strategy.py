@@ -26,6 +26,8 @@ from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.ladder import Fit, estimate, fits, open_rungs, rungs, with_passes
 from finetune_operator.planning.model_parallel_plan import explain_pipeline
 
+MOST_LABELS = 5
+"""Most forms that a reason lists by their labels."""
 MOST_NODES = 4096
 """Most nodes that a refusal tries in its search for a sufficient number."""
 
@@ -109,7 +111,7 @@ def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
     labels = [rung.label for rung in before]
     skipped = before[: labels.index(words)]
     if machine_of(draft) is not None:
-        return f"strategy {words}: {_quickest_words(draft, found)} ({need}){_explain_skipped(draft, found, skipped)}"
+        return f"strategy {words}: {_quickest_words(draft, found)} ({need}){_explain_skipped(draft, skipped)}"
     if not skipped:
         kind = "the cheapest one" if asked_strategy(asked) is None else "the lowest stage"
         return f"strategy {words}: {kind} fits; one process needs {need}"
@@ -119,17 +121,26 @@ def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
 
 def _quickest_words(draft: Draft, found: Fit) -> str:
     time = decided(step_time(draft, found.strategy, batch_of(draft, found.micro_batch)))
-    return f"the quickest that fits, or the simplest within {SIMPLER_MARGIN:.0%} of it, {step_words(time.total)} a step"
+    return f"a step takes {step_words(time.total)}, within {SIMPLER_MARGIN:.0%} of the least of all forms that fit"
 
 
-def _explain_skipped(draft: Draft, found: Fit, skipped: Sequence[Strategy]) -> str:
+def _explain_skipped(draft: Draft, skipped: Sequence[Strategy]) -> str:
     """Describe simpler forms than the chosen one: those that need more memory, and those that take longer."""
     smallest = micro_batches(draft)[-1]
     margin = draft.settings.planning.memory_margin
     small = [rung for rung in skipped if not fits(draft, _at(draft, rung, smallest).memory, margin)]
-    slow = [rung.label for rung in skipped if rung not in small]
-    texts = ((", ".join(rung.label for rung in small), "would need more"), (", ".join(slow), "would take longer"))
-    return "".join(f"; {labels} {what}" for labels, what in texts if labels)
+    slow = [rung for rung in skipped if rung not in small]
+    return "".join(
+        f"; {_few([rung.label for rung in group])} would {what}"
+        for group, what in ((small, "need more"), (slow, "take longer"))
+        if group
+    )
+
+
+def _few(labels: Sequence[str]) -> str:
+    """List the first labels, and count the others."""
+    more = f" and {len(labels) - MOST_LABELS} more" if len(labels) > MOST_LABELS else ""
+    return ", ".join(labels[:MOST_LABELS]) + more
 
 
 def _explain_degrees(draft: Draft, changed: Draft, found: Fit, need: str) -> str:

@@ -54,6 +54,13 @@ else:
 DEFAULT_NAMESPACE = "default"
 
 
+class Goal(StrEnum):
+    """Figures that compared hardware is ordered by."""
+
+    TIME = "time"
+    COST = "cost"
+
+
 # ------------------------------------------------------------------------------------------------------------- validate
 
 
@@ -154,6 +161,19 @@ def plan(
         bool,
         typer.Option("--nodes", help="With --cluster: read the cluster's nodes, as the operator does, for their GPUs."),
     ] = False,
+    others: Annotated[
+        bool,
+        typer.Option("--alternatives", help="Compare all forms of the training: memory, time, cost, and why not."),
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="KEY=VALUE,...",
+            help="Compare hardware: the keys of --hardware, and nodes. Repeatable.",
+        ),
+    ] = None,
+    goal: Annotated[Goal, typer.Option("--goal", help="Order of the rows of --what-if.")] = Goal.TIME,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
@@ -163,7 +183,8 @@ def plan(
     Strategy, processes, batch, memory, time, and a reason for each decision. Plans for this machine, or for
     the one that --hardware describes; data that an earlier run prepared in --workspace (runs) are taken into
     account. With --cluster it is the operator's first plan: it knows nothing but the job until prepare has
-    measured the model and the data, and says what it assumes.
+    measured the model and the data, and lists its assumptions. With --alternatives it prints a table of all
+    strategies, micro-batches and degrees that the job leaves open; with --what-if the plans for other hardware.
 
     \b
     Examples:
@@ -173,6 +194,8 @@ def plan(
       finetune plan job.yaml --hardware gpu=H100,memory=80Gi,gpus=8
       finetune plan job.yaml --hardware cpu=32,hostMemory=128Gi -o yaml
       finetune plan job.yaml --no-measure -o json
+      finetune plan job.yaml --hardware gpu=H100,gpus=8,network=3200 --alternatives
+      finetune plan job.yaml --what-if gpu=H100,gpus=8,nodes=2 --what-if gpu=A100-80GB,gpus=8,nodes=4 --goal cost
     """
     from finetune_operator.cli.commands.steps import (
         checked_jobs,
@@ -186,6 +209,8 @@ def plan(
     )
     from finetune_operator.planning.gpu_nodes import told_by
 
+    if others and what_if:
+        raise UsageError("--alternatives: it compares forms on one hardware, and --what-if hardware; leave one out")
     if nodes and (not cluster or hardware is not None):
         raise UsageError("--nodes: it goes with --cluster, and --hardware takes its place")
     limits = settings_of(settings, cluster=cluster)
@@ -201,7 +226,17 @@ def plan(
             facts = cluster_facts(entry, node, workspace, measure is True, told)
         else:
             facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
+        if others or what_if:
+            from finetune_operator.cli.plan_comparison import compare_forms, compare_hardware
+
+            if what_if:
+                compare_hardware(entry, facts, limits, tuple(what_if), by_cost=goal is Goal.COST, output=output)
+            else:
+                compare_forms(entry, facts, limits, output)
+            continue
         plans.append(planned(entry, facts, limits, output, as_known=True))
+    if others or what_if:
+        return
     if output is not Output.TEXT:
         emit([json.loads(made.to_json()) for made in plans], output)
         return
