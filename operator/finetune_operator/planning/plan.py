@@ -115,10 +115,18 @@ def other_forms(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Alt
     training = made.trainer.training
     if training is None:
         return ()
-    draft = choose_packing(_begin(job, facts, settings, NOT_ADAPTED, as_known=True))
-    draft = replace(draft, stages=made.stages, launcher=made.launcher, scaled=training.precision == "fp16")
-    formed = _formed(_walk(draft, choose_world, choose_precision))
+    formed = formed_draft(job, facts, settings, scaled=training.precision == "fp16")
     return alternatives(replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory))
+
+
+def formed_draft(job: FineTuneJob, facts: Facts, settings: Settings, scaled: bool = True) -> Draft:
+    """Return the draft of a training with all that its strategy depends on; `scaled`: `auto` may choose fp16.
+
+    PlanRefused.
+    """
+    draft = _begin(job, facts, settings, NOT_ADAPTED, as_known=True)
+    first = (choose_stages, choose_packing, choose_launcher, choose_world, choose_precision)
+    return _formed(_walk(replace(draft, scaled=scaled), *first))
 
 
 def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem, ...]:
