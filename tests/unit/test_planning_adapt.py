@@ -125,8 +125,8 @@ def test_a_strategy_asked_by_name_that_ran_out_of_memory_is_recomputing_next_and
         Problem(
             "spec.parallelism.strategy",
             '"ddp"',
-            "ddp and ddp+selective-activation-checkpointing and ddp+activation-checkpointing ran out of memory with one "
-            "row at a time, and none is left",
+            "ddp and ddp+selective-activation-checkpointing and ddp+activation-checkpointing ran out of memory with "
+            "one row at a time, and none is left",
             "set parallelism.strategy to auto; or use devices or nodes with more memory, or a smaller "
             "preparation.maxLength or model",
         ),

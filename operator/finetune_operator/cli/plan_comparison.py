@@ -150,7 +150,8 @@ def _order(row: Scenario, by_cost: bool) -> tuple[bool, float, float]:
         return True, 0.0, 0.0
     seconds, cost = row.made.estimate.seconds, row.made.estimate.cost
     figures = (float("inf") if seconds is None else seconds, float("inf") if cost is None else cost)
-    return False, *(reversed(figures) if by_cost else figures)  # type: ignore[return-value]
+    first, second = reversed(figures) if by_cost else figures
+    return False, first, second
 
 
 def _hardware_cells(row: Scenario, rows: list[Scenario]) -> tuple[str, ...]:

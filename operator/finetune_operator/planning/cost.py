@@ -81,6 +81,8 @@ def machine_of(draft: Draft) -> Machine | None:
     gpu, world, hardware = table_gpu(draft), decided(draft.world), draft.hardware
     if gpu is None:
         return None
+    # Products in fp8 have their own rate, twice that of bf16; attention and head are in bf16.
+    half: Precision = "bf16" if draft.precision == "fp8" else decided(draft.precision)
     link = link_bytes(decided(hardware.gpu).product, draft.settings.hardware)
     network = gpu.network * 1e9
     if hardware.network_gigabits is not None:
@@ -88,7 +90,7 @@ def machine_of(draft: Draft) -> Machine | None:
     return Machine(
         nodes=world.nodes,
         gpus_per_node=world.processes_per_node,
-        half_flops=gpu.peak_flops("bf16" if draft.precision == "fp8" else decided(draft.precision)),
+        half_flops=gpu.peak_flops(half),
         fp32_flops=gpu.fp32_tflops * 1e12,
         memory=gpu.bandwidth * 1e9,
         link=link or CARD_HOST * 1e9,
