@@ -25,7 +25,7 @@ FORGET = @rm -f $(REPORTS)/$@.*
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-slow test-everything test-gpu-dry test-cluster test-e2e test-times test-changed images tools requirements audit \
-  release release-compare fuzz lint format generate pictures benchmark clean
+  release release-compare fuzz gpu-check lint format generate pictures benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -133,6 +133,9 @@ pictures: install ## Draw the dashboards' pictures in docs again (needs promethe
 benchmark: install ## Measure training, prediction and the operator (see tests/benchmarks)
 	$(BIN)/python tests/benchmarks/published_padding.py
 	$(BIN)/python tests/benchmarks/operator_load.py
+
+gpu-check: install ## Try on this machine's GPUs what tests cannot (15 minutes), and write runs/gpu-check/gpu-check.md
+	PYTHONPATH=tests $(BIN)/python -m gpu_check $(ARGS)
 
 clean: ## Remove the virtual environment, caches and results of runs
 	rm -rf $(VENV) $(TOOLS) runs $(REPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -292,23 +292,23 @@ README = """\
 
 Generated from the comments of values.yaml by `make generate`; do not edit.
 
-Installs the operator that runs `FineTuneJob`s: what `kubectl apply -k manifests/operator` installs, with values in
-place of overlays. Works with Helm 3 and 4.
+Installs the operator that runs `FineTuneJob`s: the same objects as `kubectl apply -k manifests/operator`, with values
+instead of overlays. Works with Helm 3 and 4.
 
 ```console
 $ helm install finetune-operator charts/finetune-operator --namespace finetune-system --create-namespace
 $ helm test finetune-operator --namespace finetune-system --logs
 ```
 
-[docs/install.md](../../docs/install.md) tells how to install for given namespaces, for high availability, without
-access to other registries, and with monitoring; [docs/operator.md](../../docs/operator.md) what the operator does.
-`examples/` has values for AWS, Google Cloud, Azure and Karpenter.
+[docs/install.md](../../docs/install.md) describes installation for given namespaces, high availability, air-gapped
+clusters, and monitoring; [docs/operator.md](../../docs/operator.md) describes the operator. `examples/` has values for
+AWS, Google Cloud, Azure and Karpenter.
 
-- Names of objects are fixed and do not follow the release, since jobs and replicas find the operator by them: one
-  release a namespace.
-- Unknown and mistyped values are refused before anything changes (`values.schema.json`).
-- `settings` holds the operator's settings, [all of them](../../docs/settings.md) but `namespaces` and
-  `defaults.image`, which `watchNamespaces` and `trainer.image` decide. The operator starts anew when they change.
+- Names of objects are fixed and do not depend on the release, as jobs and replicas find the operator by them. Install
+  one release per namespace.
+- Unknown and invalid values are rejected before anything changes (`values.schema.json`).
+- `settings` contains the [operator's settings](../../docs/settings.md), except `namespaces` and `defaults.image`, which
+  `watchNamespaces` and `trainer.image` set. The operator restarts when they change.
 
 ## Values
 

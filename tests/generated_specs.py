@@ -121,10 +121,10 @@ def _body(path: str, body: Any) -> st.SearchStrategy[Any]:
             return texts
         case Text():
             return _NAMES
-        case Number(integer=True, minimum=minimum, above=above):
+        case Number(integer=True, minimum=minimum, exclusive_minimum=above):
             low = int(minimum or 0) + above
             return st.integers(low, low + 100)
-        case Number(minimum=minimum, maximum=maximum, above=above, below=below):
+        case Number(minimum=minimum, maximum=maximum, exclusive_minimum=above, exclusive_maximum=below):
             return st.floats(
                 minimum or 0, min(maximum or 10, 10), exclude_min=above, exclude_max=below, allow_subnormal=False
             )

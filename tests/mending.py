@@ -198,7 +198,7 @@ def mend(
             document = apply(document, [Edit(field, value) for field, value in _edits(problem.path, edits).items()])
             continue
         ways = alternatives(problem)
-        assert ways, f"nobody can tell what to do: {problem.path}: {problem.way_out}"
+        assert ways, f"no hint can be followed: {problem.path}: {problem.way_out}"
         document = apply(document, ways[0])
     return without_gone(document), used
 

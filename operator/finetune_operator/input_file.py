@@ -12,8 +12,8 @@ class UnreadableFileError(Exception):
     """Error of a file that cannot be read; the text has its name and the reason."""
 
     def __init__(self, name: object, error: OSError | ValueError) -> None:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        super().__init__(f"cannot read {name}: {why or error}")
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        super().__init__(f"cannot read {name}: {reason or error}")
 
 
 def read_input(file: Path) -> bytes:

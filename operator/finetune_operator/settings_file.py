@@ -28,13 +28,13 @@ def read_settings_file(file: Path) -> Settings:
     if problems:
         raise SettingsError(tuple(f"{file}:{problem.line}: {problem.rule}" for problem in problems))
     if len(documents) > 1:
-        raise SettingsError((f"{file}: one document is expected, and there are {len(documents)}",))
+        raise SettingsError((f"{file}: must have one document, not {len(documents)}",))
     settings, found = check_settings(documents[0].value if documents else None)
     if settings is None:
-        raise SettingsError(tuple(_in_words(file, problem) for problem in found))
+        raise SettingsError(tuple(_format_problem(file, problem) for problem in found))
     return settings
 
 
-def _in_words(file: Path, problem: Problem) -> str:
+def _format_problem(file: Path, problem: Problem) -> str:
     where = " ".join(part for part in (problem.path, problem.value) if part)
     return f"{file}: {where}: {problem.rule}; {problem.way_out}"

@@ -217,7 +217,7 @@ def faults_in(text: str) -> list[Fault]:
 
 
 def files() -> list[Path]:
-    apart = {TESTS / "benchmarks", TESTS / "suite_plugins"}
+    apart = {TESTS / "benchmarks", TESTS / "gpu_check", TESTS / "suite_plugins"}
     return [path for path in sorted(TESTS.rglob("*.py")) if not apart & set(path.parents)]
 
 

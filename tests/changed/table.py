@@ -75,6 +75,7 @@ TABLE = Table(
             (f"{OPERATOR}/cli/main.py",),
             "starts",
         ),
+        Link(("tests/e2e/local/test_gpu_check.py",), ("tests/gpu_check/*.py",), "starts"),
         Link(
             ("tests/e2e/conftest.py", "tests/trainer/test_examples_run.py"),
             (f"{TRAINER}/__main__.py",),

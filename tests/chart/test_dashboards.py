@@ -142,7 +142,7 @@ def test_no_panel_is_empty(dashboard: str, tmp_path: Path) -> None:
 
 def test_a_job_that_is_over_has_no_progress_and_no_time_left(tmp_path: Path) -> None:
     """Its status keeps the last stage's report: 54 % and 2 s left of an evaluation that failed the gate."""
-    live = {"Done", "Time left", "Since the last report", "Loss", "Steps", "Rows a second", "Tokens a second"}
+    live = {"Completed", "Time left", "Last report", "Loss", "Steps", "Rows per second", "Tokens per second"}
     asked = [(title, expression) for title, expression in expressions("job") if title in live]
     assert {title for title, _ in asked} == live
     tests = [
@@ -215,7 +215,7 @@ def test_the_state_of_a_job_has_its_values_and_names() -> None:
     assert found[attempt] == "2x240"
 
 
-def test_the_state_of_a_new_job_is_told_without_errors() -> None:
+def test_state_metrics_of_a_new_job_have_no_errors() -> None:
     new = {
         "metadata": {"name": "a", "namespace": "b", "creationTimestamp": "2026-01-01T12:00:00Z"},
         "spec": {"task": "t"},

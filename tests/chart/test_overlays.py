@@ -41,7 +41,7 @@ def settings_of(found: tuple[Object, ...]) -> Settings:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_overlay_says_how_it_is_applied_and_has_settings_that_the_operator_takes(name: str) -> None:
+def test_overlay_has_usage_notes_and_valid_settings(name: str) -> None:
     text = (OVERLAYS / name / "kustomization.yaml").read_text()
     assert f"kubectl apply --server-side -k manifests/overlays/{name}\n" in text
     found = kustomize(OVERLAYS / name)
@@ -73,7 +73,7 @@ def test_overlay_and_values_of_the_same_name_agree_on(case: str) -> None:
     assert part(kustomize(OVERLAYS / name)) == part(render(more, name))
 
 
-def test_for_given_namespaces_there_is_nothing_of_the_cluster_and_the_charts_rules() -> None:
+def test_namespaced_overlay_has_no_cluster_objects_and_the_chart_rules() -> None:
     found = kustomize(OVERLAYS / "namespaced")
     assert [each["kind"] for each in found if "namespace" not in each["metadata"]] == []
     chart = render({"watchNamespaces": ["team-a"]})
@@ -105,7 +105,7 @@ def test_the_monitor_finds_the_service_with_the_metrics_and_no_other() -> None:
     assert [each["name"] for each in services if wanted <= each["labels"].items()] == ["finetune-operator"]
 
 
-def test_without_access_to_others_every_image_is_from_the_one_registry() -> None:
+def test_air_gapped_release_pulls_all_images_from_one_registry() -> None:
     found = kustomize(OVERLAYS / "air-gap")
     images = [pods(found)["containers"][0]["image"], settings_of(found).defaults.image]
     assert images == ["registry.example.com/finetune-operator:0.1.0", "registry.example.com/finetune-trainer:0.1.0"]

@@ -162,7 +162,7 @@ def test_braces_in_the_texts_of_others_stay_as_they_are(tmp_path: Path) -> None:
     assert one(found, "ConfigMap", "finetune-operator-dashboards")["data"] == {"a.json": '{"legend": "{{ phase }}"}'}
 
 
-def test_rules_and_dashboards_that_are_not_there_leave_nothing(tmp_path: Path) -> None:
+def test_missing_rules_and_dashboards_render_nothing(tmp_path: Path) -> None:
     chart = complete_chart(tmp_path)
     for file in (chart / "files/rules.yaml", *(chart / "files/dashboards").glob("*.json")):
         file.unlink()
@@ -192,7 +192,7 @@ EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_an_example_says_how_it_is_used_and_the_operator_takes_its_settings(file: Path) -> None:
+def test_example_has_usage_notes_and_valid_settings(file: Path) -> None:
     assert f"--values charts/finetune-operator/examples/{file.name}" in file.read_text()
     settings = settings_of(render(yaml.safe_load(file.read_text())))
     assert len(settings.spot.nodes) == 1
@@ -264,7 +264,7 @@ WAYS: dict[str, tuple[str, Object, str, bool]] = {
 
 
 @pytest.mark.parametrize("case", WAYS)
-def test_pods_report_progress_and_their_tokens_are_checked_by_what_the_operator_may_do(case: str) -> None:
+def test_progress_tokens_are_verified_with_the_available_permissions(case: str) -> None:
     name, values, way, granted = WAYS[case]
     found = render(values, name)
     progress = settings_of(found).progress
@@ -275,7 +275,7 @@ def test_pods_report_progress_and_their_tokens_are_checked_by_what_the_operator_
     assert ("", "secrets", "create") in rules_of(one(found, "Role", "finetune-operator"))
 
 
-def test_the_right_to_review_tokens_is_the_only_one_in_the_cluster_where_it_is_wanted() -> None:
+def test_token_review_is_the_only_cluster_wide_permission_if_enabled() -> None:
     found = render(GRANTED, "namespaced")
     (role,) = (each for each in found if each["kind"] == "ClusterRole")
     assert rules_of(role) == REVIEW
@@ -297,7 +297,7 @@ NOT_READ: Object = {"settings": {"nodes": {"read": False}}}
         ("namespaced", NODES | NOT_READ, False),
     ],
 )
-def test_nodes_are_read_where_the_right_to_is_granted_and_nowhere_else(name: str, values: Object, read: bool) -> None:
+def test_operator_reads_nodes_only_with_the_permission(name: str, values: Object, read: bool) -> None:
     found = render(values, name)
     rules = {rule for each in found if each["kind"] == "ClusterRole" for rule in rules_of(each)}
     assert (rules >= READ_NODES, settings_of(found).nodes.read) == (read, read)
@@ -311,7 +311,7 @@ def test_without_progress_there_are_no_rights_for_it(namespaces: list[str]) -> N
     assert "leases" in granted
 
 
-def test_one_replica_is_not_nailed_to_its_node() -> None:
+def test_single_replica_has_no_disruption_budget() -> None:
     assert "PodDisruptionBudget" in {each["kind"] for each in render()}
     assert "PodDisruptionBudget" not in {each["kind"] for each in render({"replicas": 1})}
 
@@ -443,7 +443,7 @@ def test_the_set_of_everything_leaves_few_values_out() -> None:
 # ---------------------------------------------------------------------------------------------------------- the webhook
 
 
-def test_cert_manager_makes_the_webhook_s_certificate_and_the_operator_needs_no_right_for_it() -> None:
+def test_cert_manager_certificate_needs_no_operator_permissions() -> None:
     values: Object = {"webhook": {"enabled": True, "certManager": {"enabled": True}}, "watchNamespaces": ["team-a"]}
     found = render(values)
     hook = one(found, "ValidatingWebhookConfiguration", "finetune-operator-finetune-system")
@@ -488,7 +488,7 @@ def test_where_metrics_may_be_read_is_a_value() -> None:
     assert metrics_sources({"networkPolicy": {"metricsFrom": []}}) is None
 
 
-def test_for_given_namespaces_the_operator_cannot_name_its_own_authority_and_that_is_said_before_installing() -> None:
+def test_webhook_with_watched_namespaces_needs_cert_manager() -> None:
     ran = template({"webhook": {"enabled": True}, "watchNamespaces": ["team-a"]})
     assert ran.returncode != 0
     assert "needs webhook.certManager.enabled" in ran.stderr
@@ -526,13 +526,13 @@ NOTES: dict[str, tuple[Object, list[str], list[str]]] = {
         {"watchNamespaces": ["team-a"], "rbac": {"tokenReview": True}}, [], ["progress"],
     ),
     "without progress": ({"settings": {"progress": {"enabled": False}}}, ["Pods do not report progress"], []),
-    "without the kind": ({"crds": {"install": False}}, ["not part of this release"], ["leaves jobs"]),
+    "without the kind": ({"crds": {"install": False}}, ["not part of this release"], ["Uninstalling retains"]),
     "without a test": ({"tests": {"enabled": False}}, [], ["helm --namespace"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOTES)
-def test_the_notes_say_what_to_type_next(case: str) -> None:
+def test_notes_show_the_next_commands(case: str) -> None:
     values, there, not_there = NOTES[case]
     ran = helm(
         "install", "finetune-operator", str(CHART), "--namespace", "finetune-system", "--dry-run=client",
@@ -552,7 +552,7 @@ def test_values_are_described_in_sentences() -> None:
     assert all(len(line) <= 160 for line in VALUES.read_text().splitlines())
 
 
-def test_a_test_that_cannot_succeed_is_refused() -> None:
+def test_impossible_helm_test_is_refused() -> None:
     ran = template({"tests": {"waitFor": "Succeeded"}})
     assert ran.returncode != 0
     assert "tests.waitFor Succeeded needs tests.spec" in ran.stderr

@@ -31,13 +31,13 @@ def test_prometheus_takes_the_rules() -> None:
     assert f"{len(ALERTS)} rules found" in done.stdout
 
 
-def test_each_alert_does_as_its_tests_say() -> None:
+def test_alerts_pass_their_promtool_tests() -> None:
     done = promtool("test", "rules", FILES / "rules.test.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not(alert: str) -> None:
+def test_alert_has_a_firing_and_a_silent_test(alert: str) -> None:
     named = f'alertname="{alert}"'
     asked = [one for test in TESTS["tests"] for one in test["promql_expr_test"] if named in one["expr"]]
     assert [one for one in asked if one["exp_samples"]]
@@ -45,7 +45,7 @@ def test_an_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not(aler
 
 
 @pytest.mark.parametrize("instead", ["vector(0) > 1", "vector(1)"], ids=["never fire", "always fire"])
-def test_the_tests_notice_alerts_that(instead: str, tmp_path: Path) -> None:
+def test_promtool_tests_detect_alerts_that(instead: str, tmp_path: Path) -> None:
     groups = [
         {
             **group,
@@ -67,7 +67,7 @@ def test_what_is_served_keeps_to_the_conventions_of_prometheus() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_says_how_bad_it_is_and_what_to_do(alert: str) -> None:
+def test_alert_has_severity_and_runbook(alert: str) -> None:
     rule = ALERTS[alert]
     assert rule["labels"]["severity"] in ("info", "warning", "critical")
     told = rule["annotations"]

@@ -25,7 +25,7 @@ from suite_plugins.patience import patient
 # -------------------------------------------------------------------------------------------------------------- status
 
 
-def test_the_status_of_a_running_job_shows_progress_plan_and_stages_with_attempts(jobs: Jobs) -> None:
+def test_status_of_running_job_shows_progress_plan_and_stages(jobs: Jobs) -> None:
     jobs.make("reviews", TRAINING)
     code, out, err = jobs.finetune("status", "reviews")
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -50,7 +50,7 @@ def test_the_status_of_a_running_job_shows_progress_plan_and_stages_with_attempt
     assert all(line == line.rstrip() for line in out.splitlines())
 
 
-def test_the_status_of_a_failed_job_shows_the_first_cause_its_way_out_and_the_end_of_the_log(jobs: Jobs) -> None:
+def test_status_of_failed_job_shows_first_cause_hint_and_log_tail(jobs: Jobs) -> None:
     jobs.make("reviews", FAILED)
     code, out, _ = jobs.finetune("status", "reviews")
     lines = [line.strip() for line in out.splitlines()]
@@ -67,7 +67,7 @@ def test_the_status_of_a_failed_job_shows_the_first_cause_its_way_out_and_the_en
     assert f"finetune logs reviews -n {jobs.namespace}" in lines
 
 
-def test_a_refused_spec_shows_what_is_wrong_with_it_and_that_it_can_be_edited(jobs: Jobs) -> None:
+def test_status_of_refused_spec_shows_problem_and_edit_command(jobs: Jobs) -> None:
     told = "spec.training.epochs: value 0: must be above 0. Set it to 1."
     refused = {"status": "False", "reason": "InvalidSpec", "message": told, "lastTransitionTime": NOW}
     conditions = [{**refused, "type": "Accepted"}, {**refused, "type": "Stalled", "status": "True"}]
@@ -77,7 +77,7 @@ def test_a_refused_spec_shows_what_is_wrong_with_it_and_that_it_can_be_edited(jo
         "Conditions",
         f"Accepted=False InvalidSpec: {told}",
         "Next",
-        f"kubectl -n {jobs.namespace} edit ftj reviews # or mend the file and apply it again",
+        f"kubectl -n {jobs.namespace} edit ftj reviews # or fix the file and apply it again",
     ]
 
 
@@ -120,28 +120,28 @@ def test_several_jobs_are_a_table_and_data_for_programs(jobs: Jobs) -> None:
     assert one == json.loads(jobs.api.must("get", "ftj", "reviews", "-n", jobs.namespace, "-o", "json"))
 
 
-def test_no_jobs_at_all_are_told(jobs: Jobs) -> None:
+def test_empty_list_of_jobs_is_noted(jobs: Jobs) -> None:
     assert jobs.finetune("status") == (0, "", f"Note: there is no FineTuneJob in namespace {jobs.namespace}.\n")
 
 
 # -------------------------------------------------------------------------------------------- refused by a cluster
 
 
-def test_a_job_that_is_not_there_is_told_with_those_that_are(jobs: Jobs) -> None:
+def test_missing_job_is_reported_with_the_existing_ones(jobs: Jobs) -> None:
     jobs.make("reviews")
     expected = f"Error: there is no FineTuneJob revs in namespace {jobs.namespace}; there are reviews.\n"
     for command in ("status", "logs", "watch"):
         assert jobs.finetune(command, "revs") == (1, "", expected)
 
 
-def test_an_unknown_context_is_told_with_those_that_there_are(jobs: Jobs) -> None:
+def test_unknown_context_is_reported_with_the_existing_ones(jobs: Jobs) -> None:
     contexts = jobs.api.must("config", "get-contexts", "-o", "name").split()
     code, out, err = jobs.finetune("status", "--context", "elsewhere")
     assert (code, out) == (1, "")
     assert f"has no context elsewhere; it has {', '.join(contexts)}." in err
 
 
-def test_a_user_without_rights_is_told_which_one_is_missing(jobs: Jobs, tmp_path: Path) -> None:
+def test_missing_permission_of_a_user_is_reported(jobs: Jobs, tmp_path: Path) -> None:
     jobs.make("reviews", TRAINING)
     jobs.api.must("create", "serviceaccount", "visitor", "-n", jobs.namespace)
     token = jobs.api.must("create", "token", "visitor", "-n", jobs.namespace).strip()
@@ -159,15 +159,15 @@ def test_a_user_without_rights_is_told_which_one_is_missing(jobs: Jobs, tmp_path
     jobs.api.must("create", "rolebinding", "reader", *bound)
     code, out, err = jobs.finetune("status", "reviews", "--kubeconfig", str(tmp_path / "visitor"))
     assert (code, err) == (0, "")
-    assert "Events may not be read in this namespace." in out
+    assert "No permission to read events in this namespace." in out
 
 
 # ---------------------------------------------------------------------------------------------------------------- logs
 
 
-def test_when_the_pods_are_gone_the_kept_end_of_the_log_is_shown_and_named_as_that(jobs: Jobs) -> None:
+def test_logs_of_deleted_pods_show_the_tail_from_the_status(jobs: Jobs) -> None:
     jobs.make("reviews", FAILED)
-    note = "Note: the pods of train-2 are gone; this is the end of the log that the job's status keeps.\n"
+    note = "Note: the pods of train-2 are deleted; this is the end of the log in the job's status.\n"
     prefix = "[reviews-train-2-0] "
     whole = f"{prefix}reading rows\n{prefix}KeyError: 'label'\n"
     assert jobs.finetune("logs", "reviews") == (0, whole, note)
@@ -177,15 +177,17 @@ def test_when_the_pods_are_gone_the_kept_end_of_the_log_is_shown_and_named_as_th
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        pytest.param(["--stage", "prepare"], "the pods of prepare-1 are gone, and their logs with them", id="gone"),
-        pytest.param(["--previous"], "the pods of train-1 are gone, and their logs with them", id="previous attempt"),
-        pytest.param(["--stage", "prepare", "--previous"], "--previous: prepare is at its first attempt", id="first"),
-        pytest.param(["--stage", "evaluate"], "--stage evaluate: it has not started; prepare, train have", id="later"),
+        pytest.param(["--stage", "prepare"], "the pods of prepare-1 and their logs are deleted", id="deleted"),
+        pytest.param(["--previous"], "the pods of train-1 and their logs are deleted", id="previous attempt"),
+        pytest.param(["--stage", "prepare", "--previous"], "--previous: prepare is in its first attempt", id="first"),
+        pytest.param(["--stage", "evaluate"], "--stage evaluate: has not started; started stages: prepare, train",
+                     id="later"),
         pytest.param([], "no pod of train-2 has started yet", id="not started"),
-        pytest.param(["--pod", "7"], "--pod 7: train-2 has no such pod, or it is gone or has not started", id="no pod"),
+        pytest.param(["--pod", "7"], "--pod 7: train-2 has no such pod, or it was deleted or has not started",
+                     id="no pod"),
     ],
 )  # fmt: skip
-def test_a_log_that_cannot_be_had_is_told_with_the_reason(jobs: Jobs, arguments: list[str], told: str) -> None:
+def test_unavailable_log_is_reported_with_the_reason(jobs: Jobs, arguments: list[str], told: str) -> None:
     jobs.make("reviews", TRAINING)
     assert jobs.finetune("logs", "reviews", *arguments) == (1, "", f"Error: {told}.\n")
 
@@ -240,9 +242,9 @@ def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
     ("end", "code", "shown", "told"),
     [
         pytest.param(FAILED, 0, "[reviews-train-2-0] reading rows\n[reviews-train-2-0] KeyError: 'label'\n",
-                     "Note: the pods of train-2 are gone; this is the end of the log that the job's status keeps.\n",
+                     "Note: the pods of train-2 are deleted; this is the end of the log in the job's status.\n",
                      id="a failure leaves the end of its log"),
-        pytest.param(SUCCEEDED, 1, "", "Error: the pods of train-2 are gone, and their logs with them.\n",
+        pytest.param(SUCCEEDED, 1, "", "Error: the pods of train-2 and their logs are deleted.\n",
                      id="a success leaves none"),
     ],
 )  # fmt: skip
@@ -252,7 +254,7 @@ def test_following_logs_of_pods_that_never_show_ends_with_the_job(
     jobs.make("reviews", TRAINING)
     process = jobs.start("logs", "reviews", "-f")
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("Note: no pod of reviews has started yet ")
+    assert process.stderr.readline().startswith("Note: no selected pod of reviews has started yet;")
     jobs.tell("reviews", end)
     assert (*process.communicate(timeout=patient(PATIENCE_SECONDS)), process.returncode) == (shown, told, code)
 

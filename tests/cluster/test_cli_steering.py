@@ -47,10 +47,14 @@ def test_suspend_and_resume_write_the_run_policy_and_nothing_else(jobs: Jobs) ->
     jobs.make("reviews", TRAINING)
     before = stored(jobs, "reviews")["spec"]
     code, out, err = jobs.finetune("suspend", "reviews")
-    assert (code, out, err) == (0, "FineTuneJob reviews is suspended: what runs saves a checkpoint and ends.\n", "")
+    assert (code, out, err) == (
+        0,
+        "FineTuneJob reviews is suspended: a running attempt saves a checkpoint and stops.\n",
+        "",
+    )
     assert stored(jobs, "reviews")["spec"] == {**before, "runPolicy": {**before.get("runPolicy", {}), "suspend": True}}
-    assert jobs.finetune("suspend", "reviews")[:2] == (0, "FineTuneJob reviews is suspended already.\n")
-    assert jobs.finetune("resume", "reviews")[:2] == (0, "FineTuneJob reviews goes on.\n")
+    assert jobs.finetune("suspend", "reviews")[:2] == (0, "FineTuneJob reviews is already suspended.\n")
+    assert jobs.finetune("resume", "reviews")[:2] == (0, "FineTuneJob reviews is resumed.\n")
     assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
 
 
@@ -72,11 +76,11 @@ def test_one_job_that_is_not_there_keeps_no_other_from_being_changed(jobs: Jobs)
     assert [(one["name"], one["change"]) for one in json.loads(out)] == [("one", "suspended"), ("two", "suspended")]
 
 
-def test_what_has_ended_is_not_suspended_and_the_way_out_is_told(jobs: Jobs) -> None:
+def test_ended_job_cannot_be_suspended_and_gets_a_hint(jobs: Jobs) -> None:
     jobs.make("reviews", FAILED)
     code, out, err = jobs.finetune("suspend", "reviews")
     assert (code, out) == (1, "")
-    assert "has ended (Failed) and cannot be suspended; finetune restart reviews runs it from its beginning" in err
+    assert "has ended (Failed) and cannot be suspended; finetune restart reviews runs it from the beginning" in err
 
 
 # ------------------------------------------------------------------------------------------------- restart and cancel
@@ -89,7 +93,7 @@ def test_a_job_that_has_ended_is_made_again_as_it_was_applied(jobs: Jobs) -> Non
     before = stored(jobs, "reviews")
     code, out, err = jobs.finetune("restart", "reviews")
     assert (code, err) == (0, "")
-    assert out.startswith("FineTuneJob reviews runs from its beginning;")
+    assert out.startswith("FineTuneJob reviews runs from the beginning;")
     after = stored(jobs, "reviews")
     assert after["metadata"]["uid"] != before["metadata"]["uid"]
     assert (after["spec"], after["metadata"]["labels"]) == (before["spec"], {"team": "search"})
@@ -117,19 +121,19 @@ def test_a_running_job_is_stopped_and_goes_on_as_another_attempt(jobs: Jobs) -> 
         jobs.tell("reviews", {**TRAINING, "phase": "Suspended", "observedGeneration": 2})
         out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, err) == (0, "")
-    assert out == "FineTuneJob reviews begins another attempt, from its last checkpoint.\n"
+    assert out == "FineTuneJob reviews starts another attempt from its last checkpoint.\n"
     assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
 
 
-def test_cancel_deletes_what_runs_and_leaves_what_has_ended(jobs: Jobs) -> None:
+def test_cancel_deletes_running_jobs_and_keeps_ended_ones(jobs: Jobs) -> None:
     jobs.make("running", TRAINING)
     jobs.make("done", SUCCEEDED)
     code, out, _ = jobs.finetune("cancel", "running", "done")
     assert (code, out.splitlines()) == (
         0,
         [
-            "FineTuneJob running is deleted; what it has written stays on its claim.",
-            "FineTuneJob done has ended already (Succeeded).",
+            "FineTuneJob running is deleted; its results stay on its claim.",
+            "FineTuneJob done has already ended (Succeeded).",
         ],
     )
     assert jobs.api.must("get", "ftj", "-n", jobs.namespace, "-o", "name").split() == ["finetunejob.finetune.dev/done"]
@@ -147,7 +151,7 @@ def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
     assert (told["change"], told["from"], told["to"]) == ("rolledBack", 2, 1)
     assert stored(jobs, "reviews") == before
     code, out, _ = jobs.finetune("rollback", "reviews")
-    assert (code, out) == (0, "FineTuneJob reviews goes back from revision 2 to 1, until spec.endpoint changes.\n")
+    assert (code, out) == (0, "FineTuneJob reviews is rolled back from revision 2 to 1 until spec.endpoint changes.\n")
     after = stored(jobs, "reviews")
     assert after["metadata"]["annotations"] == {"finetune.dev/rollback": "2:1"}
     assert after["spec"] == before["spec"]
@@ -170,7 +174,7 @@ def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
         pytest.param(TRAINING, "succeeded", 124, "is not succeeded after 1 s", id="the time is over"),
     ],
 )
-def test_waiting_ends_with_what_can_be_said(jobs: Jobs, status: Any, goal: str, code: int, told: str) -> None:
+def test_wait_ends_with_the_result(jobs: Jobs, status: Any, goal: str, code: int, told: str) -> None:
     jobs.make("reviews", status)
     found, out, err = jobs.finetune(
         "wait", "reviews", "--for", goal, "--timeout", "1s" if code == 124 else f"{patient(60):.0f}s"
@@ -203,13 +207,13 @@ def test_waiting_for_several_jobs_ends_with_the_last_of_them(jobs: Jobs, cluster
     ]
 
 
-def test_waiting_for_a_deletion_ends_when_the_job_is_gone_also_before(jobs: Jobs) -> None:
+def test_wait_for_deletion_ends_once_the_job_is_deleted(jobs: Jobs) -> None:
     assert jobs.finetune("wait", "never-there", "--for", "deleted")[0] == 0
     jobs.make("reviews", TRAINING)
     with jobs.start("wait", "reviews", "never-there", "--for", "deleted") as process:
         assert process.stdout is not None
         # Both are looked up at the same time: by now the command knows that the other one exists.
-        assert process.stdout.readline() == "FineTuneJob never-there is not there.\n"
+        assert process.stdout.readline() == "FineTuneJob never-there does not exist.\n"
         jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
         out, _ = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, out) == (0, "FineTuneJob reviews was deleted.\n")
@@ -218,8 +222,8 @@ def test_waiting_for_a_deletion_ends_when_the_job_is_gone_also_before(jobs: Jobs
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        pytest.param(("--for", "finished"), "--for finished: is no state to wait for", id="no such state"),
-        pytest.param(("--timeout", "soon"), "--timeout soon: is no time", id="no time"),
+        pytest.param(("--for", "finished"), "--for finished: unknown state", id="no such state"),
+        pytest.param(("--timeout", "soon"), "--timeout soon: not a duration", id="no time"),
     ],
 )
 def test_a_call_that_is_wrong_ends_with_2(jobs: Jobs, arguments: tuple[str, ...], told: str) -> None:
@@ -302,7 +306,7 @@ def test_debug_collects_all_that_may_be_read_and_no_secret(jobs: Jobs, tmp_path:
     file = tmp_path / "found.tar.gz"
     code, out, err = jobs.finetune("debug", "reviews", "--file", str(file))
     assert code == 0, err
-    assert "look through them" in out
+    assert "review them before you share it" in out
     with tarfile.open(file) as archive:
         texts = {
             name.removeprefix("reviews/"): content.read().decode()

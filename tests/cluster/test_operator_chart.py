@@ -230,7 +230,7 @@ FAILURES: dict[str, tuple[Object, str]] = {
     ),
     "a spec that the kind does not take": ({"spec": {"task": "guessing"}}, "the API server answered 422"),
     "a namespace that the operator does not serve": (
-        {"namespace": OTHER, "timeoutSeconds": 5}, "has said nothing about the job"
+        {"namespace": OTHER, "timeoutSeconds": 5}, "the operator has not set a status"
     ),
 }  # fmt: skip
 

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Object, str, str]] = {
 }
 
 
-def test_plans_rest_on_what_nodes_tell_each_way_in_which_they_can(world: World, fleet: None) -> None:
+def test_plans_use_gpu_facts_from_each_kind_of_node_label(world: World, fleet: None) -> None:
     found = {name: planned(world, name, spec) for name, (spec, _, _) in CASES.items()}
     assert {name: told["gpu"]["product"] for name, (told, _) in found.items()} == {
         name: product for name, (_, product, _) in CASES.items()
@@ -97,7 +97,7 @@ def test_plans_rest_on_what_nodes_tell_each_way_in_which_they_can(world: World, 
     assert "no node with nvidia.com/gpu fits the job's labels and tolerations now" in reasons
 
 
-def test_an_operator_without_the_right_to_read_nodes_plans_all_the_same_and_says_so(world: World, fleet: None) -> None:
+def test_operator_without_permission_to_read_nodes_plans_with_a_note(world: World, fleet: None) -> None:
     world.cluster.own("the operator's rights")
     path = path_of("rbac.authorization.k8s.io/v1", "clusterroles", name="finetune-operator")
     role = world.api.get(path)
@@ -130,7 +130,7 @@ def doctor(jobs: Jobs, spec: Object | None = None, *options: str) -> tuple[int, 
     return code, {one["what"]: one for one in json.loads(out)["findings"]}
 
 
-def test_the_doctor_tells_what_there_is_and_hints_at_what_is_lacking(jobs: Jobs, fleet: None) -> None:
+def test_doctor_reports_findings_with_hints_for_gaps(jobs: Jobs, fleet: None) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
     hard = {"requests.nvidia.com/gpu": "8", "limits.cpu": "64"}
     Api(jobs.api.access).create(path_of("v1", "resourcequotas", jobs.namespace), {**quota, "spec": {"hard": hard}})
@@ -146,7 +146,7 @@ def test_the_doctor_tells_what_there_is_and_hints_at_what_is_lacking(jobs: Jobs,
     assert "2 nodes with 8 x H100" in found["GPUs of the job, 8 x nvidia.com/gpu"]["found"]
     assert found["GPU nodes, nvidia.com/mig-3g.40gb"]["state"] == "ok"
     lacking = {name: one["hint"] for name, one in found.items() if one["state"] == "gap"}
-    assert "device plugin that offers vpc.amazonaws.com/efa" in lacking["network between nodes"]
+    assert "device plugin for vpc.amazonaws.com/efa" in lacking["network between nodes"]
     assert "quota few" in lacking
     assert "16 requests.nvidia.com/gpu" in found["quota few"]["found"]
     assert "storage" in lacking
@@ -168,14 +168,12 @@ def test_the_doctor_shows_a_table_for_people_without_a_job(jobs: Jobs, fleet: No
     code, out, err = jobs.finetune("doctor")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert (code in (0, 1), err) == (True, "")
-    assert lines[0] == "WHAT STATE FOUND"
+    assert lines[0] == "CHECK STATE FOUND"
     assert any(line.startswith("GPU nodes, amd.com/gpu ok 1 node with 8 x MI300X of 192.0 GiB") for line in lines)
-    assert "gap" in lines[-1]
+    assert "missing" in lines[-1]
 
 
-def test_the_doctor_says_what_its_caller_may_not_read_and_takes_nothing_of_it_for_missing(
-    jobs: Jobs, fleet: None, tmp_path: Path
-) -> None:
+def test_doctor_reports_unreadable_parts_as_unknown(jobs: Jobs, fleet: None, tmp_path: Path) -> None:
     api = Api(jobs.api.access)
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "somebody"}}
     api.create(path_of("v1", "serviceaccounts", jobs.namespace), account)
@@ -186,5 +184,5 @@ def test_the_doctor_says_what_its_caller_may_not_read_and_takes_nothing_of_it_fo
     _, found = doctor(jobs, {"resources": {"gpusPerNode": 8}}, "--kubeconfig", str(config))
     unread = ("operator", "GPU nodes", "storage", "quota", f"namespace {jobs.namespace}")
     assert {name: found[name]["state"] for name in unread} == dict.fromkeys(unread, "unknown")
-    assert found["GPU nodes"]["found"] == "you have no right to read nodes"
+    assert found["GPU nodes"]["found"] == "no permission to read nodes"
     assert found["FineTuneJob"]["state"] == "ok"

@@ -153,7 +153,7 @@ def test_a_claim_is_not_looked_for_on_this_machine(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["validate", str(tmp_path / "job.yaml"), "--cluster", "--data", "-o", "json"])
     (problem,) = json.loads(ran.stdout)["problems"]
     assert (ran.exit_code, problem["line"], problem["path"]) == (1, 8, "spec.dataset.uri")
-    assert "check a copy of the data behind file://" in problem["wayOut"]
+    assert "check a copy of the data with file://" in problem["wayOut"]
 
 
 def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:

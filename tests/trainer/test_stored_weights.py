@@ -76,15 +76,16 @@ def test_another_load_converts_as_before(tmp_path: Path) -> None:
     assert {weight.dtype for weight in built(folder).parameters()} == {torch.float32}
 
 
-def test_only_frozen_linear_weights_in_the_computed_type_stay_narrow() -> None:
+def test_only_frozen_linear_weights_are_in_the_computed_type() -> None:
     tied = torch.nn.Embedding(6, 4)
     head = torch.nn.Linear(4, 6, bias=False)
     head.weight = tied.weight
     frozen, trained, norm = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)
-    model = torch.nn.Sequential(tied, head, frozen, trained, norm).to(HALF).requires_grad_(requires_grad=False)
+    model = torch.nn.Sequential(tied, head, frozen, trained, norm).requires_grad_(requires_grad=False)
     trained.requires_grad_(requires_grad=True)
-    assert narrow_weights(model, "bf16") == {id(frozen.weight)}
-    assert narrow_weights(model, "fp16") == narrow_weights(model, "fp32") == frozenset()
+    assert narrow_weights(model, "bf16") == {id(frozen.weight): HALF}
+    assert narrow_weights(model, "fp16") == {id(frozen.weight): torch.float16}
+    assert narrow_weights(model, "fp32") == narrow_weights(model, "fp8") == {}
     in_training_type(model.parameters(), narrow_weights(model, "bf16"))
     assert {name for name, each in model.named_parameters() if each.dtype == HALF} == {"2.weight"}
 
@@ -140,9 +141,10 @@ def test_trainings_from_both_types_are_the_same(
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
-def test_frozen_layers_of_an_adapted_model_compute_from_the_bf16_of_the_file(
+@pytest.mark.parametrize(("method", "form"), [("lora", 0), ("lora", 1), ("dora", 0)])
+def test_frozen_layers_of_an_adapted_model_are_held_in_bf16(
     method: str,
+    form: int,
     two_forms: tuple[Path, Path],
     bench_of: Callable[[Path, Path, Path], Any],
     tiny_data: Path,
@@ -157,14 +159,18 @@ def test_frozen_layers_of_an_adapted_model_compute_from_the_bf16_of_the_file(
         train(loop, **how)
 
     monkeypatch.setattr(training_run, "_train", noted)
-    run = bench_of(tmp_path, two_forms[0], tiny_data)
+    run = bench_of(tmp_path, two_forms[form], tiny_data)
     adapter = LORA.model_copy(update={"method": method})
     run.with_training(max_steps=1, precision="bf16", adapter=adapter).train_here()
     narrow = {name for name, dtype in seen.items() if dtype == HALF}
-    # peft takes the norms of a layer's weights for DoRA, which would be rounded.
-    ends = ("base_layer.weight", "original_module.dense.weight")
-    frozen = {name for name in seen if name.endswith(ends)} if method == "lora" else set()
-    assert narrow == frozen
+    # DoRA takes the norms of its layers' weights, which would be rounded.
+    ends = (
+        "original_module.weight",
+        "original_module.dense.weight",
+        *(["base_layer.weight"] if method == "lora" else []),
+    )
+    assert narrow == {name for name in seen if name.endswith(ends)}
+    assert len(narrow) == (14 if method == "lora" else 2)
     assert set(seen.values()) <= {HALF, torch.float32}
 
 

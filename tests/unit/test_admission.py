@@ -160,4 +160,4 @@ def test_a_setting_that_was_copied_is_a_warning_of_kubectl() -> None:
     (warning,) = told(ask(a_job({**SPEC, "training": {"arguments": {"logging_steps": 5}}})), CLUSTER_SETTINGS, ())[
         "warnings"
     ]
-    assert warning.startswith("spec.training.arguments.logging_steps: 5 is passed over")
+    assert warning.startswith("spec.training.arguments.logging_steps: 5 is ignored")

@@ -220,7 +220,7 @@ LISTED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", LISTED)
-def test_what_a_list_leaves_out_is_refused_and_what_it_names_is_not(case: str) -> None:
+def test_list_refuses_names_it_does_not_contain(case: str) -> None:
     which, spec, path = LISTED[case]
     named = json.loads(json.dumps(spec).replace("other", "team-a"))
     lists = settings(**{which: ["team-*"]})
@@ -250,7 +250,7 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_a_job_that_is_too_large_is_refused_with_what_is_allowed(case: str) -> None:
+def test_too_large_job_is_refused_with_the_limit(case: str) -> None:
     allow, spec, path = SIZES[case]
     before = {(each.path, each.rule) for each in validate_job(job(**spec))[1]}
     found = validate_job(job(**spec), settings(**allow))[1]

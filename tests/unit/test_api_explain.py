@@ -32,7 +32,7 @@ def in_schema(path: str) -> tuple[dict[str, Any], bool]:
     return node, required
 
 
-def test_every_field_is_told_as_the_crd_has_it() -> None:
+def test_explain_shows_every_field_as_in_the_crd() -> None:
     fields = every_field(find_field(""))[1:]
     assert len(fields) > 250
     for field in fields:
@@ -61,7 +61,7 @@ def test_every_field_is_told_as_the_crd_has_it() -> None:
         ("spec.model", "Object"),
     ],
 )
-def test_type_is_told_as_kubectl_writes_it_or_better(path: str, kind: str) -> None:
+def test_explain_shows_types_like_kubectl_or_better(path: str, kind: str) -> None:
     assert find_field(path).type == kind
 
 
@@ -91,7 +91,7 @@ def test_field_is_found_however_it_is_written(written: str) -> None:
         ),
     ],
 )
-def test_unknown_field_is_refused_with_the_one_that_may_be_meant(written: str, said: str) -> None:
+def test_unknown_field_is_refused_with_a_suggestion(written: str, said: str) -> None:
     with pytest.raises(NoSuchFieldError) as refused:
         find_field(written)
     assert str(refused.value) == said

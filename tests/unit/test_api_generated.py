@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("path", GENERATED)
-def test_a_generated_file_is_what_its_source_says_now(path: str) -> None:
+def test_generated_file_is_up_to_date(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == GENERATED[path](), "run: make generate"
 
 
@@ -64,7 +64,7 @@ def test_every_list_map_and_text_of_spec_is_bounded() -> None:
 def test_quantities_are_numbers_or_text_of_their_form() -> None:
     found = {path: node for path, node in nodes(schema()) if node.get("x-kubernetes-int-or-string")}
     assert found[".spec.resources.cpu"] == {
-        "description": "CPU cores of one node's pod, e.g. 8 or 500m. Left out: no request.",
+        "description": "CPU cores of each node's pod, e.g. 8 or 500m. If unset, none are requested.",
         "x-kubernetes-int-or-string": True,
         "pattern": QUANTITY_PATTERN,
         "maxLength": 32,

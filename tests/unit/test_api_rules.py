@@ -75,7 +75,7 @@ def test_every_rule_names_fields_that_exist() -> None:
         assert rule.fields_read, rule.name
 
 
-def test_the_way_out_of_a_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
+def test_hint_for_an_indivisible_batch_names_the_nearest_valid_ones() -> None:
     rule = next(rule for rule in RULES if rule.name == "global-batch-divides")
     spec = laid_over({"training": {"globalBatchSize": 100}, "resources": {"nodes": 2, "processesPerNode": 8}})
     assert rule.advice is not None

@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[Any, list[tuple[str, str | None, str]]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_every_problem_of_the_settings_is_told_at_once(case: str) -> None:
+def test_all_problems_of_the_settings_are_reported_at_once(case: str) -> None:
     value, expected = WRONG[case]
     settings, problems = check_settings(value)
     assert settings is None
@@ -120,13 +120,13 @@ def test_what_is_left_out_or_null_has_its_default(value: Any) -> None:
     assert check_settings(value) == (Settings(), [])
 
 
-def test_a_problem_names_rule_and_way_out() -> None:
+def test_problem_has_rule_and_hint() -> None:
     assert check_settings({"limits": {"restartDelaySeconds": 60, "restartDelayMostSeconds": 30}})[1] == [
         Problem(
             "limits.restartDelaySeconds",
             "60.0",
-            "cannot be above limits.restartDelayMostSeconds, 30",
-            "exchange the two, or raise the other",
+            "must not be above limits.restartDelayMostSeconds, 30",
+            "swap the two, or raise limits.restartDelayMostSeconds",
         )
     ]
 
@@ -147,7 +147,7 @@ def test_a_file_with_wrong_settings_is_refused_with_all_their_paths(tmp_path: Pa
         read_settings_file(file)
     assert refused.value.problems == (
         f"{file}: limits.imagePullSecond 5: there is no such field; did you mean imagePullSeconds?",
-        f'{file}: currency "dollars": must be a currency\'s ISO 4217 code, such as USD; change it, or leave it out',
+        f'{file}: currency "dollars": must be an ISO 4217 currency code, such as USD; change it, or leave it out',
     )
 
 

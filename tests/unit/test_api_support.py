@@ -29,7 +29,7 @@ def test_every_listed_path_exists_once() -> None:
     assert len(set(blocks)) == len(blocks)
 
 
-def test_rows_lie_in_supported_blocks_only_to_take_schemes_or_a_field_out() -> None:
+def test_rows_in_supported_blocks_only_exclude_schemes_or_a_field() -> None:
     inside = [row.path for row in ROWS if any(within(row.path, block) for block in SUPPORTED)]
     assert inside == [
         "dataset.uri", "storage.workspace", "storage.cache", "predict.dataset.uri", "runPolicy.queue",
@@ -44,7 +44,7 @@ def test_defaults_need_nothing_that_is_missing() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.path)
-def test_kubectl_explain_says_what_is_not_supported_yet(row: Row) -> None:
+def test_description_marks_unsupported_values(row: Row) -> None:
     field = find_field(f"spec.{row.path}")
     assert "not supported yet" in field.description.lower()
     served = [*row.values, *(f"{scheme}://" for scheme in row.schemes)]

@@ -91,7 +91,7 @@ def problems_of(**template: Any) -> list[tuple[str, str]]:
     return [(problem.path, problem.way_out) for problem in validate_job(value)[1]]
 
 
-def test_the_managed_by_label_is_not_a_jobs_to_set() -> None:
+def test_job_cannot_set_the_managed_by_label() -> None:
     assert [path for path, _ in problems_of(labels={"app.kubernetes.io/managed-by": "me"})] == ["spec.template.labels"]
 
 

@@ -22,27 +22,27 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         (
             "spec.template.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0].values",
             "Required",
-            "is needed by operator In",
+            "is required for operator In",
         ),
         (
             "spec.template.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[1].values",
             "Invalid",
-            "must be one integer in quotes for Gt",
+            "must be one quoted integer for operator Gt",
         ),
         (
             "spec.template.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[2].key",
             "Invalid",
-            "a label's key is a name of at most 63 letters, digits, -",
+            "a label key is an optional DNS name and /, and a name of",
         ),
         (
             "spec.template.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[3].values",
             "Invalid",
-            "has no place beside operator Exists",
+            "is not allowed with operator Exists",
         ),
         (
             "spec.template.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchFields[0]",
             "Invalid",
-            "matchFields takes metadata.name, In or NotIn, and one va",
+            "matchFields supports only metadata.name with In or NotIn",
         ),
     ],
     "affinity-misspelt": [
@@ -62,21 +62,21 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.checkpoints.every", "Invalid", "takes exactly one of steps and minutes"),
     ],
     "claim-forms": [
-        ("spec.model.uri", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.dataset.uri", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.predict.dataset.uri", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.predict.output", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.storage.workspace", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
-        ("spec.storage.cache", "Invalid", "has to be pvc://claim or pvc://claim/path: a claim of th"),
+        ("spec.model.uri", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.dataset.uri", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.predict.dataset.uri", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.predict.output", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.storage.workspace", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
+        ("spec.storage.cache", "Invalid", "must be pvc://claim or pvc://claim/path, with a claim"),
     ],
     "deepspeed-keys": [
-        ("spec.parallelism.deepspeedConfig.train_batch_size", "Forbidden", "spec.training.globalBatchSize decides it"),
-        ("spec.parallelism.deepspeedConfig.activation_checkpointing", "Invalid", "it is an object in DeepSpeed"),
+        ("spec.parallelism.deepspeedConfig.train_batch_size", "Forbidden", "is set by spec.training.globalBatchSize"),
+        ("spec.parallelism.deepspeedConfig.activation_checkpointing", "Invalid", "must be an object for DeepSpeed"),
         ("spec.parallelism.deepspeedConfig.zero_optimisation", "Unknown", "did you mean zero_optimization?"),
         (
             "spec.parallelism.deepspeedConfig.zero_optimization.stage",
             "Forbidden",
-            "spec.parallelism.zeroStage decides it",
+            "is set by spec.parallelism.zeroStage",
         ),
         ("spec.parallelism.deepspeedConfig.zero_optimization.overlap_com", "Unknown", "did you mean overlap_comm?"),
     ],
@@ -84,11 +84,11 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.env[0].valeu", "Unknown", "did you mean value?"),
         ("spec.template.env[1].value", "Invalid", "must be text"),
         ("spec.template.env[2].name", "Invalid", "must be a name of letters, digits, -, _ and . that does "),
-        ("spec.template.env[3].valueFrom", "Invalid", "has no place beside a value"),
+        ("spec.template.env[3].valueFrom", "Invalid", "is not allowed together with value"),
         ("spec.template.env[4].valueFrom.secretKeyRef.key", "Required", "is required"),
         ("spec.template.env[5].valueFrom", "Invalid", "takes exactly one of fieldRef, resourceFieldRef, configM"),
         ("spec.template.env[6].name", "Required", "is required"),
-        ("spec.template.env[8].name", "Duplicate", "is given twice"),
+        ("spec.template.env[8].name", "Duplicate", "is a duplicate"),
     ],
     "env-of-the-contract": [
         ("spec.template.env[0].name", "Forbidden", "is set by the operator or the launcher"),
@@ -99,18 +99,18 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.env[5].name", "Forbidden", "is set by the operator or the launcher"),
     ],
     "env-plain-secrets": [
-        ("spec.template.env[0].value", "Forbidden", "a job must not hold a token in plain text"),
-        ("spec.template.env[1].value", "Forbidden", "looks like a credential, and a job must not hold one"),
-        ("spec.template.env[2].value", "Forbidden", "looks like a credential, and a job must not hold one"),
+        ("spec.template.env[0].value", "Forbidden", "a job must not contain a token in plain text"),
+        ("spec.template.env[1].value", "Forbidden", "looks like a credential, which a job must not contain"),
+        ("spec.template.env[2].value", "Forbidden", "looks like a credential, which a job must not contain"),
     ],
     "env-token-twice": [
         ("spec.template.env[0].name", "Forbidden", "is set from spec.secrets.hubToken"),
     ],
     "epochs-and-steps": [
-        ("spec.training.maxSteps", "Invalid", "takes the place of spec.training.epochs, so that only on"),
+        ("spec.training.maxSteps", "Invalid", "replaces spec.training.epochs: only one of the two"),
     ],
     "evaluation-without-dataset": [
-        ("spec.dataset", "Required", "is required when something is evaluated"),
+        ("spec.dataset", "Required", "is required for evaluation"),
     ],
     "frame-odds": [
         ("apiVersion", "Required", "is required"),
@@ -118,7 +118,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("metadata.annotations", "Invalid", "must be an object"),
     ],
     "gate-not-measured": [
-        ("spec.evaluation.gate.metric", "Invalid", "has to be one of spec.evaluation.metrics"),
+        ("spec.evaluation.gate.metric", "Invalid", "must be one of spec.evaluation.metrics"),
     ],
     "host-namespaces": [
         ("spec.template.hostNetwork", "Unknown", "there is no such field"),
@@ -126,9 +126,9 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.hostIPC", "Unknown", "there is no such field"),
     ],
     "hub-only-fields": [
-        ("spec.predict.output", "Invalid", "has to end in .jsonl or .parquet, which also chooses the"),
-        ("spec.model.revision", "Invalid", "has a meaning on the Hub only, so that spec.model.uri ha"),
-        ("spec.dataset.config", "Invalid", "has a meaning on the Hub only, so that spec.dataset.uri"),
+        ("spec.predict.output", "Invalid", "must end in .jsonl or .parquet, which also sets the"),
+        ("spec.model.revision", "Invalid", "applies to the Hub only: spec.model.uri must begin with hf://"),
+        ("spec.dataset.config", "Invalid", "applies to the Hub only: spec.dataset.uri must begin with hf://"),
         ("spec.training.warmupSteps", "Invalid", "has no effect with the scheduler constant"),
         ("spec.resources.accelerator", "Invalid", "has no effect while spec.resources.gpusPerNode is 0"),
     ],
@@ -140,7 +140,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.image", "Invalid", "must be an image such as registry.example.com/team/train"),
     ],
     "image-pull-secrets-twice": [
-        ("spec.template.imagePullSecrets[1].name", "Duplicate", "is given twice"),
+        ("spec.template.imagePullSecrets[1].name", "Duplicate", "is a duplicate"),
     ],
     "labels-of-tags": [
         ("spec.dataset.labels", "Invalid", "is read by text-classification only"),
@@ -155,7 +155,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.runPolicy.managedBy", "Invalid", "must be a name with a domain, such as kueue.x-k8s.io/mul"),
     ],
     "micro-batch-not-divisible": [
-        ("spec.training.globalBatchSize", "Invalid", "use 24 or 32, multiples of 8 = 8 rows of a micro-batch"),
+        ("spec.training.globalBatchSize", "Invalid", "use 24 or 32, multiples of 8 = 8 rows per micro-batch"),
     ],
     "missing-required": [
         ("spec.task", "Required", "is required"),
@@ -166,38 +166,38 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("kind", "Invalid", "must be FineTuneJob"),
     ],
     "mount-forms": [
-        ("spec.template.volumeMounts[0].mountPath", "Invalid", "must not hold .."),
-        ("spec.template.volumeMounts[1].subPath", "Invalid", "must not hold .."),
+        ("spec.template.volumeMounts[0].mountPath", "Invalid", "must not contain .."),
+        ("spec.template.volumeMounts[1].subPath", "Invalid", "must not contain .."),
         ("spec.template.volumeMounts[3].mountPath", "Required", "is required"),
         ("spec.template.volumeMounts[3].mountpath", "Unknown", "did you mean mountPath?"),
         (
             "spec.template.volumeMounts[4].mountPath",
             "Invalid",
-            "must be a folder below /, such as /mnt/data, without :, ",
+            "must be an absolute path such as /mnt/data, without :, at",
         ),
         ("spec.template.volumeMounts[5].mountPropagation", "NotSupported", "must be one of None, HostToContainer"),
-        ("spec.template.volumeMounts[2].mountPath", "Duplicate", "is given twice"),
+        ("spec.template.volumeMounts[2].mountPath", "Duplicate", "is a duplicate"),
     ],
     "mount-reserved": [
-        ("spec.template.volumeMounts[0].mountPath", "Forbidden", "lies over /etc/finetune, which the trainer needs"),
-        ("spec.template.volumeMounts[1].mountPath", "Forbidden", "lies over /workspace, which the trainer needs"),
-        ("spec.template.volumeMounts[2].mountPath", "Forbidden", "lies over /dev, which the trainer needs"),
+        ("spec.template.volumeMounts[0].mountPath", "Forbidden", "overlaps /etc/finetune, which the trainer uses"),
+        ("spec.template.volumeMounts[1].mountPath", "Forbidden", "overlaps /workspace, which the trainer uses"),
+        ("spec.template.volumeMounts[2].mountPath", "Forbidden", "overlaps /dev, which the trainer uses"),
         (
             "spec.template.volumeMounts[3].mountPath",
             "Invalid",
-            "must be a folder below /, such as /mnt/data, without :, ",
+            "must be an absolute path such as /mnt/data, without :, at",
         ),
-        ("spec.template.volumeMounts[4].mountPath", "Forbidden", "lies over /var/run/secrets, which the trainer needs"),
-        ("spec.template.volumeMounts[5].mountPath", "Forbidden", "lies over /tmp, which the trainer needs"),
-        ("spec.template.volumeMounts[6].mountPath", "Forbidden", "lies over /claims, which the trainer needs"),
+        ("spec.template.volumeMounts[4].mountPath", "Forbidden", "overlaps /var/run/secrets, which the trainer uses"),
+        ("spec.template.volumeMounts[5].mountPath", "Forbidden", "overlaps /tmp, which the trainer uses"),
+        ("spec.template.volumeMounts[6].mountPath", "Forbidden", "overlaps /claims, which the trainer uses"),
     ],
     "mount-without-volume": [
-        ("spec.template.volumeMounts[0].name", "Invalid", "has to be one of spec.template.volumes"),
+        ("spec.template.volumeMounts[0].name", "Invalid", "must be the name of a volume in spec.template.volumes"),
     ],
     "name-form": [
-        ("metadata.name", "Invalid", "must have at most 63 characters: a-z, 0-9 and -, with no"),
-        ('metadata.labels["a b"]', "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
-        ("metadata.labels.tier", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
+        ("metadata.name", "Invalid", "must have at most 63 characters: a-z, 0-9 and -, and must"),
+        ('metadata.labels["a b"]', "Invalid", "a label key is an optional DNS name and /, and a name of"),
+        ("metadata.labels.tier", "Invalid", "a label value has at most 63 letters, digits, -, _ and .,"),
         ("metadata.labels.true", "Invalid", "put the value in quotes"),
     ],
     "name-number": [
@@ -207,8 +207,8 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.resources.network", "NotSupported", "must be one of auto, tcp, rdma, efa"),
     ],
     "no-dataset": [
-        ("spec.dataset", "Required", "is required when something trains"),
-        ("spec.predict.dataset", "Required", "is required when there is no spec.dataset whose test or "),
+        ("spec.dataset", "Required", "is required for training"),
+        ("spec.predict.dataset", "Required", "is required without spec.dataset, whose test or "),
     ],
     "no-name": [
         ("metadata.name", "Required", "is required"),
@@ -234,40 +234,40 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.runPolicy.queue", "NotYetSupported", "is not supported in this version"),
     ],
     "remote-code": [
-        ("spec.model.trustRemoteCode", "Forbidden", "lets code of the model's author run, and the settings do"),
+        ("spec.model.trustRemoteCode", "Forbidden", "runs code of the model's author, which the settings do not"),
     ],
     "run-policy-values": [
         ("spec.runPolicy.activeDeadlineSeconds", "Invalid", "must be an integer of at least 1"),
         ("spec.runPolicy.ttlSecondsAfterFinished", "Invalid", "must be an integer of at least 0"),
         ("spec.runPolicy.maxRestarts", "Invalid", "must be an integer from 0 to 1000"),
         ("spec.runPolicy.onOutOfMemory", "NotSupported", "must be one of adapt, fail"),
-        ("spec.runPolicy.priorityClassName", "Invalid", "must be a name of small letters, digits, - and ., with a"),
+        ("spec.runPolicy.priorityClassName", "Invalid", "must be a name of lowercase letters, digits, - and . that"),
     ],
     "script-beside-the-loop": [
-        ("spec.training.epochs", "Invalid", "is what the built-in loop obeys, and spec.training.script takes its"),
-        ("spec.training.learningRate", "Invalid", "is what the built-in loop obeys, and spec.training.script take"),
-        ("spec.training.arguments", "Invalid", "is what the built-in loop obeys, and spec.training.script takes i"),
-        ("spec.parallelism.strategy", "Invalid", "is what the built-in loop obeys, and spec.training.script takes"),
-        ("spec.checkpoints.every", "Invalid", "is what the built-in loop obeys, and spec.training.script takes it"),
-        ("spec.preparation.maxLength", "Invalid", "is what the built-in loop obeys, and spec.training.script takes"),
+        ("spec.training.epochs", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.training.learningRate", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.training.arguments", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.parallelism.strategy", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.checkpoints.every", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.preparation.maxLength", "Invalid", "configures the built-in loop, which spec.training.script"),
     ],
     "script-form": [
         ("spec.training.script.git.ref", "Invalid", "must be a branch, tag or commit"),
-        ("spec.training.script.git.path", "Invalid", "must be a path without / in front and without :"),
-        ("spec.training.script.entryPoint", "Invalid", "may not lead out of the repository"),
-        ('spec.training.script.hyperparameters["--x"]', "Invalid", "is not a name of letters, digits, -, _ and ."),
-        ('spec.training.script.hyperparameters["a b"]', "Invalid", "is not a name of letters, digits, -, _ and ."),
-        ("spec.training.script.hyperparameters.nul", "Invalid", "holds a NUL character, which no argument of a"),
+        ("spec.training.script.git.path", "Invalid", "must be a relative path without :, at most 256 characters"),
+        ("spec.training.script.entryPoint", "Invalid", "must stay inside the repository"),
+        ('spec.training.script.hyperparameters["--x"]', "Invalid", "must be a name of letters, digits, -, _ and ."),
+        ('spec.training.script.hyperparameters["a b"]', "Invalid", "must be a name of letters, digits, -, _ and ."),
+        ("spec.training.script.hyperparameters.nul", "Invalid", "contains a NUL character, which a command-line"),
     ],
     "script-host": [
-        ("spec.training.script.git.url", "Forbidden", "is an address of the machine or its cloud, never fetched"),
+        ("spec.training.script.git.url", "Forbidden", "is a local or cloud metadata address, which is never"),
     ],
     "script-url": [
         ("spec.training.script.git.url", "Invalid", "must be an HTTPS URL of a host and a path, without user,"),
     ],
     "secret-as-text": [
         ("spec.secrets.hubToken", "Invalid", "must be an object with the fields name, key"),
-        ("spec.secrets.storage.name", "Invalid", "must be a name of small letters, digits, - and ., with a"),
+        ("spec.secrets.storage.name", "Invalid", "must be a name of lowercase letters, digits, - and . that"),
     ],
     "secret-key-form": [
         ("spec.secrets.hubToken.key", "Invalid", "must be a key of letters, digits, -, _ and ., at most 25"),
@@ -276,15 +276,15 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         (
             "spec.template.securityContext.privileged",
             "Forbidden",
-            "is a setting of the container, which is the operator's",
+            "is a setting of the container, which the operator controls",
         ),
         (
             "spec.template.securityContext.procMount",
             "Forbidden",
-            "is a setting of the container, which is the operator's",
+            "is a setting of the container, which the operator controls",
         ),
         ("spec.template.securityContext.sysctls", "Forbidden", "would change the node's kernel"),
-        ("spec.template.securityContext.windowsOptions", "Forbidden", "is for Windows, and trainers run on Linux"),
+        ("spec.template.securityContext.windowsOptions", "Forbidden", "is for Windows; trainers run on Linux"),
         (
             "spec.template.securityContext.seccompProfile.type",
             "NotSupported",
@@ -317,22 +317,22 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.storage.size", "Invalid", "must be a quantity such as 8, 500m or 64Gi"),
     ],
     "storage-size": [
-        ("spec.storage.storageClassName", "Invalid", "must be a name of small letters, digits, - and ., with a"),
+        ("spec.storage.storageClassName", "Invalid", "must be a name of lowercase letters, digits, - and . that"),
         ("spec.storage.size", "Invalid", "is less than 1Mi: a number without a unit counts bytes"),
     ],
     "template-labels": [
-        ("spec.template.labels", "Invalid", "cannot have keys that begin with finetune.dev/, training"),
-        ("spec.template.annotations", "Invalid", "cannot have keys that begin with finetune.dev/, training"),
-        ('spec.template.labels["a b"]', "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
-        ("spec.template.labels.tier", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
-        ("spec.template.nodeSelector.gpu", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
+        ("spec.template.labels", "Invalid", "must not use the prefixes finetune.dev/, training"),
+        ("spec.template.annotations", "Invalid", "must not use the prefixes finetune.dev/, training"),
+        ('spec.template.labels["a b"]', "Invalid", "a label key is an optional DNS name and /, and a name of"),
+        ("spec.template.labels.tier", "Invalid", "a label value has at most 63 letters, digits, -, _ and .,"),
+        ("spec.template.nodeSelector.gpu", "Invalid", "a label value has at most 63 letters, digits, -, _ and .,"),
     ],
     "template-names": [
-        ("spec.template.serviceAccountName", "Invalid", "must be a name of small letters, digits, - and ., with a"),
+        ("spec.template.serviceAccountName", "Invalid", "must be a name of lowercase letters, digits, - and . that"),
         (
             "spec.template.imagePullSecrets[2].name",
             "Invalid",
-            "must be a name of small letters, digits, - and ., with a",
+            "must be a name of lowercase letters, digits, - and . that",
         ),
     ],
     "template-no-objects": [
@@ -342,56 +342,64 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.securityContext", "Invalid", "must be an object of at most 256 fields"),
     ],
     "template-odds": [
-        ('spec.template.annotations["a b"]', "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
+        ('spec.template.annotations["a b"]', "Invalid", "a label key is an optional DNS name and /, and a name of"),
         (
             'spec.template.annotations["container.apparmor.security.beta.kubernetes.io/trainer"]',
             "Forbidden",
-            "would loosen the pod's confinement, or give it another network",
+            "would weaken the pod's isolation, or attach it to another",
         ),
         (
             'spec.template.annotations["sidecar.istio.io/inject"]',
             "Forbidden",
             'leave it out, or set it to "false"',
         ),
-        ("spec.template.tolerations[0].value", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
+        ("spec.template.tolerations[0].value", "Invalid", "a label value has at most 63 letters, digits, -, _ and .,"),
         ("spec.template.tolerations[1].operater", "Unknown", "did you mean operator?"),
         (
             "spec.template.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0].values[0]",
             "Invalid",
-            "a label's value has at most 63 letters, digits, -, _ and",
+            "a label value has at most 63 letters, digits, -, _ and .,",
         ),
         (
             "spec.template.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].topologyKey",
             "Invalid",
-            "a label's key is a name of at most 63 letters, digits, -",
+            "a label key is an optional DNS name and /, and a name of",
         ),
-        ("spec.template.env[0].name", "Forbidden", "decides which code runs in the image"),
-        ("spec.template.env[1].value", "Forbidden", "MY_PASSWORD is a credential by its name"),
-        ("spec.template.volumeMounts[0].mountPath", "Forbidden", "lies in /usr, where code and settings of the image"),
-        ("spec.template.volumeMounts[1].subPathExpr", "Invalid", "has no place beside subPath"),
-        ("spec.template.securityContext.seccompProfile", "Invalid", "type Localhost and localhostProfile go together"),
-        ("spec.template.securityContext.appArmorProfile.localhostProfile", "Forbidden", "must not hold .."),
+        ("spec.template.env[0].name", "Forbidden", "controls which code runs in the image"),
+        ("spec.template.env[1].value", "Forbidden", "MY_PASSWORD is the name of a credential, which a job must"),
+        (
+            "spec.template.volumeMounts[0].mountPath",
+            "Forbidden",
+            "overlaps /usr, which holds code and settings of the image",
+        ),
+        ("spec.template.volumeMounts[1].subPathExpr", "Invalid", "is not allowed together with subPath"),
+        (
+            "spec.template.securityContext.seccompProfile",
+            "Invalid",
+            "localhostProfile is required for type Localhost, and only",
+        ),
+        ("spec.template.securityContext.appArmorProfile.localhostProfile", "Forbidden", "must not contain .."),
     ],
     "token-in-plain-text": [
-        ("spec.model.uri", "Forbidden", "looks like a Hub token, and a job must not hold one"),
-        ("spec.template.env[0].value", "Forbidden", "looks like a Hub token, and a job must not hold one"),
+        ("spec.model.uri", "Forbidden", "looks like a Hub token, which a job must not contain"),
+        ("spec.template.env[0].value", "Forbidden", "looks like a Hub token, which a job must not contain"),
     ],
     "toleration-forms": [
         ("spec.template.tolerations[0].operater", "Unknown", "did you mean operator?"),
-        ("spec.template.tolerations[1].operator", "Invalid", "must be Exists without a key"),
-        ("spec.template.tolerations[2].value", "Invalid", "has no place beside operator Exists"),
+        ("spec.template.tolerations[1].operator", "Invalid", "must be Exists if there is no key"),
+        ("spec.template.tolerations[2].value", "Invalid", "is not allowed with operator Exists"),
         ("spec.template.tolerations[3].tolerationSeconds", "Invalid", "needs effect NoExecute"),
         ("spec.template.tolerations[4].operator", "NotSupported", "must be one of Exists, Equal"),
-        ("spec.template.tolerations[5].key", "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
+        ("spec.template.tolerations[5].key", "Invalid", "a label key is an optional DNS name and /, and a name of"),
     ],
     "too-many-processes": [
-        ("spec.resources.processesPerNode", "Invalid", "cannot be more than spec.resources.gpusPerNode: a GPU ta"),
+        ("spec.resources.processesPerNode", "Invalid", "must not exceed spec.resources.gpusPerNode: each GPU"),
     ],
     "training-arguments": [
-        ("spec.training.arguments.learning_rate", "Forbidden", "spec.training.learningRate decides it"),
+        ("spec.training.arguments.learning_rate", "Forbidden", "is set by spec.training.learningRate"),
         ("spec.training.arguments.adam_beta", "Unknown", "Did you mean adam_beta2?"),
-        ("spec.training.arguments.adam_beta2", "Invalid", "numbers and truth values take no quotes"),
-        ("spec.training.arguments.output_dir", "Forbidden", "has no effect: the trainer itself takes care of what it"),
+        ("spec.training.arguments.adam_beta2", "Invalid", "write numbers and booleans without quotes"),
+        ("spec.training.arguments.output_dir", "Forbidden", "has no effect: the trainer handles this itself"),
         ("spec.training.arguments.report_to", "Invalid", "must be one or a list of tensorboard, mlflow, wandb"),
         ("spec.training.arguments.train_sampling_strategy", "Invalid", "must be one of random, group_by_length"),
     ],
@@ -415,28 +423,32 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         (
             "spec.template.volumes[4].persistentVolumeClaim.claimName",
             "Invalid",
-            "must be a name of small letters, digits, - and ., with a",
+            "must be a name of lowercase letters, digits, - and . that",
         ),
         ("spec.template.volumes[5].emptyDir.sizeLimit", "Invalid", "must be a quantity such as 8, 500m or 64Gi"),
-        ("spec.template.volumes[8].name", "Invalid", "must be a name of small letters, digits and -, with a le"),
-        ("spec.template.volumes[7].name", "Duplicate", "is given twice"),
+        ("spec.template.volumes[8].name", "Invalid", "must be a name of lowercase letters, digits and - that"),
+        ("spec.template.volumes[7].name", "Duplicate", "is a duplicate"),
     ],
     "volume-host-path": [
-        ("spec.template.volumes[0].hostPath", "Forbidden", "is a volume that PodSecurity restricted does not allow"),
-        ("spec.template.volumes[1].nfs", "Forbidden", "is a volume that PodSecurity restricted does not allow"),
+        (
+            "spec.template.volumes[0].hostPath",
+            "Forbidden",
+            "is a volume type that PodSecurity restricted does not allow",
+        ),
+        ("spec.template.volumes[1].nfs", "Forbidden", "is a volume type that PodSecurity restricted does not allow"),
     ],
     "volume-progress-token": [
         (
             "spec.template.volumes[0].projected.sources[0].serviceAccountToken.audience",
             "Forbidden",
-            "is for the operator's own tokens",
+            "is reserved for the operator's own tokens",
         ),
     ],
     "volume-reserved": [
-        ("spec.template.volumes[0].name", "Forbidden", "is the name of a volume of the operator's"),
-        ("spec.template.volumes[1].name", "Forbidden", "is the name of a volume of the operator's"),
-        ("spec.template.volumes[2].name", "Forbidden", "is the name of a volume of the operator's"),
-        ("spec.template.volumes[3].name", "Forbidden", "is the name of a volume of the operator's"),
+        ("spec.template.volumes[0].name", "Forbidden", "is reserved for a volume of the operator"),
+        ("spec.template.volumes[1].name", "Forbidden", "is reserved for a volume of the operator"),
+        ("spec.template.volumes[2].name", "Forbidden", "is reserved for a volume of the operator"),
+        ("spec.template.volumes[3].name", "Forbidden", "is reserved for a volume of the operator"),
     ],
     "wrong-types": [
         ("spec.training.epochs", "Invalid", "remove the quotes"),
@@ -455,10 +467,10 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     "split-forms": [
         ("spec.dataset.splits.train", "Invalid", "write train[:80%], and train[80%:] for the split that gets the rest"),
         ("spec.dataset.splits.validation", "Invalid", "write train[90%:], and train[:90%] for spec.dataset.splits.t"),
-        ("spec.dataset.splits.test", "Invalid", "is no name of a split, nor of a slice such as train[:80%]"),
+        ("spec.dataset.splits.test", "Invalid", "is neither the name of a split nor a slice such as"),
         ("spec.predict.dataset.splits.train", "Invalid", "write train"),
-        ("spec.predict.dataset.splits.validation", "Invalid", "is a share of rows, and a split of files is the name"),
-        ("spec.predict.dataset.splits.test", "Invalid", "is a share of rows, and a split of files is the name of"),
+        ("spec.predict.dataset.splits.validation", "Invalid", "is a fraction of rows, and a split of files is a file"),
+        ("spec.predict.dataset.splits.test", "Invalid", "is a fraction of rows, and a split of files is a file"),
     ],
     "yaml-bad-indent": [
         ("", "Syntax", "did not find expected key"),
@@ -502,7 +514,7 @@ def found(value: Any, settings: Settings = LOCAL_SETTINGS) -> list[tuple[str, st
     return [(problem.path, problem.reason) for problem in validate_job(value, settings)[1]]
 
 
-def test_there_are_enough_job_files_and_each_says_what_it_shows() -> None:
+def test_job_files_are_many_and_begin_with_a_comment() -> None:
     assert len(GOOD) >= 25
     assert sorted(BAD) == sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
     assert len(BAD) >= 65
@@ -591,7 +603,7 @@ def test_a_missing_choice_of_stage_is_reported_with_the_other_faults() -> None:
     ]
 
 
-def test_a_faulty_field_does_not_hide_that_its_neighbours_contradict_each_other() -> None:
+def test_faulty_field_does_not_hide_contradictions_of_other_fields() -> None:
     assert found(job(training={"learningRate": "fast", "epochs": 3, "maxSteps": 10}, dataset=...)) == [
         ("spec.training.learningRate", "Invalid"),
         ("spec.dataset", "Required"),
@@ -605,7 +617,7 @@ def test_local_uris_are_refused_in_a_cluster_and_accepted_without_one() -> None:
     assert found(value, CLUSTER_SETTINGS) == [("spec.model.uri", "Forbidden"), ("spec.dataset.uri", "Forbidden")]
 
 
-def test_remote_code_runs_only_where_the_administrator_allows_the_repository() -> None:
+def test_remote_code_needs_a_repository_that_the_settings_allow() -> None:
     value = job(model={"uri": "hf://org/name", "trustRemoteCode": True})
     assert found(value, Settings(trustRemoteCode=("org/*",))) == []
     assert found(value, Settings(trustRemoteCode=("other/*",))) == [("spec.model.trustRemoteCode", "Forbidden")]
@@ -624,11 +636,11 @@ def test_remote_code_runs_only_where_the_administrator_allows_the_repository() -
         ([], False),
     ],
 )
-def test_only_a_whole_object_of_another_project_is_passed_over(value: Any, expected: bool) -> None:
+def test_only_a_whole_object_of_another_project_is_ignored(value: Any, expected: bool) -> None:
     assert (foreign(value) is not None) is expected
 
 
-def test_the_value_of_a_field_is_shown_also_beside_a_required_field_that_is_wrong() -> None:
+def test_value_is_shown_next_to_an_invalid_required_field() -> None:
     _, problems = validate_job(job(model={"uri": "org/name", "revison": "main"}), LOCAL_SETTINGS)
     assert [(problem.path, problem.value) for problem in problems] == [
         ("spec.model.uri", '"org/name"'),
@@ -644,7 +656,7 @@ def test_an_object_that_is_written_as_one_value_is_explained() -> None:
     ]
 
 
-def test_what_is_missing_is_explained_by_what_can_be_written() -> None:
+def test_hint_for_a_missing_field_lists_its_values() -> None:
     value = job()
     value["spec"] = {"training": {}, "dataset": {"uri": "hf://org/rows"}}
     _, problems = validate_job(value, LOCAL_SETTINGS)
@@ -658,7 +670,7 @@ def test_what_is_missing_is_explained_by_what_can_be_written() -> None:
     ]
 
 
-def test_kinds_of_training_arguments_are_told_in_the_words_of_a_yaml_file() -> None:
+def test_types_of_training_arguments_are_named_as_in_yaml() -> None:
     value = job(training={"arguments": {"adam_beta2": "high", "dataloader_pin_memory": 3, "optim_args": 1}})
     _, problems = validate_job(value, LOCAL_SETTINGS)
     assert [problem.rule for problem in problems] == ["must be a number", "must be true or false", "must be text"]

@@ -87,13 +87,13 @@ def assert_answered(result: Result, codes: Sequence[int] = (0, 1, 2)) -> None:
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_broken_file_is_told_of(command: str, content: bytes, tmp_path: Path) -> None:
+def test_broken_file_is_reported(command: str, content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     file.write_bytes(content)
     assert_answered(asked(command, file))
 
 
-def test_a_template_is_told_from_a_job() -> None:
+def test_helm_template_is_recognized() -> None:
     _, (problem,) = read_documents(BROKEN["the braces of Helm"])
     assert "helm template" in problem.way_out
 
@@ -105,7 +105,7 @@ def test_every_example_is_answered_also_where_it_cannot_run(command: str, exampl
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_no_file_is_told_of(command: str, tmp_path: Path) -> None:
+def test_unreadable_path_is_reported(command: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
     for name in ("absent.yaml", "empty", "loop.yaml", "x" * 300 + ".yaml", "y" * 5000, "empty/absent.yaml/a"):

@@ -43,14 +43,14 @@ def finetune(*arguments: str, folder: Path, **more: Any) -> subprocess.Completed
     return run_finetune(*arguments, folder=folder, XDG_CACHE_HOME=str(folder / "cache"), **more)
 
 
-def test_a_good_file_is_valid_and_a_foreign_object_is_passed_over_with_a_note(tmp_path: Path) -> None:
+def test_validate_accepts_good_file_and_notes_foreign_object(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"{FOREIGN}---\n{JOB}")
     ran = finetune("validate", "job.yaml", folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (0, "job.yaml:5: first is valid\n")
     assert ran.stderr.startswith("Note: job.yaml:1: ConfigMap other")
 
 
-def test_all_problems_come_at_once_with_line_field_value_rule_and_way_out(tmp_path: Path) -> None:
+def test_validate_reports_all_problems_with_line_field_value_rule_and_hint(tmp_path: Path) -> None:
     bad = JOB.replace("2e-5", "fast").replace("text-classification", "guessing") + "  colour: blue\n"
     (tmp_path / "job.yaml").write_text(bad)
     ran = finetune("validate", "job.yaml", folder=tmp_path)
@@ -109,7 +109,7 @@ def test_a_missing_field_points_to_the_object_that_should_hold_it(tmp_path: Path
     ],
     ids=" ".join,
 )
-def test_a_wrong_call_exits_with_2_and_says_so_on_stderr(arguments: list[str], tmp_path: Path) -> None:
+def test_wrong_call_exits_with_2_and_reports_on_stderr(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "both.yaml").write_text(f"{JOB}---\n{JOB.replace('first', 'second')}")
     (tmp_path / "empty").mkdir()
@@ -119,7 +119,7 @@ def test_a_wrong_call_exits_with_2_and_says_so_on_stderr(arguments: list[str], t
     assert ran.stderr.strip()
 
 
-def test_files_folders_options_and_standard_input_are_read_as_kubectl_reads_them(tmp_path: Path) -> None:
+def test_files_folders_and_standard_input_are_read_as_by_kubectl(tmp_path: Path) -> None:
     jobs = tmp_path / "jobs"
     jobs.mkdir()
     for name, file in (("a", "a.yaml"), ("b", "b.yml"), ("d", "notes.txt")):
@@ -141,7 +141,7 @@ def test_two_jobs_of_one_name_and_files_without_a_job_are_refused(tmp_path: Path
     none = finetune("validate", "other.yaml", folder=tmp_path)
     assert (twice.returncode, none.returncode) == (1, 1)
     assert twice.stderr.startswith(
-        'job.yaml:12: metadata.name: value "first": a name may be used once; job.yaml:1 has it'
+        'job.yaml:12: metadata.name: value "first": must be unique; job.yaml:1 has the same name'
     )
     assert "no FineTuneJob" in none.stderr
 
@@ -172,7 +172,7 @@ def test_several_jobs_give_a_list_in_json_and_documents_in_yaml(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("launcher", "kind"), [(None, "Job"), ("job", "Job"), ("pytorchjob", "PyTorchJob"), ("mpijob", "MPIJob")]
 )
-def test_render_writes_what_the_operator_would_create(launcher: str | None, kind: str, tmp_path: Path) -> None:
+def test_render_writes_the_objects_that_the_operator_creates(launcher: str | None, kind: str, tmp_path: Path) -> None:
     """Rendering equals that of the operator's function for the same plan, with nothing on standard error."""
     (tmp_path / "job.yaml").write_text(CLUSTER_JOB)
     job = read_inputs([str(tmp_path / "job.yaml")], CLUSTER_SETTINGS).entries[0].job
@@ -193,24 +193,24 @@ def test_render_writes_what_the_operator_would_create(launcher: str | None, kind
     assert trains["kind"] == kind
 
 
-def test_a_launcher_that_the_job_names_is_taken_as_installed_without_a_cluster(tmp_path: Path) -> None:
+def test_launcher_of_the_job_is_assumed_installed_without_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"{CLUSTER_JOB}  launcher: mpijob\n")
     rendered = finetune("render", "job.yaml", "-o", "json", folder=tmp_path)
     assert "MPIJob" in [item["kind"] for item in json.loads(rendered.stdout)["items"]]
 
 
-def test_facts_that_the_operator_does_not_have_are_taken_into_account_and_noted(tmp_path: Path) -> None:
+def test_plan_uses_and_notes_facts_that_the_operator_lacks(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CLUSTER_JOB)
     described = finetune("plan", "job.yaml", "--cluster", "--hardware", "cpu=4,hostMemory=16Gi", folder=tmp_path)
     assert described.stderr == (
-        "Note: first is planned with facts about its hardware that the operator does not have before the job has run, "
-        "so what it makes may differ; it plans again when prepare has measured.\n"
+        "Note: first is planned with facts about its hardware that the operator does not have before prepare, "
+        "so the operator's first plan may differ.\n"
     )
     assert "4 cores" in described.stdout
 
 
 @pytest.mark.parametrize("command", [["render"], ["plan", "--cluster"], ["validate", "--cluster"]], ids=" ".join)
-def test_what_only_this_machine_has_is_refused_for_a_cluster(command: list[str], tmp_path: Path) -> None:
+def test_local_uris_are_refused_for_a_cluster(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     ran = finetune(*command, "job.yaml", folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (1, "")
@@ -229,14 +229,14 @@ def test_a_job_that_needs_a_cluster_is_not_run_here(tmp_path: Path) -> None:
     )
 
 
-def test_a_job_that_asks_for_spot_nodes_runs_here_all_the_same_and_says_so(tmp_path: Path) -> None:
+def test_job_with_spot_nodes_runs_locally_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"{JOB}  spot: {{enabled: true}}\n")
     ran = finetune("run", "job.yaml", "--no-measure", "--dry-run", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.startswith("Note: first: it trains on this machine, as there are no spot nodes without a cluster")
 
 
-def test_a_namespace_beside_another_one_in_the_file_is_refused_as_kubectl_does(tmp_path: Path) -> None:
+def test_namespace_that_differs_from_the_file_is_refused_as_by_kubectl(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CLUSTER_JOB.replace("{name: first}", "{name: first, namespace: team-b}"))
     both = finetune("render", "job.yaml", "-n", "team-a", folder=tmp_path)
     alone = finetune("render", "job.yaml", "-o", "json", folder=tmp_path)
@@ -251,11 +251,11 @@ def test_a_namespace_beside_another_one_in_the_file_is_refused_as_kubectl_does(t
 @pytest.mark.parametrize(
     "command", [["status"], ["status", "first"], ["logs", "first"], ["watch", "first"]], ids=" ".join
 )
-def test_without_a_cluster_the_way_to_one_is_told(command: list[str], tmp_path: Path) -> None:
+def test_commands_without_a_cluster_hint_at_the_kubeconfig(command: list[str], tmp_path: Path) -> None:
     none = finetune(*command, folder=tmp_path, HOME=str(tmp_path), KUBECONFIG="")
     assert (none.returncode, none.stdout) == (1, "")
     assert none.stderr == (
-        f"Error: no cluster is known here: {tmp_path}/.kube/config is not there. Set KUBECONFIG, or give "
+        f"Error: no cluster is configured: {tmp_path}/.kube/config does not exist. Set KUBECONFIG, or pass "
         "--kubeconfig FILE.\n"
     )
 
@@ -279,7 +279,7 @@ users:
         (KUBECONFIG, "Error: the API server at http://127.0.0.1:9 cannot be reached: "),
         (
             KUBECONFIG.replace("current-context: here", ""),
-            "has no current context; name one with --context (it has here).",
+            "has no current context; select one with --context (it has here).",
         ),
         (KUBECONFIG.replace("current-context: here", "current-context: old"), "has no context old; it has here."),
         (KUBECONFIG.replace("cluster: c,", "cluster: other,"), "cannot be used: "),
@@ -288,7 +288,7 @@ users:
     ],
     ids=["no answer", "no current context", "context gone", "cluster gone", "no YAML", "no kubeconfig"],
 )
-def test_a_kubeconfig_that_leads_nowhere_is_told_in_one_line(text: str, told: str, tmp_path: Path) -> None:
+def test_unusable_kubeconfig_is_reported_in_one_line(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(text)
     ran = finetune("status", "first", "--kubeconfig", "config", folder=tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
@@ -300,7 +300,7 @@ def test_without_the_packages_for_a_cluster_the_extra_is_named(tmp_path: Path) -
     ran = finetune("status", folder=tmp_path, own_process=True, PYTHONPATH=str(tmp_path))
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == (
-        "Error: talking to a cluster needs packages that are not installed here (kubernetes); install "
+        "Error: connecting to a cluster requires packages that are not installed here (kubernetes); install "
         "finetune-operator[operator].\n"
     )
 
@@ -332,9 +332,7 @@ def test_the_crd_and_the_schema_are_written_in_both_forms(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "command", ["validate", "plan", "render", "run", "status", "logs", "watch", "images", "crd", "schema"]
 )
-def test_every_command_explains_itself_with_examples_under_the_name_that_was_typed(
-    command: str, tmp_path: Path
-) -> None:
+def test_help_shows_examples_under_the_typed_program_name(command: str, tmp_path: Path) -> None:
     plain = finetune(command, "--help", folder=tmp_path)
     plugin = finetune(command, "--help", folder=tmp_path, program="kubectl-finetune")
     assert (plain.returncode, plugin.returncode) == (0, 0)
@@ -354,7 +352,7 @@ def test_there_are_no_colours_away_from_a_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in finetune("validate", "job.yaml", folder=tmp_path).stderr
 
 
-def test_a_problem_and_its_way_out_are_sentences(tmp_path: Path) -> None:
+def test_problem_and_hint_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.replace("2e-5", '"2e-5"'))
     assert finetune("validate", "job.yaml", folder=tmp_path).stderr == (
         'job.yaml:8: spec.training.learningRate: value "2e-5": must be a number above 0 and at most 10. '
@@ -362,7 +360,7 @@ def test_a_problem_and_its_way_out_are_sentences(tmp_path: Path) -> None:
     )
 
 
-def test_a_wrong_value_of_an_option_is_told_in_one_sentence_about_the_option(tmp_path: Path) -> None:
+def test_wrong_option_value_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     form = finetune("validate", "job.yaml", "-o", "xml", folder=tmp_path).stderr.splitlines()[-1]
     stages = finetune("run", "job.yaml", "--resume", "--restart", folder=tmp_path).stderr.splitlines()[-1]
@@ -370,11 +368,11 @@ def test_a_wrong_value_of_an_option_is_told_in_one_sentence_about_the_option(tmp
     assert stages == "Error: --resume and --restart exclude each other"
 
 
-def test_settings_that_cannot_be_used_are_described_in_the_words_of_the_file(tmp_path: Path) -> None:
+def test_unusable_settings_are_reported_by_their_field_names(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "settings.yaml").write_text("prices: [{product: T4, perHour: 1}]\ncolour: blue\n")
     assert finetune("validate", "job.yaml", "--settings", "settings.yaml", folder=tmp_path).stderr.splitlines()[-1] == (
-        "Error: --settings: settings.yaml: prices[0].gpus: is required; set it: GPUs on the node, a count; "
+        "Error: --settings: settings.yaml: prices[0].gpus: is required; set it: number of GPUs on the node; "
         'settings.yaml: colour "blue": there is no such field; the fields here are namespaces, defaults, limits, '
         "progress, spot, spark, networkPolicy, allow, schemes, gitHosts, images, trustRemoteCode, currency, prices, "
         "hardware, nodes"
@@ -382,7 +380,7 @@ def test_settings_that_cannot_be_used_are_described_in_the_words_of_the_file(tmp
 
 
 @pytest.mark.parametrize("output", ["json", "yaml"])
-def test_a_refused_plan_is_data_for_programs_and_refused_objects_are_nothing(output: str, tmp_path: Path) -> None:
+def test_refused_plan_is_data_and_refused_render_writes_nothing(output: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.replace("2e-5", "fast"))
     refused = finetune("plan", "job.yaml", "-o", output, folder=tmp_path)
     rendered = finetune("render", "job.yaml", "-o", output, folder=tmp_path)
@@ -400,7 +398,7 @@ def test_a_workspace_that_cannot_be_written_to_is_refused(workspace: str, tmp_pa
     assert ran.stderr.count("\n") == 1
 
 
-def test_a_model_that_cannot_be_measured_is_noted_without_the_trainers_log_format(tmp_path: Path) -> None:
+def test_unmeasurable_model_is_noted_without_log_prefix(tmp_path: Path) -> None:
     for name in ("model", "rows"):
         (tmp_path / name).mkdir()
     (tmp_path / "model" / "config.json").write_text("{")
@@ -418,7 +416,7 @@ def test_a_plan_refuses_a_model_and_data_that_are_not_there(tmp_path: Path) -> N
     (tmp_path / "job.yaml").write_text(f"{job.replace('file://rows', 'file:///no/rows')}---\n{other}---\n{good}")
     ran = finetune("plan", "job.yaml", folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert [line.partition(" that is there; ")[0] for line in ran.stderr.splitlines()] == [
+    assert [line.partition(" that exists; ")[0] for line in ran.stderr.splitlines()] == [
         f"job.yaml:6: spec.model.uri: {tmp_path}/nowhere/config.json does not exist. Name a folder with a model",
         "job.yaml:7: spec.dataset.uri: /no/rows does not exist. Name a folder, a file or a glob",
         f"job.yaml:16: spec.dataset.uri: {tmp_path}/rows/*.json does not exist. Name a folder, a file or a glob",
@@ -426,13 +424,13 @@ def test_a_plan_refuses_a_model_and_data_that_are_not_there(tmp_path: Path) -> N
     assert finetune("plan", "job.yaml", "--no-measure", folder=tmp_path).returncode == 0
 
 
-def test_a_plan_without_measuring_says_what_it_takes_this_machine_for(tmp_path: Path) -> None:
+def test_plan_without_measuring_lists_its_assumptions_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     planned = json.loads(finetune("plan", "job.yaml", "--no-measure", "-o", "json", folder=tmp_path).stdout)
     assert any(text.startswith("hardware: the node was not measured") for text in planned["assumptions"])
 
 
-def test_a_document_with_a_field_set_twice_is_not_called_valid_and_its_neighbours_are(tmp_path: Path) -> None:
+def test_document_with_duplicate_field_is_invalid_and_others_are_valid(tmp_path: Path) -> None:
     twice = JOB.replace("{learningRate: 2e-5}", "{epochs: 1, epochs: 2}")
     (tmp_path / "job.yaml").write_text(f"{JOB.replace('first', 'good')}---\n{twice}---\n{JOB.replace('first', 'fine')}")
     ran = finetune("validate", "job.yaml", folder=tmp_path)
@@ -440,7 +438,7 @@ def test_a_document_with_a_field_set_twice_is_not_called_valid_and_its_neighbour
     assert ran.stderr.startswith("job.yaml:17: spec.training.epochs: a field may be set once; ")
 
 
-def test_the_list_of_commands_says_the_first_line_of_the_help_of_each() -> None:
+def test_list_of_commands_shows_the_first_line_of_each_help() -> None:
     assert {name: listed.summary for name, listed in COMMANDS.items()} == {
         name: load(name).help.splitlines()[0] for name in COMMANDS
     }
@@ -462,7 +460,7 @@ CHECKS = ("rich", "asyncio", "requests", "kubernetes", "finetune_contract.traine
         ("validate job.yaml", CHECKS, 370),
     ],
 )
-def test_a_command_imports_what_it_needs_and_no_more(
+def test_command_imports_only_required_modules(
     typed: str, unwanted: tuple[str, ...], most: int, tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)

@@ -132,14 +132,14 @@ def test_the_cost_is_of_the_nodes_that_were_used_at_the_price_of_the_plan(tmp_pa
     assert row(data(tmp_path, "a", "b"), "figures", "cost in EUR")["values"] == pytest.approx({"a": 2.4, "b": 1.2})
 
 
-def test_runs_by_folder_and_of_the_same_name_are_told_apart(tmp_path, run):
+def test_runs_of_the_same_name_are_distinguished_by_folder(tmp_path, run):
     run("a")
     other = run("a", folder="elsewhere", rate=1e-4)
     names = [each["name"] for each in data(tmp_path, "a", str(other))["runs"]]
     assert names == ["a", str(other)]
 
 
-def test_an_unfinished_run_a_failed_one_and_broken_files_are_told_and_compared_as_far_as_they_go(tmp_path, run):
+def test_unfinished_failed_and_damaged_runs_are_compared_with_notes(tmp_path, run):
     run("whole")
     unfinished = run("unfinished", stages=(Stage.PREPARE,))
     failed = run("failed", stages=(Stage.PREPARE, Stage.TRAIN), rate=1e-4)
@@ -186,11 +186,11 @@ def test_without_a_plan_its_settings_are_not_known_rather_than_different(tmp_pat
     ("named", "words"),
     [
         pytest.param("nope", "nope is neither a folder nor a run in --workspace", id="name"),
-        pytest.param("empty", "empty is no folder of a run (no job.json", id="folder"),
-        pytest.param("runs", "it holds the runs a, b: name those", id="workspace"),
+        pytest.param("empty", "empty is not the folder of a run (it has no job.json", id="folder"),
+        pytest.param("runs", "it contains the runs a, b: name those", id="workspace"),
     ],
 )
-def test_what_is_no_run_is_refused_with_a_way_out(named, words, tmp_path, run, monkeypatch):
+def test_folder_without_a_run_is_refused_with_a_hint(named, words, tmp_path, run, monkeypatch):
     run("a")
     run("b")
     (tmp_path / "empty").mkdir()
@@ -210,7 +210,7 @@ def test_what_is_no_run_is_refused_with_a_way_out(named, words, tmp_path, run, m
         pytest.param(("a", "runs/a"), "name two or more different runs", id="twice"),
     ],
 )
-def test_a_call_that_is_wrong_ends_with_2_and_says_why(arguments, words, tmp_path, run):
+def test_wrong_call_exits_with_2_and_the_reason(arguments, words, tmp_path, run):
     run("a")
     ran = compared(tmp_path, *arguments)
     assert ran.returncode == 2
@@ -222,7 +222,7 @@ def test_a_page_that_cannot_be_written_ends_with_2(tmp_path, run):
     run("b")
     ran = compared(tmp_path, "a", "b", "--html", "runs")
     assert ran.returncode == 2
-    assert "--html runs: cannot write there" in ran.stderr
+    assert "--html runs: cannot be written" in ran.stderr
 
 
 def test_metrics_of_different_rows_come_with_a_warning(tmp_path, run):
@@ -235,7 +235,7 @@ def test_metrics_of_different_rows_come_with_a_warning(tmp_path, run):
     assert "different rows" in notes
 
 
-def test_yaml_and_json_hold_what_the_tables_are_made_of(tmp_path, run):
+def test_yaml_and_json_contain_the_data_of_the_tables(tmp_path, run):
     run("a")
     run("b", rate=1e-4)
     found = data(tmp_path, "a", "b")
@@ -282,7 +282,7 @@ def test_the_page_lays_the_curves_over_each_other_and_loads_nothing(tmp_path, ru
     assert "a from 1 at step 1 to 0.025 at step 40; b from" in tags.labels[0]
 
 
-def test_runs_with_steps_of_different_size_are_laid_over_each_other_by_epochs(tmp_path, run):
+def test_curves_of_runs_with_different_step_sizes_are_aligned_by_epoch(tmp_path, run):
     run("a")
     run("b", steps_per_epoch=10)
     tags = Tags(page(of(tmp_path, "a", "b"), every=False))

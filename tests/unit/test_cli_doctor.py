@@ -62,22 +62,22 @@ def test_where_nothing_is_lacking_nothing_is_hinted_at():
 @pytest.mark.parametrize(
     ("changes", "topic", "state", "words"),
     [
-        ({"operators": Known((operator("0.0.9"),))}, "operator", "gap", "this command is of version 0.1.0"),
+        ({"operators": Known((operator("0.0.9"),))}, "operator", "gap", "this command has version 0.1.0"),
         ({"operators": Known((operator(ready=0),))}, "operator", "gap", "0 of 2 replicas ready"),
         ({"operators": Known(())}, "operator", "gap", "no Deployment"),
         ({"serves_jobs": Known(False)}, "FineTuneJob", "gap", "is not served"),
-        ({"served": Known(("job",))}, "launcher pytorchjob", "gap", "the job asks for it"),
-        ({"groups": Known(("apps",))}, "network policies", "unknown", "no API of a network plugin"),
+        ({"served": Known(("job",))}, "launcher pytorchjob", "gap", "the job requires it"),
+        ({"groups": Known(("apps",))}, "network policies", "unknown", "no network plugin"),
         ({"groups": Known(("kueue.x-k8s.io",)), "queues": Known(("gpus",))}, "queue", "note", "queues of team: gpus"),
         ({"classes": Known((storage_class("ebs.csi.aws.com", True),))}, "storage", "gap", "only one node can write"),
-        ({"classes": Known((storage_class("new.example.com", True),))}, "storage", "unknown", "is not known"),
+        ({"classes": Known((storage_class("new.example.com", True),))}, "storage", "unknown", "is unknown"),
         ({"classes": Known((storage_class("efs.csi.aws.com"),))}, "storage", "gap", "no default storage class"),
         ({"nodes": Known(())}, "image", "unknown", "no node is known to have it"),
-        ({"nodes": Known(None, "you have no right to read nodes")}, "GPU nodes", "unknown", "no right"),
-        ({"quotas": Known(None, "you have no right to read quotas")}, "quota", "unknown", "no right"),
+        ({"nodes": Known(None, "no permission to read nodes")}, "GPU nodes", "unknown", "no permission"),
+        ({"quotas": Known(None, "no permission to read quotas")}, "quota", "unknown", "no permission"),
     ],
 )
-def test_each_gap_and_what_is_not_known_is_told(changes, topic, state, words):
+def test_doctor_reports_each_gap_and_unknown(changes, topic, state, words):
     row = found({"resources": {"nodes": 2}, "launcher": "pytorchjob"}, **changes)[topic]
     assert row.state == state
     assert words in row.found
@@ -91,7 +91,7 @@ def test_gpus_without_a_label_are_a_gap_with_a_hint():
     assert "GPU feature discovery" in row.hint
 
 
-def test_a_quota_on_what_the_job_does_not_say_is_a_gap():
+def test_quota_on_resources_that_the_job_leaves_unset_is_a_gap():
     quota = {"metadata": {"name": "bound"}, "status": {"hard": {"limits.cpu": "8"}, "used": {"limits.cpu": "0"}}}
     rows = found({}, quotas=Known((quota,)))
     assert rows["quota bound"].state == "gap"
@@ -99,7 +99,7 @@ def test_a_quota_on_what_the_job_does_not_say_is_a_gap():
     assert found({"resources": {"cpu": "16"}}, quotas=Known((quota,)))["quota bound"].found.endswith("16 limits.cpu")
 
 
-def test_network_auto_is_a_gap_where_nodes_offer_what_it_does_not_ask_for():
+def test_network_auto_is_a_gap_if_nodes_offer_unused_devices():
     node = {"metadata": {"name": "a"}, "status": {"allocatable": {"rdma/ib": "8"}}}
     spec = {"resources": {"nodes": 2, "gpusPerNode": 1}}
     row = found(spec, nodes=Known((node,)))["network between nodes"]

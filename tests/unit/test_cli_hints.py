@@ -62,16 +62,14 @@ def test_stages_that_a_message_adds_are_enough(stage: str) -> None:
         ("gpu=H100,bf16=yes", "gpu=H100,bf16=true"),
     ],
 )
-def test_hardware_in_words_is_mended_by_what_its_message_says(hardware: str, mended: str) -> None:
+def test_message_about_hardware_leads_to_a_valid_value(hardware: str, mended: str) -> None:
     refused = call("plan", "job.yaml", "--no-measure", "--hardware", hardware)
     assert refused.exit_code == 2
     assert "--hardware: " in refused.stderr
     assert call("plan", "job.yaml", "--no-measure", "--hardware", mended).exit_code == 0
 
 
-def test_command_that_goes_on_after_an_interruption_has_all_options_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_resume_command_has_all_options_of_the_interrupted_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text("schemes: [file, hf]\n")
 
     def interrupted(request: local_run.RunRequest) -> local_run.RunResult:
@@ -81,20 +79,18 @@ def test_command_that_goes_on_after_an_interruption_has_all_options_of_the_run(
     options = ["--workspace", "results", "--settings", "settings.yaml", "--no-measure", "--stage", "prepare"]
     ran = call("run", "job.yaml", *options)
     assert ran.exit_code == 130
-    command = re.search(r"Go on with: finetune (.*)", ran.stderr)
+    command = re.search(r"Resume with: finetune (.*)", ran.stderr)
     assert command is not None
     assert shlex.split(command[1]) == ["run", "job.yaml", *options, "--resume"]
 
 
-def test_plan_for_a_cluster_is_not_told_to_name_a_folder_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(hub_reach, "out_of_reach", lambda: "the Hub cannot be reached (connection refused)")
+def test_hint_of_a_cluster_plan_names_no_local_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub_reach, "unreachable_reason", lambda: "the Hub cannot be reached (connection refused)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "job.yaml").write_text(JOB.replace("file://", "hf://some-org/"))
     told = call("plan", "job.yaml", "--cluster", "--measure").stderr
-    assert "and there is no copy here. Connect, or leave --measure out.\n" in told
+    assert "and there is no copy here. Connect, or omit --measure.\n" in told
     assert "file://" not in told
     again = call("plan", "job.yaml", "--cluster")
     assert (again.exit_code, again.stderr) == (0, "")

@@ -35,7 +35,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
     monkeypatch.setenv("NO_PROXY", "*")
-    remembering = (hub_reach.out_of_reach, hub_reach._tell_offline)
+    remembering = (hub_reach.unreachable_reason, hub_reach._note_offline)
     for function in remembering:
         function.cache_clear()
     yield
@@ -72,7 +72,7 @@ def answering(status: int) -> Iterator[str]:
 def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(accepts=False) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert hub_reach.out_of_reach() == f"{endpoint} cannot be reached (connection refused)"
+        assert hub_reach.unreachable_reason() == f"{endpoint} cannot be reached (connection refused)"
 
 
 @pytest.mark.parametrize(
@@ -84,28 +84,28 @@ def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.Mon
         (ssl.SSLCertVerificationError("self-signed certificate"), None),
     ],
 )
-def test_reason_is_told_in_few_words(error: OSError, words: str | None) -> None:
-    assert hub_reach._in_words(error) == words
+def test_reason_is_short(error: OSError, words: str | None) -> None:
+    assert hub_reach._reason_text(error) == words
 
 
 def test_hub_that_does_not_answer_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_reach, "ANSWER_SECONDS", 0.05)
     with listening() as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert hub_reach.out_of_reach() == f"{endpoint} cannot be reached (no answer within 5 s)"
+        assert hub_reach.unreachable_reason() == f"{endpoint} cannot be reached (no answer within 5 s)"
 
 
 @pytest.mark.parametrize("status", [200, 401, 404, 501])
 def test_hub_that_answers_anything_is_left_to_the_trainer(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     with answering(status) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert (hub_reach.out_of_reach(), hub_reach.missing(URIS), hub_reach.variables(URIS)) == (None, (), {})
+        assert (hub_reach.unreachable_reason(), hub_reach.missing(URIS), hub_reach.variables(URIS)) == (None, (), {})
 
 
 def test_gateway_that_does_not_reach_the_hub_is_not_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(504) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert hub_reach.out_of_reach() == f"{endpoint} cannot be reached (504 Gateway Timeout)"
+        assert hub_reach.unreachable_reason() == f"{endpoint} cannot be reached (504 Gateway Timeout)"
 
 
 def test_copies_in_the_cache_are_used_without_the_hub(
@@ -119,16 +119,17 @@ def test_copies_in_the_cache_are_used_without_the_hub(
     (tmp_path / "hub-home" / "datasets" / "some-org___rows").mkdir(parents=True)
     assert hub_reach.missing(URIS) == ()
     assert [hub_reach.variables(URIS) for _ in range(2)] == [{"HF_HUB_OFFLINE": "1"}] * 2
-    told = capsys.readouterr().err
-    assert told == f"Note: {hub_reach.out_of_reach()}: models and data of the Hub are taken from its cache here.\n"
+    reason = hub_reach.unreachable_reason()
+    expected = f"Note: {reason}: models and data of the Hub are read from the cache on this machine.\n"
+    assert capsys.readouterr().err == expected
 
 
-def test_nobody_is_asked_who_says_that_there_is_no_network(
+def test_hub_is_not_requested_in_offline_mode(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(hub_reach, "_look", lambda _: pytest.fail("the Hub was asked"))
-    assert (hub_reach.missing(URIS), hub_reach.out_of_reach(), hub_reach.variables(URIS)) == (
+    monkeypatch.setattr(hub_reach, "_request", lambda _: pytest.fail("the Hub was asked"))
+    assert (hub_reach.missing(URIS), hub_reach.unreachable_reason(), hub_reach.variables(URIS)) == (
         tuple(URIS),
         "HF_HUB_OFFLINE is set",
         {},
@@ -137,7 +138,7 @@ def test_nobody_is_asked_who_says_that_there_is_no_network(
 
 
 def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_reach, "out_of_reach", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(hub_reach, "unreachable_reason", lambda: pytest.fail("the Hub was asked"))
     uris: dict[str, hub_reach.Kind] = {"pkg://package/model": "model", "file:///rows": "dataset"}
     assert (hub_reach.missing(uris), hub_reach.variables(uris)) == ((), {})
 
@@ -147,13 +148,12 @@ def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (
             "plan",
-            "Note: the size of hf://some-org/some-model is assumed: {reason}, and there is no copy here. {way_out}.",
+            "Note: the size of hf://some-org/some-model is assumed: {reason}, and there is no copy here. {hint}.",
             0,
         ),
         (
             "run",
-            "Error: hf://some-org/some-model and hf://some-org/rows@v1: {reason}, and there is no copy here. "
-            "{way_out}.",
+            "Error: hf://some-org/some-model and hf://some-org/rows@v1: {reason}, and there is no copy here. {hint}.",
             1,
         ),
     ],
@@ -165,6 +165,6 @@ def test_command_tells_in_one_line_that_the_hub_is_out_of_reach(
     with listening(accepts=False) as endpoint:
         ran = run_finetune(command, "job.yaml", folder=tmp_path, HF_ENDPOINT=endpoint, XDG_CACHE_HOME=str(tmp_path))
     reason = f"{endpoint} cannot be reached (connection refused)"
-    lines = [line for line in ran.stderr.splitlines() if "of memory are free here" not in line]
-    assert (ran.returncode, lines) == (code, [told.format(reason=reason, way_out=hub_reach.WAY_OUT)])
+    lines = [line for line in ran.stderr.splitlines() if "of memory is free" not in line]
+    assert (ran.returncode, lines) == (code, [told.format(reason=reason, hint=hub_reach.HINT)])
     assert not (tmp_path / "runs" / "first" / "logs").exists()

@@ -26,7 +26,7 @@ JOB: dict[str, Any] = {
         "image": "ghcr.example.com/team/trainer:2",
     },
 }
-GLOB_NOTE = "Note: jobs may name further images, those like *; give the job files to have theirs listed\n"
+GLOB_NOTE = "Note: jobs may also use images that match *; name the job files to list theirs\n"
 
 
 def images(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def test_without_anything_they_are_those_of_the_manifests(tmp_path: Path) -> Non
     assert ran.stderr == GLOB_NOTE
 
 
-def test_with_a_registry_each_line_is_what_to_copy_and_where_to(tmp_path: Path) -> None:
+def test_each_line_with_a_registry_has_source_and_target(tmp_path: Path) -> None:
     ran = images("--registry", "registry.example.com/mirror/", folder=tmp_path)
     assert ran.stdout.splitlines() == [
         "finetune-operator:0.1.0 registry.example.com/mirror/finetune-operator:0.1.0",
@@ -107,12 +107,12 @@ WRONG: dict[str, tuple[str, str]] = {
     "text where values are": ("image: finetune", "--values: values.yaml: image: "),
     "a setting that is none": ("settings: {colour: blue}", "colour"),
     "a key twice": ("image: {}\nimage: {}\n", "values.yaml:2"),
-    "two documents": ("a: 1\n---\nb: 1\n", "one document is expected"),
+    "two documents": ("a: 1\n---\nb: 1\n", "expected one document, found 2"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_values_that_cannot_be_used_are_told_for(case: str, tmp_path: Path) -> None:
+def test_unusable_values_are_reported_for(case: str, tmp_path: Path) -> None:
     text, said = WRONG[case]
     if text:
         (tmp_path / "values.yaml").write_text(text)

@@ -21,13 +21,13 @@ GIB = 1024**3
         pytest.param(10_000, MEMORY_STEP, True, id="nothing is left"),
     ],
 )
-def test_a_plan_uses_the_memory_that_is_free_and_not_what_other_programs_have(
+def test_plan_uses_only_free_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: float, planned: float, told: bool
 ) -> None:
     memory = SimpleNamespace(total=32 * GIB, available=int(free))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert free_part(own_hardware()).memory_bytes == planned
-    assert ("memory are free here" in " ".join(capsys.readouterr().err.split())) is told
+    assert ("of memory is free" in " ".join(capsys.readouterr().err.split())) is told
 
 
 def test_all_of_the_memory_is_planned_with_when_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

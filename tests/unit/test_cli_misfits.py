@@ -102,7 +102,7 @@ def finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_line_says_what_does_not_fit_and_the_exit_code_is_1(case: str, finetune: Any) -> None:
+def test_first_line_reports_the_misfit_and_exit_code_is_1(case: str, finetune: Any) -> None:
     model, spec, options, told = CASES[case]
     measure = () if "--cluster" in options else ("--no-measure",)
     text = finetune(model, spec, *options, *measure)
@@ -118,7 +118,7 @@ def test_the_first_line_says_what_does_not_fit_and_the_exit_code_is_1(case: str,
     assert problem["rule"] in headline
 
 
-def test_training_and_evaluation_that_do_not_fit_are_told_together(finetune: Any) -> None:
+def test_misfits_of_training_and_evaluation_are_reported_together(finetune: Any) -> None:
     spec = {**TRAINS, **EVALUATES, "resources": {"gpusPerNode": 1}}
     told = finetune("Qwen2.5-72B", spec, "--no-measure", "--hardware", "gpu=A10G,memory=24Gi")
     assert told.exit_code == 1
@@ -128,7 +128,7 @@ def test_training_and_evaluation_that_do_not_fit_are_told_together(finetune: Any
     ]
 
 
-def test_what_the_hint_names_makes_it_fit(finetune: Any) -> None:
+def test_following_the_hint_makes_the_job_fit(finetune: Any) -> None:
     spec = {**TRAINS, "resources": {"gpusPerNode": 1}}
     told = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi").stderr
     assert "Add hostMemory=SIZE to --hardware where a node has 133.5 GiB or more" in told
@@ -141,20 +141,20 @@ def test_what_the_hint_names_makes_it_fit(finetune: Any) -> None:
     )
 
 
-def test_objects_are_rendered_with_a_word_about_what_does_not_fit(finetune: Any) -> None:
+def test_render_writes_objects_with_a_note_on_the_misfit(finetune: Any) -> None:
     spec = {**TRAINS, "resources": {"gpusPerNode": 1}}
     made = finetune("Llama-7B", spec, command="render")
     assert made.exit_code == 0
     assert "Note: spec.resources does not fit: needs 133.5 GiB of host memory a node" in made.stderr
 
 
-def test_a_very_large_batch_is_told_of(
+def test_very_large_batch_is_reported(
     finetune: Any,
 ) -> None:
     spec = {"task": "text-classification", "training": {"globalBatchSize": 100_000}}
     told = finetune("bert", spec, command="validate")
     assert told.exit_code == 0
-    assert "globalBatchSize: 100,000 rows a step are very many for fine-tuning" in told.stderr
+    assert "globalBatchSize: 100,000 rows per step are unusually many for fine-tuning" in told.stderr
 
 
 def test_no_example_for_a_cluster_is_said_not_to_fit() -> None:

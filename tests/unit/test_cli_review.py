@@ -52,11 +52,11 @@ def test_a_good_job_is_a_row_with_time_and_cost_and_its_plan_folded_below(jobs: 
     assert cells[:4] == ["✅", "good", "single by job", "1 on cuda"]
     assert cells[-1].endswith(" USD")
     assert lines[0] == "## Fine-tuning jobs"
-    assert "<summary>good: the plan and why</summary>" in lines
-    assert "What is wrong" not in ran.stdout
+    assert "<summary>good: plan and reasons</summary>" in lines
+    assert "### Problems" not in ran.stdout
 
 
-def test_every_problem_of_every_file_is_told_with_its_line_and_the_page_is_written_all_the_same(jobs: Path) -> None:
+def test_review_lists_every_problem_with_its_line_and_writes_the_page(jobs: Path) -> None:
     (jobs / "jobs" / "bad.yaml").write_text(a_job("bad", training={"epochs": 0}))
     (jobs / "jobs" / "mpi.yaml").write_text(a_job("big", parallelism={"tensorParallel": 3}))
     ran = review(jobs, "jobs", "--summary", "out/review.md")
@@ -73,8 +73,8 @@ def test_every_problem_of_every_file_is_told_with_its_line_and_the_page_is_writt
     ("most", "settings", "code", "told"),
     [
         pytest.param("1000", True, 0, "", id="within the bound"),
-        pytest.param("0.0001", True, 1, "more than --max-cost 0.0001", id="above it"),
-        pytest.param("1000", False, 1, "what it costs is not known", id="no prices: nothing can be held"),
+        pytest.param("0.0001", True, 1, "exceeds --max-cost 0.0001", id="above it"),
+        pytest.param("1000", False, 1, "its cost is unknown", id="no prices: the bound cannot be checked"),
     ],
 )
 def test_a_bound_on_the_cost_is_held_or_the_job_does_not_pass(
@@ -86,7 +86,7 @@ def test_a_bound_on_the_cost_is_held_or_the_job_does_not_pass(
     assert told in ran.stdout.replace("\\", "")
 
 
-def test_what_a_job_file_says_becomes_no_part_of_the_page(jobs: Path) -> None:
+def test_text_of_a_job_file_cannot_become_markup(jobs: Path) -> None:
     uri = "hf://some-org/x|<img src=a>[l](http://evil)@team`b`"
     (jobs / "jobs" / "good.yaml").write_text(a_job("good", model={"uri": uri}))
     page = review(jobs, "jobs").stdout

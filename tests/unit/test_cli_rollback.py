@@ -92,7 +92,7 @@ def test_rollback_that_is_there_already_writes_nothing() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "to", "words"),
     [
-        pytest.param(None, None, "has no endpoint that could be rolled back", id="no endpoint"),
+        pytest.param(None, None, "has no endpoint to roll back", id="no endpoint"),
         pytest.param(SERVING, 9, "has no revision 9 of its endpoint; its history has 1, 2, 3", id="not in the history"),
         pytest.param(
             {**SERVING, "revisions": THREE[2:]}, None, "that served before; its history has no other", id="only"
@@ -102,7 +102,7 @@ def test_rollback_that_is_there_already_writes_nothing() -> None:
         ),
     ],
 )
-def test_rollback_to_what_is_not_there_is_refused(endpoint: Any, to: int | None, words: str) -> None:
+def test_rollback_to_a_missing_revision_is_refused(endpoint: Any, to: int | None, words: str) -> None:
     with pytest.raises(ClusterError, match=words):
         asked(job(endpoint), to)
 

@@ -17,9 +17,9 @@ from finetune_operator.planning.plan_types import Facts
 from planning_support.cases import BERT, job
 
 KEPT: dict[str, tuple[dict[str, Any], int, bool, str]] = {
-    "all stages have succeeded": ({}, 3, False, "deleted 3.0 KiB of checkpoints, as all stages have succeeded"),
+    "all stages have succeeded": ({}, 3, False, "deleted 3.0 KiB of checkpoints because all stages have succeeded"),
     "the job keeps them": ({"checkpoints": {"afterSuccess": "keep"}}, 3, True, "take 3.0 KiB and are kept"),
-    "evaluation is left": ({}, 2, True, "they are deleted once all stages have succeeded"),
+    "evaluation is left": ({}, 2, True, "they are deleted after all stages have succeeded"),
     "a program wrote them": (
         {"training": {"script": {"git": {"url": "https://github.com/a/b"}, "entryPoint": "a.py"}}},
         3,
@@ -46,7 +46,7 @@ def test_checkpoints_are_deleted_when_nothing_needs_them(
         report = {"job": "job", "stage": stage, "outcome": "succeeded", "seconds": 1.0, "rank": 0, "exitCode": 0}
         (request.paths.state / f"{stage}.json").write_text(json.dumps(report))
 
-    _Run(request, facts, plan(asked, facts, LOCAL_SETTINGS))._tidy()
+    _Run(request, facts, plan(asked, facts, LOCAL_SETTINGS))._clean_up()
 
     assert request.paths.checkpoints.exists() == stay
     text = capsys.readouterr().err
@@ -65,7 +65,7 @@ def test_a_link_in_place_of_the_checkpoints_is_left_alone(tmp_path: Path, capsys
     request.paths.root.mkdir(parents=True)
     request.paths.checkpoints.symlink_to(tmp_path / "elsewhere")
 
-    _Run(request, facts, plan(asked, facts, LOCAL_SETTINGS))._tidy()
+    _Run(request, facts, plan(asked, facts, LOCAL_SETTINGS))._clean_up()
 
     assert (tmp_path / "elsewhere/data.bin").exists()
     assert capsys.readouterr().err == ""

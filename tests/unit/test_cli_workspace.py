@@ -26,8 +26,8 @@ from finetune_operator.cli.workspace import (
     check_same_job,
     finished,
     locked,
+    move_earlier_results,
     record_inputs,
-    set_aside,
 )
 
 
@@ -93,9 +93,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_stage_is_kept_only_when_what_its_result_depends_on_is_the_same(
-    change: Change, paths: JobPaths, tmp_path: Path
-) -> None:
+def test_stage_is_kept_only_if_its_inputs_are_unchanged(change: Change, paths: JobPaths, tmp_path: Path) -> None:
     before = job(tmp_path)
     for stage in LOCAL_STAGES:
         record_inputs(paths, before, stage)
@@ -126,7 +124,7 @@ AFTER = {
 
 
 @pytest.mark.parametrize(("spec", "stages"), AFTER.values(), ids=AFTER.keys())
-def test_a_stage_after_training_runs_again_when_only_its_own_settings_change(
+def test_stage_after_training_reruns_if_only_its_own_settings_change(
     spec: dict[str, Any], stages: set[Stage], paths: JobPaths, tmp_path: Path
 ) -> None:
     before = job(tmp_path, evaluation={}, predict={})
@@ -138,7 +136,7 @@ def test_a_stage_after_training_runs_again_when_only_its_own_settings_change(
     assert all(" was " in phrase for phrases in changed.values() for phrase in phrases)
 
 
-def test_how_a_model_writes_changes_only_what_it_wrote(paths: JobPaths, tmp_path: Path) -> None:
+def test_generation_settings_affect_only_generated_results(paths: JobPaths, tmp_path: Path) -> None:
     writes = {"task": "text-generation", "dataset": {"uri": f"file://{tmp_path}/rows.jsonl"}, "evaluation": {}}
     before = job(tmp_path, **writes)
     for stage in LOCAL_STAGES:
@@ -172,26 +170,26 @@ def files_below(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
-def test_results_of_nobody_known_are_refused(paths: JobPaths, tmp_path: Path) -> None:
+def test_results_without_recorded_inputs_are_refused(paths: JobPaths, tmp_path: Path) -> None:
     write_results(paths)
-    with pytest.raises(DifferentJobError, match="does not say what made the results of prepare"):
+    with pytest.raises(DifferentJobError, match="does not record the inputs of prepare"):
         check_same_job(paths, job(tmp_path), LOCAL_STAGES)
 
 
 def test_all_results_move_aside_whole_and_never_over_earlier_ones(paths: JobPaths) -> None:
-    assert set_aside(paths, LOCAL_STAGES) is None
+    assert move_earlier_results(paths, LOCAL_STAGES) is None
     for number in (1, 2):
         write_results(paths)
         before = files_below(paths.root)
         place = paths.root.with_name(f"one.previous-{number}")
-        assert set_aside(paths, LOCAL_STAGES) == place
+        assert move_earlier_results(paths, LOCAL_STAGES) == place
         assert files_below(place) == before
         assert not paths.root.exists()
 
 
 def test_results_of_training_move_aside_and_the_prepared_data_stay(paths: JobPaths) -> None:
     write_results(paths)
-    place = set_aside(paths, [Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT])
+    place = move_earlier_results(paths, [Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT])
     assert place is not None
     assert files_below(place) == {
         "metrics.json",
@@ -203,10 +201,10 @@ def test_results_of_training_move_aside_and_the_prepared_data_stay(paths: JobPat
     }
     assert finished(paths, Stage.PREPARE) is not None
     assert finished(paths, Stage.TRAIN) is None
-    assert set_aside(paths, []) is None
+    assert move_earlier_results(paths, []) is None
 
 
-def test_a_second_writer_is_told_who_the_first_is_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+def test_lock_names_its_owner_and_ends_with_its_process(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from finetune_operator.cli.workspace import locked\n"
         "with locked(Path(sys.argv[1]), 'one'): print('ready', flush=True); time.sleep(600)"
@@ -230,7 +228,7 @@ def test_an_absolute_uri_stays_and_a_relative_one_counts_from_the_file(tmp_path:
     assert absolute_uri("hf://org/rows", tmp_path) == "hf://org/rows"
 
 
-def test_a_stage_gets_the_users_environment_without_other_launchers_and_with_ours() -> None:
+def test_stage_environment_drops_variables_of_other_launchers() -> None:
     base = {
         "HOME": "/home/me",
         "HF_HUB_OFFLINE": "1",

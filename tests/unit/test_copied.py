@@ -1,4 +1,4 @@
-"""Settings copied from other tools: taken as fields, ignored with a line of output, or refused."""
+"""Settings copied from other tools: mapped to fields, ignored with a note, or refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_deepspeed(config: dict[str, Any], **parallelism: Any) -> dict[str, Any]
     return {"parallelism": {"strategy": "deepspeed", "deepspeedConfig": config, **parallelism}}
 
 
-TAKEN: dict[str, tuple[dict[str, Any], str, Any]] = {
+MAPPED: dict[str, tuple[dict[str, Any], str, Any]] = {
     "checkpoints that are kept": (with_arguments(save_total_limit=2), "checkpoints.keep", 2),
     "steps between checkpoints": (with_arguments(save_steps=500), "checkpoints.every.steps", 500),
     "an optimizer's name": (with_arguments(optim="adamw_torch"), "training.optimizer", "adamw"),
@@ -50,19 +50,19 @@ TAKEN: dict[str, tuple[dict[str, Any], str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", TAKEN)
-def test_a_setting_with_the_meaning_of_a_field_is_taken_as_that_field(case: str) -> None:
-    spec, field, value = TAKEN[case]
+@pytest.mark.parametrize("case", MAPPED)
+def test_setting_with_the_meaning_of_a_field_is_mapped_to_it(case: str) -> None:
+    spec, field, value = MAPPED[case]
     job = accepted(**spec)
     found: Any = settle(job.spec).spec.model_dump(mode="json", by_alias=True)
     for part in field.split("."):
         found = found[part]
     assert found == value
-    (told,) = notices(job.spec)
-    assert f"is taken as spec.{field.removesuffix('.steps')}" in told
+    (notice,) = notices(job.spec)
+    assert f"is mapped to spec.{field.removesuffix('.steps')}" in notice
 
 
-PASSED_OVER = {
+IGNORED = {
     "logging": with_arguments(logging_steps=10, logging_strategy="steps", disable_tqdm=False, log_level="info"),
     "folders": with_arguments(overwrite_output_dir=True, save_safetensors=True),
     "stages": with_arguments(do_train=True, do_eval=True),
@@ -86,12 +86,12 @@ PASSED_OVER = {
 }
 
 
-@pytest.mark.parametrize("case", PASSED_OVER)
-def test_a_setting_that_changes_nothing_is_passed_over_with_a_line(case: str) -> None:
-    job = accepted(**PASSED_OVER[case])
+@pytest.mark.parametrize("case", IGNORED)
+def test_setting_without_effect_is_ignored_with_a_note(case: str) -> None:
+    job = accepted(**IGNORED[case])
     settled = settle(job.spec)
     assert settled.notes
-    assert all("is passed over: " in note for note in settled.notes)
+    assert all("is ignored: " in note for note in settled.notes)
     training = settled.spec.training
     assert training is not None
     assert training.arguments == {}
@@ -136,7 +136,7 @@ def test_a_field_that_a_setting_is_taken_as_keeps_the_rules() -> None:
     assert refused(**spec) == ["spec.training.optimizer"]
 
 
-def test_what_is_copied_points_to_fields_and_is_no_free_argument() -> None:
+def test_copied_settings_map_to_fields_and_are_not_free_arguments() -> None:
     for row in COPIED:
         assert row.field is None or find(spec_shape(), row.field.split(".")) is not None
         assert row.becomes or row.field
@@ -146,7 +146,7 @@ def test_what_is_copied_points_to_fields_and_is_no_free_argument() -> None:
         assert OWNED_BY_PLAN.get(name, field) == field
 
 
-def test_every_argument_of_transformers_is_free_taken_or_told_what_to_do() -> None:
+def test_every_argument_of_transformers_is_free_mapped_or_gets_a_hint() -> None:
     copied = {name for row in COPIED if row.block == ARGUMENTS for name in row.names}
     for name in known_arguments():
         if name in FREE or name in copied:
@@ -156,7 +156,7 @@ def test_every_argument_of_transformers_is_free_taken_or_told_what_to_do() -> No
         assert problem.way_out.startswith(("set spec.", "set metadata.", "leave it out")), (name, problem.way_out)
 
 
-def test_the_trainer_gets_fields_and_nothing_that_was_passed_over() -> None:
+def test_trainer_gets_mapped_fields_and_no_ignored_settings() -> None:
     spec = {
         "training": {"arguments": {"logging_steps": 5, "save_total_limit": 2, "adam_beta1": 0.8}},
         **with_deepspeed({"steps_per_print": 5, "zero_optimization": {"stage": 1, "overlap_comm": True}}),
@@ -168,11 +168,11 @@ def test_the_trainer_gets_fields_and_nothing_that_was_passed_over() -> None:
     assert training.checkpoints.keep == 2
     assert made.strategy == "deepspeed-zero1"
     assert made.deepspeed_overrides == {"zero_optimization": {"overlap_comm": True}}
-    assert len([reason for reason in made.reasons if " is passed over: " in reason or " is taken as " in reason]) == 4
+    assert len([reason for reason in made.reasons if " is ignored: " in reason or " is mapped to " in reason]) == 4
 
 
 @pytest.mark.parametrize("command", [("validate",), ("plan", "--no-measure"), ("run", "--dry-run", "--no-measure")])
-def test_every_command_says_what_became_of_a_copied_setting(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_command_reports_the_effect_of_a_copied_setting(command: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 0}\n')
     spec = {
@@ -181,7 +181,7 @@ def test_every_command_says_what_became_of_a_copied_setting(command: tuple[str, 
     }
     file.write_text(yaml.safe_dump(job_document(spec)))
     result = CliRunner().invoke(app, [*command, str(file)])
-    assert "spec.training.arguments.logging_steps: 10 is passed over: every step is reported" in result.output
+    assert "spec.training.arguments.logging_steps: 10 is ignored: every step is reported" in result.output
     assert "spec.training.learningRate: 2 is very high for adamw" in result.output
 
 
@@ -190,25 +190,25 @@ def test_validate_as_data_holds_the_notes(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(job_document(with_arguments(save_total_limit=2))))
     result = CliRunner().invoke(app, ["validate", str(file), "-o", "json"])
     (note,) = json.loads(result.stdout)["notes"]
-    assert note.endswith("spec.training.arguments.save_total_limit: 2 is taken as spec.checkpoints.keep.")
+    assert note.endswith("spec.training.arguments.save_total_limit: 2 is mapped to spec.checkpoints.keep.")
 
 
 @pytest.mark.parametrize("optimizer", HIGH_RATES)
-def test_a_learning_rate_that_is_most_likely_a_slip_is_told(optimizer: str) -> None:
+def test_very_high_learning_rate_gets_a_notice(optimizer: str) -> None:
     most = HIGH_RATES[optimizer]  # type: ignore[index]
-    for rate, told in ((most, 0), (most * 2, 1)):
+    for rate, expected in ((most, 0), (most * 2, 1)):
         spec = {"training": {"learningRate": rate, "optimizer": optimizer}}
-        assert len(notices(accepted(**spec).spec)) == told
+        assert len(notices(accepted(**spec).spec)) == expected
 
 
-def test_no_more_notices_are_told_than_anybody_reads() -> None:
+def test_number_of_notices_is_limited() -> None:
     many = {f"key_{number}": "auto" for number in range(500)}
-    told = notices(accepted(**with_deepspeed({"autotuning": many})).spec)
-    assert len(told) == 21
-    assert told[-1] == "480 more settings are passed over or taken as fields"
+    found = notices(accepted(**with_deepspeed({"autotuning": many})).spec)
+    assert len(found) == 21
+    assert found[-1] == "480 more settings are ignored or mapped to fields"
 
 
-def test_a_file_of_a_bare_kubernetes_job_is_told_once(tmp_path: Path) -> None:
+def test_bare_kubernetes_job_is_one_problem(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     kinds = (("batch/v1", "Job"), ("kubeflow.org/v1", "PyTorchJob"), ("trainer.kubeflow.org/v1alpha1", "TrainJob"))
     for version, kind in kinds:
@@ -220,10 +220,10 @@ def test_a_file_of_a_bare_kubernetes_job_is_told_once(tmp_path: Path) -> None:
         assert "spec.resources.gpusPerNode" in line
 
 
-def test_a_kubernetes_job_beside_a_job_is_passed_over(tmp_path: Path) -> None:
+def test_kubernetes_job_next_to_a_job_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     other = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "fill"}, "spec": {}}
     file.write_text(yaml.safe_dump_all([other, job_document({})]))
     result = CliRunner().invoke(app, ["validate", str(file)])
     assert result.exit_code == 0
-    assert "is passed over" in result.output
+    assert "is ignored" in result.output

@@ -410,7 +410,7 @@ REFUSED: dict[str, tuple[str, int, int, str, str, str]] = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_what_has_no_clear_meaning_is_refused_with_its_place(sentence: str) -> None:
+def test_ambiguous_yaml_is_refused_with_its_position(sentence: str) -> None:
     text, line, column, path, reason, rule_part = REFUSED[sentence]
     (problem,) = refusals_of(text)
     assert (problem.line, problem.column, problem.path, problem.reason) == (line, column, path, reason)
@@ -425,11 +425,11 @@ def test_nesting_up_to_the_limit_is_read() -> None:
     assert depth == MAX_DEPTH
 
 
-def test_depth_counts_what_aliases_repeat_and_what_merges_chain() -> None:
+def test_depth_counts_repeated_aliases_and_chained_merges() -> None:
     halves = f"a: &a {'[' * 60}{']' * 60}\nb: {'[' * 60}*a{']' * 60}\n"
     merges = "m0: &m0 {x: 1}\n" + "".join(f"m{i}: &m{i} {{<<: *m{i - 1}}}\n" for i in range(1, 3000))
-    assert [(p.line, p.rule) for p in refusals_of(halves)] == [(2, "a document nests at most 100 levels deep")]
-    assert [(p.line, p.rule) for p in refusals_of(merges)] == [(100, "a document nests at most 100 levels deep")]
+    assert [(p.line, p.rule) for p in refusals_of(halves)] == [(2, "a document must nest at most 100 levels deep")]
+    assert [(p.line, p.rule) for p in refusals_of(merges)] == [(100, "a document must nest at most 100 levels deep")]
 
 
 def billion_laughs(levels: int) -> str:
@@ -438,7 +438,7 @@ def billion_laughs(levels: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_aliases_that_explode_are_refused_at_the_line_where_they_pass_the_limit() -> None:
+def test_exploding_aliases_are_refused_at_the_line_that_exceeds_the_limit() -> None:
     # Expanded, level 9 would hold 10**10 strings: only a bounded count can end this test. Level i holds 10 ** (i + 1)
     # strings, so go-yaml's share of aliases, 99 % of the steps, is passed early. A list beside them keeps the share
     # down; then the count ends the work, at level 4's 100,000 strings on line 6.
@@ -495,7 +495,7 @@ def test_bytes_of_another_encoding_are_refused_with_their_place() -> None:
     assert (problem.line, problem.column, problem.rule) == (2, 10, "the file must be UTF-8 text")
 
 
-def test_every_problem_of_a_file_is_reported_at_once_and_the_sound_documents_are_read() -> None:
+def test_all_problems_of_a_file_are_reported_and_valid_documents_are_read() -> None:
     text = "a: .inf\nb: 1\nb: 2\n---\nx: [\n---\nc: 3\n---\nd: @\n"
     documents, problems = read_documents(text)
     assert [(problem.line, problem.reason) for problem in problems] == [
@@ -541,7 +541,7 @@ def test_positions_name_fields_and_list_items() -> None:
     }
 
 
-def test_a_merged_field_stands_where_it_is_written_and_an_aliased_one_where_it_is_used() -> None:
+def test_positions_of_merged_and_aliased_fields() -> None:
     text = "base: &base\n  x: 1\na:\n  <<: *base\n  y: 2\nb: *base\n"
     (document,) = read_documents(text)[0]
     assert document.positions["a", "x"] == Position(2, 3)
@@ -644,14 +644,14 @@ OBJECTS = st.dictionaries(TEXT, JSON_VALUES, max_size=4)
 
 @examples(100)
 @given(OBJECTS, st.booleans(), st.sampled_from([None, 1, 4]))
-def test_what_json_writes_reads_back(value: dict[str, JsonValue], ascii_only: bool, indent: int | None) -> None:
+def test_written_json_reads_back(value: dict[str, JsonValue], ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     assert strictly(values_of(text)[0]) == strictly(stored(value))
 
 
 @examples(100)
 @given(st.lists(OBJECTS.filter(bool), min_size=1, max_size=3), st.booleans())
-def test_what_yaml_writes_reads_back(values: list[dict[str, JsonValue]], flow: bool) -> None:
+def test_written_yaml_reads_back(values: list[dict[str, JsonValue]], flow: bool) -> None:
     # Quoted text throughout: PyYAML leaves plain some text, such as 2e-5 and y, that kubectl reads as another type.
     # Documents are dumped apart, as PyYAML may write `--- x` on one line, which kubectl refuses.
     text = "---\n".join(

@@ -89,7 +89,7 @@ def mended(name: str) -> tuple[list[str], set[str]]:
 def test_a_bad_file_is_good_once_its_messages_are_followed(name: str) -> None:
     left, used = mended(name)
     assert left == []
-    assert set(BY_HAND.get(name, {})) - used == set(), "edits by hand that no message asks for"
+    assert set(BY_HAND.get(name, {})) - used == set(), "manual edits that no message requires"
 
 
 def test_edits_by_hand_belong_to_bad_files() -> None:
@@ -128,7 +128,7 @@ def test_the_hint_of_a_rule_keeps_the_rule(name: str, patch: dict[str, Any]) -> 
     # A block without behaviour is reported alone: its rules wait until it is supported.
     blamed = [problem for problem in problems_of(document) if problem.path == f"spec.{rule.path}"]
     problems = blamed or [problem for problem in problems_of(document) if problem.reason == "NotYetSupported"]
-    assert problems, "nobody is told"
+    assert problems, "no problem is reported"
     ways = [without_gone(apply(document, edits)) for edits in alternatives(problems[0])]
     for way in ways:
         kept = [problem for problem in problems_of(way) if text_of(problem) == text_of(problems[0])]
@@ -151,7 +151,7 @@ def shape_at(field: str) -> Any:
 def test_a_foreign_name_points_to_a_field_that_exists_and_works(row: ForeignName) -> None:
     assert row.names
     if row.field is None:
-        assert row.hint, "without a counterpart it has to say what to do"
+        assert row.hint, "a name without a counterpart needs a hint"
         return
     assert shape_at(row.field), row.field
     assert works(row.field.removeprefix("spec.")), row.field
@@ -202,7 +202,7 @@ PLACES = ("", "spec", "spec.training", "spec.model", "spec.resources", "spec.par
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_any_foreign_name_anywhere_is_told_with_what_to_write(place: str) -> None:
+def test_foreign_name_in_any_object_gets_a_valid_hint(place: str) -> None:
     """At every depth, each readable edit of the message removes the name and leads to no other unknown name."""
     body = spec_shape() if place in ("", "spec") else find(spec_shape(), place.split(".")[1:])
     assert body is not None
@@ -231,7 +231,7 @@ def test_any_foreign_name_anywhere_is_told_with_what_to_write(place: str) -> Non
 
 
 @pytest.mark.parametrize("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
-def test_any_foreign_value_is_told_with_what_to_write(row: ForeignValue) -> None:
+def test_foreign_value_gets_a_valid_hint(row: ForeignValue) -> None:
     for name in row.names:
         document = apply(job(), [])
         target = document["spec"]
@@ -281,7 +281,7 @@ ONE_BY_ONE = {
     "sft": ({"task": "sft"}, "write text-generation"),
     "dpo": ({"task": "dpo"}, "write preference-tuning"),
     "16 GB": ({"resources": {"memory": "16 GB"}}, "write 16G, or 16Gi for powers of 1024"),
-    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? (a share of all steps below 1"),
+    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? (a fraction of all steps below 1"),
     "evaluation": ({"training": {"evaluation_strategy": "epoch"}}, "validation is measured after each epoch"),
     "epochs too high up": ({"epochs": 3}, "move it below spec.training"),
     "rate too high up": ({"learningRate": 1e-4}, "move it below spec.training"),
@@ -298,13 +298,13 @@ ONE_BY_ONE = {
 
 
 @pytest.mark.parametrize("case", ONE_BY_ONE)
-def test_what_beginners_write_is_told_with_what_to_write(case: str) -> None:
+def test_mistakes_of_beginners_get_a_hint(case: str) -> None:
     patch, expected = ONE_BY_ONE[case]
     (problem,) = problems_of(job(**patch))
     assert expected in problem.way_out
 
 
-def test_a_field_beside_spec_is_told_its_place() -> None:
+def test_hint_names_the_place_of_a_field_next_to_spec() -> None:
     problems = problems_of({**job(), "epochs": 3, "training": {}, "namespace": "x"})
     assert [(problem.path, problem.way_out) for problem in problems] == [
         ("epochs", "move it below spec.training"),
@@ -348,7 +348,7 @@ def test_a_hint_offers_only_schemes_that_are_served_and_allowed() -> None:
             assert named <= offered, text_of(problem)
 
 
-def test_a_hint_offers_only_words_that_are_served() -> None:
+def test_hint_offers_only_supported_values() -> None:
     (problem,) = problems_of(job(launcher="trainjobs"))
     assert "trainjob," not in f"{problem.rule} {problem.way_out}"
     assert "endpoint" not in " ".join(map(text_of, problems_of(job(training=None))))
@@ -360,7 +360,7 @@ def test_a_hint_names_no_field_that_is_refused() -> None:
     assert problem.way_out == "leave it out: spec.resources.elastic is not supported in this version"
 
 
-def test_a_field_without_behaviour_is_told_alone() -> None:
+def test_unsupported_field_is_the_only_problem_of_its_block() -> None:
     problems = problems_of(job(resources={"elastic": {"minNodes": 3, "maxNodes": 2}}, endpoint={"maxReplicas": 1}))
     assert {problem.reason for problem in problems} == {"NotYetSupported"}
 
@@ -412,7 +412,7 @@ ARGUMENTS_FILE = "model_name_or_path: bert-base-uncased\ndataset_name: imdb\nnum
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
-    ("text", "tool", "told"),
+    ("text", "tool", "hint"),
     [
         (AXOLOTL_FILE, "axolotl", "base_model is spec.model.uri"),
         (FACTORY_FILE, "LLaMA-Factory", "cutoff_len is spec.preparation.maxLength"),
@@ -420,24 +420,24 @@ ARGUMENTS_FILE = "model_name_or_path: bert-base-uncased\ndataset_name: imdb\nnum
         (ARGUMENTS_FILE, "Hugging Face", "dataset_name is spec.dataset.uri"),
     ],
 )
-def test_a_configuration_of_another_tool_is_told_once(text: str, tool: str, told: str, beside: bool) -> None:
+def test_configuration_of_another_tool_is_one_problem(text: str, tool: str, hint: str, beside: bool) -> None:
     value = yaml.safe_load(text)
     (problem,) = problems_of({**job(), "spec": value} if beside else value)
     assert f"a configuration of {tool}," in problem.rule
     assert problem.path == ("spec" if beside else "")
-    assert told in problem.way_out
+    assert hint in problem.way_out
     assert "docs/names.md" in problem.way_out
 
 
-def test_a_slip_or_two_are_told_one_by_one() -> None:
+def test_few_foreign_names_are_reported_one_by_one() -> None:
     assert len(problems_of(job(base_model="x", num_epochs=3))) == 2
 
 
-def test_a_token_in_a_configuration_of_another_tool_is_told_too() -> None:
+def test_token_in_a_configuration_of_another_tool_is_reported() -> None:
     value = {**yaml.safe_load(FACTORY_FILE), "hf_token": "hf_" + "a" * 34}
-    told = problems_of(value)
-    assert [problem.reason for problem in told] == ["Forbidden", "Unknown"]
-    assert "aaaa" not in " ".join(map(text_of, told))
+    problems = problems_of(value)
+    assert [problem.reason for problem in problems] == ["Forbidden", "Unknown"]
+    assert "aaaa" not in " ".join(map(text_of, problems))
 
 
 # ------------------------------------------------------------------------------------------------------------- coverage
@@ -449,7 +449,7 @@ def problem_lines(module: ModuleType) -> dict[int, str]:
     """Return the lines that create a problem."""
     assert module.__file__
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    makers = {"Problem", "_forbidden", "quote", "_beyond"}
+    makers = {"Problem", "_forbidden", "quote", "_limit_problem"}
     return {
         node.lineno: f"{Path(module.__file__).name}:{node.lineno}"
         for node in ast.walk(tree)
@@ -458,13 +458,13 @@ def problem_lines(module: ModuleType) -> dict[int, str]:
 
 
 BEYOND_FILES = {
-    "validation": ("_beyond", "_out_of_bounds", "validate_job", "_metadata", "_settings", "_hyperparameters"),
-    "foreign_files": ("_told", "_workspace", "workload"),
+    "validation": ("_limit_problem", "_exceeded_limit", "validate_job", "_metadata", "_settings", "_hyperparameters"),
+    "foreign_files": ("_configuration_problem", "_workspace", "workload"),
 }
 """Functions whose problems need values that no file of bad/ has: too large, other settings, another tool's file."""
 
 
-def test_the_bad_files_reach_every_place_where_a_problem_is_made() -> None:
+def test_bad_files_cover_every_line_that_creates_a_problem() -> None:
     wanted = {module.__file__: problem_lines(module) for module in MODULES}
     reached: set[tuple[str, int]] = set()
 
@@ -507,7 +507,7 @@ _NAMED = re.compile(rf"(?<![\w./-])(?:spec\.)?((?:{_TOP})(?:\.[A-Za-z]\w*)+)")
 _ROOTS = (Path(finetune_trainer.__path__[0]), Path(finetune_contract.__path__[0]), Path(finetune_operator.__path__[0]))
 NO_FIELDS = {
     "spot.nodes": "a key of the operator's settings",
-    "resources.elastic.minNodes": "told of a block that is refused as a whole",
+    "resources.elastic.minNodes": "a field of a block that is refused as a whole",
     "model.generate": "code of a model card",
     "model.tokenizer.mask_token": "code of a model card",
     "task.percentage": "the form of a progress bar",
@@ -524,7 +524,7 @@ def sentences(module: Path) -> Iterator[str]:
             yield text
 
 
-def test_every_field_that_any_message_of_trainer_and_operator_names_exists_and_works() -> None:
+def test_fields_named_in_any_message_exist_and_are_supported() -> None:
     """Messages of a failed stage cannot be tried without one; the fields that they name can be looked up."""
     named = {
         name for root in _ROOTS for module in root.rglob("*.py") for text in sentences(module)

@@ -35,7 +35,7 @@ def test_a_hostile_item_leaves_the_other_items_of_its_list_as_they_are(levels: i
 
 
 @pytest.mark.parametrize("levels", [DEEPEST - 1, DEEPEST, DEEPEST + 1, 5_000])
-def test_what_was_cut_is_refused_as_a_job(levels: int) -> None:
+def test_cut_document_is_refused_as_a_job(levels: int) -> None:
     text = cut(deep(levels, '{"a":', "}").encode())
     assert (CUT in text) == (levels > DEEPEST)
     job = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "a"}}
@@ -48,7 +48,7 @@ def test_what_was_cut_is_refused_as_a_job(levels: int) -> None:
 
 @examples(200)
 @given(VALUES)
-def test_what_is_not_deep_is_not_touched(value: object) -> None:
+def test_shallow_json_is_unchanged(value: object) -> None:
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     assert cut(text) == text
     assert loads(text) == json.loads(text)
@@ -65,6 +65,6 @@ def test_depth_is_that_of_the_value(value: object) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1,", b'{"a": ' * 2_000, b"[" * 2_000 + b"]" * 1_900, b"<html>"])
-def test_what_is_no_json_is_a_value_error(text: bytes) -> None:
+def test_invalid_json_is_a_value_error(text: bytes) -> None:
     with pytest.raises(ValueError, match=r".*"):
         loads(text)

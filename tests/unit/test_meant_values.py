@@ -18,7 +18,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "quotes": ({"training": {"epochs": "3"}}, "training.epochs", "remove the quotes"),
     "auto, where leaving out is the default": (
-        {"training": {"epochs": "auto"}}, "training.epochs", "leave it out, which takes the default",
+        {"training": {"epochs": "auto"}}, "training.epochs", "leave it out to take the default",
     ),
     "hours for seconds": (
         {"spot": {"enabled": True, "maxRunSeconds": "8h"}}, "spot.maxRunSeconds", "write 28800",
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a network by its wires": ({"resources": {"network": "infiniband"}}, "resources.network", "write rdma"),
     "names of hosts": (
         {"resources": {"nodes": ["a", "b"]}}, "resources.nodes",
-        "write their number, 2; a node is chosen by spec.template.nodeSelector",
+        "write their number, 2; choose nodes by spec.template.nodeSelector",
     ),
     "an image in parts": (
         {"image": {"repository": "Registry.example.com/trainer", "tag": 1.2}}, "image",
@@ -54,13 +54,13 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "several of what there is one": (
         {"dataset": [{"uri": "hf://a/b"}, {"uri": "hf://c/d"}]}, "dataset",
-        "there can be one data set only: write the rows of all into files of one folder, with the same column names, "
-        "and set spec.dataset.uri to file://FOLDER",
+        "only one dataset is supported: write all rows, with the same column names, to one folder, and set "
+        "spec.dataset.uri to file://FOLDER",
     ),
     "a share for a split": (
         {"dataset": {"uri": "hf://a/b", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
-        "leave it out: 5 % of train are set aside where no split is named validation; a Hub data set also has "
-        "slices such as train[90%:]",
+        "leave it out: 5 % of train are held out if no split is named validation; the Hub also has slices such as "
+        "train[90%:]",
     ),
     "a claim without its scheme": (
         {"storage": {"workspace": "results"}}, "storage.workspace", "write pvc://results",
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a misspelt scheme": ({"dataset": {"uri": "hf:/org/data"}}, "dataset.uri", "write hf://org/data"),
     "a store that is not read": (
         {"dataset": {"uri": "gcs://bucket/data"}}, "dataset.uri",
-        "nothing is read from gcs:// in this version: copy it to where hf://, file://, pkg:// or pvc:// can name it",
+        "gcs:// is not supported in this version: copy the data to one of these locations",
     ),
     "a configuration in the name": (
         {"dataset": {"uri": "hf://nyu-mll/glue/mnli"}}, "dataset.uri",
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a short name of a metric": (
         {"evaluation": {"gate": {"metric": "acc", "minimum": 85}}}, "evaluation.gate.metric",
         "did you mean accuracy? text-classification has accuracy, f1, precision, recall, pearson, spearmanr, r2, mse, "
-        "mae, loss; accuracy is at most 1, so that minimum is 0.85",
+        "mae, loss; accuracy is at most 1, so minimum is 0.85",
     ),
     "a column by the name of another task": (
         {"dataset": {"uri": "hf://a/b", "columns": {"input": "message", "label": "kind"}}}, "dataset.columns.input",
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "parts of a foreign block": (
         {"parallelism": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
         "parallelism.zero_optimization",
-        "leave it out, and write what it holds elsewhere: stage is spec.parallelism.zeroStage: 2; offload_optimizer is "
+        "leave it out, and move its content: stage is spec.parallelism.zeroStage: 2; offload_optimizer is "
         "spec.parallelism.offload.optimizer: cpu",
     ),
 }  # fmt: skip
@@ -106,18 +106,18 @@ def problems_of(spec: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hint_says_what_the_value_means(name: str) -> None:
+def test_hint_names_the_intended_value(name: str) -> None:
     spec, path, hint = CASES[name]
     assert problems_of(spec).get(f"spec.{path}") == hint
 
 
-def test_problems_behind_a_misspelt_field_are_told_at_once() -> None:
+def test_problems_behind_a_misspelt_field_are_reported_at_once() -> None:
     found = problems_of({"generation": {"top_p": 0.9}, "task": "text-generation"})
     assert found["spec.generation.top_p"] == "did you mean topP?"
     assert "spec.generation.topP" in found, "it has no effect without a temperature"
 
 
-def test_problems_behind_a_quoted_number_are_told_at_once() -> None:
+def test_problems_behind_a_quoted_number_are_reported_at_once() -> None:
     found = problems_of({"resources": {"gpusPerNode": "none", "accelerator": {"memory": "80Gi"}}})
     assert found["spec.resources.gpusPerNode"] == "write 0"
     assert "spec.resources.accelerator" in found, "there is no accelerator without GPUs"
@@ -154,7 +154,7 @@ BEHIND: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BEHIND)
-def test_problem_behind_a_value_with_a_plain_meaning_is_told_at_once(case: str) -> None:
+def test_problem_behind_a_value_of_wrong_form_is_reported_at_once(case: str) -> None:
     """Following the first message of the value uncovers no unreported problem."""
     spec, path = BEHIND[case]
     found = problems_of(spec)
@@ -162,10 +162,10 @@ def test_problem_behind_a_value_with_a_plain_meaning_is_told_at_once(case: str) 
     assert path in found
 
 
-def test_workspace_of_kaito_is_told_as_a_whole() -> None:
+def test_workspace_of_kaito_is_one_problem() -> None:
     workspace = {"apiVersion": "kaito.sh/v1beta1", "kind": "Workspace", "resource": {"count": 1}, "tuning": {}}
     (problem,) = validate_job(workspace, LOCAL_SETTINGS)[1]
-    assert problem.rule == "this is a Workspace of KAITO, which has other names than a FineTuneJob"
+    assert problem.rule == "this is a Workspace of KAITO, whose field names differ from those of a FineTuneJob"
     assert "tuning.method is spec.model.adapter.method" in problem.way_out
 
 

@@ -39,8 +39,8 @@ def inputs_of(folder: str, name: str) -> Inputs:
 
 def messages(name: str) -> str:
     inputs = inputs_of("naive", name)
-    told = [f"{each.path}: {each.value}: {each.rule}. {each.way_out}" for _, each in inputs.problems]
-    return "\n".join([name, *(f"  {line}" for line in (*inputs.notes, *told))]).replace(f"{JOBS}/", "")
+    problems = [f"{each.path}: {each.value}: {each.rule}. {each.way_out}" for _, each in inputs.problems]
+    return "\n".join([name, *(f"  {line}" for line in (*inputs.notes, *problems))]).replace(f"{JOBS}/", "")
 
 
 def test_messages_about_naive_jobs_are_those_on_record(golden: Callable[[str, str], None]) -> None:
@@ -54,9 +54,9 @@ def test_naive_job_has_a_problem(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MENDED)
-def test_job_that_was_mended_by_its_first_message_is_valid(name: str) -> None:
+def test_job_corrected_by_its_first_message_is_valid(name: str) -> None:
     assert [problem.path for _, problem in inputs_of("naive-mended", name).problems] == []
 
 
-def test_there_are_mended_jobs() -> None:
+def test_there_are_corrected_jobs() -> None:
     assert len(MENDED) >= 120

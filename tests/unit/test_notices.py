@@ -17,52 +17,52 @@ def notices_of(uri: str = "hf://org/small", task: str = "text-generation", **mod
     return "\n".join(notices(FineTuneJobSpec.model_validate_json(json.dumps(spec))))
 
 
-def test_adapter_without_a_method_is_told() -> None:
-    assert "spec.model.adapter has no method, so that all weights are trained" in notices_of(adapter={"rank": 16})
+def test_adapter_without_a_method_gets_a_notice() -> None:
+    assert "spec.model.adapter has no method, so all weights are trained" in notices_of(adapter={"rank": 16})
 
 
 @pytest.mark.parametrize("adapter", [{}, {"method": "none"}, {"method": "lora", "rank": 16}])
-def test_adapter_with_a_method_or_nothing_in_it_is_not_told(adapter: dict[str, Any]) -> None:
+def test_adapter_with_a_method_or_no_fields_gets_no_notice(adapter: dict[str, Any]) -> None:
     assert notices_of(adapter=adapter) == ""
 
 
 @pytest.mark.parametrize(
     "name", ["google-bert/bert-base-uncased", "microsoft/deberta-v3-base", "FacebookAI/roberta-large"]
 )
-def test_model_that_writes_no_text_is_told(name: str) -> None:
-    assert f"hf://{name} is called after bert, whose models read text and write none" in notices_of(f"hf://{name}")
+def test_encoder_for_text_generation_gets_a_notice(name: str) -> None:
+    assert f"hf://{name} looks like a bert model, which cannot generate text" in notices_of(f"hf://{name}")
     assert notices_of(f"hf://{name}", task="text-classification") == ""
 
 
 @pytest.mark.parametrize("name", ["openai-community/gpt2", "patrickvonplaten/bert2bert_cnn_daily_mail"])
-def test_model_that_writes_text_is_not_told(name: str) -> None:
+def test_generative_model_gets_no_notice(name: str) -> None:
     assert notices_of(f"hf://{name}", task="summarization") == ""
 
 
 UNUSUAL: dict[str, tuple[dict[str, Any], str]] = {
-    "many epochs": ({"training": {"epochs": 1000}}, "spec.training.epochs: 1,000 passes over the data are very many"),
-    "a large batch": ({"training": {"globalBatchSize": 5000}}, "spec.training.globalBatchSize: 5,000 rows a step"),
+    "many epochs": ({"training": {"epochs": 1000}}, "spec.training.epochs: 1,000 epochs are unusually many"),
+    "a large batch": ({"training": {"globalBatchSize": 5000}}, "spec.training.globalBatchSize: 5,000 rows per step"),
     "a low rate": ({"training": {"learningRate": 2e-9}}, "spec.training.learningRate: 2e-09 is so low"),
     "a high rate": ({"training": {"learningRate": 2}}, "spec.training.learningRate: 2 is very high for adamw"),
-    "strong decay": ({"training": {"weightDecay": 1}}, "spec.training.weightDecay: 1 is very much"),
-    "many cores": ({"resources": {"cpu": "1000"}}, "spec.resources.cpu: 1,000 cores a pod"),
+    "strong decay": ({"training": {"weightDecay": 1}}, "spec.training.weightDecay: 1 is unusually high"),
+    "many cores": ({"resources": {"cpu": "1000"}}, "spec.resources.cpu: 1,000 cores per pod"),
     "a large rank": (
         {"model": {"uri": "hf://a/b", "adapter": {"method": "lora", "rank": 2048}}},
-        "spec.model.adapter.rank: 2,048 is very large for an adapter",
+        "spec.model.adapter.rank: 2,048 is unusually large for an adapter",
     ),
     "the trained rows": (
         {"dataset": {"uri": "hf://a/b", "splits": {"validation": "train"}}},
-        "spec.dataset.splits.validation: train is the split that is trained on",
+        "spec.dataset.splits.validation: train is also the training split",
     ),
 }
 
 
 @pytest.mark.parametrize("case", UNUSUAL)
-def test_value_that_looks_like_a_slip_is_told_once(case: str) -> None:
+def test_unusual_value_gets_one_notice(case: str) -> None:
     patch, sentence = UNUSUAL[case]
-    told = notices(job(patch).spec)
-    assert len(told) == 1
-    assert told[0].startswith(sentence)
+    found = notices(job(patch).spec)
+    assert len(found) == 1
+    assert found[0].startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_value_that_looks_like_a_slip_is_told_once(case: str) -> None:
     ],
     ids=json.dumps,
 )
-def test_usual_values_are_not_told(patch: dict[str, Any]) -> None:
+def test_usual_values_get_no_notice(patch: dict[str, Any]) -> None:
     assert notices(job(patch).spec) == ()

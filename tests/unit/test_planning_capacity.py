@@ -169,7 +169,7 @@ def shown(**status: Any) -> list[str]:
 
 def test_status_tells_the_nodes_the_preemptions_and_the_savings() -> None:
     lines = shown()
-    assert lines[0] == "reviews  Training  namespace team, made 60 min ago, 3 restarts, 2 preemptions"
+    assert lines[0] == "reviews  Training  namespace team, created 60 min ago, 3 restarts, 2 preemptions"
     assert "  plan  ddp by job, 2 processes on spot nodes, batch 16 = 8 x 1 x 2" in lines
     assert "  cost  3.00 USD, 7.00 (70%) saved by spot nodes" in lines
     assert any(line.split() == ["train", "Running", "attempt", "4", "on", "spot", "nodes"] for line in lines)

@@ -403,7 +403,7 @@ def test_of_a_product_of_the_table_nothing_is_assumed():
         ("gpu=T4,bf16=true", "bf16=true: T4 has no bf16"),
         ("gpu=H100,gpus=0", "gpus=0: it is a whole number from 1 to 4096"),
         ("gpu=H100,gpus=two", "gpus=two: it is a whole number"),
-        ("gpu=H100,memory=80GB", "memory=80GB: '80GB' is no quantity"),
+        ("gpu=H100,memory=80GB", "memory=80GB: '80GB' is not a quantity"),
         ("cpu=4,memory=16Gi", "memory: it describes GPUs, and no gpu is given; the node's own memory is hostMemory"),
         ("cpu=4,cpuBf16=yes", "cpuBf16=yes: it is true or false"),
         ("cpu=4,hostMemory=0", "hostMemory=0: it has to be at least 1Gi"),
@@ -463,7 +463,7 @@ def test_a_quantity_means_what_it_means_in_kubernetes(text, value):
 
 @pytest.mark.parametrize("text", ["", "Gi", "1GB", "1e3x", "-1", " 1", "1 Gi", "0x10", "1_000"])
 def test_what_kubernetes_would_not_take_is_no_quantity(text):
-    with pytest.raises(ValueError, match="no quantity"):
+    with pytest.raises(ValueError, match="not a quantity"):
         parse_quantity(text)
 
 

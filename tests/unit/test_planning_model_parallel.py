@@ -193,11 +193,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str, str]] = {
     ),
     "micro-batches that make no whole passes": (
         {"parallelism": {"pipeline": {"degree": 2, "microBatches": 3}}}, LLAMA,
-        "spec.parallelism.pipeline.microBatches", "does not divide the micro-batches of a replica's step",
+        "spec.parallelism.pipeline.microBatches", "must divide the micro-batches of a replica's step",
     ),
     "a world that the degrees do not divide": (
         {"parallelism": {"tensor": 2, "pipeline": {"degree": 3}}}, LLAMA,
-        "spec.resources.processesPerNode", "has to be a multiple of tensor x pipeline x sequence",
+        "spec.resources.processesPerNode", "must be a multiple of tensor x pipeline x sequence",
     ),
 }  # fmt: skip
 

@@ -376,8 +376,8 @@ def test_the_world(spec, hardware, world):
             (
                 "spec.resources.processesPerNode",
                 "3",
-                "cannot be more than spec.resources.gpusPerNode: a GPU takes one process",
-                "set it to auto, which is 2: one process for each GPU",
+                "must not exceed spec.resources.gpusPerNode: each GPU runs one process",
+                "set it to auto, which is 2: one process per GPU",
             ),
             id="more processes than GPUs",
         ),
@@ -554,14 +554,14 @@ def test_the_global_batch_is_kept_exactly(spec, batch):
         pytest.param({"globalBatchSize": 1}, "use 2, multiples of 2 = 2 ranks", id="fewer rows than ranks"),
         pytest.param(
             {"globalBatchSize": 32, "microBatchSize": 5},
-            "use 30 or 40, multiples of 10 = 2 ranks x 5 rows of a micro-batch; or set spec.training.microBatchSize "
+            "use 30 or 40, multiples of 10 = 2 ranks x 5 rows per micro-batch; or set spec.training.microBatchSize "
             "to 1",
             id="the micro-batch does not divide it",
         ),
     ],
 )
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(spec, hint):
-    rule = "is kept exactly, so it has to be a multiple of the data-parallel ranks x spec.training.microBatchSize"
+    rule = "must be a multiple of data-parallel ranks x spec.training.microBatchSize"
     value = str(spec["globalBatchSize"])
     assert refused({"training": spec, "parallelism": {"strategy": "ddp"}}) == [
         ("spec.training.globalBatchSize", value, rule, hint)

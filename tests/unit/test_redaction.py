@@ -23,12 +23,12 @@ OTHER_NAMES = ("secretName", "secretKeyRef", "key", "HF_TOKEN_PATH", "max_tokens
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_what_is_called_like_a_secret_is_one(name: str) -> None:
+def test_name_of_a_secret_is_recognized(name: str) -> None:
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_what_names_a_secret_or_counts_tokens_is_none(name: str) -> None:
+def test_names_that_refer_to_secrets_or_count_tokens_are_not_secret(name: str) -> None:
     assert not is_secret_name(name)
 
 
@@ -76,7 +76,7 @@ TEXTS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", TEXTS)
-def test_words_that_look_like_secrets_are_taken_out_of_a_text(case: str) -> None:
+def test_text_that_looks_like_a_secret_is_redacted(case: str) -> None:
     text, expected = TEXTS[case]
     assert Redactor().text(text) == expected
 
@@ -113,7 +113,7 @@ def test_the_name_of_a_setting_stays_whole(name: str) -> None:
     assert Redactor().text(f"run {name}=abcdef") == f"run {name}={HIDDEN}"
 
 
-def test_a_variable_s_value_is_taken_out_of_everything_also_of_logs_that_print_it() -> None:
+def test_value_of_a_secret_variable_is_redacted_everywhere() -> None:
     pod: dict[str, Any] = {
         "env": [
             {"name": "MY_TOKEN", "value": "canary-7731"},

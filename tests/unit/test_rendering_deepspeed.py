@@ -188,7 +188,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimisation": {}},
             (
                 f"{FIELD}.zero_optimisation",
-                "DeepSpeed knows no such key and would ignore it",
+                "is not a DeepSpeed key, so that DeepSpeed would ignore it",
                 "did you mean zero_optimization?",
             ),
             id="a typing error",
@@ -197,7 +197,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimization": {"reduce_bucket": 5}},
             (
                 f"{FIELD}.zero_optimization.reduce_bucket",
-                "DeepSpeed knows no such key and would ignore it",
+                "is not a DeepSpeed key, so that DeepSpeed would ignore it",
                 "did you mean reduce_bucket_size?",
             ),
             id="a typing error below",
@@ -206,7 +206,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"train_batch_size": 128},
             (
                 f"{FIELD}.train_batch_size",
-                "spec.training.globalBatchSize decides it",
+                "is set by spec.training.globalBatchSize",
                 "set spec.training.globalBatchSize to 128, and leave this out",
             ),
             id="a number that the spec has",
@@ -215,14 +215,14 @@ FIELD = "spec.parallelism.deepspeedConfig"
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             (
                 f"{FIELD}.zero_optimization.offload_optimizer.device",
-                "spec.parallelism.offload.optimizer decides it",
+                "is set by spec.parallelism.offload.optimizer",
                 "set spec.parallelism.offload.optimizer to cpu, and leave this out",
             ),
             id="a choice that the spec has, two levels down",
         ),
         pytest.param(
             {"zero_optimization": 2},
-            (f"{FIELD}.zero_optimization", "it is an object in DeepSpeed", "write its keys below it"),
+            (f"{FIELD}.zero_optimization", "must be an object for DeepSpeed", "write its keys below it"),
             id="a number where an object belongs",
         ),
     ],

@@ -73,19 +73,19 @@ def restarted(cluster: Told) -> str:
     return asyncio.run(asyncio.wait_for(restart(cluster, "reviews"), patient(60))).text
 
 
-def test_a_job_is_let_go_on_as_soon_as_the_watch_tells_that_it_has_stopped():
+def test_job_is_resumed_once_the_watch_reports_that_it_stopped():
     cluster = Told(RUNNING, ("changed", SUSPENDING), ("changed", SUSPENDED))
-    assert restarted(cluster) == "begins another attempt, from its last checkpoint"
+    assert restarted(cluster) == "starts another attempt from its last checkpoint"
     assert cluster.asked == ["get reviews", "suspend", "get reviews", "watch", "resume"]
 
 
-def test_a_job_that_has_ended_is_made_again_as_soon_as_the_watch_tells_that_it_is_gone():
+def test_ended_job_is_recreated_once_the_watch_reports_its_deletion():
     cluster = Told(FAILED, ("deleted", FAILED))
-    assert restarted(cluster).startswith("runs from its beginning")
+    assert restarted(cluster).startswith("runs from the beginning")
     assert cluster.asked == ["get reviews", "check", "delete", "get reviews", "watch", "create"]
 
 
-def test_a_job_that_is_deleted_while_it_stops_does_not_begin_another_attempt():
+def test_job_deleted_while_stopping_starts_no_other_attempt():
     cluster = Told(RUNNING, ("deleted", RUNNING))
     with pytest.raises(ClusterError, match="FineTuneJob reviews was deleted"):
         restarted(cluster)

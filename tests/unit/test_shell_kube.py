@@ -131,7 +131,7 @@ OK: Answer = (200, {"kind": "Job"}, {})
         (418, "Teapot", ApiError),
     ],
 )
-def test_an_error_says_what_an_answer_means(code: int, reason: str, expected: type[ApiError]):
+def test_error_class_follows_the_answer(code: int, reason: str, expected: type[ApiError]):
     error = error_of("get /x", code, json.dumps(status(code, reason)).encode(), "7")
 
     assert type(error) is expected
@@ -152,7 +152,7 @@ def test_a_namespace_that_is_being_deleted_is_no_matter_of_rights():
         (503, "the server is starting", UnavailableError),
     ],
 )
-def test_a_webhook_that_does_not_answer_is_told_from_an_api_server_that_is_ill(code, message, kind):
+def test_silent_webhook_is_distinguished_from_failing_api_server(code, message, kind):
     told = {**status(code, "InternalError"), "message": f"Internal error occurred: {message}"}
     assert type(error_of("create /x", code, json.dumps(told).encode())) is kind
 
@@ -172,7 +172,7 @@ def test_an_answer_of_a_proxy_is_an_error_too():
         pytest.param(503, id="a server that starts"),
     ],
 )
-def test_what_may_pass_is_tried_again(first: int):
+def test_transient_errors_are_retried(first: int):
     ran = call(get, first, first, OK)
 
     assert ran.value == {"kind": "Job"}
@@ -186,7 +186,7 @@ ISSUER: Answer = (200, {"issuer": "https://issuer", "jwks_uri": "https://elsewhe
 KEYS: Answer = (200, {"keys": []}, {"Content-Type": "application/jwk-set+json"})
 
 
-def test_the_issuer_of_tokens_and_its_keys_are_read_from_the_api_server_and_nowhere_else():
+def test_token_issuer_and_keys_are_read_only_from_the_api_server():
     ran = call(lambda kube: KubeKeys(kube).read_issuer(), ISSUER, KEYS)
 
     assert ran.value == (ISSUER[1], KEYS[1])
@@ -205,7 +205,7 @@ def test_the_issuer_of_tokens_and_its_keys_are_read_from_the_api_server_and_nowh
         (500, "500 Odd: because"),
     ],
 )
-def test_an_issuer_that_cannot_be_read_is_told_with_what_helps(code: int, help: str):
+def test_unreadable_issuer_is_reported_with_a_hint(code: int, help: str):
     async def read(kube: Kube) -> str:
         with pytest.raises(KeysUnavailableError) as caught:
             await KubeKeys(kube).read_issuer()
@@ -226,7 +226,7 @@ def test_a_create_whose_connection_breaks_is_tried_again():
 
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 409, 410, 422])
-def test_an_answer_that_says_no_is_not_asked_again(code: int):
+def test_refusals_are_not_retried(code: int):
     ran = call(get, code, OK)
 
     assert ran.error is not None
@@ -234,7 +234,7 @@ def test_an_answer_that_says_no_is_not_asked_again(code: int):
     assert len(ran.server.asked) == 1
 
 
-def test_the_server_says_how_long_to_wait():
+def test_retry_waits_as_long_as_retry_after():
     ran = call(get, (429, status(429, "TooManyRequests"), {"Retry-After": "3"}), OK)
 
     assert ran.slept == [3.0]
@@ -247,7 +247,7 @@ def test_after_so_many_tries_it_is_an_error():
     assert len(ran.server.asked) == TRIES
 
 
-def test_the_end_of_an_outage_is_told_once():
+def test_end_of_an_outage_is_logged_once():
     async def twice(kube: Kube) -> None:
         await get(kube)
         await get(kube)
@@ -272,7 +272,7 @@ def test_a_list_is_read_in_pages_and_items_get_their_kind():
     ]
 
 
-def test_a_list_whose_first_page_is_forgotten_is_begun_anew():
+def test_list_restarts_if_its_version_has_expired():
     first: Answer = (200, {"metadata": {"resourceVersion": "7", "continue": "x"}, "items": [{"a": 1}]}, {})
     whole: Answer = (200, {"metadata": {"resourceVersion": "9"}, "items": None}, {})
     ran = call(lambda kube: kube.list_objects(POD), first, (410, status(410, "Expired"), {}), whole)
@@ -296,7 +296,7 @@ def test_a_log_line_without_an_end_is_passed_on_in_parts():
     assert (taken, lines.rest) == ([b"ab", b"cdefgh", b"i"], b"j")
 
 
-def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytest.MonkeyPatch):
+def test_too_long_page_is_requested_in_smaller_pages(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("finetune_operator.kubernetes_api.client.ANSWER_BYTES", 1_000)
     long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
     pages: list[Answer] = [
@@ -346,7 +346,7 @@ def test_a_delete_names_the_object_that_is_meant():
         pytest.param((200, {"kind": "Job", "metadata": {}}, {}), {"kind": "Job", "metadata": {}}, id="it still ends"),
     ],
 )
-def test_a_delete_tells_what_is_left(answer: Answer, left: Any):
+def test_delete_returns_the_remaining_object(answer: Answer, left: Any):
     assert call(lambda kube: kube.delete(JOB, "team", "demo", None), answer).value == left
 
 
@@ -409,7 +409,7 @@ def test_the_same_event_has_the_same_name_and_a_later_one_another():
     assert len(bodies[0]["message"]) == 1024
 
 
-def test_of_a_log_the_last_lines_are_asked_for():
+def test_log_request_is_limited_to_the_last_lines():
     ran = call(lambda kube: kube.pod_log("team", "demo-0", "pytorch"), (200, "x" * 5000 + "the cause\n", {}))
 
     assert ran.value == "x" * 5000 + "the cause\n"
@@ -425,7 +425,7 @@ def test_a_log_that_cannot_be_had_is_empty_and_costs_one_request(code: int):
     assert len(ran.server.asked) == 1
 
 
-def test_launchers_are_what_the_server_serves():
+def test_launchers_are_those_that_the_server_serves():
     def served(*names: str) -> Answer:
         return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}, {}
 
@@ -437,8 +437,8 @@ def test_launchers_are_what_the_server_serves():
     assert ask.server.asked[-1][1] == "/apis/sparkoperator.k8s.io/v1beta2"
 
 
-def test_a_kind_without_rights_is_refused_before_it_is_asked_for():
-    with pytest.raises(ValueError, match="StatefulSet of apps/v1 is no kind"):
+def test_kind_without_rights_is_refused_before_the_request():
+    with pytest.raises(ValueError, match="StatefulSet of apps/v1 is not a kind"):
         resource_of("apps/v1", "StatefulSet")
 
 
@@ -455,7 +455,7 @@ async def watched(kube: Kube) -> list[tuple[str, int]]:
     return [(event.type, event.version) async for event in heard]
 
 
-def test_a_watch_tells_what_happened_and_where_the_next_one_begins():
+def test_watch_yields_events_with_the_version_to_resume_from():
     long = told("MODIFIED", 8, spec={"text": "x" * 300_000})
     ran = call(watched, (200, told("ADDED", 7) + long + told("DELETED", 9) + told("BOOKMARK", 12), {}))
 
@@ -478,6 +478,6 @@ WATCH_ERRORS: dict[str, tuple[Answer, type[ApiError]]] = {
 
 
 @pytest.mark.parametrize("case", WATCH_ERRORS)
-def test_a_watch_that_cannot_go_on_says_why(case: str):
+def test_broken_watch_raises_the_reason(case: str):
     answer, expected = WATCH_ERRORS[case]
     assert type(call(watched, answer).error) is expected

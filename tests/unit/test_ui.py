@@ -86,7 +86,7 @@ def test_the_server_listens_on_the_local_address_only(client: Client) -> None:
     ],
     ids=str,
 )
-def test_requests_of_other_sites_and_names_are_refused_with_or_without_the_token(
+def test_requests_of_other_sites_are_refused_even_with_the_token(
     client: Client, headers: dict[str, str | None]
 ) -> None:
     own = {name: value and value.format(port=client.server.port) for name, value in headers.items()}
@@ -138,7 +138,7 @@ def test_a_token_for_the_command_line_of_a_browser_is_good_once() -> None:
     assert [keys.fits(once), keys.fits(once), keys.fits(keys.token), keys.fits(keys.token)] == [True, False, True, True]
 
 
-def test_a_refused_host_is_told_the_tunnel_that_works() -> None:
+def test_refused_host_gets_a_hint_at_the_working_tunnel() -> None:
     refused = foreign({"Host": "localhost:9000"}, 8642)
     assert refused is not None
     assert "ssh -L 8642:127.0.0.1:8642" in refused.text
@@ -160,7 +160,7 @@ def test_head_has_the_headers_of_get_and_no_body(client: Client) -> None:
 @pytest.mark.parametrize(
     "path", ["/", "/run/finished", "/run/gone", "/compare", "/static/ui.js", "/?token=x", "/run/finished/report"]
 )
-def test_every_answer_forbids_foreign_content_framing_and_guessing_of_types(client: Client, path: str) -> None:
+def test_every_answer_forbids_foreign_content_framing_and_sniffing(client: Client, path: str) -> None:
     headers = client.send(path).headers
     policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
@@ -197,12 +197,15 @@ def test_a_request_that_is_none_is_answered_and_ends(client: Client) -> None:
     assert client.send("/" + "a" * 70_000).code == 414
 
 
-def test_fault_of_a_page_is_told_and_the_others_stay(
+def test_error_of_one_page_is_reported_and_others_still_work(
     client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(Workspace, "plan")
     reply = client.send("/run/finished")
-    assert (reply.code, reply.text) == (500, "This page cannot be made; the terminal of finetune ui says why.\n")
+    assert (reply.code, reply.text) == (
+        500,
+        "This page cannot be rendered; the terminal of finetune ui shows the error.\n",
+    )
     assert "/run/finished: AttributeError" in capsys.readouterr().err
     assert client.send("/").code == 200
 
@@ -239,7 +242,7 @@ def test_the_page_of_a_run_shows_metrics_gate_stages_curves_log_and_plan(client:
         assert part in text
 
 
-def test_a_failed_run_shows_cause_and_way_out_and_an_interrupted_one_where_it_stopped(client: Client) -> None:
+def test_failed_run_shows_cause_and_hint_and_interrupted_run_its_step(client: Client) -> None:
     failed, stopped = words(client.page("run", "failed")), words(client.page("run", "stopped"))
     assert "OutOfMemory (HostMemory) in train, rank 1, exit code 137 It took <all>. Take less." in failed
     assert "train failed" in failed
@@ -247,13 +250,13 @@ def test_a_failed_run_shows_cause_and_way_out_and_an_interrupted_one_where_it_st
     assert "25 % step 10/40 loss 0.500" in stopped
 
 
-def test_a_broken_run_shows_what_cannot_be_read(client: Client) -> None:
+def test_damaged_run_lists_its_unreadable_files(client: Client) -> None:
     text = words(client.page("run", "broken"))
-    assert "plan.json is damaged: it is no JSON." in text
-    assert "failure.json cannot be read: it is no file." in text
+    assert "plan.json is damaged: it is not JSON." in text
+    assert "failure.json cannot be read: it is not a regular file." in text
 
 
-def test_compared_runs_are_beside_each_other_with_what_differs(tmp_path: Path) -> None:
+def test_compare_page_shows_runs_and_differing_settings(tmp_path: Path) -> None:
     write_run(tmp_path, "first")
     other = write_run(tmp_path, "second", spec={"training": {"learningRate": 0.001, "seed": 7}})
     told = json.loads(other.metrics.read_text())
@@ -287,7 +290,7 @@ def test_looking_at_a_workspace_turns_no_run_away(tmp_path: Path) -> None:
             runs.runs()
 
 
-def test_curves_follow_a_history_that_grows_begins_anew_or_ends_in_the_middle_of_a_line(tmp_path: Path) -> None:
+def test_curves_follow_a_growing_restarted_or_cut_history(tmp_path: Path) -> None:
     paths = write_run(tmp_path, "first", steps=3)
     runs = Workspace(tmp_path)
     assert [row["step"] for row in runs.history("first")[0]] == [1, 2, 3]
@@ -314,7 +317,7 @@ def test_the_end_of_a_huge_history_and_of_a_huge_log_is_shown(tmp_path: Path, mo
     assert log.lines[-1] == "line 19999"
 
 
-def test_a_long_history_is_read_at_equal_distances_with_its_evaluations_and_its_end(
+def test_long_history_is_sampled_with_its_evaluations_and_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("finetune_operator.cli.ui.ui_runs.HISTORY_LINES", 10)
@@ -459,7 +462,7 @@ def test_a_workspace_that_is_not_there_is_an_empty_list_and_stays_away(tmp_path:
 # ------------------------------------------------------------------------------------------------------------ command
 
 
-def test_a_taken_port_is_told_with_a_way_out(tmp_path: Path) -> None:
+def test_taken_port_is_reported_with_a_hint(tmp_path: Path) -> None:
     with Server(Pages(Workspace(tmp_path), None), 0) as other:
         ran = finetune("ui", "--port", str(other.port), "--no-cluster", folder=tmp_path)
     assert ran.returncode == 1
@@ -476,4 +479,4 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path, "one")
     ran = finetune("ui", "--workspace", "one", folder=tmp_path)
     assert ran.returncode == 2
-    assert "it is the folder of one run; name the folder that it is in" in ran.stderr
+    assert "is the folder of one run; name its parent folder" in ran.stderr

@@ -23,7 +23,7 @@ def api() -> Iterator[Api]:
 
 @pytest.fixture
 def client(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setattr(asked, "ASK_SECONDS", 0.0)  # every page asks again
+    monkeypatch.setattr(asked, "REFRESH_SECONDS", 0.0)  # every page asks again
     with serving(tmp_path / "runs", ClusterJobs(Connection(api.write_kubeconfig(tmp_path / "config")))) as client:
         yield client
 
@@ -40,7 +40,7 @@ def test_the_list_has_the_columns_of_finetune_status(client: Client) -> None:
         assert part in page
 
 
-def test_the_page_of_a_job_shows_progress_stages_events_and_the_log_of_its_pods(client: Client) -> None:
+def test_job_page_shows_progress_stages_events_and_pod_logs(client: Client) -> None:
     page = shown(client, "job", "team", "reviews", word="AttemptStarted")
     for part in (
         "step 5/10",
@@ -55,9 +55,9 @@ def test_the_page_of_a_job_shows_progress_stages_events_and_the_log_of_its_pods(
     assert TOKEN not in page
 
 
-def test_the_page_of_a_failed_job_shows_cause_way_out_and_the_log_that_is_kept(client: Client) -> None:
+def test_page_of_failed_job_shows_cause_hint_and_log_tail(client: Client) -> None:
     page = shown(client, "job", "team", "broken", word="MissingColumn")
-    for part in ("no &lt;b&gt;text&lt;/b&gt;", "Name it.", "the last words", "the pods of prepare-1 are gone"):
+    for part in ("no &lt;b&gt;text&lt;/b&gt;", "Name it.", "the last words", "the pods of prepare-1 are deleted"):
         assert part in page
 
 
@@ -76,17 +76,17 @@ def test_progress_that_was_seen_becomes_a_curve(client: Client, api: Api) -> Non
     progress = {"step": 6, "totalSteps": 10, "percent": 60, "loss": 0.4}
     api.jobs[0] = {**TRAINING, "status": {**TRAINING["status"], "progress": progress}}
     page = shown(client, "job", "team", "reviews", word="<polyline")
-    assert "Since this page has been watching" in page
+    assert "Collected since this page was opened" in page
 
 
-def test_a_job_that_is_not_listed_is_not_asked_for(client: Client, api: Api) -> None:
+def test_unlisted_job_is_not_requested(client: Client, api: Api) -> None:
     shown(client, word="reviews")
     for path in ("/job/team/other", "/job/kube-system/reviews", "/job/team/..%2f..%2fsecrets"):
         assert client.send(path).code == 404
     assert {path for _, path in api.calls} == {JOBS}
 
 
-def test_what_the_api_server_refuses_is_told_beside_what_it_said_last(client: Client, api: Api) -> None:
+def test_refusal_is_shown_beside_the_last_answer(client: Client, api: Api) -> None:
     shown(client, word="reviews")
     api.refuses = 403
     page = shown(client, word="not allowed: no.")
@@ -102,7 +102,7 @@ def test_the_api_server_is_only_read(client: Client, api: Api) -> None:
     assert any(path.endswith("/log") for _, path in api.calls)
 
 
-def test_an_api_server_that_is_away_is_told_on_the_page(client: Client, api: Api, tmp_path: Path) -> None:
+def test_page_reports_unreachable_api_server(client: Client, api: Api, tmp_path: Path) -> None:
     config = tmp_path / "away"
     config.write_text((tmp_path / "config").read_text().replace(str(api.port), "1"))
     with serving(tmp_path / "runs", ClusterJobs(Connection(config))) as other:
@@ -110,6 +110,6 @@ def test_an_api_server_that_is_away_is_told_on_the_page(client: Client, api: Api
     assert "Runs" in page
 
 
-def test_a_kubeconfig_that_was_named_and_is_not_there_is_told(tmp_path: Path) -> None:
+def test_page_reports_missing_kubeconfig(tmp_path: Path) -> None:
     with serving(tmp_path, ClusterJobs(Connection(tmp_path / "none"))) as client:
-        assert "there is no such file" in shown(client, word="--kubeconfig")
+        assert "the file does not exist" in shown(client, word="--kubeconfig")

@@ -60,7 +60,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG.keys())
-def test_many_mistakes_are_told_by_some_of_them(value: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_reported_problems_is_limited(value: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune_operator.api.validation.MAX_VALUES", 10 * MANY)
     monkeypatch.setattr("finetune_operator.api.validation.MAX_CHARACTERS", 100 * MANY)
     read, problems = validate_job(value)
@@ -130,7 +130,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
 
 
 @pytest.mark.parametrize("end", ["", ".", ". ", ".a"])
-def test_what_looks_like_many_tokens_is_read_once(end: str) -> None:
+def test_text_with_many_possible_tokens_is_searched_in_linear_time(end: str) -> None:
     text = "eyJ-" * MANY * 10 + end
     assert holds_secret(text) == (end == ".a")
     assert describe_value(text)

@@ -233,7 +233,8 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
         four_bits().hold(model, held, precision)
     adapted = Adapted(adapter, layers, frozenset(matrices | whole), base, held, precision)
     if adapter.method == "dora":
-        in_training_type(model.parameters())  # peft takes the norms of the weights, in their type
+        # peft takes the norms of the weights, in their type.
+        in_training_type(cast(nn.Parameter, model.get_submodule(name).weight) for name in layers)
     with torch.random.fork_rng(devices=[]), _fp32_for_peft(model, layers):
         torch.manual_seed(job.seed)
         inject_adapter_in_model(_config(model, adapter, job, layers, heads), model, _NAME)

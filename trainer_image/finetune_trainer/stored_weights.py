@@ -9,9 +9,10 @@ training is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -59,31 +60,33 @@ def _types_of_files() -> Iterator[None]:
 
 
 def in_training_type(
-    parameters: Iterable[nn.Parameter], narrow: frozenset[int] = frozenset(), device: torch.device | str | None = None
+    parameters: Iterable[nn.Parameter],
+    narrow: Mapping[int, torch.dtype] = MappingProxyType({}),
+    device: torch.device | str | None = None,
 ) -> None:
-    """Move parameters to `device`, if one is given, and convert them to fp32 there, one after the other.
-
-    `narrow`: those of `narrow_weights`, which keep their type. Integers do, too.
+    """Move parameters to `device`, if one is given, and convert them there, one after the other: to fp32, or to the
+    type in `narrow`. Integers keep theirs.
     """
     for parameter in parameters:
         parameter.data = parameter.data.to(device)
-        if parameter.is_floating_point() and id(parameter) not in narrow:
-            parameter.data = parameter.data.float()
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(narrow.get(id(parameter), torch.float32))
 
 
-def narrow_weights(model: nn.Module, precision: Precision) -> frozenset[int]:
-    """Return the ids of frozen weights that stay in 16 bits: those of linear layers that are stored in the type in
-    which autocast computes them. It would convert a copy in fp32 to just these numbers in every forward pass.
+def narrow_weights(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
+    """Return the frozen weights that are trained with in 16 bits: id -> type, that in which autocast computes them. It
+    would convert a copy in fp32 to just these numbers in every forward pass.
 
-    Embeddings and norms are computed in fp32, also those whose weight a linear layer shares.
+    These are the weights of linear layers. Embeddings and norms are computed in fp32, also those whose weight a linear
+    layer shares, and so is the norm of each column that DoRA takes of its layers' weights.
     """
     computed_in = _COMPUTED_IN.get(precision)
     mine: set[int] = set()
     others: set[int] = set()
     for module in model.modules():
+        if len(getattr(module, "lora_magnitude_vector", ())):
+            others.add(id(cast(Any, module).get_base_layer().weight))
         for name, parameter in module.named_parameters(recurse=False):
-            linear = isinstance(module, nn.Linear | Conv1D) and name == "weight"
-            (mine if linear and not parameter.requires_grad and parameter.dtype == computed_in else others).add(
-                id(parameter)
-            )
-    return frozenset(mine - others)
+            linear = isinstance(module, nn.Linear | Conv1D) and name == "weight" and parameter.is_floating_point()
+            (mine if linear and not parameter.requires_grad else others).add(id(parameter))
+    return {} if computed_in is None else dict.fromkeys(mine - others, computed_in)

@@ -1,9 +1,9 @@
 {{/*
-The names of objects do not follow the release: the operator looks for its Lease, its Secret and its Service by name, and jobs for its pods by label.
+Names of objects do not depend on the release: the operator finds its Lease, Secret and Service by name, and jobs find its pods by label.
 */}}
 {{- define "finetune-operator.name" -}}finetune-operator{{- end }}
 
-{{/* What the Deployment, the Services and the policies select. */}}
+{{/* Selector of the Deployment, the Services and the policies. */}}
 {{- define "finetune-operator.selector" -}}
 app.kubernetes.io/name: finetune-operator
 app.kubernetes.io/component: operator
@@ -14,7 +14,7 @@ app.kubernetes.io/component: operator
 {{- end }}
 
 {{/*
-metadata of an object: dict "root" $, "name"; where they differ, "namespace" ("" for what has none), "labels" and "annotations".
+Metadata of an object: dict "root" $, "name"; optional: "namespace" ("" for cluster-scoped objects), "labels" and "annotations".
 */}}
 {{- define "finetune-operator.metadata" -}}
 {{- $root := .root -}}
@@ -38,7 +38,7 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* An image as it is pulled: dict "root" $, "image" values of the form of .Values.image. */}}
+{{/* Full name of an image: dict "root" $, "image" values in the form of .Values.image. */}}
 {{- define "finetune-operator.image" -}}
 {{- $registry := .root.Values.global.imageRegistry | default .image.registry | trimSuffix "/" -}}
 {{- with $registry }}{{ . }}/{{ end -}}
@@ -47,7 +47,7 @@ annotations:
 {{- with .image.digest }}@{{ . }}{{ end -}}
 {{- end }}
 
-{{/* settings.yaml. Without the right to review tokens, those of pods that report progress are verified by the API server's public keys; without that to read nodes, none are read. */}}
+{{/* settings.yaml. Without permission for TokenReviews, the API server's public keys verify progress tokens; without permission to read nodes, none are read. */}}
 {{- define "finetune-operator.settings" -}}
 {{- $settings := deepCopy .Values.settings -}}
 {{- $image := include "finetune-operator.image" (dict "root" . "image" .Values.trainer.image) -}}
@@ -58,7 +58,7 @@ annotations:
 {{- $_ := set $settings "progress" (merge (dict) ($settings.progress | default dict) (dict "tokens" "keys")) -}}
 {{- end -}}
 {{- if not .Values.rbac.nodes -}}
-{{- /* Not by merge, for which false is no value. */ -}}
+{{- /* Not by merge, which ignores false. */ -}}
 {{- $_ := set $settings "nodes" (set ($settings.nodes | default dict) "read" false) -}}
 {{- end -}}
 {{- end -}}

@@ -39,14 +39,14 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
         (allow.names("env"), "an environment variable", _variables(template.env)),
         (allow.names("annotations"), "an annotation", _annotations(template.annotations)),
     )
-    for globs, what, names in named:
+    for globs, kind, names in named:
         for path, name in names:
             if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
-                yield _refused(path, f"is {what} that the settings do not allow", _instead(globs), name)
+                yield _refused(path, f"is {kind} that the settings do not allow", _allowed_hint(globs), name)
     for path, name in _priority(spec):
         if name.startswith(SYSTEM_PRIORITY):
-            rule = "is a priority class of Kubernetes' own parts, before which other pods are taken away"
-            yield _refused(path, rule, "name another one, or leave it out", name)
+            rule = "is reserved for Kubernetes system components; it would preempt other pods"
+            yield _refused(path, rule, "use another priority class, or leave it out", name)
     yield from _sizes(spec, settings)
 
 
@@ -64,13 +64,13 @@ def _annotations(given: Iterable[str]) -> Iterator[tuple[Path, str]]:
     return ((("template", "annotations", key), key) for key in given)
 
 
-def _instead(globs: Sequence[str]) -> str:
+def _allowed_hint(globs: Sequence[str]) -> str:
     return f"use one of {', '.join(globs)}" if globs else "leave it out, or ask the administrator"
 
 
-def _refused(path: Path, rule: str, way_out: str, value: object) -> Problem:
+def _refused(path: Path, rule: str, hint: str, value: object) -> Problem:
     full = ("spec", *path)
-    return Problem(format_path(full), describe_value(value, full), rule, way_out, reason="Forbidden")
+    return Problem(format_path(full), describe_value(value, full), rule, hint, reason="Forbidden")
 
 
 def named_uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
@@ -188,16 +188,16 @@ def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
     }
     servers = most_servers(spec)
     larger = "maxReplicas" if spec.endpoint is not None and servers > spec.endpoint.replicas else "replicas"
-    for most, path, asked, what in (
+    for most, path, requested, unit in (
         (allow.max_workers, ("endpoint", larger), servers, "servers"),
         (allow.max_gpus, ("endpoint", larger), servers * min(1, gpus), "GPUs for servers"),
         (allow.max_nodes, where, nodes, "nodes"),
         (allow.max_gpus, ("resources", "gpusPerNode"), nodes * gpus, "GPUs on all nodes"),
         *((allow.max_workers, path, count, "workers") for path, count in workers.items()),
     ):
-        if most is not None and asked > most:
-            rule = f"asks for {asked} {what}, and the settings allow {most}"
-            yield _refused(path, rule, f"ask for {most} at most", asked)
+        if most is not None and requested > most:
+            rule = f"requests {requested} {unit}; the settings allow {most}"
+            yield _refused(path, rule, f"request at most {most}", requested)
     if allow.max_storage is not None:
         yield from _too_large(_storage(spec), allow.max_storage)
 
@@ -212,7 +212,7 @@ def _too_large(sizes: Iterable[tuple[Path, str]], most: str) -> Iterator[Problem
     for path, size in sizes:
         with suppress(ValueError):  # other checks report values that are no quantity
             if parse_quantity(size) > parse_quantity(most):
-                yield _refused(path, f"is more than the settings allow, {most}", f"ask for {most} at most", size)
+                yield _refused(path, f"exceeds {most}, the maximum in the settings", f"request at most {most}", size)
 
 
 def _storage(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:

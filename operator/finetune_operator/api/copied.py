@@ -69,7 +69,7 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw": "adamw",
     "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
-_REPORTED = "every step is reported, whatever it says"
+_REPORTED = "every step is reported regardless"
 
 COPIED: tuple[Copied, ...] = (
     Copied(
@@ -80,16 +80,16 @@ COPIED: tuple[Copied, ...] = (
         _REPORTED,
     ),
     Copied(ARGUMENTS, ("overwrite_output_dir", "save_safetensors", "remove_unused_columns"),
-           "the trainer itself takes care of what it is for"),
+           "the trainer handles this itself"),
     Copied(ARGUMENTS, ("dataloader_drop_last",), "an incomplete last batch is dropped",
            harmless=lambda given: given is True, when="true"),
-    Copied(ARGUMENTS, ("do_train", "do_eval"), "what trains is evaluated, too",
+    Copied(ARGUMENTS, ("do_train", "do_eval"), "spec.training always trains and validates",
            harmless=lambda given: given is True, when="true"),
-    Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "it asks for nothing", harmless=_off,
+    Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "this is the default", harmless=_off,
            when="false"),
-    Copied(ARGUMENTS, ("deepspeed", "fsdp", "resume_from_checkpoint"), "it asks for nothing",
+    Copied(ARGUMENTS, ("deepspeed", "fsdp", "resume_from_checkpoint"), "this is the default",
            harmless=lambda given: given in (None, "", False), when="empty"),
-    Copied(ARGUMENTS, ("local_rank", "max_steps"), "it asks for nothing", harmless=_not_one, when="-1"),
+    Copied(ARGUMENTS, ("local_rank", "max_steps"), "this is the default", harmless=_not_one, when="-1"),
     Copied(ARGUMENTS, ("save_total_limit",), "", "checkpoints.keep", _whole),
     Copied(ARGUMENTS, ("save_steps",), "", "checkpoints.every",
            lambda given: None if _whole(given) is None else {"steps": given}),
@@ -141,7 +141,7 @@ def _settle_arguments(settled: Settled) -> Settled:
     assert settled.spec.training is not None
     left: dict[str, JsonValue] = dict(settled.spec.training.arguments)
     for name, given in settled.spec.training.arguments.items():
-        found = _taken(settled, ARGUMENTS, name, given, SAME.get(name))
+        found = _mapped_or_ignored(settled, ARGUMENTS, name, given, SAME.get(name))
         if found is not None:
             settled = found
             del left[name]
@@ -155,10 +155,10 @@ def _settle_deepspeed(settled: Settled) -> Settled:
         name = ".".join(path)
         if given == "auto" or (path[-1] == "type" and path[:-1] in OWNED_KEYS and _is_auto(left, path[:-1])):
             of_plan = any(path[:length] in OWNED_KEYS for length in range(len(path) + 1))
-            who = "the plan decides it" if of_plan else "DeepSpeed's default holds"
-            autos.append(_note(f"{DEEPSPEED_CONFIG}.{name}", given, f"is passed over: {who}"))
+            reason = "the plan sets it" if of_plan else "DeepSpeed's default applies"
+            autos.append(_note(f"{DEEPSPEED_CONFIG}.{name}", given, f"is ignored: {reason}"))
         else:
-            found = _taken(settled, DEEPSPEED_CONFIG, name, given, _SAME_KEYS.get(path))
+            found = _mapped_or_ignored(settled, DEEPSPEED_CONFIG, name, given, _SAME_KEYS.get(path))
             if found is None:
                 continue
             settled = found
@@ -192,16 +192,16 @@ def _remove(config: dict[str, JsonValue], path: tuple[str, ...]) -> None:
     config.pop(head, None)
 
 
-def _taken(settled: Settled, block: str, name: str, given: JsonValue, same: str | None) -> Settled | None:
+def _mapped_or_ignored(settled: Settled, block: str, name: str, given: JsonValue, same: str | None) -> Settled | None:
     """Return the settled spec with this setting mapped to a field or ignored; None: it is neither."""
     spec, path = settled.spec, f"{block}.{name}"
     if same is not None and given is not None and _get(spec, same) == given:
-        return _noted(settled, path, given, f"is passed over: spec.{same} says the same")
+        return _noted(settled, path, given, f"is ignored: spec.{same} has the same value")
     for row in COPIED:
         if row.block != block or name not in row.names:
             continue
         if row.field is None:
-            return _noted(settled, path, given, f"is passed over: {row.becomes}") if row.harmless(given) else None
+            return _noted(settled, path, given, f"is ignored: {row.becomes}") if row.harmless(given) else None
         value, shape = row.value(given), find(spec_shape(), row.field.split("."))
         assert shape is not None, row.field
         if value is None or not (isinstance(value, dict) or accepts(shape, value)):
@@ -211,7 +211,7 @@ def _taken(settled: Settled, block: str, name: str, given: JsonValue, same: str 
             return None
         return _noted(
             replace(settled, spec=_with(spec, row.field, value)), path, given,
-            f"is taken as spec.{row.field}" + ("" if value == given else f": {_plain(value)}"),
+            f"is mapped to spec.{row.field}" + ("" if value == given else f": {_plain(value)}"),
         )  # fmt: skip
     return None
 

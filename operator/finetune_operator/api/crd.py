@@ -35,7 +35,7 @@ from finetune_operator.api.shapes import (
     spec_shape,
     status_shape,
 )
-from finetune_operator.api.syntax import LABEL_VALUE_PATTERN, MAX_NAME, NAME_PATTERN
+from finetune_operator.api.syntax import DNS_LABEL_RULE, LABEL_VALUE_PATTERN, MAX_NAME, NAME_PATTERN
 from finetune_operator.api.template import (
     CODE_ENV,
     RESERVED_ENV,
@@ -74,8 +74,8 @@ TYPED: Mapping[str, type[BaseModel]] = {
     "template.volumes": Volume,
 }
 """Kubernetes' own objects, or lists of them. The API server refuses the faults that it would refuse in the pod."""
-THEIR_TEXT = 1024
-THEIR_ITEMS = 256
+KUBERNETES_TEXT = 1024
+KUBERNETES_ITEMS = 256
 LABELS = ("template.labels", "template.nodeSelector")
 KEYS: Mapping[str, str] = {"template.env": "name", "template.volumes": "name", "template.volumeMounts": "mountPath"}
 """List -> field by which its items are unique."""
@@ -156,7 +156,7 @@ def _root() -> Schema:
         free["additionalProperties"] = _free(levels)
     for path, model in TYPED.items():
         typed = _node_at(spec, path)
-        schema = _theirs(_crd_node(shape_of(model)))
+        schema = _kubernetes_node(_crd_node(shape_of(model)))
         if typed["type"] == "array":
             typed["items"] = schema | _item_rules(path)
             if path in KEYS:
@@ -186,7 +186,7 @@ def _root() -> Schema:
         "x-kubernetes-validations": [
             {
                 "rule": f"self.metadata.name.size() <= {MAX_NAME} && self.metadata.name.matches('{NAME_PATTERN}')",
-                "message": f"metadata.name has at most {MAX_NAME} characters, a-z, 0-9 and -, and no - at its ends",
+                "message": f"metadata.name {DNS_LABEL_RULE}",
             },
             *_immutability(),
         ],
@@ -197,17 +197,17 @@ def _item_rules(path: str) -> Schema:
     """Return the checks of `template.py` on one item that CEL can express."""
     match path:
         case "template.env":
-            taken = [f"self.name == '{name}'" for name in sorted(RESERVED_ENV | CODE_ENV)]
-            taken += [f"self.name.startsWith('{prefix}')" for prefix in RESERVED_ENV_PREFIXES]
+            reserved = [f"self.name == '{name}'" for name in sorted(RESERVED_ENV | CODE_ENV)]
+            reserved += [f"self.name.startsWith('{prefix}')" for prefix in RESERVED_ENV_PREFIXES]
             rules = [
-                (f"!({' || '.join(taken)})", "is a variable of the operator, of the launcher or of the image", ".name"),
+                (f"!({' || '.join(reserved)})", "is reserved for the operator, the launcher or the image", ".name"),
                 (f"!has(self.value) || !self.value.matches('{HUB_TOKEN_PATTERN}')", "looks like a Hub token: "
-                 "put it into a Secret, and name that in spec.secrets.hubToken", ".value"),
+                 "put it into a Secret, and reference that in spec.secrets.hubToken", ".value"),
             ]  # fmt: skip
         case "template.volumes":
-            taken = [f"self.name == '{name}'" for name in sorted(RESERVED_VOLUMES)]
-            taken.append(f"self.name.startsWith('{RESERVED_VOLUME_PREFIX}')")
-            rules = [(f"!({' || '.join(taken)})", "is the name of a volume of the operator", ".name")]
+            reserved = [f"self.name == '{name}'" for name in sorted(RESERVED_VOLUMES)]
+            reserved.append(f"self.name.startsWith('{RESERVED_VOLUME_PREFIX}')")
+            rules = [(f"!({' || '.join(reserved)})", "is reserved for a volume of the operator", ".name")]
         case _:
             return {}
     return {
@@ -223,28 +223,28 @@ def _free(levels: int) -> Schema:
     """
     if levels == 0:
         return {**_ANY, "nullable": True, "maxProperties": 0, "maxItems": 0, "maxLength": FREE_TEXT}
-    below = _free(levels - 1)
+    inner = _free(levels - 1)
     bounds = {"maxProperties": FREE_NAMES, "maxItems": FREE_ITEMS, "maxLength": FREE_TEXT}
-    return {**_ANY, "nullable": True, **bounds, "additionalProperties": below, "items": below}
+    return {**_ANY, "nullable": True, **bounds, "additionalProperties": inner, "items": inner}
 
 
-def _theirs(node: Schema) -> Schema:
+def _kubernetes_node(node: Schema) -> Schema:
     """Return a node of a Kubernetes object with bounds on everything, which Kubernetes leaves to the size of an object;
     and without defaults, as the API server adds none of ours to them.
     """
-    kept = {key: value for key, value in node.items() if key != "default"}
-    match kept.get("type"):
-        case "string" if "enum" not in kept:
-            kept.setdefault("maxLength", THEIR_TEXT)
+    bounded = {key: value for key, value in node.items() if key != "default"}
+    match bounded.get("type"):
+        case "string" if "enum" not in bounded:
+            bounded.setdefault("maxLength", KUBERNETES_TEXT)
         case "array":
-            kept.setdefault("maxItems", THEIR_ITEMS)
-            kept["items"] = _theirs(kept["items"])
-        case "object" if "properties" in kept:
-            kept["properties"] = {name: _theirs(inner) for name, inner in kept["properties"].items()}
+            bounded.setdefault("maxItems", KUBERNETES_ITEMS)
+            bounded["items"] = _kubernetes_node(bounded["items"])
+        case "object" if "properties" in bounded:
+            bounded["properties"] = {name: _kubernetes_node(inner) for name, inner in bounded["properties"].items()}
         case "object":
-            kept.setdefault("maxProperties", THEIR_ITEMS)
-            kept["additionalProperties"] = _theirs(kept["additionalProperties"])
-    return kept
+            bounded.setdefault("maxProperties", KUBERNETES_ITEMS)
+            bounded["additionalProperties"] = _kubernetes_node(bounded["additionalProperties"])
+    return bounded
 
 
 def _validation(rule: Rule) -> Schema:
@@ -263,15 +263,15 @@ def _immutability() -> Iterator[Schema]:
     for name, shape in body.fields.items():
         changeable = MUTABLE.get(name)
         if changeable is None:
-            yield _kept(started, f"spec.{name}", optional=not shape.required)
+            yield _immutable(started, f"spec.{name}", optional=not shape.required)
         elif changeable:
             assert isinstance(shape.body, Fields)
             for inner in shape.body.fields:
                 if inner not in changeable:
-                    yield _kept(started, f"spec.{name}.{inner}", optional=True)
+                    yield _immutable(started, f"spec.{name}.{inner}", optional=True)
 
 
-def _kept(started: str, path: str, *, optional: bool) -> Schema:
+def _immutable(started: str, path: str, *, optional: bool) -> Schema:
     new, old = f"self.{path}", f"oldSelf.{path}"
     same = f"{new} == {old}"
     if optional:
@@ -318,9 +318,9 @@ def _crd_plain(shape: Shape) -> Schema:
                 return {"type": "object", **_ANY, **bounds}
             return {"type": "object", "additionalProperties": _crd_node(value), **bounds}
         case Fields(fields):
-            needed = [name for name, inner in fields.items() if inner.required]
+            required = [name for name, inner in fields.items() if inner.required]
             properties = {name: _crd_node(inner) for name, inner in fields.items()}
-            return {"type": "object", "properties": properties, **({"required": needed} if needed else {})}
+            return {"type": "object", "properties": properties, **({"required": required} if required else {})}
         case Scalars() | Anything():
             return dict(_ANY)
 
@@ -337,8 +337,8 @@ def _crd_mixed(shape: Shape) -> Schema:
             return {**_ANY, "pattern": pattern, **_count_bounds(items)}
         case Fields(fields):
             properties = {name: _crd_node(inner) for name, inner in fields.items()}
-            known = [{"required": [name]} for name in fields]
-            return {**_ANY, "pattern": pattern, "properties": properties, "anyOf": known}
+            required_fields = [{"required": [name]} for name in fields]
+            return {**_ANY, "pattern": pattern, "properties": properties, "anyOf": required_fields}
         case other:
             raise TypeError(f"no CRD schema takes {shape.words} and {other}")
 
@@ -357,9 +357,9 @@ def _number_bounds(number: Number) -> Schema:
     """Return the bounds as in OpenAPI v3.0, where an exclusive bound is a flag beside the bound."""
     bounds: Schema = {}
     if number.minimum is not None:
-        bounds |= {"minimum": number.minimum} | ({"exclusiveMinimum": True} if number.above else {})
+        bounds |= {"minimum": number.minimum} | ({"exclusiveMinimum": True} if number.exclusive_minimum else {})
     if number.maximum is not None:
-        bounds |= {"maximum": number.maximum} | ({"exclusiveMaximum": True} if number.below else {})
+        bounds |= {"maximum": number.maximum} | ({"exclusiveMaximum": True} if number.exclusive_maximum else {})
     return bounds
 
 
@@ -383,14 +383,17 @@ def json_schema() -> Schema:
         "additionalProperties": False,
         "required": ["apiVersion", "kind", "metadata", "spec"],
         "properties": {
-            "apiVersion": {"const": API_VERSION, "description": "API group and version. Required."},
-            "kind": {"const": KIND, "description": "Kind. Required."},
+            "apiVersion": {"const": API_VERSION, "description": "API group and version of the object. Required."},
+            "kind": {"const": KIND, "description": "Kind of the object. Required."},
             "metadata": {
                 "type": "object",
                 "required": ["name"],
                 "properties": {
                     "name": name,
-                    "namespace": {"type": "string", "description": "Left out: the current one."},
+                    "namespace": {
+                        "type": "string",
+                        "description": "Namespace of the job. Defaults to the current namespace.",
+                    },
                 },
             },
             "spec": _editor_node(spec_shape()),
@@ -414,10 +417,10 @@ def _editor_forms(body: Body) -> list[Schema]:
         case Text() as text:
             form = {"type": "string", **_text_bounds(text)}
             return [form, {"type": "integer", "minimum": 0}] if text.quantity else [form]
-        case Number(integer, minimum, maximum, above, below):
+        case Number(integer, minimum, maximum, exclusive_minimum, exclusive_maximum):
             form = {"type": "integer" if integer else "number"}
-            form |= {} if minimum is None else {"exclusiveMinimum" if above else "minimum": minimum}
-            form |= {} if maximum is None else {"exclusiveMaximum" if below else "maximum": maximum}
+            form |= {} if minimum is None else {"exclusiveMinimum" if exclusive_minimum else "minimum": minimum}
+            form |= {} if maximum is None else {"exclusiveMaximum" if exclusive_maximum else "maximum": maximum}
             return [form]
         case Boolean():
             return [{"type": "boolean"}]
@@ -427,10 +430,10 @@ def _editor_forms(body: Body) -> list[Schema]:
             bounds = {} if maximum is None else {"maxProperties": maximum}
             return [{"type": "object", "additionalProperties": _editor_node(value), **bounds}]
         case Fields(fields):
-            needed = [name for name, inner in fields.items() if inner.required]
+            required = [name for name, inner in fields.items() if inner.required]
             properties = {name: _editor_node(inner) for name, inner in fields.items()}
             closed = {"type": "object", "additionalProperties": False, "properties": properties}
-            return [{**closed, **({"required": needed} if needed else {})}]
+            return [{**closed, **({"required": required} if required else {})}]
         case Scalars():
             return [{"type": ["string", "number", "boolean"]}]
         case Anything():

@@ -46,36 +46,36 @@ def override_problems(overrides: Mapping[str, JsonValue]) -> Iterator[Problem]:
     yield from _problems(overrides, ())
 
 
-def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterator[Problem]:
+def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iterator[Problem]:
     for key, value in values.items():
-        path = (*above, key)
+        path = (*parents, key)
         full = (*_FIELD, *path)
         where, shown = format_path(full), describe_value(value, full)
-        known = KNOWN_KEYS.get(above)
+        known_keys = KNOWN_KEYS.get(parents)
         if path in OWNED_KEYS:
             field = OWNED_KEYS[path]
             yield Problem(
                 where,
                 shown,
-                f"spec.{field} decides it",
+                f"is set by spec.{field}",
                 owned_key(field, value),
                 reason="Forbidden",
             )
-        elif known is not None and key not in known:
-            near = _nearest(key, known)
+        elif known_keys is not None and key not in known_keys:
+            near = _nearest(key, known_keys)
             yield Problem(
                 where,
                 shown,
-                "DeepSpeed knows no such key and would ignore it",
+                "is not a DeepSpeed key, so that DeepSpeed would ignore it",
                 f"did you mean {near}?" if near else "leave it out",
                 reason="Unknown",
             )
         elif isinstance(value, dict) and (path in KNOWN_KEYS or path[0] in OPEN_SECTIONS):
             yield from _problems(value, path)
         elif path in KNOWN_KEYS:
-            yield Problem(where, shown, "it is an object in DeepSpeed", "write its keys below it")
+            yield Problem(where, shown, "must be an object for DeepSpeed", "write its keys below it")
 
 
-def _nearest(key: str, known: frozenset[str]) -> str | None:
-    found = get_close_matches(key, sorted(known), n=1)
+def _nearest(key: str, known_keys: frozenset[str]) -> str | None:
+    found = get_close_matches(key, sorted(known_keys), n=1)
     return found[0] if found else None

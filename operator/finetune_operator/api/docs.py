@@ -35,9 +35,9 @@ def api_reference() -> str:
         "",
         "## Not supported yet",
         "",
-        "`finetune validate` refuses these with reason `NotYetSupported` when set to anything but what is named here.",
+        "`finetune validate` refuses these fields with reason `NotYetSupported`, except for the supported values.",
         "",
-        "| Field | What works |",
+        "| Field | Supported values |",
         "|---|---|",
         *(f"| `spec.{row.path}` | {row.works if row.values or row.schemes else 'the default only'} |" for row in ROWS),
         "",
@@ -69,14 +69,14 @@ prices:
 
 def settings_reference() -> str:
     """Return the settings of an installation as Markdown, ending in a newline."""
-    shape = shape_of(Settings, "What the administrator decides for all jobs.")
+    shape = shape_of(Settings, "Settings of the administrator for all jobs.")
     lines = [
         "# Settings",
         "",
         "Generated from the models by `make generate`; do not edit.",
         "",
-        "One YAML file, whole or in part: what is left out has the default below. An unknown or wrong setting is told",
-        "with its path, and nothing starts.",
+        "One YAML file with any subset of these settings; unset ones have the defaults below. The operator reports an",
+        "unknown or invalid setting with its path, and does not start.",
         "",
         "```yaml",
         *SETTINGS_EXAMPLE.splitlines(),
@@ -92,37 +92,37 @@ def names_reference() -> str:
     lines = [
         "# Names of other tools",
         "",
-        "What a configuration of Hugging Face, axolotl, LLaMA-Factory, DeepSpeed or Kubernetes calls a setting, and",
-        "what to write in a FineTuneJob. `finetune validate` says the same wherever it meets one of these names or",
-        "values. A name is recognised in any spelling: `per_device_train_batch_size` is `perDeviceTrainBatchSize`.",
+        "Names of settings in Hugging Face, axolotl, LLaMA-Factory, DeepSpeed and Kubernetes, and the field of a",
+        "FineTuneJob to use instead. `finetune validate` gives the same hint for each of them. A name is",
+        "recognized in any spelling: `per_device_train_batch_size` is `perDeviceTrainBatchSize`.",
         "",
         "Generated from the models by `make generate`; do not edit.",
         "",
         "## Fields",
         "",
-        "| Their name | Used by | Write | Note |",
+        "| Name | Used by | Write | Note |",
         "|---|---|---|---|",
         *(_name_row(row) for row in NAMES),
         "",
         "## Values",
         "",
-        "| Field | Their value | Used by | Write | Note |",
+        "| Field | Value | Used by | Write | Note |",
         "|---|---|---|---|---|",
         *(_value_row(row) for row in VALUES),
         "",
         "A quantity of memory is `16Gi` (powers of 1024) or `16G` (powers of 1000), not `16 GB`.",
         "",
-        "## Settings that are taken as they are",
+        "## Settings that are accepted unchanged",
         "",
-        "They stand in `spec.training.arguments` or `spec.parallelism.deepspeedConfig`. They are taken as a field of",
-        "the job that is left at its default, or passed over where they change nothing; `finetune validate`, `plan`",
-        "and `run` say so. In `deepspeedConfig` so is every `auto`, and a key that says what its field says.",
+        "These settings are accepted in `spec.training.arguments` or `spec.parallelism.deepspeedConfig`. They set a",
+        "field of the job that has its default, or are ignored if they change nothing; `finetune validate`, `plan` and",
+        "`run` report this. In `deepspeedConfig`, every `auto` is ignored as well, and any key that equals its field.",
         "",
-        "| Below | Setting | What becomes of it |",
+        "| In | Setting | Effect |",
         "|---|---|---|",
         *(_copied_row(row) for row in COPIED),
         *(
-            f"| `spec.{ARGUMENTS}` | `{name}` | passed over where `spec.{field}` says the same |"
+            f"| `spec.{ARGUMENTS}` | `{name}` | ignored if `spec.{field}` has the same value |"
             for name, field in SAME.items()
         ),
         "",
@@ -135,10 +135,10 @@ def _training_arguments() -> Iterator[str]:
     """Yield a section that lists which fields of TrainingArguments a job may set."""
     rest = sorted(known_arguments().keys() - FREE - OWNED_BY_PLAN.keys())
     yield from ("## Fields of transformers.TrainingArguments", "")
-    yield from ("`spec.training.arguments` takes these, and each has its effect:", "", f"{_codes(sorted(FREE))}.", "")
+    yield from ("`spec.training.arguments` accepts these fields:", "", f"{_codes(sorted(FREE))}.", "")
     yield from ("These are refused, because a field of the job decides them:", "", "| Field | Set |", "|---|---|")
     yield from (f"| `{name}` | `spec.{field}` |" for name, field in OWNED_BY_PLAN.items())
-    yield from ("", "These are refused, because the trainer itself takes care of what they are for:", "")
+    yield from ("", "These are refused, because the trainer itself controls their effect:", "")
     yield f"{_codes(rest)}."
 
 
@@ -157,9 +157,7 @@ def _value_row(row: ForeignValue) -> str:
 
 def _copied_row(row: Copied) -> str:
     becomes = (
-        f"taken as `spec.{row.field}`"
-        if row.field
-        else f"passed over{f' when {row.when}' * bool(row.when)}: {row.becomes}"
+        f"sets `spec.{row.field}`" if row.field else f"ignored{f' when {row.when}' * bool(row.when)}: {row.becomes}"
     )
     return f"| `spec.{row.block}` | {_codes(row.names)} | {becomes} |"
 
@@ -177,10 +175,10 @@ def _sections(path: str, shape: Shape) -> Iterator[str]:
     """Yield a table for the fields of one block, then those of the blocks in it."""
     fields = _fields(shape)
     yield from (f"## {path}", "", _cell(shape.group or shape.description), "")
-    yield from ("| Field | Takes | Default | Description |", "|---|---|---|---|")
+    yield from ("| Field | Values | Default | Description |", "|---|---|---|---|")
     for name, inner in fields.items():
-        takes = _cell(sentence(inner)) if not _fields(inner) else " or ".join([*inner.words, "see below"])
-        yield f"| `{name}` | {takes} | {_default(inner)} | {_cell(inner.description)} |"
+        values = _cell(sentence(inner)) if not _fields(inner) else " or ".join([*inner.words, "see below"])
+        yield f"| `{name}` | {values} | {_default(inner)} | {_cell(inner.description)} |"
     yield ""
     for name, inner in fields.items():
         if _fields(inner):
@@ -208,9 +206,9 @@ def _cell(text: str) -> str:
 def launchers_table() -> str:
     """Return the table of docs/operator.md: the choices of `launcher: auto`, in their order."""
     rows = [each for each in SUPPORTED if each.name in TRAINING]
-    lines = ["| launcher | runs train as | needs |", "|---|---|---|"]
+    lines = ["| launcher | object of the train stage | needs |", "|---|---|---|"]
     for each in rows:
         needs = "nothing" if each.built_in else each.installed_by.removeprefix("the ")
         lines.append(f"| `{each.name}` | {each.manifest} | {needs} |")
-    lines += ["", "`launcher: auto` takes the first of these that the API server serves."]
+    lines += ["", "`launcher: auto` selects the first of these that the API server serves."]
     return "\n".join(lines) + to_come("refused as not yet supported", "`") + "\n"

@@ -31,7 +31,7 @@ _KUBERNETES = {
 
 
 class NoSuchFieldError(Exception):
-    """Error of an unknown field; the text names the one that may be meant."""
+    """Error of an unknown field; the text suggests a similar one."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def find_field(written: str) -> Field:
     for place, part in enumerate(parts):
         inner = {each.name: each for each in found.fields}
         if part not in inner:
-            raise NoSuchFieldError(_meant(found, part, [*parts[:place]], top))
+            raise NoSuchFieldError(_not_found(found, part, [*parts[:place]], top))
         found = inner[part]
     return found
 
@@ -98,17 +98,17 @@ def _root() -> Field:
 
 
 def _field(path: str, schema: Schema, *, required: bool) -> Field:
-    below = schema
-    while "properties" not in below:
-        inner = below.get("items") or below.get("additionalProperties")
+    node = schema
+    while "properties" not in node:
+        inner = node.get("items") or node.get("additionalProperties")
         if not isinstance(inner, Mapping):
-            below = {}
+            node = {}
             break
-        below = dict(inner)
-    needed = below.get("required", ())
+        node = dict(inner)
+    required_names = node.get("required", ())
     fields = tuple(
-        _field(f"{path}.{name}" if path else name, inner, required=name in needed)
-        for name, inner in sorted(below.get("properties", {}).items())
+        _field(f"{path}.{name}" if path else name, inner, required=name in required_names)
+        for name, inner in sorted(node.get("properties", {}).items())
     )
     description = schema.get("description") or _KUBERNETES.get(path, "")
     return Field(path, _type(schema), description, required, schema, fields)
@@ -128,22 +128,22 @@ def _type(schema: Schema) -> str:
             return "integer or string" if schema.get("x-kubernetes-int-or-string") else "any"
 
 
-def _meant(parent: Field, name: str, above: list[str], top: set[str]) -> str:
+def _not_found(parent: Field, name: str, parents: list[str], top: set[str]) -> str:
     """Return the message for a field that its parent does not have, with a suggestion."""
-    path = ".".join([*above, name])
+    path = ".".join([*parents, name])
     names = [each.name for each in parent.fields]
-    near = difflib.get_close_matches(name, [*names, *(top if above == ["spec"] else ())], n=1)
+    near = difflib.get_close_matches(name, [*names, *(top if parents == ["spec"] else ())], n=1)
     if near:
-        meant = near[0] if near[0] not in names else ".".join([*above, near[0]])
-        return f"there is no field {path}; did you mean {meant}?"
-    row = find_name(name, above[-1] if above else "")
-    elsewhere = place_of(name, above) or (row.field if row is not None else None)
+        suggestion = near[0] if near[0] not in names else ".".join([*parents, near[0]])
+        return f"there is no field {path}; did you mean {suggestion}?"
+    row = find_name(name, parents[-1] if parents else "")
+    elsewhere = place_of(name, parents) or (row.field if row is not None else None)
     if elsewhere is not None:
         return f"there is no field {path}; did you mean {elsewhere}?"
     if not names:
         article = "an" if parent.type[0] in "aio" else "a"
-        return f"there is no field {path}: {'.'.join(above)}, {article} {parent.type}, has no fields"
-    return f"there is no field {path}; {'.'.join(above) or KIND} has the fields {', '.join(names)}"
+        return f"there is no field {path}: {'.'.join(parents)}, {article} {parent.type}, has no fields"
+    return f"there is no field {path}; {'.'.join(parents) or KIND} has the fields {', '.join(names)}"
 
 
 # ------------------------------------------------------------------------------------------------------------ as text
@@ -160,7 +160,7 @@ def _lines(field: Field, *, recursive: bool) -> Iterator[str]:
     yield f"VERSION:    {VERSION}"
     yield ""
     if field.path:
-        yield f"FIELD: {field.name} <{field.type}>{_needed(field)}"
+        yield f"FIELD: {field.name} <{field.type}>{_required_mark(field)}"
         if "enum" in field.schema:
             yield "ENUM:"
             yield from (f"    {word}" for word in field.schema["enum"])
@@ -170,12 +170,12 @@ def _lines(field: Field, *, recursive: bool) -> Iterator[str]:
     if field.fields:
         yield ""
         yield "FIELDS:"
-        yield from _tree(field, 2) if recursive else _own(field)
+        yield from _tree(field, 2) if recursive else _field_list(field)
 
 
-def _own(field: Field) -> Iterator[str]:
+def _field_list(field: Field) -> Iterator[str]:
     for each in field.fields:
-        yield f"  {each.name}\t<{each.type}>{_needed(each)}"
+        yield f"  {each.name}\t<{each.type}>{_required_mark(each)}"
         if "enum" in each.schema:
             yield f"  enum: {', '.join(map(str, each.schema['enum']))}"
         yield from _wrapped(each.description or "<no description>")
@@ -184,13 +184,13 @@ def _own(field: Field) -> Iterator[str]:
 
 def _tree(field: Field, indent: int) -> Iterator[str]:
     for each in field.fields:
-        yield f"{' ' * indent}{each.name}\t<{each.type}>{_needed(each)}"
+        yield f"{' ' * indent}{each.name}\t<{each.type}>{_required_mark(each)}"
         if "enum" in each.schema:
             yield f"{' ' * indent}enum: {', '.join(map(str, each.schema['enum']))}"
         yield from _tree(each, indent + 2)
 
 
-def _needed(field: Field) -> str:
+def _required_mark(field: Field) -> str:
     return " -required-" if field.required else ""
 
 

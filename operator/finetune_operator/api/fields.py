@@ -59,35 +59,35 @@ def read_fields(
     """
     remainder = copy.deepcopy(value)
     faults: dict[Path, Problem] = {}
-    gone: set[Path] = set()
-    placed: set[Path] = set()
+    removed: set[Path] = set()
+    corrected: set[Path] = set()
     for _ in range(_DEEPEST):
         try:
             # JSON text, because pydantic's strict mode takes lists for tuples there only.
             read = model.model_validate_json(json.dumps(remainder))
-            return Read(read, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
+            return Read(read, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
         except ValidationError as error:
             entries = [
                 (_document_path(shape, entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)
             ]
-            above = {path[:length] for path, _ in entries for length in range(len(path))}
+            parents = {path[:length] for path, _ in entries for length in range(len(path))}
             for path, kind in entries:
                 # `auto` or an object: if a field of the object is wrong, the error that it is not `auto` is noise.
-                if path in above:
+                if path in parents:
                     continue
                 seen = value if value_at(value, path) is not None else remainder
                 if not any(path[:length] in faults for length in range(len(path) + 1)):
                     faults[path] = _field_problem(shape, path, kind, seen, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
-                    return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
-                place, meant = _meant(shape, path, kind, seen, prefix, faults[path])
-                if place == path and path not in placed and _set(remainder, path, meant):
-                    placed.add(path)
+                    return Read(None, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
+                place, intended = _intended(shape, path, kind, seen, prefix, faults[path])
+                if place == path and path not in corrected and _set(remainder, path, intended):
+                    corrected.add(path)
                     continue
-                taken_out = _take_out(shape, remainder, path, placeholders or {})
-                if place is None or not _put(remainder, place, meant):
-                    gone.add(taken_out)
-    return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
+                removed_path = _remove(shape, remainder, path, placeholders or {})
+                if place is None or not _put(remainder, place, intended):
+                    removed.add(removed_path)
+    return Read(None, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
 
 
 def without_nulls(value: JsonValue, shape: Shape) -> JsonValue:
@@ -135,13 +135,12 @@ def _field_problem(
     value = value_at(document, path)
     shape = find(root, path)
     if kind == "extra_forbidden" or shape is None:
-        hint = _name_hint(root, path, document, prefix)
-        return _unknown(full, value, hint)
+        return _unknown(full, value, _name_hint(root, path, document, prefix))
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
-    rule, way_out = wrong_value(shape, full, value, schemes)
+    rule, hint = wrong_value(shape, full, value, schemes)
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
-    return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
+    return Problem(format_path(full), describe_value(value, full), rule, hint, reason=reason)
 
 
 def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
@@ -155,14 +154,14 @@ def _unknown(path: Path, value: JsonValue, hint: NameHint) -> Problem:
     )
 
 
-_SETS_ONE = re.compile(r"set spec\.(model\.uri|dataset\.uri) to (\S+)")
+_SETTING_HINT = re.compile(r"set spec\.(model\.uri|dataset\.uri) to (\S+)")
 """Hint that sets one of these fields to a value."""
 
 
 def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> NameHint:
     """Find the hint for the unknown field at `path` of a document located at `prefix`."""
-    above = find(root, path[:-1])
-    names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
+    parent = find(root, path[:-1])
+    names = tuple(parent.body.fields) if parent and isinstance(parent.body, Fields) else ()
     task = document.get("task") if isinstance(document, dict) else None
     columns = value_at(document, ("dataset", "columns"))
     if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
@@ -170,17 +169,17 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     value = value_at(document, path)
     data = value_at(document, ("dataset", "uri"))
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), task=task, data=data)
-    told = _SETS_ONE.fullmatch(hint.text)
-    given = value_at(document, tuple(told[1].split("."))) if told is not None else None
-    if told is None or not isinstance(given, str) or given == "auto" or told[2] == given:
+    setting = _SETTING_HINT.fullmatch(hint.text)
+    given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
+    if setting is None or not isinstance(given, str) or given == "auto" or setting[2] == given:
         return hint
     if path == ("model", "checkpoint"):
         return NameHint(
-            "leave it out: with spec.checkpoints.resume auto, a run goes on from the newest checkpoint in "
+            "leave it out: with spec.checkpoints.resume auto, a run resumes from the newest checkpoint in "
             "spec.storage.workspace"
         )
-    own = describe_value(given, path)
-    return NameHint(f"leave it out: spec.{told[1]} is {own} already; or write this in its place")
+    current = describe_value(given, path)
+    return NameHint(f"leave it out: spec.{setting[1]} is already {current}; or replace that value")
 
 
 def value_at(value: JsonValue, path: Path) -> JsonValue:
@@ -194,7 +193,7 @@ def value_at(value: JsonValue, path: Path) -> JsonValue:
     return value
 
 
-def _meant(
+def _intended(
     root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path, problem: Problem
 ) -> tuple[Path | None, JsonValue]:
     """Return the correct path and value of a field with a wrong name, place or value.
@@ -212,8 +211,8 @@ def _meant(
             return None, None
         if row is not None:
             return (path, row.instead[field]) if list(row.instead) == [field] else (None, None)
-        meant = plain_meaning(shape, value, problem.way_out)
-        return (None, None) if meant is None else (path, meant)
+        intended = plain_meaning(shape, value, problem.way_out)
+        return (None, None) if intended is None else (path, intended)
     hint = _name_hint(root, path, document, prefix)
     place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
     return (place, value) if place and find(root, place) is not None else (None, None)
@@ -221,10 +220,10 @@ def _meant(
 
 def _set(document: JsonValue, path: Path, value: JsonValue) -> bool:
     """Replace the value at `path`; return False if no field of an object is there."""
-    above = value_at(document, path[:-1])
-    if not isinstance(above, dict) or path[-1] not in above:
+    parent = value_at(document, path[:-1])
+    if not isinstance(parent, dict) or path[-1] not in parent:
         return False
-    above[str(path[-1])] = copy.deepcopy(value)
+    parent[str(path[-1])] = copy.deepcopy(value)
     return True
 
 
@@ -240,7 +239,7 @@ def _put(document: JsonValue, place: Path, value: JsonValue) -> bool:
     return True
 
 
-def _take_out(root: Shape, value: JsonValue, path: Path, placeholders: Mapping[str, JsonValue]) -> Path:
+def _remove(root: Shape, value: JsonValue, path: Path, placeholders: Mapping[str, JsonValue]) -> Path:
     """Remove the field at `path`, or its parent if that requires it; required fields get a placeholder. Return the
     removed path.
     """
@@ -248,9 +247,9 @@ def _take_out(root: Shape, value: JsonValue, path: Path, placeholders: Mapping[s
     while len(path) > 1 and ((shape is not None and shape.required) or isinstance(path[-1], int)):
         path = path[:-1]
         shape = find(root, path)
-    above = value_at(value, path[:-1])
-    if isinstance(above, dict):
-        above.pop(str(path[-1]), None)
+    parent = value_at(value, path[:-1])
+    if isinstance(parent, dict):
+        parent.pop(str(path[-1]), None)
         if len(path) == 1 and path[0] in placeholders:
-            above[str(path[0])] = copy.deepcopy(placeholders[str(path[0])])
+            parent[str(path[0])] = copy.deepcopy(placeholders[str(path[0])])
     return path

@@ -12,7 +12,15 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
 from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, find_value, written
-from finetune_operator.api.hints import as_uri, named_inside, on_hub, place_of, shown_value, taken_place, taken_value
+from finetune_operator.api.hints import (
+    accepted_field_value,
+    accepted_value,
+    as_uri,
+    named_inside,
+    on_hub,
+    place_of,
+    shown_value,
+)
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
@@ -67,7 +75,7 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
         names = [name for name in inner if name not in known]
         tool = _tool(names)
         if tool is not None:
-            return _told(path, tool, {name: inner[name] for name in names}, inner)
+            return _configuration_problem(path, tool, {name: inner[name] for name in names}, inner)
     return None
 
 
@@ -86,46 +94,48 @@ def _tool(names: Sequence[str]) -> str | None:
     return None
 
 
-def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[str, JsonValue]) -> Problem:
+def _configuration_problem(
+    path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[str, JsonValue]
+) -> Problem:
     fields: dict[str, list[str]] = {}
     values: dict[str, str] = {}
     left_out = []
     hub = _data_on_hub(spec)
 
-    def translate(name: str, field: str, taken: str = "") -> None:
+    def translate(name: str, field: str, accepted: str = "") -> None:
         if not field:
             left_out.append(name)
             return
         fields.setdefault(field, []).append(name)
-        values[field] = values.get(field) or taken
+        values[field] = values.get(field) or accepted
 
     for name, value in spec.items():
         known = find_value(f"spec.{name}", value) if path else None
         for field, instead in known.instead.items() if known is not None else ():
             fields[field], values[field] = [name], f": {instead}"
-        for inner, field, taken in named_inside(name, name, value) if path and name not in given else ():
+        for inner, field, accepted in named_inside(name, name, value) if path and name not in given else ():
             if not field or not field.endswith(f".{inner}"):
-                translate(inner, field, taken)
+                translate(inner, field, accepted)
     for name, value in given.items():
         row = find_name(name, path)
         if row is None:
             place = place_of(name, (path,) if path else ())
             if place is not None:
-                translate(name, place, taken_place(place, value))
+                translate(name, place, accepted_field_value(place, value))
             elif isinstance(value, dict):
-                for inner, field, taken in named_inside(name, name, value):
-                    translate(inner, field, taken)
+                for inner, field, accepted in named_inside(name, name, value):
+                    translate(inner, field, accepted)
             else:
                 left_out.append(name)
-        elif made := written(row, value, hub=hub):
-            for field, each in made.items():
+        elif converted := written(row, value, hub=hub):
+            for field, each in converted.items():
                 translate(name, field, f": {shown_value(each, field)}")
         elif row.field is None:
             left_out.append(name)
         else:
-            translate(name, row.field, taken_value(row, _address(value)))
-            for inner, field, taken in named_inside(name, name, value):
-                translate(inner, field, taken)
+            translate(name, row.field, accepted_value(row, _address(value)))
+            for inner, field, accepted in named_inside(name, name, value):
+                translate(inner, field, accepted)
     if _GLOBAL_BATCH in fields and not values[_GLOBAL_BATCH]:
         values[_GLOBAL_BATCH] = _rows_of_a_step(spec)
     for column, name in _alpaca_columns(spec):
@@ -140,7 +150,7 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
     translated = f"here {', '.join(pairs[:_MOST])}" if pairs else ""
     rest = f"; leave out {', '.join(left_out[:_MOST])}" if left_out else ""
     return Problem(
-        path, None, f"this is a configuration of {tool}, which has other names than a {KIND}",
+        path, None, f"this is a configuration of {tool}, whose field names differ from those of a {KIND}",
         f"{begin}{translated}{rest}; docs/names.md lists all names", reason="Unknown",
     )  # fmt: skip
 
@@ -166,7 +176,7 @@ def _rows_of_a_step(spec: Mapping[str, JsonValue]) -> str:
     if len(counts) < 2:
         return ""
     rows = counts[_GLOBAL_BATCH] * counts[_MICRO_BATCH]
-    return f": {rows} ({counts[_MICRO_BATCH]} x {counts[_GLOBAL_BATCH]}), times the number of processes where several"
+    return f": {rows} ({counts[_MICRO_BATCH]} x {counts[_GLOBAL_BATCH]}) x the number of processes"
 
 
 def _alpaca_columns(spec: Mapping[str, JsonValue]) -> Sequence[tuple[str, str]]:
@@ -190,7 +200,7 @@ def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
     if not {"tuning", "resource"} <= set(value) and not {"inference", "resource"} <= set(value):
         return None
     return Problem(
-        "", None, f"this is a Workspace of KAITO, which has other names than a {KIND}",
+        "", None, f"this is a Workspace of KAITO, whose field names differ from those of a {KIND}",
         f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task, e.g. text-generation; then "
         "tuning.preset.name is spec.model.uri, with hf://organisation/ before it; tuning.method is "
         "spec.model.adapter.method; tuning.input is "
@@ -215,9 +225,9 @@ def _instance_type(value: Mapping[str, JsonValue]) -> str:
     resource = value.get("resource")
     named = resource.get("instanceType") if isinstance(resource, dict) else None
     row = find_name("instanceType", "")
-    made = written(row, named, hub=False) if row is not None else {}
+    converted = written(row, named, hub=False) if row is not None else {}
     return "".join(
-        f"; resource.instanceType is in {field}, too: {shown_value(each, field)}" for field, each in made.items()
+        f"; resource.instanceType is in {field}, too: {shown_value(each, field)}" for field, each in converted.items()
     )
 
 
@@ -227,12 +237,10 @@ def workload(value: JsonValue) -> Problem | None:
     if not isinstance(kind, str) or kind not in _WORKLOADS:
         return None
     return Problem(
-        "kind", f'"{kind}"', f"runs containers, and there is no {KIND} in what was read",
-        f"write a {KIND} (apiVersion: {API_VERSION}), which names task, model and dataset, and has its containers "
-        "written: spec has `task: text-classification`, `model: {uri: hf://...}`, `dataset: {uri: hf://...}` and "
-        "`training: {epochs: 3}`, say; a limit of nvidia.com/gpu is spec.resources.gpusPerNode, replicas are "
-        "spec.resources.nodes, backoffLimit is spec.runPolicy.maxRestarts, and a program of yours is "
-        "spec.training.script; leave image and command out, as pods run the trainer's; an argument such as --lr is a "
-        "field of spec.training: learningRate; docs/names.md lists all names",
+        "kind", f'"{kind}"', f"runs containers, and there is no {KIND} in the input",
+        f"write a {KIND} (apiVersion: {API_VERSION}) with spec.task, spec.model.uri, spec.dataset.uri and "
+        "spec.training; nvidia.com/gpu is spec.resources.gpusPerNode, replicas is spec.resources.nodes, backoffLimit "
+        "is spec.runPolicy.maxRestarts, --lr is spec.training.learningRate, a program of your own is "
+        "spec.training.script; leave image and command out; docs/names.md lists all names",
         reason="Unknown",
     )  # fmt: skip

@@ -129,11 +129,11 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("model_name_or_path", "base_model", "model_name", "model_id", "base_model_name_or_path", "pretrained_model",
          "pretrained_model_name_or_path", "model_path"),
-        EVERYBODY, "spec.model.uri", "hf:// before a name of the Hub, file:// before a path",
+        EVERYBODY, "spec.model.uri", "hf:// before the name of a Hub repository, file:// before a path",
     ),
     ForeignName(
         ("name", "path", "id", "repo", "repo_id", "hub_id", "checkpoint", "source"), EVERYBODY, "spec.model.uri",
-        "hf:// before a name of the Hub, file:// before a path", under=("model",),
+        "hf:// before the name of a Hub repository, file:// before a path", under=("model",),
     ),
     ForeignName(
         ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_config", "tokenizer_type", "tokenizer", "model_type",
@@ -171,7 +171,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("modules_to_save", "use_rslora", "loftq_config", "lora_bias", "bias"), EVERYBODY, None,
-        "leave it out: beside the adapter the task's head is trained whole, and nothing else",
+        "leave it out: only the adapter and the task's head are trained",
     ),
     ForeignName(
         ("num_labels", "id2label", "label2id", "label_list", "labels", "classes", "num_classes"), HF, None,
@@ -180,26 +180,26 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("flash_attention", "flash_attn", "attn_implementation", "use_flash_attention_2", "sdp_attention",
          "xformers_attention"),
-        EVERYBODY, None, "leave it out: torch's fused attention is used where the model has it",
+        EVERYBODY, None, "leave it out: torch's fused attention is used where the model supports it",
     ),
     # ---- data
     ForeignName(
         ("dataset_name", "datasets", "dataset_path", "data_path", "data_files", "train_file", "train_data",
          "train_dataset", "training_data", "dataset_dir", "data", "dataset_id"),
-        EVERYBODY, "spec.dataset.uri", "hf:// before a name of the Hub, file:// before a path",
+        EVERYBODY, "spec.dataset.uri", "hf:// before the name of a Hub repository, file:// before a path",
     ),
     ForeignName(
         ("name", "path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
-        "hf:// before a name of the Hub, file:// before a path", under=("dataset",),
+        "hf:// before the name of a Hub repository, file:// before a path", under=("dataset",),
     ),
     ForeignName(
         ("format", "data_format", "file_format"), EVERYBODY, None,
-        "leave it out: files are read by their endings, and the columns say what rows hold", under=("dataset",),
+        "leave it out: the extension of a file determines its format", under=("dataset",),
     ),
     ForeignName(("dataset_config_name", "dataset_config", "subset"), HF, "spec.dataset.config"),
     ForeignName(
         ("revision", "dataset_revision", "data_revision"), HF, None,
-        "write it behind the name in spec.dataset.uri, as hf://org/name@REVISION", under=("dataset",),
+        "append it to spec.dataset.uri, as hf://org/name@REVISION", under=("dataset",),
     ),
     ForeignName(("train_split", "dataset_train_split", "split"), EVERYBODY, "spec.dataset.splits.train"),
     ForeignName(
@@ -219,34 +219,34 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("output_format", "file_format", "file_type"), EVERYBODY, "spec.predict.format", under=("predict",)),
     ForeignName(
         ("id", "id_column", "row_id", "idx", "guid", "key"), HF, "spec.predict.idColumn",
-        "which predictions are told apart by; a job without spec.predict leaves it out", under=("columns",),
+        "which identifies the predictions; without spec.predict leave it out", under=("columns",),
     ),
     ForeignName(
         ("id", "id_field", "id_key", "key", "row_id", "index_column"), EVERYBODY, "spec.predict.idColumn",
         under=("predict",),
     ),
     ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),
-    ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are cut at spec.preparation.maxLength"),
+    ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are truncated to spec.preparation.maxLength"),
     ForeignName(
         ("validation_file", "eval_dataset", "eval_file", "validation_data", "dev_file"), EVERYBODY,
         "spec.dataset.splits.validation",
-        "the file's name without its ending, with the folder of all files as spec.dataset.uri", same=False,
+        "the file's name without its extension; spec.dataset.uri is the folder of all files", same=False,
     ),
     ForeignName(
         ("test_file", "test_datasets", "test_dataset", "test_data"), EVERYBODY, "spec.dataset.splits.test",
-        "the file's name without its ending, with the folder of all files as spec.dataset.uri", same=False,
+        "the file's name without its extension; spec.dataset.uri is the folder of all files", same=False,
     ),
     ForeignName(
         ("val_set_size", "val_size", "validation_split_percentage", "test_size", "validation_size", "eval_size",
          "validation_fraction", "dev_size"),
         EVERYBODY, None,
-        "leave it out: 5 % are set aside where no split is named validation; for another share write these rows into a "
-        "file of their own, and set spec.dataset.splits.validation to its name",
+        "leave it out: 5 % are held out if no split is named validation; for another fraction, write these rows to a "
+        "separate file, and set spec.dataset.splits.validation to its name",
         writes=_held_out,
     ),
     ForeignName(
         ("max_train_samples", "max_samples", "max_rows", "num_samples"), EVERYBODY, None,
-        "leave it out: all rows of files are read; spec.training.maxSteps bounds how many are learnt",
+        "leave it out: all rows of files are read; spec.training.maxSteps limits the training",
         writes=_first_rows,
     ),
     ForeignName(
@@ -265,7 +265,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "block_size", "model_max_length", "seq_length",
          "seq_len", "max_source_length", "max_length", "max_input_length", "max_prompt_length", "max_len",
          "context_length"),
-        EVERYBODY, "spec.preparation.maxLength", "a count of tokens",
+        EVERYBODY, "spec.preparation.maxLength", "in tokens",
     ),
     ForeignName(("sample_packing", "pack_sequences"), f"{AXOLOTL}, {FACTORY}", "spec.preparation.packing"),
     ForeignName(
@@ -279,16 +279,16 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("doc_stride",), HF, "spec.preparation.stride"),
     ForeignName(
         ("template", "chat_template", "conversation", "prompt_template"), f"{AXOLOTL}, {FACTORY}", None,
-        "leave it out: conversations are written by the chat template of the model's tokenizer",
+        "leave it out: conversations use the chat template of the model's tokenizer",
         under=("dataset", "training", "preparation", "model", ""),
     ),
     ForeignName(
         ("train_on_inputs", "mask_prompt", "completion_only_loss", "assistant_only_loss"), EVERYBODY, None,
-        "leave it out: of a prompt and its answer the answer alone is learnt",
+        "leave it out: the loss covers the answer and not its prompt",
     ),
     ForeignName(
         ("overwrite_cache", "dataset_prepared_path", "cache_dir", "streaming", "shuffle", "tokenized_path"), EVERYBODY,
-        None, "leave it out: prepared rows are kept in the workspace, and rows are shuffled by spec.training.seed",
+        None, "leave it out: prepared rows are kept in the workspace, and shuffled with spec.training.seed",
     ),
     # ---- training
     ForeignName(("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"), EVERYBODY,
@@ -301,21 +301,21 @@ NAMES: tuple[ForeignName, ...] = (
         ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "device_batch_size",
          "train_micro_batch_size_per_gpu", "per_device_batch_size"),
         f"{EVERYBODY}, {DEEPSPEED}", "spec.training.microBatchSize",
-        "the rows of one process at once; spec.training.globalBatchSize is those of a step",
+        "rows per process and micro-batch; spec.training.globalBatchSize is rows per step",
     ),
     ForeignName(
         ("train_batch_size", "batch_size", "batch", "total_batch_size", "effective_batch_size"), f"{HF}, {DEEPSPEED}",
-        "spec.training.globalBatchSize", "the rows of all processes together",
+        "spec.training.globalBatchSize", "rows per step of all processes",
     ),
     ForeignName(
         ("gradient_accumulation_steps", "grad_accumulation_steps", "gradient_accumulation", "grad_accum",
          "accumulate_grad_batches"),
         f"{EVERYBODY}, {DEEPSPEED}", "spec.training.globalBatchSize",
-        "which is micro-batch x accumulation x processes, so that the accumulation follows from it", same=False,
+        "which is micro-batch x accumulation x processes and determines the accumulation", same=False,
     ),
     ForeignName(
         ("per_device_eval_batch_size", "eval_batch_size", "per_gpu_eval_batch_size"), EVERYBODY, None,
-        "leave it out: evaluate and predict take as many rows at once as the memory holds",
+        "leave it out: evaluate and predict use the largest batch that fits the memory",
     ),
     ForeignName(("lr", "base_lr", "peak_lr", "max_lr"), EVERYBODY, "spec.training.learningRate"),
     ForeignName(
@@ -324,7 +324,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("warmup_ratio", "warmup_proportion", "lr_warmup_ratio"), EVERYBODY, "spec.training.warmupSteps",
-        "a share of all steps below 1, and a count from 1 on",
+        "a fraction of all steps below 1, and a number of steps from 1 on",
     ),
     ForeignName(
         ("lr_warmup_steps", "num_warmup_steps", "warmup_num_steps", "warmup"), f"{EVERYBODY}, {DEEPSPEED}",
@@ -332,8 +332,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("min_lr", "lr_end", "end_lr", "final_lr", "min_learning_rate", "min_lr_ratio"), EVERYBODY, None,
-        "leave it out: the rate falls to 0; scheduler polynomial falls to the lr_end of "
-        "spec.training.arguments.lr_scheduler_kwargs instead",
+        "leave it out: the learning rate decays to 0, and with scheduler polynomial to the lr_end of "
+        "spec.training.arguments.lr_scheduler_kwargs",
     ),
     ForeignName(("warmup_max_lr",), DEEPSPEED, "spec.training.learningRate"),
     ForeignName(
@@ -346,7 +346,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("early_stopping_patience",), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.patience"),
     ForeignName(("metric_for_best_model",), EVERYBODY, "spec.training.earlyStopping.metric"),
     ForeignName(
-        ("greater_is_better",), EVERYBODY, None, "leave it out: it is known of each metric whether more is better"
+        ("greater_is_better",), EVERYBODY, None, "leave it out: the metric determines it"
     ),
     ForeignName(
         ("early_stopping_threshold", "early_stopping_min_delta", "min_delta"), EVERYBODY, None,
@@ -373,13 +373,13 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("wandb", "use_wandb"), AXOLOTL,
-        "spec.training.arguments.report_to", "the project is the variable WANDB_PROJECT of spec.template.env",
+        "spec.training.arguments.report_to", "set WANDB_PROJECT in spec.template.env",
         ["wandb"],
     ),
     *(
         ForeignName(
             names, AXOLOTL, "spec.training.arguments.report_to",
-            f"and {variable} is a variable of spec.template.env", [tracker], writes=_tracked(tracker, variable),
+            f"set {variable} in spec.template.env", [tracker], writes=_tracked(tracker, variable),
         )
         for names, tracker, variable in (
             (("wandb_project",), "wandb", "WANDB_PROJECT"),
@@ -392,7 +392,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("mlflow", "use_mlflow"), HF, "spec.training.arguments.report_to", value=["mlflow"]),
     ForeignName(
         ("betas", "adam_betas"), f"{HF}, {DEEPSPEED}", "spec.training.arguments.adam_beta1",
-        "the second is adam_beta2 beside it", same=False, writes=_betas,
+        "the second beta is adam_beta2", same=False, writes=_betas,
     ),
     ForeignName(("beta1",), f"{HF}, {DEEPSPEED}", "spec.training.arguments.adam_beta1"),
     ForeignName(("beta2",), f"{HF}, {DEEPSPEED}", "spec.training.arguments.adam_beta2"),
@@ -428,7 +428,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume"), EVERYBODY, "spec.checkpoints.resume",
-        "which goes on from the newest checkpoint of the workspace", "auto",
+        "which resumes from the newest checkpoint of the workspace", "auto",
     ),
     ForeignName(
         ("output_dir", "overwrite_output_dir", "save_dir", "logdir", "checkpoint_dir", "results_dir"), EVERYBODY, None,
@@ -438,7 +438,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("run_name", "experiment_name", "job_name", "wandb_name"), EVERYBODY, "metadata.name"),
     ForeignName(
         ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), EVERYBODY, None,
-        "leave it out: model/ of the results has the Hub's layout and is uploaded by its own command",
+        "leave it out: model/ of the results has the Hub's layout; upload it with the Hub's own command",
     ),
     ForeignName(
         ("hub_token", "hf_token", "token", "use_auth_token", "hf_hub_token", "huggingface_token"), EVERYBODY,
@@ -465,7 +465,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("max", "at_most", "upper_bound", "max_value"), EVERYBODY, "spec.evaluation.gate.maximum", under=("gate",)
     ),
     ForeignName(("max_target_length", "max_gen_length", "max_tokens"), HF, "spec.generation.maxNewTokens"),
-    ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are drawn", same=False),
+    ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are sampled", same=False),
     ForeignName(("top_k", "repetition_penalty"), HF, None,
         f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
     ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output", same=False),
@@ -497,7 +497,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch",
          "fsdp_use_orig_params", "fsdp_state_dict_type", "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states",
          "fsdp_limit_all_gathers"),
-        f"{HF}, {AXOLOTL}", None, "leave it out: layers are wrapped one by one, as the model names them",
+        f"{HF}, {AXOLOTL}", None, "leave it out: each of the model's repeated blocks is wrapped",
     ),
     ForeignName(
         ("compute_environment", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
@@ -524,7 +524,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("sequence_parallel",), HF, None,
-        "leave it out: with spec.parallelism.tensor the other layers stay whole; spec.parallelism.sequence cuts rows",
+        "leave it out: spec.parallelism.tensor does not shard the other layers; spec.parallelism.sequence shards rows",
     ),
     ForeignName(
         ("offload_optimizer_device",), HF, "spec.parallelism.offload.optimizer"
@@ -554,7 +554,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("num_processes", "world_size"), HF, "spec.resources.gpusPerNode",
-        "a process each, of one node; accelerate counts those of all nodes", same=False,
+        "one process per GPU of a node; accelerate counts the processes of all nodes", same=False,
     ),
     ForeignName(
         ("limits", "requests"), KUBERNETES, None,
@@ -563,7 +563,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("gpu_type", "gpu_product", "gpu_model", "gpu_name", "accelerator_type"),
-        KUBERNETES, "spec.resources.accelerator.product", "as the node label nvidia.com/gpu.product has it", same=False,
+        KUBERNETES, "spec.resources.accelerator.product", "as in the node label nvidia.com/gpu.product", same=False,
     ),
     ForeignName(
         ("instance_type", "machine_type", "vm_size", "node_type"), KUBERNETES, "spec.template.nodeSelector",
@@ -594,19 +594,19 @@ NAMES: tuple[ForeignName, ...] = (
         under=("spec", "training"),
     ),
     ForeignName(
-        ("training_duration", "max_duration"), HF, "spec.training.epochs", "3 for 3ep; batches are maxSteps",
-        same=False,
+        ("training_duration", "max_duration"), HF, "spec.training.epochs",
+        "3 for 3ep; a number of batches is spec.training.maxSteps", same=False,
     ),
     ForeignName(("train_data_path", "training_data_path"), HF, "spec.dataset.uri"),
     ForeignName(
         ("loss_type", "pref_loss", "rl"), f"{HF}, {FACTORY}, {AXOLOTL}", None,
-        "leave it out: preference-tuning learns by the sigmoid loss of DPO",
+        "leave it out: preference-tuning uses the sigmoid loss of DPO",
     ),
     ForeignName(("mlm_probability", "mlm_prob", "mask_probability"), HF, None,
         "leave it out: 15 % of the tokens are masked"),
     ForeignName(
         ("class_weights", "class_weight", "loss_weights"), HF, None,
-        "leave it out: each row counts the same; spec.training.script runs a loss of yours",
+        "leave it out: all rows have the same weight; run a loss of your own with spec.training.script",
     ),
     ForeignName(("shm", "shm_size"), KUBERNETES, "spec.resources.sharedMemory"),
     ForeignName(
@@ -631,7 +631,8 @@ NAMES: tuple[ForeignName, ...] = (
         "and tolerations go below spec.template", same=False,
     ),
     ForeignName(
-        ("runtime_ref", "run_policies"), KUBERNETES, None, "leave it out: spec.launcher chooses what runs the pods"
+        ("runtime_ref", "run_policies"), KUBERNETES, None,
+        "leave it out: spec.launcher selects the kind of job that runs the pods",
     ),
     ForeignName(
         ("initializer",), KUBERNETES, "spec.model.uri", "the address of the data is spec.dataset.uri", same=False
@@ -641,7 +642,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("host_network", "host_pid", "host_ipc", "runtime_class_name", "scheduler_name", "restart_policy", "dns_policy",
          "env_from", "termination_grace_period_seconds"),
-        KUBERNETES, None, "leave it out: pods have no such setting of yours",
+        KUBERNETES, None, "leave it out: this setting of pods is not configurable",
         under=("", "spec", "template", "runPolicy", "resources"),
     ),
     ForeignName(
@@ -671,9 +672,9 @@ NAMES: tuple[ForeignName, ...] = (
         ("secret", "secret_name", "secret_ref"), KUBERNETES, "spec.secrets.hubToken.name",
         "for a token of the Hub", same=False,
     ),
-    ForeignName(("max_length",), HF, "spec.generation.maxNewTokens", "a count of tokens", under=("generation",)),
+    ForeignName(("max_length",), HF, "spec.generation.maxNewTokens", "in tokens", under=("generation",)),
     ForeignName(("min_length", "min_new_tokens"), HF, None,
-        "leave it out: spec.generation.maxNewTokens bounds what is written", under=("generation",)),
+        "leave it out: spec.generation.maxNewTokens limits the output", under=("generation",)),
     ForeignName(("name", "namespace"), KUBERNETES, None, "move it below metadata", under=("", "spec")),
     ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),
     ForeignName(
@@ -721,12 +722,12 @@ VALUES: tuple[ForeignValue, ...] = (
     ),
     ForeignValue(
         "spec.task", ("orpo", "kto", "ppo", "grpo", "rm", "reward-modeling", "reward"), f"{HF}, {FACTORY}, {AXOLOTL}",
-        {}, "write preference-tuning, which learns from pairs of answers by DPO",
+        {}, "write preference-tuning, which trains on pairs of answers with DPO",
     ),
     ForeignValue(
         "spec.task", ("embedding", "embeddings", "feature-extraction", "sentence-similarity", "regression",
                       "image-classification", "automatic-speech-recognition", "multiple-choice"),
-        HF, {}, "there is no such task; spec.training.script runs a program of yours",
+        HF, {}, "there is no such task; run your own program with spec.training.script",
     ),
     *(
         ForeignValue(
@@ -774,7 +775,7 @@ VALUES: tuple[ForeignValue, ...] = (
         "spec.training.optimizer",
         ("adamw-8bit", "adamw-bnb-8bit", "paged-adamw-8bit", "paged-adamw-32bit", "paged-adamw", "lion", "adamw-4bit"),
         EVERYBODY, {"spec.training.optimizer": "adamw"},
-        "its state is in 32 bits; spec.parallelism.offload.optimizer or an adapter saves its memory",
+        "its state has 32 bits; spec.parallelism.offload.optimizer or an adapter saves memory",
     ),
     ForeignValue("spec.training.optimizer", ("momentum", "sgd-momentum"), HF, {"spec.training.optimizer": "sgd"}),
     ForeignValue(
@@ -784,11 +785,11 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue(
         "spec.training.scheduler", ("linear-with-warmup", "linear-decay", "warmupdecaylr"),
         f"{HF}, {DEEPSPEED}",
-        {"spec.training.scheduler": "linear"}, "its warm-up is spec.training.warmupSteps",
+        {"spec.training.scheduler": "linear"}, "set the warm-up in spec.training.warmupSteps",
     ),
     ForeignValue(
         "spec.training.scheduler", ("warmuplr",), DEEPSPEED, {"spec.training.scheduler": "constant_with_warmup"},
-        "its warm-up is spec.training.warmupSteps",
+        "set the warm-up in spec.training.warmupSteps",
     ),
     ForeignValue("spec.training.scheduler", ("none", "no", False), HF, {"spec.training.scheduler": "constant"}),
     ForeignValue(
@@ -877,8 +878,8 @@ def written(row: ForeignName, given: JsonValue, *, hub: bool) -> Mapping[str, Js
     """Convert the value given under the name of a row into values by field; `hub`: the data are on the Hub, whose
     splits have slices. Empty: it cannot be converted.
     """
-    made = row.writes(given) if row.writes is not None else {}
-    return {} if not hub and any(field.startswith(_SPLITS) for field in made) else made
+    converted = row.writes(given) if row.writes is not None else {}
+    return {} if not hub and any(field.startswith(_SPLITS) for field in converted) else converted
 
 
 def find_name(name: str, parent: str) -> ForeignName | None:

@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from finetune_contract.arguments import FREE
 from finetune_contract.hub import is_hub_name
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain, written
-from finetune_operator.api.meant_values import meant_value
+from finetune_operator.api.meant_values import form_hint
 from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, PathPart, describe_value, is_secret_name
 from finetune_operator.api.shapes import (
     Boolean,
@@ -51,7 +51,7 @@ _HUB_ADDRESS = re.compile(
 )
 _MISSPELT_HUB = re.compile(r"(?:hugging-?_?face|hub|hf):/{0,3}([^/:].*)", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
-_OWN_WORDS = ("hf", "file", "pkg", "pvc")
+_OWN_SCHEMES = ("hf", "file", "pkg", "pvc")
 _NAMED_BY = {
     "hf://": "hf:// before the name of a Hub repository", "file://": "file:// before a path",
     "pvc://": "pvc:// before the name of a claim",
@@ -63,7 +63,7 @@ _HUB_SLASHES = 3
 """Slashes of hf://organisation/name; a file or a configuration may follow in addresses of other tools."""
 _STOPPING_METRIC = "spec.training.earlyStopping.metric"
 _COLUMNS = "spec.dataset.columns."
-_COLUMN_WORDS = (
+_COLUMN_ALIASES = (
     frozenset({
         "text", "source", "input", "inputs", "sentence", "document", "article", "dialogue", "prompt", "instruction",
         "question", "query", "tokens", "words", "content",
@@ -190,7 +190,7 @@ def column_of(task: JsonValue, name: str) -> str | None:
     if columns is None:
         return None
     bare = re.sub(r"(?:column|columnname|field)$", "", plain(name))
-    return next((column for words, column in zip(_COLUMN_WORDS, columns, strict=True) if bare in words), None)
+    return next((column for aliases, column in zip(_COLUMN_ALIASES, columns, strict=True) if bare in aliases), None)
 
 
 def argument_name(name: str, value: JsonValue) -> str | None:
@@ -198,8 +198,8 @@ def argument_name(name: str, value: JsonValue) -> str | None:
     row = find_name(name, "arguments")
     if row is None:
         return None
-    way_out = _by_row(row, ("spec", "training", "arguments", name), value)
-    return way_out if way_out.startswith("leave") else f"{way_out}, and leave this argument out"
+    hint = _by_row(row, ("spec", "training", "arguments", name), value)
+    return hint if hint.startswith("leave") else f"{hint}, and leave this argument out"
 
 
 def owned_key(field: str, value: JsonValue) -> str:
@@ -234,7 +234,7 @@ def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> st
         return _instead(instead)
     parents = [".".join(place[:-1]) for place in places[:_MOST_PLACES] if place[:-1]]
     if not parents:
-        return "move it to the left edge of the file, beside kind"
+        return "move it to the top level of the document, next to kind"
     leaf = places[0][-1]
     return f"move it below {' or '.join(parents)}" + ("" if leaf == name else f", as {leaf}")
 
@@ -260,16 +260,16 @@ def _free_arguments() -> Mapping[str, str]:
 
 def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue, *, hub: bool = False) -> str:
     hint = _joined(row.hint)
-    if made := written(row, value, hub=hub):
-        return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in made.items())}"
+    if converted := written(row, value, hub=hub):
+        return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in converted.items())}"
     if row.field is None:
-        wishes = "; ".join(_inner("spec.training", value, wishes=True)) if isinstance(value, dict) else ""
-        return f"{row.hint}; {wishes}" if wishes else row.hint
+        inside = "; ".join(_inner("spec.training", value, with_value=True)) if isinstance(value, dict) else ""
+        return f"{row.hint}; {inside}" if inside else row.hint
     if row.value is not None and (value is False or value is None or value == ""):
         return "leave it out"
     inner = "; ".join(_inner(row.field, value)) if isinstance(value, dict) else ""
     if inner and (row.value is None or row.value == {}):
-        return f"leave it out, and write what it holds elsewhere: {inner}"
+        return f"leave it out, and move its content: {inner}"
     hint = f"; {inner}" if inner else hint
     *above, leaf = row.field.split(".")
     if row.value is not None:
@@ -286,20 +286,20 @@ def _joined(hint: str) -> str:
     return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
 
 
-def _inner(field: str, value: dict[str, JsonValue], *, wishes: bool = False) -> Iterator[str]:
+def _inner(field: str, value: dict[str, JsonValue], *, with_value: bool = False) -> Iterator[str]:
     """Yield names inside an unknown object at `field`, with our fields and their values.
 
-    `wishes`: only those for which a row of the table gives a value. A field that corresponds to several of them is
+    `with_value`: only those for which a row of the table gives a value. A field that corresponds to several of them is
     named without a value: replicas of masters and of workers are added up.
     """
     found = list(dict.fromkeys(named_inside(field.split(".")[-2], "", value)))
     counted_at: dict[str, str] = {}
     for name, place, given in found:
         if not place:
-            if not wishes:
+            if not with_value:
                 yield f"{name}: {given}"
             continue
-        if wishes and not given:
+        if with_value and not given:
             continue
         values = {other for _, other_place, other in found if other_place == place}
         counts = [
@@ -327,12 +327,12 @@ def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[st
         first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
         inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
         shown = f"{above}.{name}" if above and above not in _CONTAINERS else name
-        if row is not None and (made := written(row, given, hub=False)):
-            yield from ((shown, field, f": {shown_value(each, field)}") for field, each in made.items())
+        if row is not None and (converted := written(row, given, hub=False)):
+            yield from ((shown, field, f": {shown_value(each, field)}") for field, each in converted.items())
         elif row is not None and row.field is None and not inside and row.hint.startswith("leave it out"):
             yield shown, "", row.hint
         elif row is not None and row.field is not None and (row.value is not None or not inside):
-            yield shown, row.field, taken_value(row, given)
+            yield shown, row.field, accepted_value(row, given)
         elif inside:
             yield from inside
         elif len(places) == 1 and name not in _CONTAINERS:
@@ -354,7 +354,7 @@ def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) 
     return found
 
 
-def taken_value(row: ForeignName, given: JsonValue) -> str:
+def accepted_value(row: ForeignName, given: JsonValue) -> str:
     """Return the value that a row's field accepts for the given one, as `: VALUE`; empty: it has to be found."""
     if row.field is None or given is None or given is False:
         return ""
@@ -375,9 +375,9 @@ def taken_value(row: ForeignName, given: JsonValue) -> str:
     return f": {shown_value(word or given, row.field)}" if word or accepts(shape, given) else ""
 
 
-def taken_place(field: str, given: JsonValue) -> str:
+def accepted_field_value(field: str, given: JsonValue) -> str:
     """Return the value that our field accepts for one given under a similar name, as `: VALUE`; else empty."""
-    return taken_value(ForeignName((), "", field), given)
+    return accepted_value(ForeignName((), "", field), given)
 
 
 def _set(field: str, value: JsonValue) -> str:
@@ -406,11 +406,11 @@ def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:
         value = "/".join(value.split("/")[: _HUB_SLASHES + 1])
     if isinstance(value, str) and not is_secret_name(value) and accepts(shape, value):
         return str(json.loads(describe_value(value, limit=200)))
-    begins = [f"{scheme}://" for scheme in served_schemes(field.removeprefix("spec."), None)]
+    prefixes = [f"{scheme}://" for scheme in served_schemes(field.removeprefix("spec."), None)]
     uri = as_uri(value)
-    if uri is not None and uri.startswith(tuple(begins)) and accepts(shape, uri):
+    if uri is not None and uri.startswith(tuple(prefixes)) and accepts(shape, uri):
         return uri
-    return f"pvc://{value}" if isinstance(value, str) and "pvc://" in begins and _CLAIM.fullmatch(value) else None
+    return f"pvc://{value}" if isinstance(value, str) and "pvc://" in prefixes and _CLAIM.fullmatch(value) else None
 
 
 def _instead(row: ForeignValue) -> str:
@@ -447,7 +447,7 @@ def wrong_value(
     """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
-    way_out = "change it" if shape.required else "change it, or leave it out"
+    general_hint = "change it" if shape.required else "change it, or leave it out"
     row = find_value(".".join(str(part) for part in path), value)
     if row is not None and not isinstance(shape.body, Boolean):
         same = list(row.instead) == [row.field]
@@ -455,8 +455,8 @@ def wrong_value(
         return rule, f"write {shown_value(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
     match shape.body:
         case Text() if _is_uri(shape):
-            begins = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
-            return f"must be a URI that begins with {_listed(begins)}", _uri_hint(value, begins)
+            prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+            return f"must be a URI that begins with {_listed(prefixes)}", _uri_hint(value, prefixes)
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
             return (
@@ -468,16 +468,16 @@ def wrong_value(
             return rule, f"write {found[1]}"
         case Text() if isinstance(value, int | float) and path[:3] == ("spec", "dataset", "splits"):
             return (
-                "must be the name of a split, or of a file without its ending",
-                "leave it out: 5 % of train are set aside where no split is named validation; a Hub data set also has "
-                "slices such as train[90%:]",
+                "must be the name of a split, or a file name without its extension",
+                "leave it out: 5 % of train are held out if no split is named validation; the Hub also has slices such "
+                "as train[90%:]",
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
         case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
             return rule, (
-                "there can be one data set only: write the rows of all into files of one folder, with the same column "
-                "names, and set spec.dataset.uri to file://FOLDER"
+                "only one dataset is supported: write all rows, with the same column names, to one folder, and set "
+                "spec.dataset.uri to file://FOLDER"
             )
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             uri = as_uri(value) or value
@@ -490,23 +490,23 @@ def wrong_value(
             return rule, f"write {{enabled: {json.dumps(value)}}}"
         case Fields(fields) if value is True and not any(field.required for field in fields.values()):
             return rule, "write {} to take the defaults"
-        case Fields(fields) if isinstance(value, str | int | float) and (name := _only_taker(fields, value)):
+        case Fields(fields) if isinstance(value, str | int | float) and (name := _only_accepting_field(fields, value)):
             return rule, f"write {{{name}: {shown_value(value, name)}}}"
-    return rule, _meant(shape, path, value) or way_out
+    return rule, _form_hint(shape, path, value) or general_hint
 
 
-def _meant(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str | None:
+def _form_hint(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str | None:
     """Return the hint for a value that means another one, and for the fields inside it; None: it means none."""
     field = ".".join(str(part) for part in path)
-    meant = meant_value(shape, field, value, shown_value)
-    if meant is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
-        meant = "; ".join(
+    hint = form_hint(shape, field, value, shown_value)
+    if hint is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
+        hint = "; ".join(
             [
-                meant,
+                hint,
                 *(part for part in _inner(field, value) if not re.search(rf" is {re.escape(field)}(?![\w.])", part)),
             ]
         )
-    return meant
+    return hint
 
 
 @cache
@@ -517,15 +517,15 @@ def _column_names() -> tuple[str, ...]:
     return tuple(shape.body.fields)
 
 
-def _only_taker(fields: Mapping[str, Shape], value: JsonValue) -> str | None:
+def _only_accepting_field(fields: Mapping[str, Shape], value: JsonValue) -> str | None:
     """Return the field of an object that accepts a value written in the object's place: by its word, or as the only
     one; steps take precedence over minutes.
     """
-    by_word = [name for name, inner in fields.items() if isinstance(value, str) and value in inner.words]
-    if by_word and value not in ("auto", "none"):
-        return by_word[0]
-    takers = by_word or [name for name, inner in fields.items() if not inner.words and accepts(inner, value)]
-    return takers[0] if len(takers) == 1 or "steps" in takers[:1] else None
+    by_choice = [name for name, inner in fields.items() if isinstance(value, str) and value in inner.words]
+    if by_choice and value not in ("auto", "none"):
+        return by_choice[0]
+    accepting = by_choice or [name for name, inner in fields.items() if not inner.words and accepts(inner, value)]
+    return accepting[0] if len(accepting) == 1 or "steps" in accepting[:1] else None
 
 
 def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | None) -> str:
@@ -537,24 +537,24 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
         needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
         return f"write it with {needed} below it"
     if _is_uri(shape):
-        begins = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
-        return f"set it to a URI that begins with {_listed(begins)}, e.g. hf://org/name"
+        prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+        return f"set it to a URI that begins with {_listed(prefixes)}, e.g. hf://org/name"
     meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
     begin = meaning[:1] if meaning[1:2].isupper() else meaning[:1].lower()
     return f"set it: {begin}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
 
 
-def _uri_hint(value: JsonValue, begins: Sequence[str]) -> str:
-    """Return the hint for a value that is no URI, in a field whose URIs begin with one of `begins`."""
+def _uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
+    """Return the hint for a value that is no URI, in a field whose URIs begin with one of `prefixes`."""
     uri = as_uri(value)
-    if uri is not None and uri.startswith(tuple(begins)):
+    if uri is not None and uri.startswith(tuple(prefixes)):
         return f"write {uri}"
-    if isinstance(value, str) and "pvc://" in begins and _CLAIM.fullmatch(value):
+    if isinstance(value, str) and "pvc://" in prefixes and _CLAIM.fullmatch(value):
         return f"write pvc://{value}"
-    if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_WORDS:
-        return f"nothing is read from {found[1]}:// in this version: copy it to where {_listed(begins)} can name it"
-    named = [_NAMED_BY[begin] for begin in begins if begin in _NAMED_BY]
-    return f"write {', '.join(named)}" if named else f"begin it with {_listed(begins)}"
+    if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_SCHEMES:
+        return f"{found[1]}:// is not supported in this version: copy the data to one of these locations"
+    named = [_NAMED_BY[prefix] for prefix in prefixes if prefix in _NAMED_BY]
+    return f"write {', '.join(named)}" if named else f"begin it with {_listed(prefixes)}"
 
 
 def as_uri(value: JsonValue) -> str | None:
@@ -589,7 +589,8 @@ def hub_name_hint(path: str, name: str) -> str:
     if data and len(repository_parts) == 2 and is_hub_name("/".join(repository_parts)) and not _FILE.fullmatch(last):
         return f"set {path} to hf://{'/'.join(repository_parts)} and {owner}.config to {last}"
     return (
-        "write hf://name or hf://organisation/name, each of letters, digits, -, _ and ., at most 96, without -- and .."
+        "write hf://name or hf://organisation/name, each part of at most 96 letters, digits, -, _ and ., without -- "
+        "and .."
     )
 
 
@@ -597,5 +598,5 @@ def _is_uri(shape: Shape) -> bool:
     return isinstance(shape.body, Text) and shape.body.pattern == URI_PATTERN
 
 
-def _listed(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+def _listed(prefixes: Sequence[str]) -> str:
+    return f"{', '.join(prefixes[:-1])} or {prefixes[-1]}" if len(prefixes) > 1 else "".join(prefixes)

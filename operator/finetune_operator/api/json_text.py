@@ -40,18 +40,18 @@ def depth(text: bytes) -> int:
 
 def cut(text: bytes) -> bytes:
     """Return the text with CUT in place of each object and list deeper than DEEPEST levels, in one pass."""
-    kept: list[bytes] = []
+    pieces: list[bytes] = []
     level = start = 0
     for token in _TOKEN.finditer(text):
         sign = token[0]
         if sign in (b"{", b"["):
             level += 1
             if level == DEEPEST + 1:
-                kept += text[start : token.start()], CUT
+                pieces += text[start : token.start()], CUT
         elif sign in (b"}", b"]"):
             if level == DEEPEST + 1:
                 start = token.end()
             level -= 1
     if level <= DEEPEST:
-        kept.append(text[start:])
-    return b"".join(kept)
+        pieces.append(text[start:])
+    return b"".join(pieces)

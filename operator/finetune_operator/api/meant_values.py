@@ -35,7 +35,7 @@ _NAMED_VALUE = re.compile(r"(?:write|did you mean) (\{[^{}]*\}|\[[^\[\]]*\]|\"[^
 """Start of a hint that names one value: text after a comma is another form of the same."""
 _LONGEST = 60
 """Maximum characters of a value that a message shows in full."""
-_TRUE_WORDS = {
+_BOOLEAN_TEXTS = {
     **dict.fromkeys(("yes", "on", "y", "true", "always", "enabled"), True),
     **dict.fromkeys(("no", "off", "n", "false", "never", "disabled"), False),
 }
@@ -50,24 +50,24 @@ Shown = Callable[[JsonValue, str], str]
 """Function that writes a value for the field of that name, without secrets."""
 
 
-def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
+def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
     """Return the hint for a value at the dotted `path` with a wrong form and a plain meaning; None: it has none."""
     leaf = path.rpartition(".")[2]
     if isinstance(value, str) and (len(value) > _LONGEST or holds_secret(value)):
         return None
 
-    def write(meant: JsonValue) -> str | None:
-        return f"write {shown(meant, leaf)}" if accepts(shape, meant) else None
+    def write(intended: JsonValue) -> str | None:
+        return f"write {shown(intended, leaf)}" if accepts(shape, intended) else None
 
     match shape.body, value:
         case Number(), str():
             return _number(shape, leaf, value, shown)
         case Number(integer=True, minimum=minimum), int() if minimum is not None and value < minimum:
             return f"write {minimum:.0f}" + ("" if shape.required else ", or leave it out")
-        case Boolean(), str() if value.lower() in _TRUE_WORDS:
-            return write(_TRUE_WORDS[value.lower()])
+        case Boolean(), str() if value.lower() in _BOOLEAN_TEXTS:
+            return write(_BOOLEAN_TEXTS[value.lower()])
         case Boolean(), str() if _DURATION.search(value):
-            return "write true; how long it takes is no field of a job"
+            return "write true; the duration is not a field of a job"
         case Boolean(), _:
             return "write true or false"
         case Items(), str() if value.strip():
@@ -82,15 +82,15 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
         case Fields() | Text(), [only] if not isinstance(only, list):
             return "write its one item without the list"
         case Fields() | Text(), list():
-            return "write one of its items, without the list: there can be one only"
+            return "write one of its items, without the list: only one is supported"
         case Text(), dict() if names := [value[name] for name in _NAMING if isinstance(value.get(name), str)]:
             return write(names[0])
         case Number(integer=True), list() if leaf == "nodes":
-            return f"write their number, {len(value)}; a node is chosen by spec.template.nodeSelector"
+            return f"write their number, {len(value)}; choose nodes by spec.template.nodeSelector"
         case Map(), str() if re.search(r"\.(json|ya?ml)$", value):
             strategy = ", and set spec.parallelism.strategy to deepspeed" if leaf == "deepspeedConfig" else ""
             return f"write the fields of that file here{strategy}"
-    return _word(shape, path, value, shown)
+    return _choice_hint(shape, path, value, shown)
 
 
 def _listed(value: str) -> list[JsonValue]:
@@ -112,10 +112,10 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
     if named is None:
         return None
     try:
-        meant: JsonValue = yaml.safe_load(named[1])
+        intended: JsonValue = yaml.safe_load(named[1])
     except yaml.YAMLError:
         return None
-    readings = (named[1], meant, *(_whole(named[1]) if isinstance(meant, str) else ()))
+    readings = (named[1], intended, *(_whole(named[1]) if isinstance(intended, str) else ()))
     return next((each for each in readings if _takes(shape, each)), None)
 
 
@@ -130,11 +130,13 @@ def _takes(shape: Shape, value: JsonValue) -> bool:
 
 def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
     text = _MINUS.sub("-", value.strip())
-    for meant in _numbers(text, leaf):
-        if accepts(shape, meant):
-            return "remove the quotes" if text == value and _NUMBER.fullmatch(text) else f"write {shown(meant, leaf)}"
+    for intended in _numbers(text, leaf):
+        if accepts(shape, intended):
+            return (
+                "remove the quotes" if text == value and _NUMBER.fullmatch(text) else f"write {shown(intended, leaf)}"
+            )
     if plain(text) in ("auto", "all", "default", "none", "max", "unlimited") and not shape.required:
-        return "leave it out, which takes the default"
+        return "leave it out to take the default"
     return None
 
 
@@ -176,13 +178,13 @@ def _object(fields: Mapping[str, Shape], value: str, leaf: str, shown: Shown) ->
     if set(fields) == {"name", "key"}:
         name = value if _SECRET_NAME.fullmatch(value) and not is_secret_name(leaf) else "my-secret"
         return f"write {{name: {name}, key: token}}, with the names of your Secret and of its key"
-    takers = [name for name, inner in fields.items() if isinstance(inner.body, Items) and accepts(inner, [value])]
-    if len(takers) == 1:
-        return f"write {{{takers[0]}: [{shown(value, takers[0])}]}}"
+    accepting = [name for name, inner in fields.items() if isinstance(inner.body, Items) and accepts(inner, [value])]
+    if len(accepting) == 1:
+        return f"write {{{accepting[0]}: [{shown(value, accepting[0])}]}}"
     return None
 
 
-def _word(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
+def _choice_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
     """Return the hint for an object or a misspelt word in place of a word."""
     if isinstance(value, dict):
         if set(value) >= {"repository", "tag"} and isinstance(shape.body, Text):
@@ -205,6 +207,6 @@ def _nearest(shape: Shape, path: str, value: str) -> str | None:
     if row is not None and isinstance(word := row.instead.get(path), str):
         return word
     lowered = {plain(word): word for word in shape.words}
-    begun = [word for word in shape.words if word != "none" and plain(value).endswith(plain(word)) and len(word) > 2]
+    endings = [word for word in shape.words if word != "none" and plain(value).endswith(plain(word)) and len(word) > 2]
     near = difflib.get_close_matches(value.lower(), shape.words, n=1)
-    return lowered.get(plain(value)) or next(iter(near or begun), None)
+    return lowered.get(plain(value)) or next(iter(near or endings), None)

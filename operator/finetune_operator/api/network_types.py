@@ -17,32 +17,36 @@ Cidr: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/[0-
 
 
 class IpBlock(SpecModel):
-    """Addresses."""
+    """Address range."""
 
-    cidr: Cidr = Field(description="The addresses, e.g. 10.0.0.0/8. Required.")
-    excepted: tuple[Cidr, ...] = Field(default=(), alias="except", description="Those of them that are not meant.")
+    cidr: Cidr = Field(description="Address range, e.g. 10.0.0.0/8. Required.")
+    excepted: tuple[Cidr, ...] = Field(
+        default=(), alias="except", description="Address ranges to exclude from it. Defaults to none."
+    )
 
 
 class Peer(SpecModel):
     """Reachable peers: addresses, or pods by their labels and those of their namespaces."""
 
-    ip_block: IpBlock | None = Field(default=None, description="Addresses; then no selectors.")
+    ip_block: IpBlock | None = Field(default=None, description="Address range; excludes the selectors.")
     namespace_selector: LabelSelector | None = Field(
-        default=None, description="Namespaces; {} is all. Left out: the job's own."
+        default=None, description="Selector of namespaces; {} selects all. Defaults to the job's own namespace."
     )
-    pod_selector: LabelSelector | None = Field(default=None, description="Pods; {} or left out is all of them.")
+    pod_selector: LabelSelector | None = Field(
+        default=None, description="Selector of pods; {} selects all. Defaults to all."
+    )
 
 
 class PeerPort(SpecModel):
-    """One port, or several in a row."""
+    """Port, or range of ports."""
 
-    port: Port = Field(description="The port, or the first of them. Required.")
-    end_port: Port | None = Field(default=None, description="The last of them. Left out: one port.")
-    protocol: Literal["TCP", "UDP", "SCTP"] = Field(default="TCP", description="Protocol. Default TCP.")
+    port: Port = Field(description="Port, or the first of a range. Required.")
+    end_port: Port | None = Field(default=None, description="Last port of the range. If unset, the rule has one port.")
+    protocol: Literal["TCP", "UDP", "SCTP"] = Field(default="TCP", description="Protocol. Defaults to TCP.")
 
 
 class EgressRule(SpecModel):
     """Peers and the ports at which they may be reached."""
 
-    to: tuple[Peer, ...] = Field(default=(), description="Who. Left out: everybody.")
-    ports: tuple[PeerPort, ...] = Field(default=(), description="At which ports. Left out: at all.")
+    to: tuple[Peer, ...] = Field(default=(), description="Reachable peers. Defaults to all.")
+    ports: tuple[PeerPort, ...] = Field(default=(), description="Reachable ports. Defaults to all.")

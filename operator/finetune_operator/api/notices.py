@@ -24,21 +24,21 @@ which are clipped to a norm of 1.
 UNUSUAL: Mapping[str, tuple[float, str]] = {
     "training.globalBatchSize": (
         4096,
-        "rows a step are very many for fine-tuning, where 16 to 1,024 are usual; a train split with fewer rows is "
-        "refused; the default is 32",
+        "rows per step are unusually many for fine-tuning (usual: 16 to 1,024; default: 32); a train split with fewer "
+        "rows is refused",
     ),
     "training.epochs": (
         100,
-        "passes over the data are very many for fine-tuning, where 1 to 10 are usual: rows are learnt by heart; the "
-        "default is 3, and spec.training.earlyStopping ends training that learns nothing more",
+        "epochs are unusually many for fine-tuning (usual: 1 to 10; default: 3), and the model memorizes the rows; "
+        "spec.training.earlyStopping stops training that no longer improves",
     ),
-    "training.weightDecay": (0.5, "is very much, where 0 to 0.1 is usual: weights shrink to nothing"),
-    "training.labelSmoothing": (0.5, "is very much, where 0 to 0.1 is usual: wrong classes get most of the target"),
+    "training.weightDecay": (0.5, "is unusually high (usual: 0 to 0.1): weights decay towards 0"),
+    "training.labelSmoothing": (0.5, "is unusually high (usual: 0 to 0.1): wrong classes get most of the target"),
     "model.adapter.rank": (
-        256, "is very large for an adapter, where 8 to 64 are usual, and saves little memory; the default is 16"
+        256, "is unusually large for an adapter (usual: 8 to 64; default: 16) and saves little memory"
     ),
-    "model.adapter.dropout": (0.5, "drops most of an adapter's input, where 0 to 0.1 is usual"),
-    "resources.cpu": (256, "cores a pod are more than most machines have; the unit m counts thousandths of one"),
+    "model.adapter.dropout": (0.5, "drops most of an adapter's input (usual: 0 to 0.1)"),
+    "resources.cpu": (256, "cores per pod are more than most machines have; the unit m means thousandths of a core"),
 }  # fmt: skip
 """Field -> the largest value without a notice, and the description of larger ones. Rows of a step: 16 and 32 (Devlin et
 al., 2018), 64 (Touvron et al., Llama 2, 2023, instructions), 128 (Raffel et al., T5, 2020), 1,024 (Ouyang et al.,
@@ -66,7 +66,7 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     """Return sentences without their full stops, each with its field."""
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
-    rest = (f"{more} more settings are passed over or taken as fields",) if more > 0 else ()
+    rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
     return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec))
 
 
@@ -82,14 +82,14 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
         and (encoder := next((each for each in ENCODERS if each in name), None)) is not None
     ):
         yield (
-            f"spec.model.uri: {spec.model.uri} is called after {encoder}, whose models read text and write none; "
-            f"{spec.task} needs a model that writes, such as {WRITING[spec.task]}"
+            f"spec.model.uri: {spec.model.uri} looks like a {encoder} model, which cannot generate text; "
+            f"{spec.task} needs a generative model, such as {WRITING[spec.task]}"
         )
     most = HIGH_RATES[training.optimizer]
     if training.learning_rate > most:
         yield (
-            f"spec.training.learningRate: {training.learning_rate:g} is very high for {training.optimizer}, with which "
-            f"training above {most:g} usually diverges; the default is 2e-5"
+            f"spec.training.learningRate: {training.learning_rate:g} is very high for {training.optimizer}: training "
+            f"above {most:g} usually diverges; the default is 2e-5"
         )
     if training.learning_rate < LOW_RATE:
         yield (
@@ -98,8 +98,8 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
         )
     if _LONG_WARMUP < training.warmup_steps < 1:
         yield (
-            f"spec.training.warmupSteps: {training.warmup_steps:g} is the share of all steps in which the rate "
-            "still rises, where 0.03 to 0.1 is usual"
+            f"spec.training.warmupSteps: {training.warmup_steps:g} is a large fraction of all steps for a "
+            "warm-up (usual: 0.03 to 0.1)"
         )
     values = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for path, (most, sentence) in UNUSUAL.items():
@@ -110,8 +110,8 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
     splits = spec.dataset.splits if spec.dataset else None
     if splits is not None and splits.validation is not None and splits.validation == (splits.train or "train"):
         yield (
-            f"spec.dataset.splits.validation: {splits.validation} is the split that is trained on, so that validation "
-            "shows how well rows are remembered; left out, 5 % of train are set aside"
+            f"spec.dataset.splits.validation: {splits.validation} is also the training split, so validation "
+            "measures memorization; leave it out to hold out 5 % of train"
         )
 
 
@@ -121,11 +121,10 @@ def _adapter_without_method(spec: FineTuneJobSpec) -> Iterator[str]:
     if adapter.method == "none" and adapter.model_fields_set and "method" not in adapter.model_fields_set:
         fp8 = spec.training is not None and spec.training.precision == "fp8"
         yield (
-            "spec.model.adapter has no method, so that all weights are trained; method: lora, dora or qlora trains an "
-            "adapter"
+            "spec.model.adapter has no method, so all weights are trained; to train an adapter, set its method to "
+            "lora, dora or qlora"
         ) + (
-            "; with an adapter spec.training.precision is bf16, not fp8: the adapter saves memory, fp8 saves time "
-            "where all weights are trained"
+            "; an adapter needs spec.training.precision bf16: fp8 only speeds up the training of all weights"
             if fp8
             else ""
         )

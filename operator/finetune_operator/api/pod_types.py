@@ -23,7 +23,7 @@ from finetune_operator.api.types import (
     SpecModel,
 )
 
-Word: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+ShortText: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Mode: TypeAlias = Annotated[int, Field(ge=0, le=0o777)]
 DataKey: TypeAlias = Annotated[str, StringConstraints(pattern=DATA_KEY_PATTERN, max_length=253)]
 Id: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -37,14 +37,14 @@ class FieldRef(SpecModel):
     """A field of the pod."""
 
     api_version: Literal["v1"] = "v1"
-    field_path: Word
+    field_path: ShortText
 
 
 class ResourceFieldRef(SpecModel):
     """A request or limit of a container."""
 
-    container_name: Word | None = None
-    resource: Word
+    container_name: ShortText | None = None
+    resource: ShortText
     divisor: Quantity | None = None
 
 
@@ -139,10 +139,10 @@ class SecretName(SpecModel):
 
 
 class CsiVolume(SpecModel):
-    """A folder that a driver makes."""
+    """Volume of a CSI driver."""
 
     driver: ObjectName
-    fs_type: Word | None = None
+    fs_type: ShortText | None = None
     node_publish_secret_ref: SecretName | None = None
     read_only: bool | None = None
     volume_attributes: dict[str, str] | None = None
@@ -177,14 +177,14 @@ class ClaimMetadata(SpecModel):
 
 
 class ClaimTemplate(SpecModel):
-    """The claim to make."""
+    """Claim to create."""
 
     metadata: ClaimMetadata | None = None
     spec: ClaimSpec
 
 
 class EphemeralVolume(SpecModel):
-    """A claim of the pod's own."""
+    """Claim owned by the pod."""
 
     volume_claim_template: ClaimTemplate
 
@@ -193,7 +193,7 @@ class TokenFile(SpecModel):
     """A token of the service account as a file."""
 
     path: RelativePath
-    audience: Word | None = None
+    audience: ShortText | None = None
     expiration_seconds: Annotated[int, Field(ge=600, le=2**32)] | None = None
 
 
@@ -257,44 +257,49 @@ class VolumeMount(SpecModel):
 
 
 class Toleration(SpecModel):
-    """A taint that the pod bears."""
+    """Toleration of a taint."""
 
-    key: str | None = Field(default=None, description="The taint's key. Left out, with operator Exists: any.")
-    operator: Literal["Exists", "Equal"] = Field(
-        default="Equal", description="Whether the key is enough, or the value counts too. Default Equal."
+    key: str | None = Field(
+        default=None, description="Key of the taint. If unset, with operator Exists, any key matches."
     )
-    value: str | None = Field(default=None, description="The taint's value, for Equal. Left out: the empty one.")
+    operator: Literal["Exists", "Equal"] = Field(
+        default="Equal",
+        description="Relation to the taint: Exists matches any value, Equal the given one. Defaults to Equal.",
+    )
+    value: str | None = Field(
+        default=None, description="Value of the taint, for operator Equal. Defaults to the empty value."
+    )
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="The taint's effect. Left out: any."
+        default=None, description="Effect of the taint. Defaults to any effect."
     )
     toleration_seconds: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = Field(
-        default=None, description="How long a NoExecute taint is borne, in seconds. Left out: for ever."
+        default=None, description="Seconds for which a NoExecute taint is tolerated. If unset, it is tolerated forever."
     )
 
 
 class NodeRequirement(SpecModel):
     """A condition on a label or field of a node."""
 
-    key: Word
+    key: ShortText
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]
     values: tuple[str, ...] | None = None
 
 
 class NodeTerm(SpecModel):
-    """Conditions that hold together."""
+    """Conditions that must all hold."""
 
     match_expressions: tuple[NodeRequirement, ...] | None = None
     match_fields: tuple[NodeRequirement, ...] | None = None
 
 
 class NodeTerms(SpecModel):
-    """Terms of which one has to hold."""
+    """Terms of which at least one must hold."""
 
     node_selector_terms: tuple[NodeTerm, ...] = Field(min_length=1)
 
 
 class PreferredNodeTerm(SpecModel):
-    """A term that is better met."""
+    """Preferred term with its weight."""
 
     weight: Annotated[int, Field(ge=1, le=100)]
     preference: NodeTerm
@@ -310,31 +315,39 @@ class NodeAffinity(SpecModel):
 
 
 class LabelRequirement(SpecModel):
-    """A condition on a label."""
+    """Requirement on a label."""
 
-    key: Word
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
-    values: tuple[str, ...] | None = None
+    key: ShortText = Field(description="Key of the label. Required.")
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
+        description="Relation of the label to values. Required."
+    )
+    values: tuple[str, ...] | None = Field(
+        default=None, description="Values for operators In and NotIn; unset for Exists and DoesNotExist."
+    )
 
 
 class LabelSelector(SpecModel):
-    """Conditions on labels."""
+    """Selector of objects by their labels."""
 
-    match_labels: dict[str, str] | None = None
-    match_expressions: tuple[LabelRequirement, ...] | None = None
+    match_labels: dict[str, str] | None = Field(
+        default=None, description="Labels with their values, all of which must match. Defaults to none."
+    )
+    match_expressions: tuple[LabelRequirement, ...] | None = Field(
+        default=None, description="Requirements on labels, all of which must hold. Defaults to none."
+    )
 
 
 class PodTerm(SpecModel):
     """Pods to be near to, or away from."""
 
     label_selector: LabelSelector | None = None
-    topology_key: Word
+    topology_key: ShortText
     namespaces: tuple[DnsLabel, ...] | None = None
     namespace_selector: LabelSelector | None = None
 
 
 class WeightedPodTerm(SpecModel):
-    """The same, better met."""
+    """Preferred term on pods with its weight."""
 
     weight: Annotated[int, Field(ge=1, le=100)]
     pod_affinity_term: PodTerm
@@ -375,7 +388,7 @@ class SeLinuxOptions(SpecModel):
 
 
 class PodSecurityContext(SpecModel):
-    """Settings that PodSecurity `restricted` leaves open."""
+    """Settings that PodSecurity `restricted` allows."""
 
     run_as_user: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     run_as_group: Id | None = None

@@ -39,9 +39,9 @@ MOST_PROBLEMS = 100
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary settings.
-SECRET_WORD = r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key)"
+SECRET_NAME_END = r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key)"
 """End of a name whose text is a credential, for a pattern that ignores case."""
-_SECRET_NAME = re.compile(rf"(?:{SECRET_WORD}|credentials?)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(rf"(?:{SECRET_NAME_END}|credentials?)$", re.IGNORECASE)
 # Credentials of JWT, Hugging Face, git hosts, AWS, Slack, Google and OpenAI-style are recognisable anywhere. A search
 # for the first begins where a word begins, and looks first for the dot behind it: each letter is read a few times, not
 # once for each `eyJ` before it.
@@ -100,9 +100,9 @@ def format_path(path: Sequence[PathPart]) -> str:
     return written
 
 
-def any_of(words: Sequence[object]) -> str:
-    """Return `words` as a choice: `a, b or c`."""
-    texts = [str(word) for word in words]
+def any_of(choices: Sequence[object]) -> str:
+    """Return `choices` as text: `a, b or c`."""
+    texts = [str(choice) for choice in choices]
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
 
 

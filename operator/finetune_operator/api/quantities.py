@@ -23,7 +23,7 @@ def parse_quantity(text: str) -> Decimal:
     """Parse `500m` as 0.5, `64Gi` as 68719476736; raise ValueError for anything that Kubernetes would not accept."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no quantity such as 8, 500m or 64Gi")
+        raise ValueError(f"{text!r} is not a quantity such as 8, 500m or 64Gi")
     return Decimal(match["number"]) * _UNITS[match["unit"]]
 
 
@@ -38,8 +38,8 @@ def size_hint(text: str, least: str, usual: str) -> str:
     if found is None:
         return f"write a size such as {usual}"
     units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
-    meant = (f"{found[1]}{unit}" for unit in units)
-    return f"write {next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)}"
+    candidates = (f"{found[1]}{unit}" for unit in units)
+    return f"write {next((each for each in candidates if parse_quantity(each) >= parse_quantity(least)), usual)}"
 
 
 def human_bytes(count: float) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, SECRET_WORD, is_secret_name
+from finetune_operator.api.problems import HIDDEN, SECRET_NAME_END, SECRET_TEXT, is_secret_name
 
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _END_OF_KEY = re.compile(r"\A.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
@@ -21,14 +21,14 @@ _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=\-]{8,}")
 _QUOTED = r"""(?:"(?:[^"\\]|\\[\s\S])*+"|'(?:[^'\\]|\\[\s\S])*+'|["'][^"'\n]*)"""
 """Quoted text; the last alternative may lack its closing quote."""
 _ASSIGNED = re.compile(
-    rf"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?{SECRET_WORD})"
+    rf"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?{SECRET_NAME_END})"
     r"((?:\\?[\"'])?\]?\s*[=:]\s*)"
     rf"(b?{_QUOTED}|\\\"[^\"]*\"|[^\s,;&\"'\\]+)"
 )
 """`password=...` in a line of a log or in a query, `{'API_KEY': '...'}` as Python prints it, and JSON in JSON. A search
 starts only where a name starts: started at each `-` of a name, it takes time quadratic in the length of the name.
 """
-_OPTION = re.compile(rf"(?i)(?<![a-z0-9_\-])(--[a-z0-9_\-]*?{SECRET_WORD}[ \t]+)(?!-)({_QUOTED}|\S+)")
+_OPTION = re.compile(rf"(?i)(?<![a-z0-9_\-])(--[a-z0-9_\-]*?{SECRET_NAME_END}[ \t]+)(?!-)({_QUOTED}|\S+)")
 """`--api-key ...` in a command line."""
 _SIGNATURE = re.compile(r"(?i)([?&;](?:amp;)?(?:sig|[a-z0-9\-]{0,20}signature)=)[^\s&;\"']+")
 """Query parameters of presigned object store URLs, which are credentials."""
@@ -41,17 +41,17 @@ class Redactor:
     """Collector of secrets that removes them from every text."""
 
     def __init__(self) -> None:
-        self._met: set[str] = set()
+        self._secrets: set[str] = set()
 
     def learn(self, value: Any) -> None:
         """Remember the secrets of an object. Call it for all objects before redacting texts."""
         for secret in _secrets_in(value):
             if len(secret) >= _LEAST:
-                self._met.add(secret)
+                self._secrets.add(secret)
 
     def text(self, text: str) -> str:
         """Return the text without secrets."""
-        for secret in sorted(self._met, key=len, reverse=True):
+        for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         text = _END_OF_KEY.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, text)))
         text = _USER_INFO.sub(f"{HIDDEN}@", text)
@@ -67,13 +67,13 @@ class Redactor:
             case Mapping():
                 if "name" in value and "value" in value and is_secret_name(str(value["name"])):
                     return {**{k: self.value(v) for k, v in value.items()}, "value": HIDDEN}
-                return {str(key): self._of(str(key), one) for key, one in value.items()}
+                return {str(key): self._field_value(str(key), one) for key, one in value.items()}
             case list() | tuple():
                 return [self.value(one) for one in value]
             case _:
                 return value
 
-    def _of(self, name: str, value: Any) -> Any:
+    def _field_value(self, name: str, value: Any) -> Any:
         return HIDDEN if isinstance(value, str) and value and is_secret_name(name) else self.value(value)
 
 

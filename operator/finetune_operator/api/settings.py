@@ -43,11 +43,13 @@ they mean nothing.
 class Price(SpecModel):
     """Price of one hour of one node."""
 
-    product: Text = Field(description="GPU product as in accelerator.product; cpu for a node without GPUs.")
-    gpus: int = Field(ge=0, description="GPUs on the node, a count.")
-    per_hour: float = Field(ge=0, description="Price of the node for one hour, in `currency`.")
+    product: Text = Field(description="GPU product as in accelerator.product; cpu for a node without GPUs. Required.")
+    gpus: int = Field(ge=0, description="Number of GPUs on the node. Required.")
+    per_hour: float = Field(ge=0, description="Price of the node per hour, in `currency`. Required.")
     spot_per_hour: float | None = Field(
-        default=None, ge=0, description="The same on spot capacity. Left out: not offered."
+        default=None,
+        ge=0,
+        description="Price of the node per hour on spot capacity, in `currency`. If unset, it has no spot price.",
     )
 
 
@@ -58,48 +60,50 @@ ResourceName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[-a-z0-9.]
 
 
 class HardwareLabel(SpecModel):
-    """A node label that tells of a product."""
+    """Label of nodes with a GPU product."""
 
-    key: LabelKey = Field(description="Key, e.g. nvidia.com/gpu.product. Required.")
+    key: LabelKey = Field(description="Key of the label, e.g. nvidia.com/gpu.product. Required.")
     values: Annotated[tuple[Text, ...], Field(min_length=1, max_length=64)] = Field(
-        description="Values that nodes with the product have. Required."
+        description="Values of the label on nodes with the product. Required."
     )
 
 
 class HardwareRow(SpecModel):
-    """A GPU that the built-in table lacks, or what differs from it."""
+    """GPU missing from the built-in table, or overrides of its values."""
 
     name: Text = Field(
-        description="Product, e.g. RTX-6000. One of the built-in table: the fields that are given take the place of "
-        "its own. Required."
+        description="GPU product, e.g. RTX-6000. For a product of the built-in table, the fields that are set override"
+        " the table's. Required."
     )
     aliases: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
-        default=(), description="Other names that jobs, prices and node labels have for it. Left out: none."
+        default=(), description="Other names of the product in jobs, prices and node labels. Defaults to none."
     )
     memory: Quantity | None = Field(
         default=None,
-        description="Memory of one as the driver reports it, e.g. 48Gi. Left out for a product that the built-in table "
-        "lacks: 15 GiB are assumed.",
+        description="Memory of one GPU as the driver reports it, e.g. 48Gi. Defaults to the value of the built-in "
+        "table, else to 15 GiB.",
     )
     capability: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]$")] | None = Field(
         default=None,
-        description="CUDA compute capability, e.g. 8.9: bf16 from 8.0, fp8 from 8.9, fp16 with a scaled loss from 7.0. "
-        "Left out: bf16 and no fp8, unless precisions says otherwise.",
+        description="CUDA compute capability, e.g. 8.9: bf16 from 8.0, fp8 from 8.9, fp16 with loss scaling from 7.0. "
+        "If unset, bf16 without fp8, unless precisions is set.",
     )
     precisions: Annotated[tuple[Literal["bf16", "fp16", "fp8"], ...], Field(max_length=3)] | None = Field(
-        default=None, description="Precisions that it has units for, in place of what capability says."
+        default=None, description="Supported precisions. Defaults to those of capability."
     )
     half_tflops: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Dense peak in bf16, in 10^12 operations a second. Left out: no times are estimated for it.",
+        description="Dense peak performance in bf16, in TFLOP/s (10^12 operations per second). If unset, times are not"
+        " estimated.",
     )
     fp32_tflops: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Peak in plain fp32, likewise. Left out: no times are estimated in fp32."
+        default=None,
+        description="Peak performance in plain fp32, in TFLOP/s. If unset, times in fp32 are not estimated.",
     )
     link_gigabytes: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="What one sends to the others of its node, in 10^9 bytes a second and direction. Left out: not "
-        "known.",
+        description="Bandwidth from one GPU to the others of its node, in 10^9 bytes per second and direction. If "
+        "unset, it is not known.",
     )
     memory_gigabytes: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
@@ -117,15 +121,17 @@ class HardwareRow(SpecModel):
         "the figure of the built-in table.",
     )
     labels: Annotated[tuple[HardwareLabel, ...], Field(max_length=16)] = Field(
-        default=(), description="Labels of nodes with it; pods go to nodes that have one of them. Left out: none."
+        default=(),
+        description="Labels of nodes with the product; pods are scheduled to nodes with one of them. Defaults to none.",
     )
     gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="Price of one GPU for one hour, in `currency`, for nodes that prices has no row for. Left out: "
-        "none.",
+        description="Price of one GPU per hour, in `currency`, for nodes without a row in prices. If unset, it has no "
+        "price.",
     )
     spot_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="The same on spot capacity. Left out: not offered."
+        default=None,
+        description="Price of one GPU per hour on spot capacity, in `currency`. If unset, it has no spot price.",
     )
 
 
@@ -143,94 +149,105 @@ class Nodes(SpecModel):
 
     read: bool = Field(
         default=True,
-        description="Whether it reads nodes, which is a right in the cluster: plans then rest on what nodes with the "
-        "job's labels have. Default true; the chart with watchNamespaces says false, unless rbac.nodes is true.",
+        description="Whether the operator reads nodes, so that plans rest on the GPUs of nodes with the job's labels. "
+        "Needs a cluster-wide permission. Defaults to true; the chart with watchNamespaces sets false, "
+        "unless rbac.nodes is true.",
     )
     product_labels: Annotated[tuple[LabelKey, ...], Field(max_length=16)] = Field(
         default=NODE_LABELS,
-        description="Labels that name a node's product; the first that a node has, and whose value is known, counts. "
-        "Default: those of GPU feature discovery, AMD's node labeller, GKE, Karpenter and cloud instance types.",
+        description="Labels with the GPU product of a node; the first with a known value decides. Defaults to those of"
+        " GPU feature discovery, AMD's node labeller, GKE, Karpenter and cloud instance types.",
     )
 
 
 class Defaults(SpecModel):
     """Defaults of jobs."""
 
-    image: Image = Field(default=TRAINER_IMAGE, description="Trainer image of jobs that name none.")
+    image: Image = Field(default=TRAINER_IMAGE, description="Trainer image of jobs without an image of their own.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
-        default=None, description="When the image is pulled. Left out: Kubernetes' default."
+        default=None, description="Pull policy of the image. Defaults to Kubernetes' own default."
     )
     image_pull_secrets: tuple[SecretSpec, ...] = Field(
-        default=(), description="Secrets for pulling images, which have to be in the job's namespace. Left out: none."
+        default=(), description="Secrets for pulling images, which must exist in the job's namespace. Defaults to none."
     )
     storage_class_name: ObjectName | None = Field(
-        default=None, description="Class of claims that are made for jobs. Left out: the cluster's default."
+        default=None,
+        description="Storage class of claims that the operator creates. Defaults to the cluster's default.",
     )
     access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"], ...] | None = Field(
         default=None,
-        description="Access modes of those claims. Left out: ReadWriteMany for jobs of several nodes, or of "
-        "several pods that prepare, else ReadWriteOnce.",
+        description="Access modes of claims that the operator creates. Defaults to ReadWriteMany for jobs with several"
+        " nodes or several pods that prepare, else to ReadWriteOnce.",
     )
     priority_class_name: ObjectName | None = Field(
-        default=None, description="Priority class of pods. Left out: the cluster's default."
+        default=None, description="Priority class of pods. Defaults to the cluster's default."
     )
     ttl_seconds_after_finished: NonNegative | None = Field(
-        default=None, description="Seconds after its end until a job is deleted. Left out: it stays."
+        default=None, description="Seconds after a job finishes until it is deleted. If unset, it is not deleted."
     )
     termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
-        default=120, description="Seconds that a pod has to save a checkpoint when it is told to stop. Default 120."
+        default=120,
+        description="Grace period of a pod in seconds, in which it saves a checkpoint before it is terminated. "
+        "Defaults to 120.",
     )
     gpu_resource: ResourceName = Field(
         default="nvidia.com/gpu",
-        description="Resource by which pods ask for GPUs, for jobs without accelerator.resource, e.g. amd.com/gpu. "
-        "Default nvidia.com/gpu.",
+        description="Extended resource for GPUs that pods request, for jobs without accelerator.resource, e.g. "
+        "amd.com/gpu. Defaults to nvidia.com/gpu.",
     )
     rdma_resource: ResourceName = Field(
         default="rdma/ib",
-        description="Device that pods of jobs with resources.network rdma ask for, as the nodes' device plugin names "
-        "it. Default rdma/ib.",
+        description="Extended resource that pods request for resources.network rdma, as the nodes' device plugin names"
+        " it. Defaults to rdma/ib.",
     )
     efa_interfaces: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1, description="EFA interfaces of a pod of jobs with resources.network efa, a count. Default 1."
+        default=1, description="Number of EFA interfaces that a pod requests for resources.network efa. Defaults to 1."
     )
 
 
 class Limits(SpecModel):
-    """Limits of the operator's patience with troubles that may pass by themselves."""
+    """Timeouts and retries for failures that may resolve by themselves."""
 
     image_pull_seconds: Count = Field(
-        default=600, description="Until a job whose image cannot be pulled has failed. Default 600."
+        default=600, description="Seconds until a job fails because its image cannot be pulled. Defaults to 600."
     )
     container_config_seconds: Count = Field(
         default=120,
-        description="Until a job whose container cannot be made (a missing Secret) has failed. Default 120.",
+        description="Seconds until a job fails because its container cannot be created (e.g. a missing Secret). "
+        "Defaults to 120.",
     )
     unschedulable_seconds: Count | None = Field(
-        default=None, description="Until a job whose pods find no node has failed. Left out: it waits, and says so."
+        default=None,
+        description="Seconds until a job fails because its pods cannot be scheduled. If unset, it waits and reports "
+        "the reason.",
     )
     gang_seconds: Annotated[int, Field(ge=0, le=1500)] = Field(
         default=900,
-        description="Until a training some of whose pods hold nodes while others find none is stopped and leaves them; "
-        "it starts again later, which counts as no restart. Below the 1800 s after which its processes would give up. "
-        "0: never. Default 900.",
+        description="Seconds until a partially scheduled training is stopped, so that it releases its nodes. It starts"
+        " again later, which does not count as a restart. Must be below 1800 s, the time-out of its "
+        "processes. 0 disables it. Defaults to 900.",
     )
     progress_seconds: NonNegative = Field(
         default=1800,
-        description="Until an attempt that has reported progress and shows none any more is stopped and starts again, "
-        "for jobs without runPolicy.progressDeadlineSeconds. 0: never. Default 1800.",
+        description="Seconds without progress until an attempt is restarted, if it has reported progress before, for "
+        "jobs without runPolicy.progressDeadlineSeconds. 0 disables it. Defaults to 1800.",
     )
     restart_delay_seconds: Annotated[float, Field(ge=0, le=3600)] = Field(
-        default=10, description="Delay before the first restart; it doubles with each failure in a row. Default 10."
+        default=10,
+        description="Back-off before the first restart, in seconds; it doubles with each failure in a row. Defaults to"
+        " 10.",
     )
     free_restarts: Count = Field(
         default=50,
-        description="Restarts of one stage that are free of charge within freeRestartsSeconds, a count. Later ones "
-        "count against runPolicy.maxRestarts, as does one for which nothing shows that the infrastructure did it and "
-        "which came no further than those before. Default 50.",
+        description="Maximum number of free restarts of a stage within freeRestartsSeconds. A restart counts against "
+        "runPolicy.maxRestarts if it exceeds this number, or if nothing shows an infrastructure cause and "
+        "the attempt progressed no further than earlier ones. Defaults to 50.",
     )
-    free_restarts_seconds: Count = Field(default=86_400, description="See freeRestarts. Default 86400, a day.")
+    free_restarts_seconds: Count = Field(
+        default=86_400, description="Window of freeRestarts, in seconds. Defaults to 86400 (one day)."
+    )
     restart_delay_most_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        default=300, description="Longest delay before a restart. Default 300."
+        default=300, description="Maximum back-off before a restart, in seconds. Defaults to 300."
     )
 
 
@@ -240,21 +257,21 @@ ProgressTokens: TypeAlias = Literal["review", "keys"]
 class Progress(SpecModel):
     """Progress reports of pods to the operator."""
 
-    enabled: bool = Field(default=True, description="Whether they do. Default true.")
+    enabled: bool = Field(default=True, description="Whether pods report progress to the operator. Defaults to true.")
     url: Annotated[str, StringConstraints(pattern=HTTPS_PATTERN, max_length=1024)] | None = Field(
         default=None,
-        description="Address of the progress server as pods see it, https://host:port. Left out: the operator's "
-        "Service finetune-operator-progress in its own namespace.",
+        description="Address of the progress server for pods, as https://host:port. Defaults to the Service finetune-"
+        "operator-progress in the operator's namespace.",
     )
     tokens: ProgressTokens = Field(
         default="review",
-        description="How the operator knows whose token a report carries. review: it asks the API server for a "
-        "TokenReview, which is a right in the cluster. keys: it verifies the token by the API server's public keys, "
-        "which every service account may read. Default review; the chart with watchNamespaces says keys, unless "
-        "rbac.tokenReview is true.",
+        description="Verification of the tokens in reports. review: a TokenReview of the API server, which needs a "
+        "cluster-wide permission; keys: the API server's public keys, which every service account may "
+        "read. Defaults to review; the chart with watchNamespaces sets keys, unless rbac.tokenReview is "
+        "true.",
     )
     status_seconds: Annotated[float, Field(ge=0.1, le=3600)] = Field(
-        default=5, description="Least time between two writes of one job's progress into its status. Default 5."
+        default=5, description="Minimum seconds between two updates of progress in a job's status. Defaults to 5."
     )
 
 
@@ -270,23 +287,24 @@ RESOLVERS = (
 
 
 class Network(SpecModel):
-    """Network access of the pods of jobs: each job gets its own NetworkPolicy."""
+    """Network access of the pods of jobs, by a NetworkPolicy for each job."""
 
-    enabled: bool = Field(default=True, description="Whether jobs get one. Default true.")
+    enabled: bool = Field(default=True, description="Whether each job gets a NetworkPolicy. Defaults to true.")
     egress_ports: Annotated[tuple[Port, ...], Field(max_length=64)] = Field(
         default=(443,),
-        description="TCP ports at which pods reach any address, for the Hub, object stores and proxies. Default 443.",
+        description="TCP ports at which pods may reach any address, for the Hub, object stores and proxies. Defaults "
+        "to 443.",
     )
     dns: Annotated[tuple[Peer, ...], Field(max_length=16)] = Field(
         default=RESOLVERS,
-        description="Resolvers, which pods reach at ports 53 and 5353, as peers of Kubernetes' NetworkPolicy. Where "
-        "nodes resolve names themselves, as with Cloud DNS for GKE (169.254.169.254/32), name their addresses. "
-        "Default: pods in kube-system and openshift-dns, and NodeLocal DNSCache.",
+        description="DNS resolvers, which pods may reach at ports 53 and 5353, as peers of a Kubernetes NetworkPolicy."
+        " If nodes resolve names themselves, as with Cloud DNS for GKE (169.254.169.254/32), add their "
+        "addresses. Defaults to pods in kube-system and openshift-dns, and NodeLocal DNSCache.",
     )
     extra_egress: Annotated[tuple[EgressRule, ...], Field(max_length=64)] = Field(
         default=(),
-        description="Further rules as Kubernetes' NetworkPolicy has them, e.g. an object store in the cluster. Left "
-        "out: none.",
+        description="Additional egress rules of a Kubernetes NetworkPolicy, e.g. for an object store in the cluster. "
+        "Defaults to none.",
     )
 
 
@@ -307,36 +325,38 @@ SPOT_TOLERATIONS = (
 
 
 class Spot(SpecModel):
-    """Labels of spot nodes, and the patience of jobs with spec.spot."""
+    """Labels of spot nodes, and the fallback of jobs with spec.spot."""
 
     nodes: Annotated[
         tuple[Annotated[dict[str, str], Field(max_length=16)], ...], Field(min_length=1, max_length=16)
     ] = Field(
         default=SPOT_NODES,
-        description="Labels of spot nodes: a node that has all labels of one of the items is one. Default: as EKS, "
-        "Karpenter, GKE and AKS label theirs.",
+        description="Labels of spot nodes: a node with all labels of one item is a spot node. Defaults to the labels "
+        "of EKS, Karpenter, GKE and AKS.",
     )
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=16)] = Field(
         default=SPOT_TOLERATIONS,
-        description="Taints of spot nodes that pods bear. Default: those of GKE and AKS.",
+        description="Tolerations of the taints of spot nodes. Defaults to those for GKE and AKS.",
     )
     fallback_after_seconds: Count = Field(
         default=600,
-        description="How long a pod waits for a spot node until the training of a job with fallbackToOnDemand goes to "
-        "any node. Default 600.",
+        description="Seconds that a pod waits for a spot node before the training of a job with fallbackToOnDemand "
+        "uses any nodes. Defaults to 600.",
     )
 
 
 class Spark(SpecModel):
-    """Images and service account of engine spark in preparation and predict. It is refused until both are set."""
+    """Image and service account of engine spark in preparation and predict. Both are required to use it."""
 
     image: Image | None = Field(
-        default=None, description="Image with Java, Spark and the trainer, for these stages alone. Left out: none."
+        default=None,
+        description="Image with Java, Spark and the trainer, for Spark stages only. If unset, engine spark is refused.",
     )
     service_account_name: ObjectName | None = Field(
         default=None,
-        description="Account of Spark's driver, in each namespace with such jobs; it has to be allowed to make pods, "
-        "services, config maps and claims there. Whoever may create jobs can have their pod act as it. Left out: none.",
+        description="Service account of the Spark driver, in each namespace with such jobs; it needs permission to "
+        "create pods, services, config maps and claims there. Anyone who may create jobs can run a pod "
+        "with it. If unset, engine spark is refused.",
     )
 
 
@@ -385,73 +405,77 @@ PROFILES: Mapping[Profile, Mapping[AllowedNames, tuple[str, ...]]] = {
 
 
 class Allow(SpecModel):
-    """Bounds on the use of a namespace by jobs, and on their size."""
+    """Resources of a namespace that jobs may use, and limits of their size."""
 
     profile: Profile = Field(
         default="open",
-        description="What the lists below are where they are left out. open: anything, for namespaces whose users may "
-        "create pods all the same. strict: the service account default, Secrets named finetune-*, no CSI drivers, "
-        "no tokens, no priority classes, no annotations, and variables that name no other code and no other server. "
-        "Default open.",
+        description="Defaults of the lists below. open: allow everything, for namespaces whose users may create pods "
+        "anyway. strict: allow the service account default, Secrets named finetune-*, no CSI drivers, "
+        "tokens, priority classes or annotations, and only variables that name no other code or server. "
+        "Defaults to open.",
     )
     service_accounts: Globs | None = Field(
-        default=None, description="Globs of service accounts that a job may name. Left out: the profile's."
+        default=None, description="Globs of service accounts that a job may use. Defaults to those of the profile."
     )
     secrets: Globs | None = Field(
-        default=None, description="Globs of Secrets that a job may name, wherever it does. Left out: the profile's."
+        default=None,
+        description="Globs of Secrets that a job may reference in any field. Defaults to those of the profile.",
     )
     config_maps: Globs | None = Field(
-        default=None, description="Globs of ConfigMaps that a job may name. Left out: any."
+        default=None, description="Globs of ConfigMaps that a job may reference. Defaults to any."
     )
     claims: Globs | None = Field(
         default=None,
-        description="Globs of claims that a job may name, in pvc:// URIs and in volumes; its own workspace needs no "
-        "leave. Left out: any.",
+        description="Globs of claims that a job may use, in pvc:// URIs and in volumes; the claim of its own workspace"
+        " is always allowed. Defaults to any.",
     )
     csi_drivers: Globs | None = Field(
         default=None,
-        description="Globs of CSI drivers that a job may name for volumes of its pods; some give secrets to whoever "
-        "asks. Left out: the profile's.",
+        description="Globs of CSI drivers that a job may use for volumes of its pods; some expose secrets to any pod. "
+        "Defaults to those of the profile.",
     )
     token_audiences: Globs | None = Field(
         default=None,
-        description="Globs of audiences of tokens that a job has projected into its pods; api stands for the API "
-        "server's own. Left out: the profile's.",
+        description="Globs of token audiences that a job may project into its pods; api stands for that of the API "
+        "server. Defaults to those of the profile.",
     )
     priority_classes: Globs | None = Field(
         default=None,
-        description="Globs of priority classes that a job may name. Those of Kubernetes itself, system-*, are never "
-        "allowed. Left out: the profile's.",
+        description="Globs of priority classes that a job may use. The classes system-* of Kubernetes are never "
+        "allowed. Defaults to those of the profile.",
     )
     env: Globs | None = Field(
-        default=None, description="Globs of environment variables that a job may set. Left out: the profile's."
+        default=None, description="Globs of environment variables that a job may set. Defaults to those of the profile."
     )
     annotations: Globs | None = Field(
-        default=None, description="Globs of annotations that a job may give its pods. Left out: the profile's."
+        default=None,
+        description="Globs of annotations that a job may set on its pods. Defaults to those of the profile.",
     )
-    max_nodes: Count | None = Field(default=None, description="Most nodes of a job, a count. Left out: no bound.")
+    max_nodes: Count | None = Field(
+        default=None, description="Maximum number of nodes of a job. If unset, there is no limit."
+    )
     max_gpus: NonNegative | None = Field(
-        default=None, description="Most GPUs of a job on all its nodes, a count. Left out: no bound."
+        default=None, description="Maximum number of GPUs of a job over all its nodes. If unset, there is no limit."
     )
     max_workers: Count | None = Field(
-        default=None, description="Most workers that prepare or predict, a count. Left out: no bound."
+        default=None, description="Maximum number of workers that prepare or predict. If unset, there is no limit."
     )
     max_storage: Quantity | None = Field(
         default=None,
-        description="Largest claim that is made for a job, its workspace or a volume of one of its pods, e.g. 500Gi. "
-        "Left out: no bound.",
+        description="Maximum size of a claim created for a job: its workspace, or a volume of one of its pods, e.g. "
+        "500Gi. If unset, there is no limit.",
     )
     max_cost: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="Most that a job may cost, in `currency`, at the prices below: a job is refused whose estimate is "
-        "higher or whose nodes have no price, and it ends with a checkpoint when it has cost so much. Left out: no "
-        "bound.",
+        description="Maximum cost of a job, in `currency`, at the prices below. A job is refused if its estimate is "
+        "higher or its nodes have no price, and is stopped with a checkpoint once it has cost this much. "
+        "If unset, there is no limit.",
     )
 
     def names(self, which: AllowedNames) -> tuple[str, ...]:
         """Return the globs of one list: its own, or else the profile's."""
-        own: tuple[str, ...] | None = getattr(self, which)
-        return PROFILES[self.profile][which] if own is None else own
+        configured: tuple[str, ...] | None = getattr(self, which)
+        return PROFILES[self.profile][which] if configured is None else configured
 
 
 class Planning(SpecModel):
@@ -469,34 +493,39 @@ class Settings(SpecModel):
     """Settings of one installation."""
 
     namespaces: tuple[DnsLabel, ...] = Field(
-        default=(), description="Namespaces whose jobs are run. Left out: all of them."
+        default=(), description="Namespaces whose jobs the operator runs. Defaults to all."
     )
-    defaults: Defaults = Field(default=Defaults(), description="Defaults of jobs.")
-    limits: Limits = Field(default=Limits(), description="How long the operator waits.")
-    progress: Progress = Field(default=Progress(), description="How pods report progress.")
+    defaults: Defaults = Field(default=Defaults(), description="Defaults of fields that a job leaves unset.")
+    limits: Limits = Field(default=Limits(), description="Timeouts and retries.")
+    progress: Progress = Field(default=Progress(), description="Progress reports of pods.")
     spot: Spot = Field(default=Spot(), description="Spot nodes.")
-    spark: Spark = Field(default=Spark(), description="What engine spark of preparation and predict runs with.")
-    network_policy: Network = Field(default=Network(), description="What the pods of jobs may reach.")
+    spark: Spark = Field(
+        default=Spark(), description="Image and service account of engine spark in preparation and predict."
+    )
+    network_policy: Network = Field(default=Network(), description="Network access of the pods of jobs.")
 
-    allow: Allow = Field(default=Allow(), description="What jobs may use of their namespace, and their largest size.")
+    allow: Allow = Field(
+        default=Allow(), description="Resources of their namespace that jobs may use, and their maximum size."
+    )
     schemes: tuple[Scheme, ...] = Field(default=CLUSTER_SCHEMES, description="URI schemes that jobs may use.")
     git_hosts: tuple[str, ...] = Field(
         default=("github.com", "gitlab.com", "huggingface.co"),
-        description="Hosts from which training.script may be fetched.",
+        description="Hosts that training.script may be cloned from.",
     )
-    images: tuple[str, ...] = Field(default=("*",), description="Globs of images that jobs may name. Default: any.")
+    images: tuple[str, ...] = Field(default=("*",), description="Globs of images that jobs may use. Defaults to any.")
     trust_remote_code: tuple[str, ...] = Field(
-        default=(), description="Globs of Hub repositories whose code may run (model.trustRemoteCode). Default: none."
+        default=(),
+        description="Globs of Hub repositories whose code may run (model.trustRemoteCode). Defaults to none.",
     )
     currency: Annotated[str, StringConstraints(pattern=CURRENCY_PATTERN)] = Field(
-        default="USD", description="ISO 4217 code of the prices."
+        default="USD", description="ISO 4217 code of the currency of all prices."
     )
-    prices: tuple[Price, ...] = Field(default=(), description="Price table. Left out: costs are not estimated.")
+    prices: tuple[Price, ...] = Field(default=(), description="Prices of nodes. If unset, costs are not estimated.")
     hardware: Annotated[tuple[HardwareRow, ...], Field(max_length=256)] = Field(
         default=(),
-        description="GPUs beside those of the built-in table (docs/hardware.md), or in place of its figures.",
+        description="GPUs in addition to the built-in table (docs/hardware.md), or overrides of its values.",
     )
-    nodes: Nodes = Field(default=Nodes(), description="Sources of the facts about the GPUs of nodes.")
+    nodes: Nodes = Field(default=Nodes(), description="Sources of facts about the GPUs of nodes.")
     planning: Planning = Field(default=Planning(), description="Margins of plans.")
 
     def progress_deadline(self, policy: RunPolicySpec) -> int:

@@ -37,44 +37,47 @@ def check_settings(value: JsonValue) -> tuple[Settings | None, list[Problem]]:
 def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
     """Yield contradictions between fields, except with fields that were removed for a fault of their own."""
 
-    def whole(*paths: Path) -> bool:
-        return not any(gone[: len(path)] == path or path[: len(gone)] == gone for gone in read.gone for path in paths)
+    def intact(*paths: Path) -> bool:
+        return not any(
+            removed[: len(path)] == path or path[: len(removed)] == removed for removed in read.gone for path in paths
+        )
 
     image = settings.defaults.image
     allowed = any(fnmatch.fnmatchcase(image, glob) for glob in settings.images)
-    if whole(("images",), ("defaults", "image")) and not allowed:
+    if intact(("images",), ("defaults", "image")) and not allowed:
         globs = ", ".join(settings.images) or "none"
         yield Problem(
             "defaults.image", describe_value(image), f"is not allowed by images, {globs}",
-            "set it to an image that is, or add it to images", reason="Forbidden",
+            "use an allowed image, or add it to images", reason="Forbidden",
         )  # fmt: skip
     first, most = settings.limits.restart_delay_seconds, settings.limits.restart_delay_most_seconds
-    if whole(("limits", "restartDelaySeconds"), ("limits", "restartDelayMostSeconds")) and first > most:
+    if intact(("limits", "restartDelaySeconds"), ("limits", "restartDelayMostSeconds")) and first > most:
         yield Problem(
             "limits.restartDelaySeconds", describe_value(first),
-            f"cannot be above limits.restartDelayMostSeconds, {most:g}", "exchange the two, or raise the other",
+            f"must not be above limits.restartDelayMostSeconds, {most:g}",
+            "swap the two, or raise limits.restartDelayMostSeconds",
         )  # fmt: skip
-    if settings.allow.max_cost is not None and not settings.prices and whole(("prices",), ("allow", "maxCost")):
+    if settings.allow.max_cost is not None and not settings.prices and intact(("prices",), ("allow", "maxCost")):
         yield Problem(
-            "allow.maxCost", describe_value(settings.allow.max_cost), "needs prices: without them no cost is known",
+            "allow.maxCost", describe_value(settings.allow.max_cost), "needs prices: without them costs are not known",
             "add the prices of your nodes, or leave it out", reason="Required",
         )  # fmt: skip
-    yield from _spot(settings, whole)
-    if whole(("hardware",)):
+    yield from _spot(settings, intact)
+    if intact(("hardware",)):
         yield from _hardware(settings)
     for number, resolver in enumerate(settings.network_policy.dns):
         yield from _peer(("networkPolicy", "dns", number), resolver)
     for number, rule in enumerate(settings.network_policy.extra_egress):
         for place, peer in enumerate(rule.to):
             yield from _peer(("networkPolicy", "extraEgress", number, "to", place), peer)
-    for name, keys, what in (
-        ("namespaces", settings.namespaces, "a namespace"),
-        ("schemes", settings.schemes, "a scheme"),
-        ("prices", tuple((price.product, price.gpus) for price in settings.prices), "the price of such a node"),
-        ("defaults.imagePullSecrets", tuple(s.name for s in settings.defaults.image_pull_secrets), "a Secret"),
+    for name, keys, kind in (
+        ("namespaces", settings.namespaces, "namespace"),
+        ("schemes", settings.schemes, "scheme"),
+        ("prices", tuple((price.product, price.gpus) for price in settings.prices), "price of the same kind of node"),
+        ("defaults.imagePullSecrets", tuple(s.name for s in settings.defaults.image_pull_secrets), "Secret"),
     ):
-        if whole(tuple(name.split("."))):
-            yield from _twice(tuple(name.split(".")), keys, what)
+        if intact(tuple(name.split("."))):
+            yield from _duplicates(tuple(name.split(".")), keys, kind)
 
 
 def _hardware(settings: Settings) -> Iterator[Problem]:
@@ -85,7 +88,7 @@ def _hardware(settings: Settings) -> Iterator[Problem]:
             field = ("name",) if place == 0 else ("aliases", place - 1)
             if name.casefold() in names:
                 yield Problem(
-                    format_path(("hardware", index, *field)), describe_value(name), "a product is named once",
+                    format_path(("hardware", index, *field)), describe_value(name), "is a duplicate product name",
                     "remove one of the two", reason="Duplicate",
                 )  # fmt: skip
             names.append(name.casefold())
@@ -93,20 +96,25 @@ def _hardware(settings: Settings) -> Iterator[Problem]:
             for value in label.values:
                 yield from label_problems(
                     {label.key: value}, ("hardware", index, "labels", place),
-                    "write the label as kubectl get nodes shows it",
+                    "write the label as kubectl get nodes --show-labels prints it",
                 )  # fmt: skip
 
 
-def _spot(settings: Settings, whole: Callable[[Path], bool]) -> Iterator[Problem]:
+def _spot(settings: Settings, intact: Callable[[Path], bool]) -> Iterator[Problem]:
     """Yield labels and tolerations that no API server would accept: each spot job would be refused when it trains."""
-    for index, labels in enumerate(settings.spot.nodes if whole(("spot", "nodes")) else ()):
+    for index, labels in enumerate(settings.spot.nodes if intact(("spot", "nodes")) else ()):
         if not labels:
             yield Problem(
-                f"spot.nodes[{index}]", None, "is one kind of spot nodes, by its labels", "add a label, or remove it",
+                f"spot.nodes[{index}]",
+                None,
+                "must have at least one label of spot nodes",
+                "add a label, or remove the item",
                 reason="Required",
-            )  # fmt: skip
-        yield from label_problems(labels, ("spot", "nodes", index), "write the label as kubectl get nodes shows it")
-    for index, toleration in enumerate(settings.spot.tolerations if whole(("spot", "tolerations")) else ()):
+            )
+        yield from label_problems(
+            labels, ("spot", "nodes", index), "write the label as kubectl get nodes --show-labels prints it"
+        )
+    for index, toleration in enumerate(settings.spot.tolerations if intact(("spot", "tolerations")) else ()):
         yield from toleration_problems(toleration, ("spot", "tolerations", index))
 
 
@@ -115,7 +123,7 @@ def _peer(path: Path, peer: Peer) -> Iterator[Problem]:
     block = peer.ip_block
     if (block is None) == (peer.namespace_selector is None and peer.pod_selector is None):
         yield Problem(
-            format_path(path), None, "a peer is either addresses or selectors", "give ipBlock, or selectors",
+            format_path(path), None, "must have either ipBlock or selectors", "set ipBlock or selectors, not both",
         )  # fmt: skip
     if block is None:
         return
@@ -126,16 +134,16 @@ def _peer(path: Path, peer: Peer) -> Iterator[Problem]:
             ipaddress.ip_network(text)
         except ValueError as error:
             yield Problem(
-                format_path((*path, "ipBlock", *place)), describe_value(text), f"is no network: {error}",
-                "write it as 10.0.0.0/8",
+                format_path((*path, "ipBlock", *place)), describe_value(text), f"is not a network: {error}",
+                "write it like 10.0.0.0/8",
             )  # fmt: skip
 
 
-def _twice(path: Path, keys: tuple[object, ...], what: str) -> Iterator[Problem]:
+def _duplicates(path: Path, keys: tuple[object, ...], kind: str) -> Iterator[Problem]:
     for index, key in enumerate(keys):
         if key in keys[:index]:
             shown = " with ".join(map(str, key)) + " GPUs" if isinstance(key, tuple) else str(key)
             yield Problem(
-                format_path((*path, index)), describe_value(shown), f"{what} is given once", "remove one of the two",
+                format_path((*path, index)), describe_value(shown), f"is a duplicate {kind}", "remove one of the two",
                 reason="Duplicate",
             )  # fmt: skip

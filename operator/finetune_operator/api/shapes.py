@@ -33,13 +33,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Number:
-    """A number within bounds; `above` and `below` exclude the bound itself."""
+    """A number within bounds; `exclusive_minimum` and `exclusive_maximum` exclude the bound itself."""
 
     integer: bool
     minimum: float | None = None
     maximum: float | None = None
-    above: bool = False
-    below: bool = False
+    exclusive_minimum: bool = False
+    exclusive_maximum: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ class Shape:
 @cache
 def spec_shape() -> Shape:
     """Return the shape of `spec`."""
-    return shape_of(FineTuneJobSpec, "What the user wants. Required.")
+    return shape_of(FineTuneJobSpec, "Desired state of the job. Required.")
 
 
 @cache
 def status_shape() -> Shape:
     """Return the shape of `status`."""
-    return shape_of(FineTuneJobStatus, "What the operator knows; nobody else writes it.")
+    return shape_of(FineTuneJobStatus, "Observed state of the job. Written only by the operator.")
 
 
 def find(shape: Shape, path: Sequence[PathPart]) -> Shape | None:
@@ -146,11 +146,11 @@ def accepts(shape: Shape, value: JsonValue) -> bool:
     if isinstance(value, str) and value in shape.words:
         return True
     match shape.body:
-        case Number(integer, minimum, maximum, above, below):
+        case Number(integer, minimum, maximum, exclusive_minimum, exclusive_maximum):
             if isinstance(value, bool) or not isinstance(value, int if integer else int | float):
                 return False
-            low = minimum is None or (value > minimum if above else value >= minimum)
-            return low and (maximum is None or (value < maximum if below else value <= maximum))
+            low = minimum is None or (value > minimum if exclusive_minimum else value >= minimum)
+            return low and (maximum is None or (value < maximum if exclusive_maximum else value <= maximum))
         case Text(pattern, minimum, maximum, quantity):
             text = str(value) if quantity and isinstance(value, int) and not isinstance(value, bool) else value
             if not isinstance(text, str) or not (minimum or 0) <= len(text) <= (maximum or len(text)):
@@ -173,14 +173,17 @@ def accepts(shape: Shape, value: JsonValue) -> bool:
 def sentence(shape: Shape) -> str:
     """Describe the accepted values, to follow "must be"."""
     if shape.body is None:
-        return f"one of {', '.join(shape.words)}" if len(shape.words) > 1 else shape.words[0]
+        # The empty text is visible only in quotes.
+        words = ['""' if word == "" else word for word in shape.words]
+        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
     return " or ".join([*shape.words, _body_sentence(shape.body)])
 
 
 def _body_sentence(body: Body) -> str:
     match body:
-        case Number(integer, minimum, maximum, above, below):
-            return f"{'an integer' if integer else 'a number'}{_range(minimum, maximum, above, below)}"
+        case Number(integer, minimum, maximum, exclusive_minimum, exclusive_maximum):
+            bounds = _range(minimum, maximum, exclusive_minimum, exclusive_maximum)
+            return f"{'an integer' if integer else 'a number'}{bounds}"
         case Text(quantity=True):
             return "a quantity such as 8, 500m or 64Gi"
         case Text(pattern) if pattern in PATTERN_WORDS:
@@ -205,16 +208,16 @@ def _body_sentence(body: Body) -> str:
             return "any value"
 
 
-def _range(minimum: float | None, maximum: float | None, above: bool, below: bool) -> str:
-    if maximum == MAX_INT:  # the bound of the format, of no interest to anybody
+def _range(minimum: float | None, maximum: float | None, exclusive_minimum: bool, exclusive_maximum: bool) -> str:
+    if maximum == MAX_INT:  # bound of the format, not of interest to users
         maximum = None
-    if minimum is not None and maximum is not None and not above and not below:
+    if minimum is not None and maximum is not None and not exclusive_minimum and not exclusive_maximum:
         return f" from {_plain(minimum)} to {_plain(maximum)}"
     bounds = []
     if minimum is not None:
-        bounds.append(f"{'above' if above else 'of at least'} {_plain(minimum)}")
+        bounds.append(f"{'above' if exclusive_minimum else 'of at least'} {_plain(minimum)}")
     if maximum is not None:
-        bounds.append(f"{'below' if below else 'at most'} {_plain(maximum)}")
+        bounds.append(f"{'below' if exclusive_maximum else 'at most'} {_plain(maximum)}")
     return f" {' and '.join(bounds)}" if bounds else ""
 
 
@@ -278,17 +281,17 @@ def _body(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Body:
                 kind == "integer",
                 node.get("minimum", node.get("exclusiveMinimum")),
                 node.get("maximum", node.get("exclusiveMaximum")),
-                above="exclusiveMinimum" in node,
-                below="exclusiveMaximum" in node,
+                exclusive_minimum="exclusiveMinimum" in node,
+                exclusive_maximum="exclusiveMaximum" in node,
             )
         case "boolean":
             return Boolean()
         case "array":
             return Items(_shape(node["items"], definitions, False), node.get("minItems"), node.get("maxItems"))
         case "object" if "properties" in node:
-            needed = node.get("required", ())
+            required_names = node.get("required", ())
             return Fields(
-                {name: _shape(inner, definitions, name in needed) for name, inner in node["properties"].items()}
+                {name: _shape(inner, definitions, name in required_names) for name, inner in node["properties"].items()}
             )
         case "object":
             return Map(_shape(node["additionalProperties"], definitions, False), node.get("maxProperties"))

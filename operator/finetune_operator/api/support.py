@@ -108,9 +108,9 @@ class Row:
     @property
     def works(self) -> str:
         """Supported values, as a sentence for documentation."""
-        return self.way_out(self.schemes)
+        return self.hint(self.schemes)
 
-    def way_out(self, schemes: Sequence[str]) -> str:
+    def hint(self, schemes: Sequence[str]) -> str:
         """Return the hint with the supported values, if these schemes may be used."""
         if self.schemes:
             return f"use {', '.join(f'{scheme}://' for scheme in schemes)}" if schemes else "leave it out"
@@ -192,7 +192,7 @@ def _problems(row: Row, path: str, shape: Shape, value: JsonValue, schemes: Sequ
             f"spec.{path}",
             describe_value(value, path.split(".")),
             "is not supported in this version",
-            row.way_out(served_schemes(row.path, schemes)),
+            row.hint(served_schemes(row.path, schemes)),
             reason="NotYetSupported",
         )
     ]

@@ -14,12 +14,14 @@ from finetune_operator.api.types import DNS_LABEL_PATTERN
 NAME_PATTERN = DNS_LABEL_PATTERN
 """RFC 1123 label: names of children, pods and hosts derive from the job's name."""
 MAX_NAME = 63
-DNS_LABEL_RULE = f"must have at most {MAX_NAME} characters: a-z, 0-9 and -, with no - at its ends"
+DNS_LABEL_RULE = f"must have at most {MAX_NAME} characters: a-z, 0-9 and -, and must not begin or end with -"
 LABEL_KEY_RULE = (
-    "a label's key is a name of at most 63 letters, digits, -, _ and ., with a letter or digit at its ends, and "
-    "perhaps a DNS name and / before it"
+    "a label key is an optional DNS name and /, and a name of at most 63 letters, digits, -, _ and . that begins and "
+    "ends with a letter or digit"
 )
-LABEL_VALUE_RULE = "a label's value has at most 63 letters, digits, -, _ and ., with a letter or digit at its ends"
+LABEL_VALUE_RULE = (
+    "a label value has at most 63 letters, digits, -, _ and ., and begins and ends with a letter or digit"
+)
 _NAME = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)")
 LABEL_VALUE_PATTERN = f"^{_NAME.pattern}?$"
 """Same form as a label's name, or empty."""
@@ -48,8 +50,8 @@ def quote(path: Path, value: JsonValue) -> Problem:
     return Problem(format_path(path), describe_value(value, path), "must be text", "put the value in quotes")
 
 
-def label_problems(labels: Mapping[str, JsonValue], path: Path, way_out: str) -> Iterator[Problem]:
-    """Yield the problems of a map of labels at `path`; `way_out` is the hint for values of another form."""
+def label_problems(labels: Mapping[str, JsonValue], path: Path, hint: str) -> Iterator[Problem]:
+    """Yield the problems of a map of labels at `path`; `hint` is for values of another form."""
     for key, text in labels.items():
         full = (*path, key)
         if not is_label_key(key):
@@ -57,4 +59,4 @@ def label_problems(labels: Mapping[str, JsonValue], path: Path, way_out: str) ->
         if not isinstance(text, str):
             yield quote(full, text)
         elif not is_label_value(text):
-            yield Problem(format_path(full), describe_value(text, full), LABEL_VALUE_RULE, way_out)
+            yield Problem(format_path(full), describe_value(text, full), LABEL_VALUE_RULE, hint)

@@ -101,11 +101,11 @@ VALUE_SOURCES = ("fieldRef", "resourceFieldRef", "configMapKeyRef", "secretKeyRe
 REFUSED_CONTEXT: Mapping[str, str] = {
     **dict.fromkeys(
         ("privileged", "allowPrivilegeEscalation", "capabilities", "procMount"),
-        "is a setting of the container, which is the operator's",
+        "is a setting of the container, which the operator controls",
     ),
-    "readOnlyRootFilesystem": "is a setting of the container, which is the operator's",
+    "readOnlyRootFilesystem": "is a setting of the container, which the operator controls",
     "sysctls": "would change the node's kernel",
-    "windowsOptions": "is for Windows, and trainers run on Linux",
+    "windowsOptions": "is for Windows; trainers run on Linux",
 }
 
 
@@ -113,7 +113,9 @@ def template_problems(spec: FineTuneJobSpec) -> Iterator[Problem]:
     """Yield all problems of `spec.template`."""
     template, path = spec.template, ("spec", "template")
     yield from _labels(template, path)
-    yield from label_problems(template.node_selector, (*path, "nodeSelector"), "a node's labels have no other values")
+    yield from label_problems(
+        template.node_selector, (*path, "nodeSelector"), "write the label as kubectl get nodes --show-labels prints it"
+    )
     for index, toleration in enumerate(template.tolerations):
         yield from _toleration(toleration, (*path, "tolerations", index))
     if template.affinity:
@@ -138,17 +140,15 @@ def _shape(model: type[BaseModel]) -> Shape:
     return shape_of(model)
 
 
-def _forbidden(path: Path, value: object, rule: str, way_out: str, reason: Reason = "Forbidden") -> Problem:
-    return Problem(
-        format_path(path), None if value is None else describe_value(value, path), rule, way_out, reason=reason
-    )
+def _forbidden(path: Path, value: object, rule: str, hint: str, reason: Reason = "Forbidden") -> Problem:
+    return Problem(format_path(path), None if value is None else describe_value(value, path), rule, hint, reason=reason)
 
 
 def _duplicates(names: Sequence[str | None], path: Path, field: str = "name") -> Iterator[Problem]:
     for index, name in enumerate(names):
         if name is not None and name in names[:index]:
             yield _forbidden(
-                (*path, index, field), name, "is given twice", "give each of them once, or another name", "Duplicate"
+                (*path, index, field), name, "is a duplicate", "remove it, or use another name", "Duplicate"
             )
 
 
@@ -158,9 +158,9 @@ def _exactly_one(value: BaseModel | None, path: Path, names: Sequence[str]) -> I
         return
     given = [name for name in value.model_dump(by_alias=True, exclude_none=True) if name in names]
     if len(given) != 1:
-        said = f", and there are {' and '.join(given)}" if given else ""
-        rule = f"takes exactly one of {', '.join(names)}{said}"
-        yield Problem(format_path(path), None, rule, "leave one of them" if given else "add one of them")
+        excess = f"; {', '.join(given)} are set" if given else ""
+        rule = f"takes exactly one of {', '.join(names)}{excess}"
+        yield Problem(format_path(path), None, rule, "keep one of them" if given else "set one of them")
 
 
 # ------------------------------------------------------------------------------------------------ labels and scheduling
@@ -175,11 +175,11 @@ def _labels(template: TemplateSpec, path: Path) -> Iterator[Problem]:
             yield Problem(format_path(full), None, LABEL_KEY_RULE, "change the key")
         elif key.startswith(REFUSED_ANNOTATIONS):
             yield _forbidden(
-                full, None, "would loosen the pod's confinement, or give it another network", "leave it out"
+                full, None, "would weaken the pod's isolation, or attach it to another network", "leave it out"
             )
         elif key in SIDECAR_ANNOTATIONS and template.annotations[key] != SIDECAR_ANNOTATIONS[key]:
             yield _forbidden(
-                full, template.annotations[key], "would put another container into the pod, which then never ends",
+                full, template.annotations[key], "would inject a sidecar container, so that the pod never completes",
                 f'leave it out, or set it to "{SIDECAR_ANNOTATIONS[key]}"',
             )  # fmt: skip
 
@@ -197,12 +197,12 @@ def toleration_problems(toleration: Toleration, path: Path) -> Iterator[Problem]
         yield Problem(format_path((*path, "key")), describe_value(toleration.key), LABEL_KEY_RULE, "change the key")
     if not toleration.key and toleration.operator != "Exists":
         yield Problem(
-            format_path((*path, "operator")), describe_value(toleration.operator), "must be Exists without a key",
+            format_path((*path, "operator")), describe_value(toleration.operator), "must be Exists if there is no key",
             "add the taint's key, or set operator to Exists",
         )  # fmt: skip
     if toleration.operator == "Exists" and toleration.value:
         yield Problem(
-            format_path((*path, "value")), describe_value(toleration.value), "has no place beside operator Exists",
+            format_path((*path, "value")), describe_value(toleration.value), "is not allowed with operator Exists",
             "leave it out, or set operator to Equal",
         )  # fmt: skip
     if toleration.value and not is_label_value(toleration.value):
@@ -231,7 +231,7 @@ def _requirements(value: object, path: Path) -> Iterator[Problem]:
         case dict():
             for name, inner in value.items():
                 if name == "matchLabels":
-                    yield from label_problems(inner, (*path, name), "labels have no other values")
+                    yield from label_problems(inner, (*path, name), "use the label's value on the selected objects")
                 elif name == "topologyKey" and not is_label_key(inner):
                     yield Problem(format_path((*path, name)), describe_value(inner), LABEL_KEY_RULE, "change the key")
                 else:
@@ -248,16 +248,18 @@ def _requirement(key: str, operator: str, values: Sequence[str], path: Path) -> 
         yield Problem(format_path((*path, "key")), describe_value(key), LABEL_KEY_RULE, "change the key")
     if on_field and (key != "metadata.name" or operator not in ("In", "NotIn") or len(values) != 1):
         yield Problem(
-            format_path(path), None, "matchFields takes metadata.name, In or NotIn, and one value", "change it, or use "
-            "matchExpressions",
-        )  # fmt: skip
+            format_path(path),
+            None,
+            "matchFields supports only metadata.name with In or NotIn and one value",
+            "change it, or use matchExpressions",
+        )
     elif operator in ("Exists", "DoesNotExist") and values:
-        yield Problem(where, describe_value(values), f"has no place beside operator {operator}", "leave it out")
+        yield Problem(where, describe_value(values), f"is not allowed with operator {operator}", "leave it out")
     elif operator in ("In", "NotIn") and not values:
-        yield Problem(where, None, f"is needed by operator {operator}", "add at least one value", reason="Required")
+        yield Problem(where, None, f"is required for operator {operator}", "add at least one value", reason="Required")
     elif operator in ("Gt", "Lt") and not (len(values) == 1 and values[0].lstrip("+-").isdecimal()):
         yield Problem(
-            where, describe_value(values), f"must be one integer in quotes for {operator}", "write one number"
+            where, describe_value(values), f"must be one quoted integer for operator {operator}", "write one number"
         )
     elif operator in ("In", "NotIn") and not on_field:
         for index, text in enumerate(values):
@@ -292,33 +294,33 @@ def _env_name(variable: EnvVar, hub_token: SecretKeySpec | None, path: Path) -> 
         yield _forbidden(
             path,
             name,
-            "decides which code runs in the image",
-            "leave the variable out, or name an image of your own in spec.image",
+            "controls which code runs in the image",
+            "leave the variable out, or set spec.image to your own image",
         )
     elif name in TOKEN_ENV and hub_token is not None:
-        yield _forbidden(path, name, "is set from spec.secrets.hubToken", "leave one of the two out")
+        yield _forbidden(path, name, "is set from spec.secrets.hubToken", "remove one of the two")
     elif name in TOKEN_ENV and variable.value:
         yield Problem(
-            format_path((*path[:-1], "value")), HIDDEN, "a job must not hold a token in plain text",
-            "put it into a Secret, and name that in spec.secrets.hubToken", reason="Forbidden",
+            format_path((*path[:-1], "value")), HIDDEN, "a job must not contain a token in plain text",
+            "put it into a Secret, and reference that in spec.secrets.hubToken", reason="Forbidden",
         )  # fmt: skip
 
 
 def _env_value(variable: EnvVar, path: Path) -> Iterator[Problem]:
     if variable.value and variable.value_from is not None:
         yield Problem(
-            format_path((*path, "valueFrom")), None, "has no place beside a value", "leave one of the two out"
+            format_path((*path, "valueFrom")), None, "is not allowed together with value", "remove one of the two"
         )
     if variable.value and _is_credential(variable.name, variable.value):
         yield Problem(
-            format_path((*path, "value")), HIDDEN, f"{variable.name} is a credential by its name, and a job must not "
-            "hold one in plain text", "put it into a Secret, and name that with valueFrom.secretKeyRef",
+            format_path((*path, "value")), HIDDEN, f"{variable.name} is the name of a credential, which a job must not "
+            "contain in plain text", "put it into a Secret, and reference that in valueFrom.secretKeyRef",
             reason="Forbidden",
         )  # fmt: skip
     elif variable.value and holds_secret(variable.value):
         yield Problem(
-            format_path((*path, "value")), HIDDEN, "looks like a credential, and a job must not hold one",
-            "put it into a Secret, and name that with valueFrom.secretKeyRef", reason="Forbidden",
+            format_path((*path, "value")), HIDDEN, "looks like a credential, which a job must not contain",
+            "put it into a Secret, and reference that in valueFrom.secretKeyRef", reason="Forbidden",
         )  # fmt: skip
     yield from _exactly_one(variable.value_from, (*path, "valueFrom"), VALUE_SOURCES)
 
@@ -361,7 +363,7 @@ def _volume(given: dict[str, JsonValue], path: Path) -> Iterator[Problem]:
         yield _forbidden(
             (*path, source),
             given.pop(source),
-            "is a volume that PodSecurity restricted does not allow",
+            "is a volume type that PodSecurity restricted does not allow",
             f"use {allowed}",
         )
     volume, problems = _read(Volume, given, path)
@@ -370,7 +372,7 @@ def _volume(given: dict[str, JsonValue], path: Path) -> Iterator[Problem]:
         return
     if volume.name in RESERVED_VOLUMES or volume.name.startswith(RESERVED_VOLUME_PREFIX):
         yield _forbidden(
-            (*path, "name"), volume.name, "is the name of a volume of the operator's", "choose another name"
+            (*path, "name"), volume.name, "is reserved for a volume of the operator", "choose another name"
         )
     if not refused:
         yield from _exactly_one(volume, path, ALLOWED_SOURCES)
@@ -381,9 +383,11 @@ def _volume(given: dict[str, JsonValue], path: Path) -> Iterator[Problem]:
         token = projected.service_account_token
         if token is not None and token.audience == PROGRESS_AUDIENCE:
             yield _forbidden(
-                (*full, "serviceAccountToken", "audience"), PROGRESS_AUDIENCE, "is for the operator's own tokens",
-                "name the audience of your own service",
-            )  # fmt: skip
+                (*full, "serviceAccountToken", "audience"),
+                PROGRESS_AUDIENCE,
+                "is reserved for the operator's own tokens",
+                "use the audience of your own service",
+            )
 
 
 def _sizes(volume: Volume, path: Path) -> Iterator[Problem]:
@@ -409,39 +413,43 @@ def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Ite
     if mount.name not in volumes:
         named = ", ".join(name for name in volumes if name) or "none"
         yield Problem(
-            format_path((*path, "name")), describe_value(mount.name), "has to be one of spec.template.volumes",
-            f"add that volume, or name one of those there: {named}",
-        )  # fmt: skip
+            format_path((*path, "name")),
+            describe_value(mount.name),
+            "must be the name of a volume in spec.template.volumes",
+            f"add that volume, or use one of these: {named}",
+        )
     folder = posixpath.normpath(mount.mount_path)
     where = (*path, "mountPath")
     if ".." in mount.mount_path.split("/"):
         yield Problem(
-            format_path(where), describe_value(mount.mount_path), "must not hold ..", "write the folder itself"
+            format_path(where), describe_value(mount.mount_path), "must not contain ..", "write the path without .."
         )
-    elif taken := [own for own in RESERVED_FOLDERS if _overlap(folder, own)]:
+    elif reserved := [each for each in RESERVED_FOLDERS if _overlap(folder, each)]:
         yield _forbidden(
             where,
             mount.mount_path,
-            f"lies over {taken[0]}, which the trainer needs",
+            f"overlaps {reserved[0]}, which the trainer uses",
             "choose another folder, e.g. /mnt",
         )
-    elif system := [own for own in SYSTEM_FOLDERS if _overlap(folder, own)]:
+    elif system := [each for each in SYSTEM_FOLDERS if _overlap(folder, each)]:
         yield _forbidden(
-            where, mount.mount_path, f"lies in {system[0]}, where code and settings of the image are",
+            where, mount.mount_path, f"overlaps {system[0]}, which holds code and settings of the image",
             "choose another folder, e.g. below /mnt",
         )  # fmt: skip
     for field, text in (("subPath", mount.sub_path), ("subPathExpr", mount.sub_path_expr)):
         if text is not None and ".." in text.split("/"):
             yield Problem(
-                format_path((*path, field)), describe_value(text), "must not hold ..", "write the folder itself"
+                format_path((*path, field)), describe_value(text), "must not contain ..", "write the path without .."
             )
     if mount.sub_path is not None and mount.sub_path_expr is not None:
-        yield Problem(format_path((*path, "subPathExpr")), None, "has no place beside subPath", "leave one of them out")
+        yield Problem(
+            format_path((*path, "subPathExpr")), None, "is not allowed together with subPath", "remove one of the two"
+        )
 
 
-def _overlap(folder: str, own: str) -> bool:
+def _overlap(folder: str, other: str) -> bool:
     """Return True if one folder is or contains the other; a mount above one of our folders would hide it."""
-    return folder == "/" or folder == own or folder.startswith(f"{own}/") or own.startswith(f"{folder}/")
+    return folder == "/" or folder == other or folder.startswith(f"{other}/") or other.startswith(f"{folder}/")
 
 
 # ------------------------------------------------------------------------------------------------------------- security
@@ -462,11 +470,11 @@ def _security_context(given: dict[str, JsonValue], path: Path) -> Iterator[Probl
     for name, profile in (("seccompProfile", context.seccomp_profile), ("appArmorProfile", context.app_armor_profile)):
         if profile is not None and (profile.type == "Localhost") != (profile.localhost_profile is not None):
             yield Problem(
-                format_path((*path, name)), None, "type Localhost and localhostProfile go together",
-                "give both, or set type to RuntimeDefault",
+                format_path((*path, name)), None, "localhostProfile is required for type Localhost, and only for it",
+                "set both, or set type to RuntimeDefault",
             )  # fmt: skip
         if profile is not None and ".." in (profile.localhost_profile or "").split("/"):
             yield _forbidden(
-                (*path, name, "localhostProfile"), profile.localhost_profile, "must not hold ..",
-                "name a profile below the kubelet's own folder",
+                (*path, name, "localhostProfile"), profile.localhost_profile, "must not contain ..",
+                "use a path below the kubelet's profile folder",
             )  # fmt: skip

@@ -108,16 +108,18 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     """
     if not isinstance(value, dict):
         return None, [
-            Problem("", describe_value(value), "a FineTuneJob is an object", f"begin with apiVersion: {API_VERSION}")
+            Problem(
+                "", describe_value(value), "a FineTuneJob must be an object", f"start with apiVersion: {API_VERSION}"
+            )
         ]
     if version := _other_version(value):
         return None, [version]
-    if beyond := _out_of_bounds(value):
-        return None, [beyond]
+    if exceeded := _exceeded_limit(value):
+        return None, [exceeded]
     if other := recognise(value):
         return None, [*islice(_tokens(value, ()), MOST_PROBLEMS), other]
-    around = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata")))
-    problems = list(islice(around, MOST_PROBLEMS))
+    outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata")))
+    problems = list(islice(outside_spec, MOST_PROBLEMS))
     spec_value = value.get("spec")
     if not isinstance(spec_value, dict):
         if spec_value is None:
@@ -140,11 +142,11 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     problems.extend(read.problems)
     if spec is not None:
         problems.extend(_across_fields(spec, written, read.faults, read.gone, read.placed, settings))
-    problems = _one_per_field(_with_what_follows(problems, read.placed))[:MOST_PROBLEMS]
+    problems = _one_per_field(_merge_followups(problems, read.placed))[:MOST_PROBLEMS]
     if problems or spec is None:
         return None, problems
     metadata = value["metadata"]
-    assert isinstance(metadata, dict), "what has no problem has metadata"
+    assert isinstance(metadata, dict), "a valid job has metadata"
     known = ObjectMeta.model_validate({name: given for name, given in metadata.items() if given is not None})
     frame = {"apiVersion": API_VERSION, "kind": KIND, "metadata": known, "spec": spec}
     return FineTuneJob.model_validate(frame), []
@@ -157,8 +159,8 @@ def notices_beside(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, 
         return ()
     read = read_fields(FineTuneJobSpec, spec_shape(), without_nulls(written, spec_shape()), ("spec",), _PLACEHOLDERS)
     blamed = tuple(problem.path for problem in problems)
-    told = () if read.value is None else notices(read.value)
-    return tuple(sentence for sentence in told if not sentence.startswith(blamed))
+    found = () if read.value is None else notices(read.value)
+    return tuple(sentence for sentence in found if not sentence.startswith(blamed))
 
 
 def foreign(value: JsonValue) -> str | None:
@@ -177,13 +179,13 @@ def foreign(value: JsonValue) -> str | None:
     name = (metadata.get("name") or metadata.get("generateName")) if isinstance(metadata, dict) else None
     if not isinstance(name, str) or not name:
         return None
-    return f"{kind} {name} ({version}) is not a {KIND} and is passed over"
+    return f"{kind} {name} ({version}) is not a {KIND} and is ignored"
 
 
 # ------------------------------------------------------------------------------------------------------ around the spec
 
 
-def _out_of_bounds(value: Mapping[str, JsonValue]) -> Problem | None:
+def _exceeded_limit(value: Mapping[str, JsonValue]) -> Problem | None:
     """Return the problem of a document that is too deep, too wide or too long for the later checks, or None.
 
     It stops at the first bound that is passed, so that its own time is bounded, too.
@@ -201,20 +203,21 @@ def _out_of_bounds(value: Mapping[str, JsonValue]) -> Problem | None:
         if isinstance(inner, dict | list):
             values += len(inner)
             if depth > MAX_DEPTH:
-                return _beyond(path, f"must nest at most {MAX_DEPTH} levels deep", "write it with fewer levels")
+                return _limit_problem(path, f"must nest at most {MAX_DEPTH} levels deep", "reduce the nesting")
         if values > MAX_VALUES:
-            return _beyond(path, f"a FineTuneJob holds at most {MAX_VALUES:,} fields and items", "take some out")
+            rule = f"a FineTuneJob must have at most {MAX_VALUES:,} fields and items"
+            return _limit_problem(path, rule, "remove some")
         if characters > MAX_CHARACTERS:
-            rule = f"the names and texts of a FineTuneJob have at most {MAX_CHARACTERS:,} characters"
-            return _beyond(path, rule, "put long text into a file of the dataset or the repository")
+            rule = f"names and text of a FineTuneJob must have at most {MAX_CHARACTERS:,} characters in total"
+            return _limit_problem(path, rule, "move long text to a file of the dataset or the repository")
         if isinstance(inner, dict | list):
             parts = inner.items() if isinstance(inner, dict) else enumerate(inner)
             left.extend((part, depth + 1, path if len(path) == 3 else (*path, name)) for name, part in parts)
     return None
 
 
-def _beyond(path: Path, rule: str, way_out: str) -> Problem:
-    return Problem(format_path(path), None, rule, way_out)
+def _limit_problem(path: Path, rule: str, hint: str) -> Problem:
+    return Problem(format_path(path), None, rule, hint)
 
 
 def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
@@ -230,12 +233,12 @@ def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
 
 def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
     """Check apiVersion, kind, and fields beside them."""
-    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+    for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
         given = value.get(field)
         if given is None or given == "":
-            yield Problem(field, None, "is required", f"write {field}: {wanted}", reason="Required")
-        elif given != wanted:
-            yield Problem(field, describe_value(given), f"must be {wanted}", f"write {field}: {wanted}")
+            yield Problem(field, None, "is required", f"write {field}: {expected}", reason="Required")
+        elif given != expected:
+            yield Problem(field, describe_value(given), f"must be {expected}", f"write {field}: {expected}")
     names = ("apiVersion", "kind", "metadata", "spec", "status")
     for name in value:
         if name not in names:
@@ -248,7 +251,7 @@ def _metadata(metadata: JsonValue) -> Iterator[Problem]:
         return
     name = metadata.get("name")
     if name is None or name == "":
-        hint = ", as generateName works with kubectl create alone" if metadata.get("generateName") else ""
+        hint = "; generateName works with kubectl create only" if metadata.get("generateName") else ""
         yield Problem("metadata.name", None, "is required", f"give the job a name{hint}", reason="Required")
     elif not isinstance(name, str):
         yield quote(("metadata", "name"), name)
@@ -295,8 +298,8 @@ def _tokens(value: JsonValue, path: Path) -> Iterator[Problem]:
     match value:
         case str() if _HUB_TOKEN.search(value):
             yield Problem(
-                format_path(path), HIDDEN, "looks like a Hub token, and a job must not hold one",
-                "revoke it, put a new one into a Secret, and set spec.secrets.hubToken to {name: SECRET, key: KEY}",
+                format_path(path), HIDDEN, "looks like a Hub token, which a job must not contain",
+                "revoke it, store a new one in a Secret, and set spec.secrets.hubToken to {name: SECRET, key: KEY}",
                 reason="Forbidden",
             )  # fmt: skip
         case dict():
@@ -373,30 +376,30 @@ def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
     arguments = spec.training.arguments if spec.training else {}
     for found in check_arguments(arguments):
         path = ("spec", "training", "arguments", found.name)
-        rule, way_out = _argument_texts(found, arguments[found.name])
+        rule, hint = _argument_texts(found, arguments[found.name])
         value = describe_value(arguments[found.name], path)
-        yield Problem(format_path(path), value, rule, way_out, reason=_ARGUMENT_REASONS[found.reason])
+        yield Problem(format_path(path), value, rule, hint, reason=_ARGUMENT_REASONS[found.reason])
 
 
 def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, str]:
     """Return rule and hint. The contract's own message is for the trainer's log: it repeats path and value."""
     match found.reason:
         case "UnknownArgument":
-            way_out = argument_name(found.name, given) or found.hint.rstrip(".")
-            return "transformers.TrainingArguments has no such field", way_out
+            hint = argument_name(found.name, given) or found.hint.rstrip(".")
+            return "transformers.TrainingArguments has no such field", hint
         case "OwnedByPlan":
             field = OWNED_BY_PLAN[found.name]
-            return f"spec.{field} decides it", argument_name(found.name, given) or owned_key(field, given)
+            return f"is set by spec.{field}", argument_name(found.name, given) or owned_key(field, given)
         case "FixedByTrainer":
-            way_out = argument_name(found.name, given) or "leave it out"
-            return "has no effect: the trainer itself takes care of what it is for", way_out
+            hint = argument_name(found.name, given) or "leave it out"
+            return "has no effect: the trainer handles this itself", hint
         case "WrongType":
             kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
-            return f"must be {' or '.join(kinds)}", "change it; numbers and truth values take no quotes"
+            return f"must be {' or '.join(kinds)}", "change it; write numbers and booleans without quotes"
         case "UnknownTracker":
             return f"must be one or a list of {', '.join(get_args(Tracker))}", found.hint.rstrip(".")
         case "UnknownSampling":
-            return f"must be one of {', '.join(get_args(Sampling))}", "leave it out for what suits the task"
+            return f"must be one of {', '.join(get_args(Sampling))}", "leave it out for the default of the task"
 
 
 def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
@@ -404,14 +407,14 @@ def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
     for name, value in (spec.script.hyperparameters if spec.script else {}).items():
         path = ("spec", "training", "script", "hyperparameters", name)
         if not re.fullmatch(HYPERPARAMETER_PATTERN.strip("^$"), name):
-            rule = f"is not {PATTERN_WORDS[HYPERPARAMETER_PATTERN]}, and becomes --NAME on the command line"
+            rule = f"must be {PATTERN_WORDS[HYPERPARAMETER_PATTERN]}: it becomes --NAME on the command line"
             yield Problem(format_path(path), describe_value(value, path), rule, "rename it")
         if isinstance(value, str) and "\0" in value:
-            rule = "holds a NUL character, which no argument of a program can"
-            yield Problem(format_path(path), describe_value(value, path), rule, "take it out")
+            rule = "contains a NUL character, which a command-line argument cannot"
+            yield Problem(format_path(path), describe_value(value, path), rule, "remove it")
         if isinstance(value, str) and len(value) > _LONGEST_ARGUMENT:
-            rule = f"has {len(value):,} characters, and an argument has {_LONGEST_ARGUMENT:,} at most"
-            yield Problem(format_path(path), None, rule, "put it into a file of the repository")
+            rule = f"has {len(value):,} characters; an argument can have at most {_LONGEST_ARGUMENT:,}"
+            yield Problem(format_path(path), None, rule, "move it to a file of the repository")
 
 
 def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
@@ -421,7 +424,7 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
         if path.endswith("dataset.uri"):
             name = name.partition("@")[0].removeprefix("datasets/")
         if scheme == "hf" and not is_hub_name(name):
-            yield Problem(path, describe_value(uri), "is no name of a repository on the Hub", hub_name_hint(path, name))
+            yield Problem(path, describe_value(uri), "is not the name of a Hub repository", hub_name_hint(path, name))
 
 
 def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
@@ -429,9 +432,9 @@ def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
     predicted = spec.predict.dataset if spec.predict else None
     for block, rows in (("dataset", spec.dataset), ("predict.dataset", predicted)):
         for role, name in rows.splits.model_dump(exclude_none=True).items() if rows is not None else ():
-            told = (_hub_split if rows is not None and rows.uri.startswith("hf://") else _file_split)(role, name)
-            if told is not None:
-                yield Problem(f"spec.{block}.splits.{role}", describe_value(name), *told)
+            fault = (_hub_split if rows is not None and rows.uri.startswith("hf://") else _file_split)(role, name)
+            if fault is not None:
+                yield Problem(f"spec.{block}.splits.{role}", describe_value(name), *fault)
 
 
 def _hub_split(role: str, name: str) -> tuple[str, str] | None:
@@ -439,10 +442,10 @@ def _hub_split(role: str, name: str) -> tuple[str, str] | None:
     share = _SHARE.fullmatch(name)
     if share is None and all(_HUB_SPLIT.fullmatch(part) for part in re.split(r"\s*\+\s*", name)):
         return None
-    rule = "is no name of a split, nor of a slice such as train[:80%]"
+    rule = "is neither the name of a split nor a slice such as train[:80%]"
     percent = 0 if share is None else round(100 * float(share["part"]) if share["part"] else float(share[1]))
     if not 0 < percent < 100:
-        return rule, "write the name as the Hub shows it, or leave it out for the split that is called so"
+        return rule, f"write the name as the Hub shows it, or leave it out for the split named {role}"
     if role == "train":
         return rule, f"write train[:{percent}%], and train[{percent}%:] for the split that gets the rest"
     return rule, f"write train[{100 - percent}%:], and train[:{100 - percent}%] for spec.dataset.splits.train"
@@ -451,13 +454,13 @@ def _hub_split(role: str, name: str) -> tuple[str, str] | None:
 def _file_split(role: str, name: str) -> tuple[str, str] | None:
     """Return the rule and the hint for a name that is not a file's name without its ending."""
     if _SHARE.fullmatch(name) or _SLICE.search(name):
-        rule = "is a share of rows, and a split of files is the name of a file without its ending"
-        aside = ": 5 % of train are set aside where no split is named validation" if role == "validation" else ""
-        return rule, f"leave it out{aside}" + ("" if aside else ", and write the rows into files of their own")
+        rule = "is a fraction of rows, and a split of files is a file name without its extension"
+        default = ": 5 % of train are held out if no split is named validation" if role == "validation" else ""
+        return rule, f"leave it out{default}" + ("" if default else ", and write the rows to separate files")
     stem = _DATA_ENDING.sub("", name.rpartition("/")[2])
     if stem == name or not stem:
         return None
-    return "is a split of files, which is a file's name without folder and ending", f"write {stem}"
+    return "is a split of files, which is a file name without folder and extension", f"write {stem}"
 
 
 def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
@@ -467,7 +470,7 @@ def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
         if scheme not in settings.schemes:
             allowed = ", ".join(f"{name}://" for name in served_schemes(path.removeprefix("spec."), settings.schemes))
             local = scheme in ("file", "pkg")
-            where = "names something on one machine, which a pod cannot see" if local else "is not allowed here"
+            where = "names data on one machine, which pods cannot read" if local else "is not allowed here"
             yield Problem(
                 path, describe_value(uri), f"{scheme}:// {where}",
                 (f"use {allowed}" if allowed else "leave it out") + (", or run the job with finetune run" * local),
@@ -491,8 +494,8 @@ def _remote_code(uri: str, settings: Settings) -> Iterator[Problem]:
     )
     if not allowed:
         yield Problem(
-            "spec.model.trustRemoteCode", "true", "lets code of the model's author run, and the settings do not allow "
-            f"that for {describe_value(uri)}", "leave it out, or ask the administrator", reason="Forbidden",
+            "spec.model.trustRemoteCode", "true", "runs code of the model's author, which the settings do not allow "
+            f"for {describe_value(uri)}", "leave it out, or ask the administrator", reason="Forbidden",
         )  # fmt: skip
 
 
@@ -515,16 +518,16 @@ def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
         never = host in _METADATA_HOSTS or host == "localhost"
     if never or host not in settings.git_hosts:
         rule = (
-            "is an address of the machine or its cloud, never fetched from"
+            "is a local or cloud metadata address, which is never fetched from"
             if never
             else "is on a host that is not allowed"
         )
         hosts = ", ".join(settings.git_hosts)
-        way_out = f"use a repository on {hosts}" if hosts else "ask the administrator to allow a host"
-        yield Problem(path, describe_value(url), rule, way_out, reason="Forbidden")
+        hint = f"use a repository on {hosts}" if hosts else "ask the administrator to allow a host"
+        yield Problem(path, describe_value(url), rule, hint, reason="Forbidden")
 
 
-def _with_what_follows(problems: Sequence[Problem], placed: Set[Path]) -> list[Problem]:
+def _merge_followups(problems: Sequence[Problem], placed: Set[Path]) -> list[Problem]:
     """Append to the problem of a value with a plain meaning the problems of that meaning."""
     paths = {format_path(("spec", *path)) for path in placed}
     joined: list[Problem] = []

@@ -57,8 +57,8 @@ def _rolls_out(job: ClusterJob) -> bool:
     """Return True if another revision of the endpoint is to take over, or may be: the operator has not seen the
     annotation yet.
     """
-    status, asked = job.status.endpoint, job.metadata.annotations.get(ROLLBACK_ANNOTATION)
-    return status is not None and (status.revision != status.target or status.observed_rollback != asked)
+    status, requested = job.status.endpoint, job.metadata.annotations.get(ROLLBACK_ANNOTATION)
+    return status is not None and (status.revision != status.target or status.observed_rollback != requested)
 
 
 _REACHED: dict[Goal, Callable[[ClusterJob], bool]] = {
@@ -79,9 +79,9 @@ def has_reached(job: ClusterJob, goal: Goal) -> bool:
 
 
 async def wait_for(
-    cluster: Cluster, names: Sequence[str], goal: Goal, timeout: float | None, tell: Callable[[Wait], None]
+    cluster: Cluster, names: Sequence[str], goal: Goal, timeout: float | None, report: Callable[[Wait], None]
 ) -> tuple[Wait, ...]:
-    """Return the result for each job, in the order of `names`; each is reported to `tell` as soon as it is known.
+    """Return the result for each job, in the order of `names`; each is passed to `report` as soon as it is known.
 
     Raise ClusterError if a job does not exist, unless its deletion is waited for.
     """
@@ -92,7 +92,7 @@ async def wait_for(
                 found = await _until(cluster, name, goal)
         except TimeoutError:
             found = Wait(name, False, f"is not {goal} after {timeout:.0f} s", timed_out=True)
-        tell(found)
+        report(found)
         return found
 
     async with asyncio.TaskGroup() as tasks:
@@ -102,7 +102,7 @@ async def wait_for(
 
 async def _until(cluster: Cluster, name: str, goal: Goal) -> Wait:
     if goal is Goal.DELETED and name not in {job.name for job in await cluster.jobs()}:
-        return Wait(name, True, "is not there")
+        return Wait(name, True, "does not exist")
     last: ClusterJob | None = None
     try:
         async for job in versions(cluster, name):

@@ -50,32 +50,32 @@ class EntryCheck:
 def check_entry(entry: JobEntry) -> EntryCheck:
     """Run the trainer on the first rows. Raise UsageError if it is not installed or gives no answer."""
     if not trainer_is_installed():
-        raise UsageError("--data: the package finetune-trainer is not installed here, and it reads the data")
-    unseen = _unseen(entry)
-    if unseen:
-        return EntryCheck(CheckedData(), unseen)
+        raise UsageError("--data requires the package finetune-trainer, which is not installed here")
+    cluster_only = _cluster_only(entry)
+    if cluster_only:
+        return EntryCheck(CheckedData(), cluster_only)
     with err().status(f"Reading the data of {entry.job.name} ..."):
-        data = _ask_trainer(entry.job)
+        data = _run_check(entry.job)
     return EntryCheck(data, tuple((entry.source, _problem(entry, each)) for each in data.problems))
 
 
-def _unseen(entry: JobEntry) -> tuple[tuple[str, Problem], ...]:
+def _cluster_only(entry: JobEntry) -> tuple[tuple[str, Problem], ...]:
     """Return the problems of data sets that only a cluster can see."""
     spec = entry.job.spec
     predicted = spec.predict.dataset if spec.predict else None
-    given = {"spec.dataset.uri": spec.dataset, "spec.predict.dataset.uri": predicted}
-    rule = "is a claim of the cluster, and --data reads what this machine sees"
+    datasets = {"spec.dataset.uri": spec.dataset, "spec.predict.dataset.uri": predicted}
+    rule = "is a claim of the cluster, which --data cannot read from this machine"
     problems = (
-        Problem(path, f'"{rows.uri}"', rule, "leave --data out, or check a copy of the data behind file://")
-        for path, rows in given.items()
+        Problem(path, f'"{rows.uri}"', rule, "omit --data, or check a copy of the data with file://")
+        for path, rows in datasets.items()
         if rows is not None and rows.uri.startswith("pvc://")
     )
     return tuple((entry.source, located(entry.document, problem)) for problem in problems)
 
 
-def _ask_trainer(job: FineTuneJob) -> CheckedData:
+def _run_check(job: FineTuneJob) -> CheckedData:
     training = job.spec.training
-    how = [] if training is None else ["--script" if training.script is not None else "--trains"]
+    options = [] if training is None else ["--script" if training.script is not None else "--trains"]
     with tempfile.TemporaryDirectory(prefix="finetune-check-") as folder:
         paths = JobPaths.of(Path(folder), job.name)
         write_atomically(paths.job, data_question(job).to_json())
@@ -83,13 +83,13 @@ def _ask_trainer(job: FineTuneJob) -> CheckedData:
         threads = usable_cores()
         variables = {**os.environ, **hub_reach.variables(_hub_uris(job))}
         environment = trainer_environment(variables, device="cpu", threads=threads, report=report, progress=None)
-        command = [sys.executable, "-m", TRAINER, "check", "--job", str(paths.job), "--workspace", folder, *how]
-        asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", TRAINER, "check", "--job", str(paths.job), "--workspace", folder, *options]
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
-        return CheckedData.model_validate_json(asked.stdout[max(asked.stdout.find("{"), 0) :])
+        return CheckedData.model_validate_json(completed.stdout[max(completed.stdout.find("{"), 0) :])
     except ValidationError:
-        said = (asked.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UsageError(f"--data: the trainer could not check the data of {job.name}: {said}") from None
+        last_line = (completed.stderr.strip().splitlines() or ["it printed no error"])[-1]
+        raise UsageError(f"--data: the trainer could not check the data of {job.name}: {last_line}") from None
 
 
 def _hub_uris(job: FineTuneJob) -> dict[str, hub_reach.Kind]:
@@ -114,18 +114,18 @@ def data_question(job: FineTuneJob) -> TrainerJob:
     )
 
 
-def _evaluation(asked: EvaluationSpec) -> Evaluation:
-    gate = asked.gate
+def _evaluation(evaluation: EvaluationSpec) -> Evaluation:
+    gate = evaluation.gate
     return Evaluation(
-        metrics=None if asked.metrics == "auto" else asked.metrics,
+        metrics=None if evaluation.metrics == "auto" else evaluation.metrics,
         gate=None if gate is None else Gate(metric=gate.metric, minimum=gate.minimum, maximum=gate.maximum),
         device="cpu",
         batch_tokens=1,
     )
 
 
-def _prediction(spec: FineTuneJobSpec, asked: PredictSpec) -> Prediction:
-    return Prediction(dataset=predicted_source(spec), columns=asked.columns, device="cpu", batch_tokens=1)
+def _prediction(spec: FineTuneJobSpec, predict: PredictSpec) -> Prediction:
+    return Prediction(dataset=predicted_source(spec), columns=predict.columns, device="cpu", batch_tokens=1)
 
 
 def _problem(entry: JobEntry, failure: FailureReport) -> Problem:
@@ -177,8 +177,8 @@ def _labels(split: CheckedSplit) -> str:
 
 
 def _lengths(lengths: TextLengths, name: str = "", split: CheckedSplit | None = None) -> str:
-    called = f"{name} " if split is not None and len(split.words) > 1 else ""
-    return f"{called}{lengths.mean:,.0f}, {lengths.longest:,}"
+    prefix = f"{name} " if split is not None and len(split.words) > 1 else ""
+    return f"{prefix}{lengths.mean:,.0f}, {lengths.longest:,}"
 
 
 def _longer(split: CheckedSplit) -> str:

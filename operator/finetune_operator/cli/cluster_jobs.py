@@ -99,7 +99,7 @@ class ClusterJob(Raw):
 
 
 @dataclass(frozen=True)
-class Happening:
+class JobEvent:
     """An event of the job."""
 
     time: datetime
@@ -132,7 +132,7 @@ async def connect(connection: Connection) -> AsyncIterator[Cluster]:
         from finetune_operator.kubernetes_api.client import connect as connect_client
     except ImportError as missing:
         raise ClusterError(
-            f"talking to a cluster needs packages that are not installed here ({missing.name}); "
+            f"connecting to a cluster requires packages that are not installed here ({missing.name}); "
             "install finetune-operator[operator]"
         ) from missing
     try:
@@ -157,26 +157,26 @@ class Cluster:
 
     async def job(self, name: str) -> ClusterJob:
         """Return the job. Raise ClusterError, which lists the existing jobs, if it does not exist."""
-        with self._in_words():
+        with self._translated_errors():
             try:
                 return parse_job(await self._client.get(FINETUNE_JOB, self.namespace, name))
             except NotFoundError as error:
-                there = [job.name for job in await self.jobs()]
-                listed = ", ".join(there[:10]) + (f" and {len(there) - 10} more" if len(there) > 10 else "")
-                instead = f"there are {listed}" if there else "it has none; name another with -n"
+                existing = [job.name for job in await self.jobs()]
+                listed = ", ".join(existing[:10]) + (f" and {len(existing) - 10} more" if len(existing) > 10 else "")
+                hint = f"there are {listed}" if existing else "the namespace has none; select another with -n"
                 raise ClusterError(
-                    f"there is no FineTuneJob {name} in namespace {self.namespace}; {instead}", 404
+                    f"there is no FineTuneJob {name} in namespace {self.namespace}; {hint}", 404
                 ) from error
 
     async def jobs(self, everywhere: bool = False) -> tuple[ClusterJob, ...]:
         """Return all jobs of the namespace, or of all namespaces."""
-        with self._in_words():
+        with self._translated_errors():
             try:
                 items, _ = await self._client.list_objects(FINETUNE_JOB, None if everywhere else self.namespace)
             except NotFoundError as error:
                 raise ClusterError(
-                    f"the cluster at {self._client.server} has no FineTuneJobs: install the operator with "
-                    "kubectl apply -k manifests/operator, or name another --context"
+                    f"the cluster at {self._client.server} does not serve FineTuneJob: install the operator with "
+                    "kubectl apply -k manifests/operator, or select another --context"
                 ) from error
         return tuple(parse_job(item) for item in items)
 
@@ -191,7 +191,7 @@ class Cluster:
     async def _merge(self, job: ClusterJob, changes: dict[str, Any], dry_run: bool) -> ClusterJob:
         """Merge `changes` into this very job, which its uid identifies."""
         body = {**changes, "metadata": {**changes.get("metadata", {}), "uid": job.metadata.uid}}
-        with self._in_words():
+        with self._translated_errors():
             return parse_job(
                 await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
             )
@@ -199,18 +199,18 @@ class Cluster:
     async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
         """Delete this very job; its dependents are deleted in the background."""
         meta = job.metadata
-        with self._in_words():
+        with self._translated_errors():
             await self._client.delete(FINETUNE_JOB, meta.namespace, job.name, meta.uid, dry_run=dry_run)
 
     async def create(self, manifest: Mapping[str, Any], dry_run: bool = False) -> ClusterJob:
         """Create a job; its namespace is the manifest's."""
         namespace = manifest["metadata"]["namespace"]
-        with self._in_words():
+        with self._translated_errors():
             return parse_job(await self._client.create(dict(manifest), namespace, dry_run=dry_run))
 
     async def objects(self, job: ClusterJob, resource: Resource) -> list[Manifest]:
         """Return objects of another kind that carry the job's label; none if the kind is not served."""
-        with self._in_words():
+        with self._translated_errors():
             try:
                 return (await self._client.list_objects(resource, job.metadata.namespace, f"{JOB_LABEL}={job.name}"))[0]
             except NotFoundError:
@@ -219,12 +219,12 @@ class Cluster:
     async def raw_events(self, job: ClusterJob) -> list[Manifest]:
         """Return the job's events as the API server sends them."""
         fields = f"involvedObject.uid={job.metadata.uid}"
-        with self._in_words():
+        with self._translated_errors():
             return (await self._client.list_objects(EVENT, job.metadata.namespace, fields=fields))[0]
 
     async def served_version(self) -> Manifest:
         """Return the API server's version document."""
-        with self._in_words():
+        with self._translated_errors():
             return await self._client.document("/version", "version")
 
     @property
@@ -234,24 +234,24 @@ class Cluster:
 
     async def document(self, path: str) -> Manifest:
         """Return the API server's answer at a path outside of its resources."""
-        with self._in_words():
+        with self._translated_errors():
             return await self._client.document(path, "discovery")
 
     async def serves(self, resource: Resource) -> bool:
         """Return whether the API server serves the resource."""
-        with self._in_words():
+        with self._translated_errors():
             return await self._client.serves(resource)
 
     async def object(self, resource: Resource, name: str) -> dict[str, Any]:
         """Return one object that is not namespaced."""
-        with self._in_words():
+        with self._translated_errors():
             return await self._client.get(resource, None, name)
 
     async def listed(
         self, resource: Resource, namespace: str | None = None, labels: str | None = None
     ) -> tuple[dict[str, Any], ...]:
         """Return objects of any kind, of one namespace or of all."""
-        with self._in_words():
+        with self._translated_errors():
             return tuple((await self._client.list_objects(resource, namespace, labels))[0])
 
     async def job_changes(self, job: ClusterJob) -> AsyncGenerator[Change, None]:
@@ -260,21 +260,21 @@ class Cluster:
         """
         version, fields = int(job.metadata.resource_version), f"metadata.name={job.name}"
         events = self._client.watch(FINETUNE_JOB, version, job.metadata.namespace, fields=fields)
-        with self._in_words(), suppress(errors.GoneError):
+        with self._translated_errors(), suppress(errors.GoneError):
             async with aclosing(events):
                 async for event in events:
                     if event.type != "BOOKMARK":
                         yield "deleted" if event.type == "DELETED" else "changed", event.object
 
-    async def events(self, job: ClusterJob) -> tuple[Happening, ...]:
+    async def events(self, job: ClusterJob) -> tuple[JobEvent, ...]:
         """Return the job's events, oldest first; versions order those of the same second, as times are in seconds."""
         by_version = sorted(await self.raw_events(job), key=_version)
-        return tuple(sorted(map(_happening, by_version), key=lambda event: event.time))
+        return tuple(sorted(map(_job_event, by_version), key=lambda event: event.time))
 
     async def pods(self, job: ClusterJob) -> tuple[PodView, ...]:
         """Return the job's pods, by stage, attempt and index."""
         labels = f"{UID_LABEL}={job.metadata.uid}"
-        with self._in_words():
+        with self._translated_errors():
             items, _ = await self._client.list_objects(POD, job.metadata.namespace, labels)
         found = [pod for item in items if (pod := pod_view(item)) is not None]
         order = {stage: number for number, stage in enumerate(Stage)}
@@ -289,21 +289,21 @@ class Cluster:
         query |= {} if tail is None else {"tailLines": str(tail)}
         query |= {} if since is None else {"sinceTime": since}
         lines = self._client.log_lines(job.metadata.namespace, pod.name, query, None if follow else READ_SECONDS)
-        with self._in_words():
+        with self._translated_errors():
             async with aclosing(lines):
                 async for line in lines:
                     yield line.decode(errors="replace")
 
     @contextmanager
-    def _in_words(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """Raise ClusterError for an ApiError."""
         try:
             yield
         except ApiError as error:
-            raise _in_words(error, self._client.server) from error
+            raise _cluster_error(error, self._client.server) from error
 
 
-def _in_words(error: ApiError, server: str) -> ClusterError:
+def _cluster_error(error: ApiError, server: str) -> ClusterError:
     """Return the error with a message for people."""
     cause = error.__cause__
     match error:
@@ -320,7 +320,9 @@ def _in_words(error: ApiError, server: str) -> ClusterError:
         case errors.UnauthorizedError():
             text = f"the API server at {server} does not accept the kubeconfig's credentials; log in again"
         case errors.ForbiddenError() | errors.NamespaceTerminatingError():
-            text = f"not allowed: {error.message}. Ask the cluster's administrator for that right, or name another -n"
+            text = (
+                f"not allowed: {error.message}. Ask the cluster's administrator for this permission, or use another -n"
+            )
         case _:
             text = f"the API server at {server} answered {error.code}: {error.message}"
     return ClusterError(text, error.code)
@@ -342,7 +344,7 @@ def parse_job(value: dict[str, Any]) -> ClusterJob:
         place = ".".join(str(part) for part in first["loc"])
         raise ClusterError(
             f"FineTuneJob {name} has a status that this version of finetune cannot read ({place}: {first['msg']}); "
-            f"install the version that the cluster's operator has ({GROUP})"
+            f"install the version of the cluster's operator ({GROUP})"
         ) from error
 
 
@@ -351,11 +353,11 @@ def _version(item: Mapping[str, Any]) -> int:
     return int(item["metadata"].get("resourceVersion", 0))
 
 
-def _happening(item: Mapping[str, Any]) -> Happening:
+def _job_event(item: Mapping[str, Any]) -> JobEvent:
     series: Mapping[str, Any] = item.get("series") or {}
     times = (series.get("lastObservedTime"), item.get("lastTimestamp"), item.get("eventTime"))
     time = next((text for text in times if text), item["metadata"]["creationTimestamp"])
-    return Happening(
+    return JobEvent(
         time=datetime.fromisoformat(time),
         type=item.get("type") or "Normal",
         reason=item.get("reason") or "",

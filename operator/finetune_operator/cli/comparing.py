@@ -281,8 +281,8 @@ def _notes(runs: Sequence[Run]) -> tuple[str, ...]:
         notes.append(f"The runs have different tasks: {', '.join(sorted(tasks))}.")
     measured = [run for run in runs if run.section("evaluate")]
     if len({_key(_measured_on(run)) for run in measured}) > 1:
-        what = "; ".join(f"{run.name}: {_rows_words(run)}" for run in measured)
-        notes.append(f"The metrics are of different rows, so they do not compare one to one ({what}).")
+        rows = "; ".join(f"{run.name}: {_rows_text(run)}" for run in measured)
+        notes.append(f"The metrics were measured on different rows and are not directly comparable ({rows}).")
     return tuple(notes)
 
 
@@ -293,7 +293,7 @@ def _measured_on(run: Run) -> object:
     return [evaluated.get("rows"), evaluated.get("split"), known]
 
 
-def _rows_words(run: Run) -> str:
+def _rows_text(run: Run) -> str:
     evaluated = run.section("evaluate")
     return f"{evaluated.get('rows', 'unknown')} rows of {evaluated.get('split', 'an unknown split')}"
 
@@ -315,7 +315,7 @@ def print_comparison(console: Console, comparison: Comparison, *, every: bool) -
             console, title, ["", *names], [[each.name, *(each.cell(name) for name in names)] for each in figures]
         )
         if not figures:
-            console.print("  none was measured")
+            console.print("  none measured")
     if any(each.best for each in (*comparison.metrics, *comparison.figures)):
         console.print(f"{MARK} the best of its row")
 

@@ -63,10 +63,10 @@ def err() -> Console:
     return _console(stderr=True)
 
 
-def print_trimmed(console: Console, what: RenderableType) -> None:
+def print_trimmed(console: Console, content: RenderableType) -> None:
     """Print without spaces at the ends of lines, which are unwanted in copied or compared text."""
     with console.capture() as capture:
-        console.print(what)
+        console.print(content)
     console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
@@ -93,10 +93,10 @@ def note(text: str) -> None:
 def note_misfits(problems: Sequence[Problem]) -> None:
     """Print requirements that are not met so far."""
     for problem in problems:
-        note(f"{problem.path} {problem.rule}. Prepare measures first, and the plan is made anew.")
+        note(f"{problem.path} {problem.rule}. Prepare measures first, and the job is planned again.")
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Print why the command fails."""
     print_line(f"Error: {text}", style="red", stderr=True)
 
@@ -104,14 +104,15 @@ def complain(text: str) -> None:
 def described(problem: Problem, source: str) -> str:
     """Return `FILE:LINE: path: value V: rule. Hint.`, without unknown parts."""
     place = source if problem.line is None else f"{source}:{problem.line}"
-    what = [problem.path] if problem.path else []
+    parts = [problem.path] if problem.path else []
     if problem.value is not None:
-        what.append(f"value {problem.value}")
-    way_out = problem.way_out[:1].upper() + problem.way_out[1:]
-    return ": ".join([place, *what, f"{_ended(problem.rule)} {_ended(way_out)}"])
+        parts.append(f"value {problem.value}")
+    hint = problem.way_out[:1].upper() + problem.way_out[1:]
+    return ": ".join([place, *parts, f"{sentence(problem.rule)} {sentence(hint)}"])
 
 
-def _ended(text: str) -> str:
+def sentence(text: str) -> str:
+    """Return the text with a full stop, unless it is empty or ends as a sentence."""
     return text if not text or text[-1] in ".?!" else f"{text}."
 
 

@@ -1,4 +1,4 @@
-"""`finetune debug`: one archive with everything that a maintainer would ask for, secrets removed.
+"""`finetune debug`: one archive with the diagnostics of a job, secrets removed.
 
 Objects that may not be read are left out, and `README.txt` in the archive lists them; nothing stops the rest. Secrets
 are never requested.
@@ -48,33 +48,33 @@ class Collected:
     missing: list[str] = field(default_factory=list)
 
 
-async def collect(cluster: Cluster, job: ClusterJob, tell: Callable[[str], None]) -> Collected:
-    """Collect everything about the job that may be read; `tell` is called with the name of each part."""
+async def collect(cluster: Cluster, job: ClusterJob, report: Callable[[str], None]) -> Collected:
+    """Collect everything about the job that may be read; `report` is called with the name of each part."""
     found = Collected()
 
-    async def ask(what: str, question: Awaitable[T]) -> T | None:
-        tell(what)
+    async def request(part: str, answer: Awaitable[T]) -> T | None:
+        report(part)
         try:
-            return await question
+            return await answer
         except ClusterError as error:
-            found.missing.append(f"{what}: {error}")
+            found.missing.append(f"{part}: {error}")
             return None
 
     found.files["job.json"] = job.raw
-    events = await ask("events", cluster.raw_events(job))
+    events = await request("events", cluster.raw_events(job))
     found.files["events.json"] = list(events or ())
     for kind in KINDS:
-        objects = await ask(kind.plural, cluster.objects(job, kind))
+        objects = await request(kind.plural, cluster.objects(job, kind))
         if objects:
             found.files[f"{kind.plural}.json"] = [as_shown(one) for one in objects]
-    for pod in await ask("the job's pods", cluster.pods(job)) or ():
-        lines = await ask(f"the log of {pod.name}", _log(cluster, job, pod))
+    for pod in await request("the job's pods", cluster.pods(job)) or ():
+        lines = await request(f"the log of {pod.name}", _log(cluster, job, pod))
         if lines:
             found.files[f"logs/{pod.name}.log"] = "\n".join(lines) + "\n"
         elif lines is not None:
             found.missing.append(f"the log of {pod.name}: it is empty")
     found.files["versions.json"] = {
-        "apiServer": await ask("the API server's version", cluster.served_version()),
+        "apiServer": await request("the API server's version", cluster.served_version()),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -126,9 +126,9 @@ def _readme(job: ClusterJob, found: Collected) -> str:
     lines = [
         f"FineTuneJob {job.name} of namespace {job.metadata.namespace}, collected {utc_now():%Y-%m-%d %H:%M:%S} UTC.",
         "",
-        "Secrets were never read. Values of variables and fields that are called like secrets, and words that look",
-        "like tokens, keys or passwords, are replaced; look through the files before you give them to others.",
+        "Secrets were not read. Values of variables and fields that are named like secrets, and strings that look",
+        "like tokens, keys or passwords, are replaced; review the files before you share them.",
         "",
     ]
-    lines += ["Not there:", *found.missing] if found.missing else ["Everything could be read."]
+    lines += ["Not collected:", *found.missing] if found.missing else ["Everything could be read."]
     return "\n".join(lines) + "\n"

@@ -83,8 +83,8 @@ class Display(Protocol):
     def log(self, line: str) -> None:
         """Show a line of the stage's own log."""
 
-    def end(self, stage: Stage, seconds: float, word: str) -> None:
-        """Show that the stage has ended; `word` is the result (done, failed, stopped)."""
+    def end(self, stage: Stage, seconds: float, result: str) -> None:
+        """Show that the stage has ended; `result` is done, failed or stopped."""
 
 
 class Lines:
@@ -92,28 +92,28 @@ class Lines:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._told_at = 0.0
-        self._told_percent = 0
+        self._printed_at = 0.0
+        self._printed_percent = 0
 
     def start(self, stage: Stage) -> None:
         """Print one line."""
-        self._told_at, self._told_percent = time.monotonic(), 0
+        self._printed_at, self._printed_percent = time.monotonic(), 0
         self._print(stage, "started")
 
     def update(self, progress: Progress) -> None:
         """Print one line if it is due."""
         now = time.monotonic()
-        if now - self._told_at >= LINE_SECONDS or progress.percent - self._told_percent >= LINE_PERCENT:
-            self._told_at, self._told_percent = now, progress.percent
+        if now - self._printed_at >= LINE_SECONDS or progress.percent - self._printed_percent >= LINE_PERCENT:
+            self._printed_at, self._printed_percent = now, progress.percent
             self._print(progress.stage, f"{progress.percent:3d} %  {figures(progress)}")
 
     def log(self, line: str) -> None:
         """Print the line."""
         self._console.print(line, soft_wrap=True)
 
-    def end(self, stage: Stage, seconds: float, word: str) -> None:
+    def end(self, stage: Stage, seconds: float, result: str) -> None:
         """Print one line."""
-        self._print(stage, f"{word} in {duration(seconds)}")
+        self._print(stage, f"{result} in {duration(seconds)}")
 
     def _print(self, stage: Stage, text: str) -> None:
         self._console.print(f"{stage:<{NAME_WIDTH}}  {text}", soft_wrap=True)
@@ -141,16 +141,16 @@ class Terminal:
         """Print the line above the bars."""
         self._bars.console.print(line, style="dim")
 
-    def end(self, stage: Stage, seconds: float, word: str) -> None:
+    def end(self, stage: Stage, seconds: float, result: str) -> None:
         """Leave the bar as it is; fill that of a finished stage."""
         if self._task is None:
             return
-        if word == "done":
+        if result == "done":
             task = self._bars.tasks[self._bars.task_ids.index(self._task)]
             total = task.total or 1
             self._bars.update(self._task, total=total, completed=total)
         else:
-            self._bars.update(self._task, figures=word, total=self._bars.tasks[-1].total or 1)
+            self._bars.update(self._task, figures=result, total=self._bars.tasks[-1].total or 1)
         self._bars.stop_task(self._task)
         self._task = None
 

@@ -26,7 +26,7 @@ OPERATOR_NAMESPACE = "finetune-system"
 NOT_ALLOWED = 403
 NOT_FOUND = 404
 STYLES: Mapping[State, str] = {"ok": "green", "gap": "red", "unknown": "yellow", "note": ""}
-WORDS: Mapping[State, str] = {"ok": "ok", "gap": "lacks", "unknown": "not known", "note": ""}
+STATE_TEXTS: Mapping[State, str] = {"ok": "ok", "gap": "missing", "unknown": "unknown", "note": ""}
 
 
 async def survey(cluster: Cluster, operator_namespace: str | None) -> Surroundings:
@@ -49,15 +49,15 @@ async def survey(cluster: Cluster, operator_namespace: str | None) -> Surroundin
     )
 
 
-async def _known(question: Awaitable[Value], what: str) -> Known[Value]:
+async def _known(request: Awaitable[Value], part: str) -> Known[Value]:
     try:
-        return Known(await question)
+        return Known(await request)
     except UnreachableError:
         raise
     except ClusterError as error:
         if error.code == NOT_ALLOWED:
-            return Known(None, f"you have no right to read {what}")
-        return Known(None, f"{what} could not be read: {error}")
+            return Known(None, f"no permission to read {part}")
+        return Known(None, f"{part} cannot be read: {error}")
 
 
 async def _version(cluster: Cluster) -> str:
@@ -107,23 +107,23 @@ async def _labels(cluster: Cluster) -> Mapping[str, str]:
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     """Print a table with the hints below their rows, and the number of gaps."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for column in ("WHAT", "STATE", "FOUND"):
+    for column in ("CHECK", "STATE", "FOUND"):
         table.add_column(column, overflow="fold", no_wrap=column == "STATE")
     for finding in findings:
-        table.add_row(finding.topic, f"{WORDS[finding.state]}", finding.found, style=STYLES[finding.state])
+        table.add_row(finding.topic, f"{STATE_TEXTS[finding.state]}", finding.found, style=STYLES[finding.state])
         if finding.hint:
             table.add_row("", "", f"-> {finding.hint}", style="dim")
     print_trimmed(console, table)
     gaps = sum(finding.state == "gap" for finding in findings)
     unknown = sum(finding.state == "unknown" for finding in findings)
-    console.print(f"\n{gaps} gap{'s' * (gaps != 1)}, {unknown} not known.", soft_wrap=True)
+    console.print(f"\n{gaps} missing, {unknown} unknown.", soft_wrap=True)
 
 
-def as_data(there: Surroundings, job: str | None, findings: Sequence[Finding]) -> dict[str, Any]:
+def as_data(cluster: Surroundings, job: str | None, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the findings for programs."""
     return {
-        "server": there.server,
-        "namespace": there.namespace,
+        "server": cluster.server,
+        "namespace": cluster.namespace,
         "job": job,
         "findings": [
             {"what": one.topic, "state": one.state, "found": one.found, "hint": one.hint or None} for one in findings

@@ -52,7 +52,7 @@ class Known(Generic[Value]):
     """A part of the surroundings: its value, or the reason why it is unknown."""
 
     value: Value | None = None
-    why_not: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,87 +88,89 @@ class Finding:
     hint: str = field(default="")
 
 
-def judge(there: Surroundings, job: FineTuneJob | None, settings: Settings) -> tuple[Finding, ...]:
+def judge(cluster: Surroundings, job: FineTuneJob | None, settings: Settings) -> tuple[Finding, ...]:
     """Return all findings, with a hint for each gap; without `job`, for jobs of any kind."""
     spec = None if job is None else job.spec
     parts: tuple[Callable[[Surroundings, FineTuneJobSpec | None, Settings], Iterator[Finding]], ...] = (
         _api, _operator, _launchers, _queue, _gpus, _network, _storage, _security, _quota, _policies, _images,
     )  # fmt: skip
-    return tuple(finding for part in parts for finding in part(there, spec, settings))
+    return tuple(finding for part in parts for finding in part(cluster, spec, settings))
 
 
 def _unknown(topic: str, known: Known[Any]) -> Finding:
-    return Finding(topic, "unknown", known.why_not)
+    return Finding(topic, "unknown", known.reason)
 
 
 # ------------------------------------------------------------------------------------------------------------- software
 
 
-def _api(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    if there.version.value is None:
-        yield _unknown("API server", there.version)
+def _api(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    if cluster.version.value is None:
+        yield _unknown("API server", cluster.version)
     else:
-        yield Finding("API server", "ok", f"{there.version.value} at {there.server}")
-    if there.serves_jobs.value is None:
-        yield _unknown("FineTuneJob", there.serves_jobs)
-    elif there.serves_jobs.value:
+        yield Finding("API server", "ok", f"{cluster.version.value} at {cluster.server}")
+    if cluster.serves_jobs.value is None:
+        yield _unknown("FineTuneJob", cluster.serves_jobs)
+    elif cluster.serves_jobs.value:
         yield Finding("FineTuneJob", "ok", "is served")
     else:
         hint = "install the operator: kubectl apply --server-side -k manifests/operator (docs/install.md)"
         yield Finding("FineTuneJob", "gap", "is not served", hint)
 
 
-def _operator(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    found = there.operators.value
+def _operator(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    found = cluster.operators.value
     if found is None:
-        yield _unknown("operator", there.operators)
+        yield _unknown("operator", cluster.operators)
         return
     if not found:
-        yield Finding("operator", "gap", "no Deployment of it", "install it (docs/install.md), or name its namespace")
+        yield Finding(
+            "operator", "gap", "no Deployment found", "install it (docs/install.md), or set --operator-namespace"
+        )
     for each in found:
-        where, ready = each["metadata"]["namespace"], each.get("status", {}).get("readyReplicas", 0)
+        namespace, ready = each["metadata"]["namespace"], each.get("status", {}).get("readyReplicas", 0)
         containers = each["spec"]["template"]["spec"]["containers"]
         image = next((str(one["image"]) for one in containers), "")
         tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-        words = f"{ready} of {each['spec'].get('replicas', 1)} replicas ready in {where}, image {image}"
+        text = f"{ready} of {each['spec'].get('replicas', 1)} replicas ready in {namespace}, image {image}"
         if not ready:
             yield Finding(
-                "operator", "gap", words, f"kubectl -n {where} describe deployment {each['metadata']['name']}"
+                "operator", "gap", text, f"kubectl -n {namespace} describe deployment {each['metadata']['name']}"
             )
-        elif tag and tag != there.own_version:
-            hint = f"install finetune-operator=={tag} here, or the operator of {there.own_version} there"
-            yield Finding("operator", "gap", f"{words}; this command is of version {there.own_version}", hint)
+        elif tag and tag != cluster.own_version:
+            hint = f"install finetune-operator=={tag} here, or operator {cluster.own_version} in the cluster"
+            yield Finding("operator", "gap", f"{text}; this command has version {cluster.own_version}", hint)
         else:
-            yield Finding("operator", "ok", words)
+            yield Finding("operator", "ok", text)
 
 
-def _launchers(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    served = there.served.value
+def _launchers(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    served = cluster.served.value
     if served is None:
-        yield _unknown("launchers", there.served)
+        yield _unknown("launchers", cluster.served)
         return
     yield Finding("launchers", "ok", f"{', '.join(served)} are served" if len(served) > 1 else f"{served[0]} is served")
-    asked: list[LauncherName] = [] if spec is None or spec.launcher == "auto" else [spec.launcher]
-    asked += ["sparkapplication"] if spec is not None and spec.preparation.engine == "spark" else []
-    for name in asked:
+    requested: list[LauncherName] = [] if spec is None or spec.launcher == "auto" else [spec.launcher]
+    requested += ["sparkapplication"] if spec is not None and spec.preparation.engine == "spark" else []
+    for name in requested:
         if name not in served and name not in BUILT_IN:
             row = launcher(name)
             others = " or ".join(one for one in served if one in TRAINING)
             hint = f"install {row.installed_by}" + (f", or set launcher to auto or {others}" if others else "")
-            yield Finding(f"launcher {name}", "gap", f"the job asks for it, and {row.served_as} is not served", hint)
+            yield Finding(f"launcher {name}", "gap", f"the job requires it, and {row.served_as} is not served", hint)
 
 
-def _queue(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    groups = there.groups.value
+def _queue(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    groups = cluster.groups.value
     if groups is None:
-        yield _unknown("queue", there.groups)
+        yield _unknown("queue", cluster.groups)
     elif "kueue.x-k8s.io" not in groups:
-        yield Finding("queue", "note", "Kueue is not served: pods of several nodes are scheduled one by one")
-    elif there.queues.value is None:
-        yield _unknown("queue", there.queues)
+        yield Finding("queue", "note", "Kueue is not served: the pods of a multi-node job are scheduled one by one")
+    elif cluster.queues.value is None:
+        yield _unknown("queue", cluster.queues)
     else:
-        names = ", ".join(there.queues.value)
-        yield Finding("queue", "note", f"Kueue is served; local queues of {there.namespace}: {names or 'none'}")
+        names = ", ".join(cluster.queues.value)
+        yield Finding("queue", "note", f"Kueue is served; local queues of {cluster.namespace}: {names or 'none'}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- nodes
@@ -181,12 +183,12 @@ def parsed_nodes(raw: Sequence[Mapping[str, Any]]) -> tuple[Node, ...]:
     return tuple(map(read_node, raw))
 
 
-def _gpus(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    if there.nodes.value is None:
-        hint = "ask for the right to list nodes, or name the GPU by resources.accelerator.product"
-        yield Finding("GPU nodes", "unknown", there.nodes.why_not, hint)
+def _gpus(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    if cluster.nodes.value is None:
+        hint = "request permission to list nodes, or set resources.accelerator.product"
+        yield Finding("GPU nodes", "unknown", cluster.nodes.reason, hint)
         return
-    nodes = parsed_nodes(there.nodes.value)
+    nodes = parsed_nodes(cluster.nodes.value)
     resources = {
         name
         for node in nodes
@@ -195,85 +197,91 @@ def _gpus(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings)
     }
     for resource in sorted(resources):
         for kind in gpu_kinds(nodes, resource, settings):
-            link = "links not known" if kind.link is None else f"{kind.link / 1e9:g} GB/s to the others of the node"
+            link = "links unknown" if kind.link is None else f"{kind.link / 1e9:g} GB/s to the node's other GPUs"
             bf16 = "bf16" if kind.device.bf16 else "no bf16"
             guessed = kind.speed == 0 and "no label" in kind.how
             hint = "run GPU feature discovery, or add the node's labels to settings.hardware" if guessed else ""
             yield Finding(f"GPU nodes, {resource}", "gap" if guessed else "ok", f"{kind.words}; {bf16}; {link}", hint)
-    wants = spec is not None and spec.resources.gpus_per_node != 0
+    requires_gpus = spec is not None and spec.resources.gpus_per_node != 0
     if not resources:
         hint = "install the GPUs' device plugin, or set resources.gpusPerNode to 0"
-        yield Finding("GPU nodes", "gap" if wants else "note", "no node has GPUs that are allocatable", hint * wants)
-    if spec is None or not wants:
+        yield Finding(
+            "GPU nodes", "gap" if requires_gpus else "note", "no node has allocatable GPUs", hint * requires_gpus
+        )
+    if spec is None or not requires_gpus:
         return
-    told, asked = told_by(nodes, spec, settings), spec.resources.gpus_per_node
+    found, gpus = told_by(nodes, spec, settings), spec.resources.gpus_per_node
     resource = gpu_resource(spec, settings.defaults)
-    if told.gpu is None or "pods wait" in told.words:
+    if found.gpu is None or "pods wait" in found.words:
         hint = "change resources.accelerator, gpusPerNode or the template's nodeSelector, or add such nodes"
-        yield Finding(f"GPUs of the job, {asked} x {resource}", "gap", told.words, hint)
+        yield Finding(f"GPUs of the job, {gpus} x {resource}", "gap", found.words, hint)
     else:
-        yield Finding(f"GPUs of the job, {asked} x {resource}", "ok", told.words)
+        yield Finding(f"GPUs of the job, {gpus} x {resource}", "ok", found.words)
 
 
-def _network(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    if there.nodes.value is None:
+def _network(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    if cluster.nodes.value is None:
         return  # reported above
-    nodes = parsed_nodes(there.nodes.value)
+    nodes = parsed_nodes(cluster.nodes.value)
     found = sorted({name for node in nodes for name in node.allocatable if name.startswith(LINKS)})
-    words = f"nodes offer {', '.join(found)}" if found else "no node offers RDMA or EFA devices"
-    asked = None if spec is None or spec.resources.nodes == 1 else spec.resources.network
-    wanted = {"rdma": settings.defaults.rdma_resource, "efa": "vpc.amazonaws.com/efa"}.get(asked or "")
-    if wanted is not None and wanted not in found:
-        hint = f"install the device plugin that offers {wanted}, or set resources.network to auto"
-        yield Finding("network between nodes", "gap", f"the job asks for {wanted}; {words}", hint)
-    elif asked == "auto" and found:
-        hint = "set resources.network to rdma or efa: with auto, pods ask for no device and use TCP"
-        yield Finding("network between nodes", "gap", words, hint)
+    text = f"nodes offer {', '.join(found)}" if found else "no node offers RDMA or EFA devices"
+    requested = None if spec is None or spec.resources.nodes == 1 else spec.resources.network
+    required = {"rdma": settings.defaults.rdma_resource, "efa": "vpc.amazonaws.com/efa"}.get(requested or "")
+    if required is not None and required not in found:
+        hint = f"install the device plugin for {required}, or set resources.network to auto"
+        yield Finding("network between nodes", "gap", f"the job requires {required}; {text}", hint)
+    elif requested == "auto" and found:
+        hint = "set resources.network to rdma or efa: with auto, pods request no device and use TCP"
+        yield Finding("network between nodes", "gap", text, hint)
     else:
-        yield Finding("network between nodes", "note", words)
+        yield Finding("network between nodes", "note", text)
 
 
 # -------------------------------------------------------------------------------------------------------------- storage
 
 
-def _storage(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+def _storage(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
     shared = spec is None or spec.resources.nodes > 1 or spec.preparation.pods > 1
     if spec is not None and spec.storage.workspace is not None:
-        yield Finding("storage", "note", f"the job brings its own claim, {spec.storage.workspace}")
+        yield Finding("storage", "note", f"the job uses its own claim, {spec.storage.workspace}")
         return
-    if there.classes.value is None:
-        yield _unknown("storage", there.classes)
+    if cluster.classes.value is None:
+        yield _unknown("storage", cluster.classes)
         return
-    classes = {str(each["metadata"]["name"]): str(each.get("provisioner", "")) for each in there.classes.value}
+    classes = {str(each["metadata"]["name"]): str(each.get("provisioner", "")) for each in cluster.classes.value}
     default = next(
         (
             str(each["metadata"]["name"])
-            for each in there.classes.value
+            for each in cluster.classes.value
             if each["metadata"].get("annotations", {}).get(DEFAULT_CLASS) == "true"
         ),
         None,
     )
     chosen = (None if spec is None else spec.storage.storage_class_name) or settings.defaults.storage_class_name
     name = chosen or default
-    many = [each for each, provisioner in classes.items() if _shares(provisioner)]
-    others = f"classes with volumes for several nodes: {', '.join(many) or 'none that is known to'}"
+    shared_classes = [each for each, provisioner in classes.items() if _shares(provisioner)]
+    others = f"classes that several nodes can write to: {', '.join(shared_classes) or 'none known'}"
     if name is None or name not in classes:
-        what = "there is no default storage class" if name is None else f"there is no storage class {name}"
+        problem = "there is no default storage class" if name is None else f"there is no storage class {name}"
         hint = f"set storage.storageClassName to one of {', '.join(classes)}" if classes else "install a CSI driver"
-        yield Finding("storage", "gap", f"{what}; {others}", hint)
+        yield Finding("storage", "gap", f"{problem}; {others}", hint)
         return
-    shares, words = _shares(classes[name]), f"class {name} of {classes[name]}"
+    shares, text = _shares(classes[name]), f"class {name} of {classes[name]}"
     if not shared:
-        yield Finding("storage", "ok", f"{words}; one node writes at a time, which any class allows")
+        yield Finding("storage", "ok", f"{text}; one node writes at a time, which every class supports")
     elif shares:
-        yield Finding("storage", "ok", f"{words}: several nodes can write (ReadWriteMany)")
+        yield Finding("storage", "ok", f"{text}: several nodes can write (ReadWriteMany)")
     elif shares is None:
-        hint = "look for ReadWriteMany in the driver's documentation: jobs of several nodes need it"
-        yield Finding("storage", "unknown", f"{words}; whether several nodes can write is not known; {others}", hint)
+        hint = "check the driver's documentation for ReadWriteMany: multi-node jobs need it"
+        yield Finding("storage", "unknown", f"{text}; support for several writing nodes is unknown; {others}", hint)
     else:
-        hint = f"set storage.storageClassName to {many[0]}" if many else "install a driver for shared files, e.g. NFS"
-        state: State = "note" if spec is None and many else "gap"
-        yield Finding("storage", state, f"{words}: only one node can write; {others}", hint)
+        hint = (
+            f"set storage.storageClassName to {shared_classes[0]}"
+            if shared_classes
+            else "install a driver for shared files, such as NFS"
+        )
+        state: State = "note" if spec is None and shared_classes else "gap"
+        yield Finding("storage", state, f"{text}: only one node can write; {others}", hint)
 
 
 def _shares(provisioner: str) -> bool | None:
@@ -286,47 +294,47 @@ def _shares(provisioner: str) -> bool | None:
 # ------------------------------------------------------------------------------------------------------------ namespace
 
 
-def _security(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    topic = f"namespace {there.namespace}"
+def _security(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    topic = f"namespace {cluster.namespace}"
     allowed = settings.namespaces
-    if allowed and there.namespace not in allowed:
-        hint = f"use one of {', '.join(allowed)}, or have it added to the settings' namespaces"
-        yield Finding(topic, "gap", "the operator's settings name other namespaces", hint)
-    labels = there.namespace_labels.value
+    if allowed and cluster.namespace not in allowed:
+        hint = f"use one of {', '.join(allowed)}, or add it to namespaces in the settings"
+        yield Finding(topic, "gap", "the operator's settings do not allow this namespace", hint)
+    labels = cluster.namespace_labels.value
     if labels is None:
-        yield _unknown(topic, there.namespace_labels)
+        yield _unknown(topic, cluster.namespace_labels)
         return
     level = labels.get(PODSECURITY)
-    words = "no PodSecurity level of its own" if level is None else f"PodSecurity {level}"
-    yield Finding(topic, "ok", f"{words}; pods of jobs fit restricted, the strictest")
+    text = "no PodSecurity level" if level is None else f"PodSecurity {level}"
+    yield Finding(topic, "ok", f"{text}; job pods meet restricted, the strictest level")
 
 
-def _quota(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    if there.quotas.value is None:
-        yield _unknown("quota", there.quotas)
+def _quota(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    if cluster.quotas.value is None:
+        yield _unknown("quota", cluster.quotas)
         return
-    if not there.quotas.value:
+    if not cluster.quotas.value:
         yield Finding("quota", "ok", "the namespace has none")
     needed = {} if spec is None else _needed(spec, settings)
-    for quota in there.quotas.value:
+    for quota in cluster.quotas.value:
         name, status = f"quota {quota['metadata']['name']}", quota.get("status", {})
         hard: Mapping[str, str] = status.get("hard") or quota.get("spec", {}).get("hard") or {}
         used: Mapping[str, str] = status.get("used") or {}
-        words = ", ".join(f"{used.get(key, '0')} of {most} {key}" for key, most in sorted(hard.items()))
-        short = [key for key, want in needed.items() if key in hard and want > _left(hard, used, key)]
+        text = ", ".join(f"{used.get(key, '0')} of {most} {key}" for key, most in sorted(hard.items()))
+        short = [key for key, amount in needed.items() if key in hard and amount > _remaining(hard, used, key)]
         unset = [] if spec is None else sorted(_unset(spec) & hard.keys())
         if short:
-            wants = ", ".join(f"{needed[key]:g} {key}" for key in short)
-            hint = "wait until others are done, ask for fewer nodes, or have the quota raised"
-            yield Finding(name, "gap", f"used are {words}; the job takes {wants}", hint)
+            missing = ", ".join(f"{needed[key]:g} {key}" for key in short)
+            hint = "wait for other jobs to end, request fewer nodes, or raise the quota"
+            yield Finding(name, "gap", f"used: {text}; the job needs {missing}", hint)
         elif unset:
-            hint = "set resources.cpu and resources.memory: a quota on them refuses pods without"
-            yield Finding(name, "gap", f"it bounds {', '.join(unset)}, which the job's pods do not say", hint)
+            hint = "set resources.cpu and resources.memory: this quota rejects pods that do not set them"
+            yield Finding(name, "gap", f"it limits {', '.join(unset)}, which the job's pods do not set", hint)
         else:
-            yield Finding(name, "ok", f"used are {words}")
+            yield Finding(name, "ok", f"used: {text}")
 
 
-def _left(hard: Mapping[str, str], used: Mapping[str, str], key: str) -> float:
+def _remaining(hard: Mapping[str, str], used: Mapping[str, str], key: str) -> float:
     try:
         return float(parse_quantity(hard[key]) - parse_quantity(used.get(key, "0")))
     except ValueError:
@@ -351,34 +359,36 @@ def _unset(spec: FineTuneJobSpec) -> set[str]:
     return unset | ({"limits.memory"} if spec.resources.memory is None else set())
 
 
-def _policies(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    groups = there.groups.value
+def _policies(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    groups = cluster.groups.value
     if groups is None:
-        yield _unknown("network policies", there.groups)
+        yield _unknown("network policies", cluster.groups)
         return
     plugins = dict.fromkeys(POLICY_GROUPS[group] for group in groups if group in POLICY_GROUPS)
     if plugins:
-        yield Finding("network policies", "ok", f"{', '.join(plugins)} is there, which enforces them")
+        yield Finding("network policies", "ok", f"enforced by {', '.join(plugins)}")
     else:
-        hint = "ask the cluster's administrator; where none enforces them, what pods of jobs reach is not bounded"
-        yield Finding("network policies", "unknown", "no API of a network plugin that enforces them is served", hint)
+        hint = "ask the cluster's administrator: without enforcement, the network access of job pods is not limited"
+        yield Finding("network policies", "unknown", "no network plugin that enforces them was found", hint)
 
 
-def _images(there: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+def _images(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
     image = (None if spec is None else spec.image) or settings.defaults.image
     secrets = [each.name for each in settings.defaults.image_pull_secrets]
     secrets += [] if spec is None else [each.name for each in spec.template.image_pull_secrets]
-    by = f", pulled with Secret {', '.join(secrets)} of {there.namespace}" if secrets else ", pulled without a Secret"
-    held = []
-    for node in there.nodes.value or ():
+    source = (
+        f", pulled with Secret {', '.join(secrets)} of {cluster.namespace}" if secrets else ", pulled without a Secret"
+    )
+    nodes = []
+    for node in cluster.nodes.value or ():
         names = {str(name) for each in node.get("status", {}).get("images") or () for name in each.get("names") or ()}
         if any(name == image or name.endswith(f"/{image}") for name in names):
-            held.append(str(node["metadata"]["name"]))
-    if held:
-        yield Finding("image", "ok", f"{image}: {len(held)} node{'s have' if len(held) > 1 else ' has'} it{by}")
+            nodes.append(str(node["metadata"]["name"]))
+    if nodes:
+        yield Finding("image", "ok", f"{image}: {len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} it{source}")
     elif "/" not in image:
         hint = "name a registry in the settings' defaults.image, or load the image into each node"
-        yield Finding("image", "gap", f"{image} names no registry, and no node is known to have it{by}", hint)
+        yield Finding("image", "gap", f"{image} names no registry, and no node is known to have it{source}", hint)
     else:
-        hint = "whether a registry gives it is known once a pod has pulled it: finetune images lists all that is pulled"
-        yield Finding("image", "unknown", f"{image}{by}; no node is known to have it", hint)
+        hint = "only a pull shows whether the registry has it; finetune images lists all images to pull"
+        yield Finding("image", "unknown", f"{image}{source}; no node is known to have it", hint)

@@ -24,7 +24,7 @@ from finetune_operator.cli.console import note
 
 ANSWER_SECONDS = 5.0
 SCHEME = "hf://"
-WAY_OUT = "Connect, or name a folder on this machine: file://FOLDER"
+HINT = "Connect to the network, or name a folder on this machine: file://FOLDER"
 Kind: TypeAlias = Literal["model", "dataset"]
 
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
@@ -34,48 +34,48 @@ _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 def variables(uris: Mapping[str, Kind]) -> dict[str, str]:
     """Return the variables with which the trainer does not wait for an unreachable Hub."""
-    asked = any(uri.startswith(SCHEME) for uri in uris) and _said_offline() is None
-    if not asked or out_of_reach() is None:
+    needs_hub = any(uri.startswith(SCHEME) for uri in uris) and _offline_variable() is None
+    if not needs_hub or unreachable_reason() is None:
         return {}
-    _tell_offline()
+    _note_offline()
     return {"HF_HUB_OFFLINE": "1"}
 
 
 def missing(uris: Mapping[str, Kind]) -> tuple[str, ...]:
     """Return the URIs of models and data sets that neither the Hub nor its cache here can provide."""
-    wanted = [uri for uri, kind in uris.items() if uri.startswith(SCHEME) and not _is_cached(uri, kind)]
-    return tuple(wanted) if wanted and out_of_reach() is not None else ()
+    uncached = [uri for uri, kind in uris.items() if uri.startswith(SCHEME) and not _is_cached(uri, kind)]
+    return tuple(uncached) if uncached and unreachable_reason() is not None else ()
 
 
 @functools.cache
-def out_of_reach() -> str | None:
+def unreachable_reason() -> str | None:
     """Return why the Hub is unavailable, as the end of a sentence; None if it answers. Requests once."""
-    if said := _said_offline():
-        return f"{said} is set"
+    if variable := _offline_variable():
+        return f"{variable} is set"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     # Name resolution has no timeout: a thread that nobody waits for can be left behind.
-    threading.Thread(target=lambda: answers.put(_look(endpoint)), daemon=True).start()
+    threading.Thread(target=lambda: answers.put(_request(endpoint)), daemon=True).start()
     try:
         reason = answers.get(timeout=ANSWER_SECONDS)
     except queue.Empty:
-        reason = _SILENCE
+        reason = _TIMEOUT_TEXT
     return None if reason is None else f"{endpoint} cannot be reached ({reason})"
 
 
-def _said_offline() -> str | None:
+def _offline_variable() -> str | None:
     """Return the variable with which the user has requested no network; the trainer reads it, too."""
     return next((name for name in _OFFLINE_VARIABLES if os.environ.get(name, "").upper() in _TRUE), None)
 
 
-_SILENCE = f"no answer within {ANSWER_SECONDS:.0f} s"
+_TIMEOUT_TEXT = f"no answer within {ANSWER_SECONDS:.0f} s"
 
 
 _GATEWAYS = (502, 503, 504)
 """HTTP statuses by which a proxy reports that the target is unreachable."""
 
 
-def _look(endpoint: str) -> str | None:
+def _request(endpoint: str) -> str | None:
     """Return why there is no answer, of whatever kind; None for one."""
     try:
         with urlopen(Request(endpoint, method="HEAD"), timeout=ANSWER_SECONDS):
@@ -83,21 +83,21 @@ def _look(endpoint: str) -> str | None:
     except HTTPError as error:
         return f"{error.code} {error.reason}" if error.code in _GATEWAYS else None
     except URLError as error:
-        return _in_words(error.reason)
+        return _reason_text(error.reason)
     except (OSError, HTTPException) as error:
-        return _in_words(error)
+        return _reason_text(error)
     except ValueError:  # HF_ENDPOINT is no URL, which the trainer reports better
         return None
 
 
-def _in_words(reason: object) -> str | None:
+def _reason_text(reason: object) -> str | None:
     match reason:
         case ssl.SSLError():  # there is an answer; judging certificates is left to the trainer's libraries
             return None
         case socket.gaierror():
             return "its name does not resolve"
         case TimeoutError():
-            return _SILENCE
+            return _TIMEOUT_TEXT
         case ConnectionRefusedError():
             return "connection refused"
         case OSError(strerror=str(text)) if text:
@@ -120,5 +120,5 @@ def _is_cached(uri: str, kind: Kind) -> bool:
 
 
 @functools.cache
-def _tell_offline() -> None:
-    note(f"{out_of_reach()}: models and data of the Hub are taken from its cache here.")
+def _note_offline() -> None:
+    note(f"{unreachable_reason()}: models and data of the Hub are read from the cache on this machine.")

@@ -107,7 +107,7 @@ def read_values(file: Path) -> Installation:
     if unreadable:
         raise UsageError("; ".join(f"--values: {described(problem, str(file))}" for problem in unreadable))
     if len(documents) > 1:
-        raise UsageError(f"--values: {file}: one document is expected, and there are {len(documents)}")
+        raise UsageError(f"--values: {file}: expected one document, found {len(documents)}")
     try:
         values = ChartValues.model_validate((documents[0].value if documents else None) or {})
     except ValidationError as error:

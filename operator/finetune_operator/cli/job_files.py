@@ -67,31 +67,31 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
     problems: list[tuple[str, Problem]] = []
     notes: list[str] = []
     programs: list[tuple[str, Problem]] = []
-    seen: dict[tuple[str | None, str], JobEntry] = {}
+    by_name: dict[tuple[str | None, str], JobEntry] = {}
     for source, folder, content in _contents(names):
         documents, unreadable = read_documents(content)
         found = list(unreadable)
         for document, following in zip_longest(documents, documents[1:]):
             end = None if following is None else following.line
-            passed_over = foreign(document.value)
-            if passed_over is not None:
+            ignored = foreign(document.value)
+            if ignored is not None:
                 program = workload(document.value)
                 if program is not None:
                     programs.append((source, located(document, program)))
-                notes.append(f"{source}:{document.line}: {passed_over}")
+                notes.append(f"{source}:{document.line}: {ignored}")
                 continue
             job, wrong = validate_job(document.value, settings)
             found.extend(located(document, problem) for problem in wrong)
             misread = any(document.line <= (p.line or 0) and (end is None or (p.line or 0) < end) for p in unreadable)
             if job is None or wrong or misread:
                 beside = () if misread else notices_beside(document.value, wrong)
-                notes.extend(f"{source}:{document.line}: {told}." for told in beside)
+                notes.extend(f"{source}:{document.line}: {notice}." for notice in beside)
                 continue
             entry = JobEntry(source, folder, document, _with_absolute_uris(job, folder))
-            earlier = seen.setdefault((job.metadata.namespace, job.name), entry)
+            earlier = by_name.setdefault((job.metadata.namespace, job.name), entry)
             if earlier is entry:
                 entries.append(entry)
-                notes.extend(f"{source}:{document.line}: {job.name}: {told}." for told in notices(job.spec))
+                notes.extend(f"{source}:{document.line}: {job.name}: {notice}." for notice in notices(job.spec))
             else:
                 found.append(_same_name(document, job.name, earlier))
         found.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
@@ -105,7 +105,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
                 Problem(
                     "",
                     None,
-                    f"there is no {KIND} in what was read",
+                    f"there is no {KIND} in the input",
                     "name a file that holds one: apiVersion: finetune.dev/v1alpha1, kind: FineTuneJob, metadata: "
                     "{name: my-job}, and spec with task, model: {uri: hf://...}, dataset: {uri: hf://...} and "
                     "training: {}",
@@ -125,7 +125,7 @@ def _contents(names: Sequence[str]) -> Iterator[tuple[str, Path, bytes]]:
                 continue
             files = files_in(Path(name), SUFFIXES)
             if files == []:
-                raise UsageError(f"the folder {name} holds no {', '.join(SUFFIXES)} file")
+                raise UsageError(f"the folder {name} contains no {', '.join(SUFFIXES)} file")
             for file in files or [Path(name)]:
                 content = read_input(file)
                 yield str(file), file.resolve().parent, content
@@ -138,7 +138,7 @@ def _same_name(document: Document, name: str, earlier: JobEntry) -> Problem:
     return Problem(
         "metadata.name",
         f'"{name}"',
-        f"a name may be used once; {earlier.source}:{earlier.document.line} has it already",
+        f"must be unique; {earlier.source}:{earlier.document.line} has the same name",
         "give one of them another name",
         position.line,
         position.column,
@@ -200,18 +200,18 @@ def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
     """Return the problems of models and data sets behind `file://` that do not exist."""
     spec = entry.job.spec
     predicted = spec.predict.dataset if spec.predict else None
-    looked_for = {
+    named = {
         "spec.model.uri": (spec.model.uri, "/config.json", "a folder with a model"),
         "spec.dataset.uri": (spec.dataset.uri if spec.dataset else "", "", "a folder, a file or a glob"),
         "spec.predict.dataset.uri": (predicted.uri if predicted else "", "", "a folder, a file or a glob"),
     }
     problems = []
-    for path, (uri, inside, what) in looked_for.items():
+    for path, (uri, inside, target) in named.items():
         place = uri.removeprefix("file://") + inside
         if not uri.startswith("file://") or Path(place).exists() or (not inside and glob_matches(place)):
             continue
-        way_out = f"name {what} that is there; file://path without a third slash is relative to the job file's folder"
-        problems.append(located(entry.document, Problem(path, None, f"{place} does not exist", way_out)))
+        hint = f"name {target} that exists; file://path without a third slash is relative to the job file's folder"
+        problems.append(located(entry.document, Problem(path, None, f"{place} does not exist", hint)))
     return tuple(problems)
 
 

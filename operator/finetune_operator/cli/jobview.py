@@ -23,7 +23,7 @@ from finetune_operator.api.types import (
     ProgressStatus,
     StageStatus,
 )
-from finetune_operator.cli.cluster_jobs import ClusterJob, Happening
+from finetune_operator.cli.cluster_jobs import ClusterJob, JobEvent
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
 from finetune_operator.reconcile.results import CHECKPOINT_BYTES
@@ -58,7 +58,7 @@ class Page:
 
     job: ClusterJob
     now: datetime
-    events: tuple[Happening, ...] | None = ()
+    events: tuple[JobEvent, ...] | None = ()
     """Events of the job; None: they may not be read."""
     commands: tuple[str, ...] = ()
 
@@ -82,10 +82,10 @@ class Page:
         if conditions:
             parts.append(self._titled("Conditions", self._conditions(conditions)))
         if status.failure is not None:
-            over = self.job.outcome == "Failed"
-            parts.append(self._titled("Failure" if over else "Last failure", _failure(status.failure)))
+            failed = self.job.outcome == "Failed"
+            parts.append(self._titled("Failure" if failed else "Last failure", _failure(status.failure)))
         if self.events is None:
-            parts.append(Text("Events may not be read in this namespace.", style="dim"))
+            parts.append(Text("No permission to read events in this namespace.", style="dim"))
         elif self.events:
             parts.append(self._titled("Events", self._events(self.events[-EVENTS:])))
         if self.commands:
@@ -95,7 +95,7 @@ class Page:
     def _headline(self) -> Text:
         job, phase = self.job, phase_of(self.job)
         line = Text.assemble((job.name, "bold"), "  ", (phase, PHASE_STYLES.get(phase, "bold cyan")))
-        line.append(f"  {headline_words(job, self.now)}")
+        line.append(f"  {headline_text(job, self.now)}")
         if (job.status.observed_generation or 0) < job.metadata.generation:
             line.append(f"  ({NOT_SEEN})", style="yellow")
         return line
@@ -107,7 +107,7 @@ class Page:
             table.add_row(
                 stage.name,
                 Text(stage.state, style=STATE_STYLES.get(stage.state, "dim")),
-                f"{_try(stage)}{words(stage.capacity)}" if stage.attempt else "",
+                f"{_attempt(stage)}{words(stage.capacity)}" if stage.attempt else "",
                 stage_time(stage, self.now),
                 Text(child, style="dim"),
             )
@@ -130,11 +130,11 @@ class Page:
     def _conditions(self, conditions: Sequence[Condition]) -> Table:
         table = _table()
         for condition in conditions:
-            told = condition.message or condition.reason
-            table.add_row(f"{condition.type}={condition.status}", Text(f"{condition.reason}: {told}"))
+            message = condition.message or condition.reason
+            table.add_row(f"{condition.type}={condition.status}", Text(f"{condition.reason}: {message}"))
         return table
 
-    def _events(self, events: Sequence[Happening]) -> Table:
+    def _events(self, events: Sequence[JobEvent]) -> Table:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for event in events:
             times = f" (x{event.count})" if event.count > 1 else ""
@@ -150,16 +150,16 @@ class Page:
 NOT_SEEN = "the operator has not seen the newest spec yet"
 
 
-def headline_words(job: ClusterJob, now: datetime) -> str:
+def headline_text(job: ClusterJob, now: datetime) -> str:
     """Return namespace, age, duration, restarts and preemptions of the job."""
-    text = f"namespace {job.metadata.namespace}, made {ago(job.metadata.creation_timestamp, now)} ago"
+    text = f"namespace {job.metadata.namespace}, created {ago(job.metadata.creation_timestamp, now)} ago"
     started, ended = moment(job.status.start_time), moment(job.status.completion_time)
     if started is not None and ended is not None:
         text += f", ran {human_seconds((ended - started).total_seconds())}"
     if job.status.restarts:
-        text += f", {_many(job.status.restarts, 'restart')}"
+        text += f", {_counted(job.status.restarts, 'restart')}"
     if job.status.spot is not None and job.status.spot.preemptions:
-        text += f", {_many(job.status.spot.preemptions, 'preemption')}"
+        text += f", {_counted(job.status.spot.preemptions, 'preemption')}"
     return text
 
 
@@ -182,7 +182,7 @@ def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
     return rows
 
 
-def _try(stage: StageStatus) -> str:
+def _attempt(stage: StageStatus) -> str:
     return f"{'revision' if stage.name == 'serve' else 'attempt'} {stage.attempt}"
 
 
@@ -191,7 +191,7 @@ def stage_time(stage: StageStatus, now: datetime) -> str:
     started, ended = moment(stage.start_time), moment(stage.completion_time)
     following = moment(stage.next_attempt_time)
     if following is not None and following > now and ended is None:
-        return f"again in {human_seconds((following - now).total_seconds())}"
+        return f"next attempt in {human_seconds((following - now).total_seconds())}"
     if started is None or (ended is None and stage.state != "Running"):
         return ""
     return duration(max(0.0, ((ended or now) - started).total_seconds()))
@@ -239,9 +239,9 @@ def figures(progress: ProgressStatus, now: datetime) -> str:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
     if progress.remaining_seconds is not None and (progress.percent or 0) < 100:
         parts.append(f"{human_seconds(progress.remaining_seconds)} left")
-    told = moment(progress.last_update_time)
-    if told is not None and (now - told).total_seconds() > STALE_SECONDS:
-        parts.append(f"(told {ago(told, now)} ago)")
+    reported = moment(progress.last_update_time)
+    if reported is not None and (now - reported).total_seconds() > STALE_SECONDS:
+        parts.append(f"(reported {ago(reported, now)} ago)")
     return "  ".join(parts)
 
 
@@ -272,9 +272,9 @@ def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Co
 
     Of a refusal the condition that holds the problems is enough, without those that only point to it.
     """
-    over = any(one.type in ("Succeeded", "Failed") and one.status == "True" for one in conditions)
+    ended = any(one.type in ("Succeeded", "Failed") and one.status == "True" for one in conditions)
     refused = [one for one in conditions if one.type in ("Accepted", "Planned", "Admitted") and one.status == "False"]
-    if refused or over:
+    if refused or ended:
         ends = [one for one in conditions if one.type == "Failed" and one.status == "True" and not failure_is_shown]
         return (*refused, *ends)
     waits = [
@@ -289,12 +289,12 @@ def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Co
 
 def failure_headline(failure: FailureStatus) -> str:
     """Return class, reason and location of a failure."""
-    where = [failure.stage or "the job"]
+    places = [failure.stage or "the job"]
     for label, value in (("attempt", failure.attempt), ("pod", failure.pod), ("node", failure.node)):
-        where += [] if value is None else [f"{label} {value}"]
-    where += [] if failure.rank is None else [f"rank {failure.rank}"]
-    where += [] if failure.exit_code is None else [f"exit code {failure.exit_code}"]
-    return f"{failure.failure_class} ({failure.reason}) in {', '.join(where)}"
+        places += [] if value is None else [f"{label} {value}"]
+    places += [] if failure.rank is None else [f"rank {failure.rank}"]
+    places += [] if failure.exit_code is None else [f"exit code {failure.exit_code}"]
+    return f"{failure.failure_class} ({failure.reason}) in {', '.join(places)}"
 
 
 def _failure(failure: FailureStatus) -> Group:
@@ -313,7 +313,7 @@ def next_commands(job: ClusterJob, program: str, flags: str) -> tuple[str, ...]:
     if job.outcome == "Failed":
         return (
             f"{program} logs {name}{flags}",
-            f"{kubectl} delete ftj {name}   # then mend the file and apply it again; artefacts stay",
+            f"{kubectl} delete ftj {name}   # then fix the file and apply it again; artefacts are kept",
         )
     if job.outcome == "Succeeded":
         return (f"{program} logs {name}{flags} --stage {job.status.stages[-1].name}",) if job.status.stages else ()
@@ -321,7 +321,7 @@ def next_commands(job: ClusterJob, program: str, flags: str) -> tuple[str, ...]:
         resume = """-p '{"spec":{"runPolicy":{"suspend":false}}}'"""
         return (f"{kubectl} patch ftj {name} --type merge {resume}",)
     if any(one.type == "Stalled" and one.status == "True" for one in job.status.conditions):
-        return (f"{kubectl} edit ftj {name}   # or mend the file and apply it again",)
+        return (f"{kubectl} edit ftj {name}   # or fix the file and apply it again",)
     if phase is None:
         return (f"{program} watch {name}{flags}", "kubectl -n finetune-system get pods   # is the operator running?")
     return (f"{program} watch {name}{flags}", f"{program} logs {name}{flags} -f")
@@ -360,11 +360,11 @@ def one_line(job: ClusterJob, now: datetime) -> str:
     parts = [phase_of(job)]
     running = next((stage for stage in status.stages if stage.state in ("Running", "Failed")), None)
     if running is not None:
-        parts.append(f"{running.name} {running.state.lower()}, {_try(running)}{words(running.capacity)}")
+        parts.append(f"{running.name} {running.state.lower()}, {_attempt(running)}{words(running.capacity)}")
     if status.progress is not None and running is not None and running.state == "Running" and job.outcome is None:
         parts.append(figures(status.progress, now))
-    told = notable(status.conditions, failure_is_shown=status.failure is not None)
-    parts += [f"{one.reason}: {one.message}" if one.message else one.reason for one in told]
+    conditions = notable(status.conditions, failure_is_shown=status.failure is not None)
+    parts += [f"{one.reason}: {one.message}" if one.message else one.reason for one in conditions]
     if status.failure is not None:
         hint = f" {status.failure.hint}" if status.failure.hint else ""
         parts.append(f"{status.failure.failure_class} ({status.failure.reason}): {status.failure.message}{hint}")
@@ -376,5 +376,5 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

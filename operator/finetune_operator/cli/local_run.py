@@ -41,10 +41,10 @@ from finetune_operator.cli.workspace import (
     check_same_job,
     finished,
     locked,
+    move_earlier_results,
     prepared_facts,
     read_data_facts,
     record_inputs,
-    set_aside,
     size_of,
 )
 from finetune_operator.planning.plan import misfits, plan
@@ -102,7 +102,7 @@ def run(request: RunRequest) -> RunResult:
     """Run the job. Raise CannotRunError, PlanRefused, BusyError or DifferentJobError before a stage has started."""
     if not trainer_is_installed():
         raise CannotRunError(
-            "the package finetune-trainer is not installed here, and it does the work; install it beside this one"
+            "the package finetune-trainer runs the stages and is not installed; install it in this environment"
         )
     paths, job = request.paths, request.job
     with locked(request.workspace, job.name):
@@ -111,15 +111,15 @@ def run(request: RunRequest) -> RunResult:
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
         note_misfits(misfits(job, facts, request.settings))
-        wanted = _wanted(request, planned)
-        _check_inputs(request, planned, wanted, redone)
+        stages = _stages_to_run(request, planned)
+        _check_inputs(request, planned, stages, redone)
         contract = files(planned)
-        moved = set_aside(paths, redone)
+        moved = move_earlier_results(paths, redone)
         if moved is not None:
             note(f"earlier results are in {moved}; delete that folder when you no longer need them.")
         _write(paths, planned, contract)
         (paths.root / FAILURE_FILE).unlink(missing_ok=True)
-        return _Run(request, facts, planned).through(wanted)
+        return _Run(request, facts, planned).run_stages(stages)
 
 
 def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
@@ -128,10 +128,10 @@ def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
     facts = _facts(request, keep_data=Stage.PREPARE not in redone)
     planned = plan(request.job, facts, request.settings)
     note_misfits(misfits(request.job, facts, request.settings))
-    wanted = _wanted(request, planned)
-    _check_inputs(request, planned, wanted, redone)
+    stages = _stages_to_run(request, planned)
+    _check_inputs(request, planned, stages, redone)
     return planned, {
-        stage: "kept" if stage not in redone and finished(request.paths, stage) else "run" for stage in wanted
+        stage: "kept" if stage not in redone and finished(request.paths, stage) else "run" for stage in stages
     }
 
 
@@ -149,7 +149,7 @@ def _checked_stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
     check_same_job(request.paths, request.job, [stage for stage in checked if stage not in changed])
     redone = tuple(stage for stage in changed if stage in (request.stages or LOCAL_STAGES))
     for stage in redone:
-        note(f"{stage}: {'; '.join(changed[stage])}. It runs again; what was prepared and trained is kept.")
+        note(f"{stage}: {'; '.join(changed[stage])}. It runs again; prepared data and the trained model are kept.")
     return redone
 
 
@@ -170,13 +170,13 @@ def _up_to_last(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 def _check_hub(request: RunRequest, redone: Sequence[Stage]) -> None:
     """Raise CannotRunError if a stage needs data that neither the Hub nor its cache here has."""
-    wanted = [stage for stage in request.stages or LOCAL_STAGES if _is_to_run(request, stage, redone)]
-    absent = hub_reach.missing(_uris(request.job, wanted)) if wanted else ()
+    stages = [stage for stage in request.stages or LOCAL_STAGES if _is_to_run(request, stage, redone)]
+    absent = hub_reach.missing(_uris(request.job, stages)) if stages else ()
     if absent:
         # Faults of the job come first. The machine was not measured; it is assumed to be as the job requests.
         plan(request.job, Facts(local=True), request.settings)
         raise CannotRunError(
-            f"{' and '.join(absent)}: {hub_reach.out_of_reach()}, and there is no copy here. {hub_reach.WAY_OUT}"
+            f"{' and '.join(absent)}: {hub_reach.unreachable_reason()}, and there is no copy here. {hub_reach.HINT}"
         )
 
 
@@ -205,7 +205,7 @@ def _facts(request: RunRequest, keep_data: bool) -> Facts:
     return Facts(model=measured.model, data=data, hardware=free_part(measured.hardware), local=True)
 
 
-def _wanted(request: RunRequest, planned: JobPlan) -> tuple[Stage, ...]:
+def _stages_to_run(request: RunRequest, planned: JobPlan) -> tuple[Stage, ...]:
     missing = [stage for stage in request.stages if stage not in planned.stages]
     if missing:
         raise CannotRunError(
@@ -223,18 +223,18 @@ def _field_of(stage: Stage) -> str:
     )
 
 
-def _check_inputs(request: RunRequest, planned: JobPlan, wanted: Sequence[Stage], redone: Sequence[Stage]) -> None:
+def _check_inputs(request: RunRequest, planned: JobPlan, stages: Sequence[Stage], redone: Sequence[Stage]) -> None:
     """Raise CannotRunError if a named stage depends on others that are neither done nor named."""
-    for stage in wanted:
+    for stage in stages:
         needed = [
             each
             for each in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]
-            if each is not Stage.EVALUATE and each in planned.stages and each not in wanted
+            if each is not Stage.EVALUATE and each in planned.stages and each not in stages
             if each in redone or finished(request.paths, each) is None
         ]
         if needed:
             raise CannotRunError(
-                f"--stage {stage}: it needs the results of {' and '.join(needed)}, and {request.paths.root} has none; "
+                f"--stage {stage}: needs the results of {' and '.join(needed)}, and {request.paths.root} has none; "
                 f"add {' '.join(f'--stage {each}' for each in needed)}"
             )
 
@@ -261,7 +261,7 @@ class _Run:
         self._facts = facts
         self._result = RunResult(planned)
 
-    def through(self, stages: Sequence[Stage]) -> RunResult:
+    def run_stages(self, stages: Sequence[Stage]) -> RunResult:
         """Run the stages that are not done, in order, up to the first that fails or an interruption."""
         result = self._result
         with Interrupts() as interrupts:
@@ -287,26 +287,26 @@ class _Run:
                         self._plan_with_data(display)
             if self._request.report:
                 write_report(self._paths, self._request.command)
-        self._tidy()
+        self._clean_up()
         return result
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         """Delete checkpoints that are no longer needed, or report their size. A program's own are left alone."""
         planned, folder = self._result.plan, self._paths.checkpoints
         size = size_of(folder)
         if planned.trainer.training is None or not size:
             return
-        takes = f"checkpoints in {folder} take {human_bytes(size)}"
+        usage = f"checkpoints in {folder} take {human_bytes(size)}"
         done = all(finished(self._paths, stage) for stage in LOCAL_STAGES if stage in planned.stages)
         if not done:
-            note(f"{takes}; they are deleted once all stages have succeeded, unless checkpoints.afterSuccess is keep.")
+            note(f"{usage}; they are deleted after all stages have succeeded, unless checkpoints.afterSuccess is keep.")
         elif self._request.job.spec.checkpoints.after_success == "keep":
-            note(f"{takes} and are kept, as checkpoints.afterSuccess says; nothing needs them any more.")
+            note(f"{usage} and are kept because checkpoints.afterSuccess is keep; they are no longer needed.")
         else:
             shutil.rmtree(folder)
             note(
-                f"deleted {human_bytes(size)} of checkpoints, as all stages have succeeded; "
-                "set spec.checkpoints.afterSuccess to keep to have them stay."
+                f"deleted {human_bytes(size)} of checkpoints because all stages have succeeded; "
+                "to keep them, set spec.checkpoints.afterSuccess to keep."
             )
 
     def _run_stage(self, stage: Stage, display: Display, interrupts: Interrupts) -> None:
@@ -347,7 +347,7 @@ class _Run:
         interrupts: Interrupts,
         stage: Stage,
     ) -> int:
-        asked_at: float | None = None
+        stop_requested_at: float | None = None
         while True:
             code = process.exit_code()
             news = latest(progress.lines())
@@ -357,13 +357,13 @@ class _Run:
                 display.log(line)
             if code is not None:
                 return code
-            if asked_at is None and interrupts.count:
-                asked_at = time.monotonic()
+            if stop_requested_at is None and interrupts.count:
+                stop_requested_at = time.monotonic()
                 saving = "saving a checkpoint" if stage is Stage.TRAIN else "stopping"
                 display.log(f"{stage}: {saving} (at most {GRACE_SECONDS} s); press Ctrl-C again to kill it")
-                process.ask_to_stop()
-            elif asked_at is not None:
-                waited = time.monotonic() - asked_at
+                process.request_stop()
+            elif stop_requested_at is not None:
+                waited = time.monotonic() - stop_requested_at
                 if waited < SECOND_PRESS_SECONDS:
                     interrupts.count = 1
                 elif interrupts.count > 1 or waited > GRACE_SECONDS:
@@ -389,10 +389,10 @@ class _Run:
         for text in data.notes if data else ():
             display.log(f"prepare: {text}")
         facts = Facts(model=self._facts.model, data=data, hardware=self._facts.hardware, local=True)
-        again = plan(self._request.job, facts, self._request.settings)
-        changed = plan_changes(self._result.plan, again)
-        self._result.plan = again
-        _write(self._paths, again, files(again))
+        new_plan = plan(self._request.job, facts, self._request.settings)
+        changed = plan_changes(self._result.plan, new_plan)
+        self._result.plan = new_plan
+        _write(self._paths, new_plan, files(new_plan))
         if changed:
             display.log(f"planned again with the prepared data: {', '.join(changed)}")
 
@@ -420,10 +420,10 @@ def _flat(value: object, prefix: str = "") -> list[tuple[str, Any]]:
     return [(prefix, value)]
 
 
-def write_report(paths: JobPaths, again: str) -> None:
+def write_report(paths: JobPaths, repeat_command: str) -> None:
     """Write report.html from the folder's content. The results stand without it, so a failure is only noted."""
     command = [sys.executable, "-m", TRAINER, "report", "--job", str(paths.job), "--workspace", str(paths.root.parent)]
-    command += ["--command", again] if again else []
+    command += ["--command", repeat_command] if repeat_command else []
     environment = trainer_environment(
         {name: value for name, value in os.environ.items() if name != ENV_REPORT},
         device="cpu",
@@ -432,14 +432,14 @@ def write_report(paths: JobPaths, again: str) -> None:
         progress=None,
     )
     try:
-        made = subprocess.run(
+        completed = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=REPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         note(f"report.html was not written within {REPORT_SECONDS} s.")
         return
-    if made.returncode:
-        note(f"report.html could not be written: {(made.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    if completed.returncode:
+        note(f"report.html could not be written: {(completed.stderr.strip().splitlines() or ['no reason given'])[-1]}")
 
 
 def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
@@ -450,11 +450,11 @@ def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
     except (OSError, ValueError):
         metrics = {}
     predicted = finished(paths, Stage.PREDICT)
-    told = {} if predicted is None else predicted.metrics
+    prediction = {} if predicted is None else predicted.metrics
     artifacts = {
         "model": paths.model,
-        "predictions": Path(str(told["path"])) if "path" in told else None,
-        "badRows": Path(str(told["bad_rows_path"])) if "bad_rows_path" in told else None,
+        "predictions": Path(str(prediction["path"])) if "path" in prediction else None,
+        "badRows": Path(str(prediction["bad_rows_path"])) if "bad_rows_path" in prediction else None,
         "metrics": paths.metrics,
         "report": paths.report,
         "plan": paths.plan,

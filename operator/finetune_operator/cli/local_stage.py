@@ -60,7 +60,7 @@ class StageProcess:
         """Return the exit code: None while it runs; minus the signal if the launcher was killed."""
         return self._process.poll()
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM: the stage saves its state if it can, and ends."""
         self._process.send_signal(signal.SIGTERM)
 
@@ -124,7 +124,7 @@ class Interrupts:
         for number in self.SIGNALS:
             # An ignored signal (nohup ignores SIGHUP) stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._arrived)
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -133,7 +133,7 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # signal.signal accepts its own return value
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.first = self.first or signal.Signals(number)
 

@@ -34,7 +34,7 @@ class NoLogError(ClusterError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LogSelection:
     """Selection of lines."""
 
     stage: Stage | None = None
@@ -45,7 +45,7 @@ class Wanted:
     previous: bool = False
     """True for the attempt before the newest one."""
 
-    def takes(self, job: ClusterJob, pod: PodView) -> bool:
+    def selects(self, job: ClusterJob, pod: PodView) -> bool:
         """Return True if the pod's lines are selected, whatever its attempt."""
         if self.stage is not None and pod.stage is not self.stage:
             return False
@@ -106,19 +106,19 @@ class FoundLog:
     notes: tuple[str, ...] = ()
 
 
-async def read_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted) -> FoundLog:
+async def read_logs(cluster: Cluster, job: ClusterJob, selection: LogSelection) -> FoundLog:
     """Return the present lines of all pods in the order of their times. Raise NoLogError if there are none."""
-    stage, attempt = _attempt(job, wanted)
+    stage, attempt = _attempt(job, selection)
     pods = [
         pod
         for pod in await cluster.pods(job)
-        if (pod.stage, pod.attempt) == (stage, attempt) and wanted.takes(job, pod) and pod.phase != "Pending"
+        if (pod.stage, pod.attempt) == (stage, attempt) and selection.selects(job, pod) and pod.phase != "Pending"
     ]
     stamped: list[tuple[str, str, str]] = []
     unreadable = []
     for pod in pods:
         try:
-            async for line in cluster.log(job, pod, tail=wanted.tail):
+            async for line in cluster.log(job, pod, tail=selection.tail):
                 moment, text = stamped_line(line)
                 # A line without a time is the node's message about the log; it keeps its place.
                 last = moment or (stamped[-1][0] if stamped else "")
@@ -128,15 +128,15 @@ async def read_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted) -> FoundL
                 raise
             unreadable.append(f"{pod.name}: {error}")
     if not stamped:
-        kept = _kept_tail(job, stage, attempt, wanted, running=bool(pods) and not unreadable)
+        kept = _tail_from_status(job, stage, attempt, selection, running=bool(pods) and not unreadable)
         return FoundLog(kept.lines, (*unreadable, *kept.notes))
     lines = tuple((label, text) for _, label, text in sorted(stamped, key=lambda each: each[0]))
     return FoundLog(lines, tuple(unreadable))
 
 
-async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:
+async def show_logs(cluster: Cluster, job: ClusterJob, selection: LogSelection, console: Console) -> None:
     """Print the result of `read_logs`."""
-    found = await read_logs(cluster, job, wanted)
+    found = await read_logs(cluster, job, selection)
     for text in found.notes:
         note(text)
     printer = Printer(console)
@@ -144,42 +144,42 @@ async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: 
         printer.print(label, line)
 
 
-def _attempt(job: ClusterJob, wanted: Wanted) -> tuple[Stage, int]:
+def _attempt(job: ClusterJob, selection: LogSelection) -> tuple[Stage, int]:
     """Return the selected stage and attempt: the named one, else the one that runs or ran last."""
-    begun = {Stage(stage.name): stage.attempt for stage in job.status.stages if stage.attempt}
-    if not begun:
-        why = next((one.message for one in job.status.conditions if one.status == "False" and one.message), "")
-        raise NoLogError(f"no stage of {job.name} has started yet" + (f": {why}" if why else ""))
-    stage = wanted.stage or job.status.stage or list(begun)[-1]
-    if stage not in begun:
-        raise NoLogError(
-            f"--stage {stage}: it has not started; {', '.join(begun)} {'have' if len(begun) > 1 else 'has'}"
-        )
-    attempt = begun[stage] - (1 if wanted.previous else 0)
+    started = {Stage(stage.name): stage.attempt for stage in job.status.stages if stage.attempt}
+    if not started:
+        reason = next((one.message for one in job.status.conditions if one.status == "False" and one.message), "")
+        raise NoLogError(f"no stage of {job.name} has started" + (f": {reason}" if reason else ""))
+    stage = selection.stage or job.status.stage or list(started)[-1]
+    if stage not in started:
+        raise NoLogError(f"--stage {stage}: has not started; started stages: {', '.join(started)}")
+    attempt = started[stage] - (1 if selection.previous else 0)
     if attempt < 1:
-        raise NoLogError(f"--previous: {stage} is at its first attempt")
+        raise NoLogError(f"--previous: {stage} is in its first attempt")
     return stage, attempt
 
 
-def _kept_tail(job: ClusterJob, stage: Stage, attempt: int, wanted: Wanted, *, running: bool) -> FoundLog:
+def _tail_from_status(
+    job: ClusterJob, stage: Stage, attempt: int, selection: LogSelection, *, running: bool
+) -> FoundLog:
     """Return the end of the log in the status, with a note about it. Raise NoLogError if there is none."""
     failure = job.status.failure
     fits = failure is not None and (failure.stage, failure.attempt) == (stage, attempt)
     if failure is not None and fits and failure.log_tail:
         lines = failure.log_tail.splitlines()
-        kept = lines if wanted.tail is None else lines[max(0, len(lines) - wanted.tail) :]
+        kept = lines if selection.tail is None else lines[max(0, len(lines) - selection.tail) :]
         label = failure.pod or f"{stage}-{attempt}"
-        gone = f"the pods of {stage}-{attempt} are gone; this is the end of the log that the job's status keeps."
-        return FoundLog(tuple((label, line) for line in kept), (gone,))
-    if running and wanted.pod is None and wanted.rank is None:
-        raise NoLogError(f"the pods of {stage}-{attempt} have written nothing yet")
-    if wanted.pod is not None or wanted.rank is not None:
-        asked = f"--pod {wanted.pod}" if wanted.pod is not None else f"--rank {wanted.rank}"
-        raise NoLogError(f"{asked}: {stage}-{attempt} has no such pod, or it is gone or has not started")
+        notice = f"the pods of {stage}-{attempt} are deleted; this is the end of the log in the job's status."
+        return FoundLog(tuple((label, line) for line in kept), (notice,))
+    if running and selection.pod is None and selection.rank is None:
+        raise NoLogError(f"the pods of {stage}-{attempt} have no output yet")
+    if selection.pod is not None or selection.rank is not None:
+        option = f"--pod {selection.pod}" if selection.pod is not None else f"--rank {selection.rank}"
+        raise NoLogError(f"{option}: {stage}-{attempt} has no such pod, or it was deleted or has not started")
     state = next((each.state for each in job.status.stages if each.name == stage.value), None)
-    if state in ("Pending", "Running") and not wanted.previous:
+    if state in ("Pending", "Running") and not selection.previous:
         raise NoLogError(f"no pod of {stage}-{attempt} has started yet")
-    raise NoLogError(f"the pods of {stage}-{attempt} are gone, and their logs with them")
+    raise NoLogError(f"the pods of {stage}-{attempt} and their logs are deleted")
 
 
 # ------------------------------------------------------------------------------------------------------------ following
@@ -190,52 +190,52 @@ class _Follower:
     """State of one `finetune logs -f`."""
 
     cluster: Cluster
-    wanted: Wanted
+    selection: LogSelection
     printer: Printer
     job: ClusterJob
     first: tuple[int, int]
     """Order of the first stage and number of the first attempt to show; earlier ones are history."""
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def until_the_end(self) -> ClusterJob:
+    async def run(self) -> ClusterJob:
         """Follow every selected pod, present and future, until the job and their logs have ended."""
-        await self._look(tail=self.wanted.tail)
+        await self._find_pods(tail=self.selection.tail)
         if not self.tasks:
-            note(f"no pod of {self.job.name} has started yet that has the lines asked for; waiting for one.")
-        looking = asyncio.create_task(self._look_again_and_again())
+            note(f"no selected pod of {self.job.name} has started yet; waiting for one.")
+        finding = asyncio.create_task(self._find_pods_repeatedly())
         try:
             async for job in versions(self.cluster, self.job.name):
                 self.job = job
-                if looking.done():
-                    looking.result()
-                if job.outcome is not None or self._wanted_stage_is_over():
+                if finding.done():
+                    finding.result()
+                if job.outcome is not None or self._selected_stage_has_succeeded():
                     break
         finally:
-            looking.cancel()
+            finding.cancel()
             with suppress(asyncio.CancelledError):
-                await looking
-        await self._look()
+                await finding
+        await self._find_pods()
         if self.tasks:
             _, late = await asyncio.wait(self.tasks.values(), timeout=LAST_SECONDS)
             for task in late:
                 task.cancel()
         return self.job
 
-    def _wanted_stage_is_over(self) -> bool:
+    def _selected_stage_has_succeeded(self) -> bool:
         states = {stage.name: stage.state for stage in self.job.status.stages}
-        return self.wanted.stage is not None and states.get(self.wanted.stage.value) == "Succeeded"
+        return self.selection.stage is not None and states.get(self.selection.stage.value) == "Succeeded"
 
-    async def _look_again_and_again(self) -> None:
+    async def _find_pods_repeatedly(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             with suppress(UnreachableError):
-                await self._look()
+                await self._find_pods()
 
-    async def _look(self, tail: int | None = None) -> None:
+    async def _find_pods(self, tail: int | None = None) -> None:
         """Follow the pods that have started since the last call."""
         for pod in await self.cluster.pods(self.job):
             later = (ORDER[pod.stage], pod.attempt) >= self.first
-            if later and pod.uid not in self.tasks and pod.phase != "Pending" and self.wanted.takes(self.job, pod):
+            if later and pod.uid not in self.tasks and pod.phase != "Pending" and self.selection.selects(self.job, pod):
                 self.tasks[pod.uid] = asyncio.create_task(self._follow(pod, tail))
 
     async def _follow(self, pod: PodView, tail: int | None) -> None:
@@ -264,15 +264,15 @@ class _Follower:
                 await asyncio.sleep(LOOK_SECONDS)
 
 
-async def follow_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:
+async def follow_logs(cluster: Cluster, job: ClusterJob, selection: LogSelection, console: Console) -> None:
     """Show lines as they come, from pod to pod and stage to stage, until the job has ended. If there was no pod in all
     that time, show the end of the log in the status, or raise NoLogError.
     """
     try:
-        stage, attempt = _attempt(job, wanted)
+        stage, attempt = _attempt(job, selection)
     except NoLogError:
-        stage, attempt = wanted.stage or Stage.PREPARE, 1
-    follower = _Follower(cluster, wanted, Printer(console), job, (ORDER[stage], attempt))
-    ended = await follower.until_the_end()
+        stage, attempt = selection.stage or Stage.PREPARE, 1
+    follower = _Follower(cluster, selection, Printer(console), job, (ORDER[stage], attempt))
+    ended = await follower.run()
     if not follower.tasks:
-        await show_logs(cluster, ended, wanted, console)
+        await show_logs(cluster, ended, selection, console)

@@ -30,40 +30,40 @@ class _Listed(NamedTuple):
 
 COMMANDS = {
     "validate": _Listed("file_commands", "Check job files, without network, model or data."),
-    "plan": _Listed("file_commands", "Show what would run, and why."),
-    "render": _Listed("file_commands", "Write the Kubernetes objects that a job becomes."),
-    "review": _Listed("review", "Write a Markdown page about job files for a code review."),
+    "plan": _Listed("file_commands", "Show a job's plan, with a reason for each decision."),
+    "render": _Listed("file_commands", "Write the Kubernetes objects of a job."),
+    "review": _Listed("review", "Write a Markdown summary of job files for a code review."),
     "run": _Listed("run_command", "Run a job on this machine: prepare, train, evaluate, predict."),
-    "predict": _Listed("predict_command", "Write a model's predictions for data on this machine."),
-    "serve": _Listed("serve_command", "Answer requests with a model on this machine."),
+    "predict": _Listed("predict_command", "Predict with a model on this machine."),
+    "serve": _Listed("serve_command", "Serve a model on this machine over HTTP."),
     "compare": _Listed("compare", "Compare runs on this machine: settings, metrics, time, cost."),
     "ui": _Listed("ui", "Show runs and jobs in a browser."),
-    "status": _Listed("cluster_commands", "Show where a job in a cluster is, or all jobs in a table."),
-    "logs": _Listed("cluster_commands", "Show the log of a stage, all its pods together."),
-    "watch": _Listed("cluster_commands", "Follow a job to its end."),
-    "wait": _Listed("steering_commands", "Wait until all the jobs are as far as that."),
-    "suspend": _Listed("steering_commands", "Stop jobs after a checkpoint, until they are resumed."),
-    "resume": _Listed("steering_commands", "Let suspended jobs go on from their last checkpoint."),
-    "restart": _Listed("steering_commands", "Begin another attempt of jobs, or run ended ones again."),
-    "cancel": _Listed("steering_commands", "End jobs for good by deleting them."),
-    "rollback": _Listed("rollback_command", "Serve an earlier revision of a job's endpoint again."),
-    "cost": _Listed("steering_commands", "Show what jobs have used and what that costs."),
-    "debug": _Listed("steering_commands", "Collect what a maintainer would ask for into an archive."),
-    "doctor": _Listed("doctor_command", "Tell what a cluster has and lacks for jobs."),
+    "status": _Listed("cluster_commands", "Show the status of a job in a cluster, or a table of all jobs."),
+    "logs": _Listed("cluster_commands", "Show the logs of all pods of a stage."),
+    "watch": _Listed("cluster_commands", "Watch a job until it ends."),
+    "wait": _Listed("steering_commands", "Wait until jobs reach a state."),
+    "suspend": _Listed("steering_commands", "Save a checkpoint and stop jobs until they are resumed."),
+    "resume": _Listed("steering_commands", "Resume suspended jobs from their last checkpoint."),
+    "restart": _Listed("steering_commands", "Restart jobs from their last checkpoint; run ended jobs again."),
+    "cancel": _Listed("steering_commands", "Cancel jobs by deleting them."),
+    "rollback": _Listed("rollback_command", "Roll a job's endpoint back to an earlier revision."),
+    "cost": _Listed("steering_commands", "Show the resource usage and cost of jobs."),
+    "debug": _Listed("steering_commands", "Collect diagnostics of a job in an archive."),
+    "doctor": _Listed("doctor_command", "Check whether a cluster is ready for jobs."),
     "images": _Listed("installation", "List every image that an installation and its jobs can pull."),
-    "explain": _Listed("documents", "Explain a field of FineTuneJob: type, meaning, fields in it."),
+    "explain": _Listed("documents", "Explain a field of FineTuneJob: type, meaning, nested fields."),
     "crd": _Listed("documents", "Write the CustomResourceDefinition of FineTuneJob."),
     "schema": _Listed("documents", "Write the JSON schema of FineTuneJob."),
-    "completion": _Listed("documents", "Write a script that completes what is typed in a shell."),
+    "completion": _Listed("documents", "Write a shell completion script."),
 }
 
 
 def load(name: str) -> Any:
     """Return the command `name` of COMMANDS, as an object of the library that parses the command line."""
     callback = getattr(import_module(f"finetune_operator.cli.commands.{COMMANDS[name].module}"), name)
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    alone.command(name, help=(getdoc(callback) or "").replace("  finetune ", f"  {program_name()} "))(callback)
-    return typer.main.get_command(alone)
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    single.command(name, help=(getdoc(callback) or "").replace("  finetune ", f"  {program_name()} "))(callback)
+    return typer.main.get_command(single)
 
 
 class _Commands(TyperGroup):
@@ -111,8 +111,8 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         print(f"finetune {version('finetune-operator')}")

@@ -42,7 +42,7 @@ TIMEOUT_SECONDS = 120
 """Timeout: importing torch and reading a config take about 10 s, and longer from the Hub over a slow line."""
 MEMORY_STEP = 512 * 1024**2
 """Unit in bytes to which free memory is rounded down."""
-LITTLE_LEFT = 0.25
+LITTLE_FREE = 0.25
 """Fraction of the memory; if less is free, a note is printed."""
 
 # The trainer's last line is a log line: time, class and reason of the failure, then the message.
@@ -62,8 +62,8 @@ def trainer_is_installed() -> bool:
     return importlib.util.find_spec(TRAINER) is not None
 
 
-def measure(job: FineTuneJob, way_out: str = hub_reach.WAY_OUT) -> Measured:
-    """Return the model's shape and this machine; without the trainer only the machine, with a note. `way_out`: hint for
+def measure(job: FineTuneJob, hint: str = hub_reach.HINT) -> Measured:
+    """Return the model's shape and this machine; without the trainer only the machine, with a note. `hint`: remedy for
     an unreachable Hub.
     """
     if not trainer_is_installed():
@@ -73,14 +73,14 @@ def measure(job: FineTuneJob, way_out: str = hub_reach.WAY_OUT) -> Measured:
     facts = _read(cached)
     if facts is None and hub_reach.missing({job.spec.model.uri: "model"}):
         note(
-            f"the size of {job.spec.model.uri} is assumed: {hub_reach.out_of_reach()}, "
-            f"and there is no copy here. {way_out}."
+            f"the size of {job.spec.model.uri} is assumed: {hub_reach.unreachable_reason()}, "
+            f"and there is no copy here. {hint}."
         )
         return Measured(None, own_hardware())
     if facts is None:
         variables = hub_reach.variables({job.spec.model.uri: "model"})
         with err().status(f"Measuring {job.spec.model.uri} ..."):
-            facts = _ask_trainer(job, variables)
+            facts = _measure_with_trainer(job, variables)
         if facts is not None:
             with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan some seconds
                 write_atomically(cached, facts.to_json())
@@ -100,34 +100,34 @@ def free_part(hardware: HardwareFacts) -> HardwareFacts:
     free = psutil.virtual_memory().available // MEMORY_STEP * MEMORY_STEP
     if free >= hardware.memory_bytes // MEMORY_STEP * MEMORY_STEP:
         return hardware
-    if free < hardware.memory_bytes * LITTLE_LEFT:
-        there = f"{human_bytes(free)} of {human_bytes(hardware.memory_bytes)} of memory are free here"
-        note(f"{there}, and the plan uses no more than that. Close other programs for a larger one.")
+    if free < hardware.memory_bytes * LITTLE_FREE:
+        memory = f"{human_bytes(free)} of {human_bytes(hardware.memory_bytes)} of memory"
+        note(f"only {memory} is free, which limits the plan. Close other programs to plan with more.")
     return hardware.model_copy(update={"memory_bytes": max(MEMORY_STEP, free)})
 
 
-def _ask_trainer(job: FineTuneJob, variables: Mapping[str, str]) -> TrainerFacts | None:
-    question = TrainerJob(name=job.name, task=job.spec.task, model=source_of_model(job))
+def _measure_with_trainer(job: FineTuneJob, variables: Mapping[str, str]) -> TrainerFacts | None:
+    request = TrainerJob(name=job.name, task=job.spec.task, model=source_of_model(job))
     with tempfile.TemporaryDirectory(prefix="finetune-facts-") as folder:
         paths = JobPaths.of(Path(folder), job.name)
-        write_atomically(paths.job, question.to_json())
+        write_atomically(paths.job, request.to_json())
         report = Path(folder) / "report.json"
         environment = trainer_environment(
             {**os.environ, **variables}, device="cuda", threads=1, report=report, progress=None
         )
         command = [sys.executable, "-m", TRAINER, "facts", "--job", str(paths.job), "--workspace", folder]
         try:
-            asked = subprocess.run(
+            completed = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
             note(f"the model was not measured within {TIMEOUT_SECONDS} s, so its size is assumed.")
             return None
-        if asked.returncode:
-            note(f"the model could not be measured, so its size is assumed. {_reason(report, asked.stderr)}")
+        if completed.returncode:
+            note(f"the model could not be measured, so its size is assumed. {_reason(report, completed.stderr)}")
             return None
     try:
-        return TrainerFacts.model_validate_json(asked.stdout[max(asked.stdout.find("{"), 0) :])
+        return TrainerFacts.model_validate_json(completed.stdout[max(completed.stdout.find("{"), 0) :])
     except ValidationError as error:
         note(f"the trainer's measurement cannot be read, so the model's size is assumed. {error}")
         return None

@@ -23,9 +23,9 @@ def _table() -> Table:
     return table
 
 
-def _print_indented(console: Console, table: Table, below: int) -> None:
+def _print_indented(console: Console, table: Table, bottom: int) -> None:
     """Print the table without the spaces that fill its last column, which are unwanted in copied or compared text."""
-    print_trimmed(console, Padding(table, (0, 0, below, 2), expand=False))
+    print_trimmed(console, Padding(table, (0, 0, bottom, 2), expand=False))
 
 
 def print_plan(console: Console, plan: JobPlan) -> None:
@@ -43,7 +43,7 @@ def print_plan(console: Console, plan: JobPlan) -> None:
             table.add_column(style="dim", overflow="fold")
             for row in section.rows:
                 table.add_row(row.label, row.value, row.remark)
-        _print_indented(console, table, below=1)
+        _print_indented(console, table, bottom=1)
 
 
 def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -80,7 +80,7 @@ def print_result(console: Console, data: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for label, value in result_rows(data):
         table.add_row(label, value)
-    _print_indented(console, table, below=0)
+    _print_indented(console, table, bottom=0)
 
 
 def print_failure(console: Console, failure: FailureStatus, log: str) -> None:

@@ -25,35 +25,35 @@ class Reviewed:
     entry: JobEntry
     plan: JobPlan | None
     problems: tuple[Problem, ...] = ()
-    over: str = ""
+    budget_problem: str = ""
     """Reason why a job that could run exceeds the limits."""
 
     @property
     def passes(self) -> bool:
         """True if there is no objection to it."""
-        return self.plan is not None and not self.over
+        return self.plan is not None and not self.budget_problem
 
     def data(self) -> dict[str, Any]:
         """Return the data for `-o json`."""
-        made = self.plan
+        plan = self.plan
         return {
             "file": self.entry.source,
             "line": self.entry.document.line,
             "name": self.entry.job.name,
             "passes": self.passes,
-            "over": self.over or None,
+            "over": self.budget_problem or None,
             "problems": [problem_data(self.entry.source, one) for one in self.problems],
             "plan": None
-            if made is None
+            if plan is None
             else {
-                "strategy": made.strategy,
-                "launcher": made.launcher,
-                "stages": [stage.value for stage in made.stages],
-                "processes": None if made.trainer.world is None else made.trainer.world.size,
+                "strategy": plan.strategy,
+                "launcher": plan.launcher,
+                "stages": [stage.value for stage in plan.stages],
+                "processes": None if plan.trainer.world is None else plan.trainer.world.size,
                 "estimate": {
-                    "seconds": made.estimate.seconds,
-                    "cost": made.estimate.cost,
-                    "currency": made.estimate.currency,
+                    "seconds": plan.estimate.seconds,
+                    "cost": plan.estimate.cost,
+                    "currency": plan.estimate.currency,
                 },
             },
         }
@@ -86,18 +86,20 @@ def markdown(review: Review) -> str:
     parts = ["## Fine-tuning jobs", ""]
     if review.jobs:
         parts += [
-            "| | Job | Runs | Processes | Memory of one | Training takes | Cost |",
+            "| | Job | Strategy | Processes | Memory per process | Training time | Cost |",
             "|---|---|---|---|---|---|---|",
         ]
         parts += [_row(one) for one in review.jobs]
         parts.append("")
     elif not review.unread:
         parts += ["There is no job in these files.", ""]
-    wrong = [described(problem, source) for source, problem in review.unread]
-    wrong += [described(problem, one.entry.source) for one in review.jobs for problem in one.problems]
-    wrong += [f"{one.entry.source}: {one.entry.job.name}: {one.over}" for one in review.jobs if one.over]
-    if wrong:
-        parts += ["### What is wrong", "", *(f"- {_plain(line)}" for line in wrong), ""]
+    problems = [described(problem, source) for source, problem in review.unread]
+    problems += [described(problem, one.entry.source) for one in review.jobs for problem in one.problems]
+    problems += [
+        f"{one.entry.source}: {one.entry.job.name}: {one.budget_problem}" for one in review.jobs if one.budget_problem
+    ]
+    if problems:
+        parts += ["### Problems", "", *(f"- {_plain(line)}" for line in problems), ""]
     for one in review.jobs:
         if one.plan is not None:
             parts += _folded(one.plan)
@@ -108,25 +110,25 @@ def _row(one: Reviewed) -> str:
     name = _plain(one.entry.job.name)
     if one.plan is None:
         return f"| ❌ | {name} | refused | | | | |"
-    made, world, estimate = one.plan, one.plan.trainer.world, one.plan.estimate
+    plan, world, estimate = one.plan, one.plan.trainer.world, one.plan.estimate
     cells = (
-        f"{made.strategy} by {made.launcher}",
+        f"{plan.strategy} by {plan.launcher}",
         "" if world is None else f"{world.size} on {world.device}",
-        "" if made.memory is None else human_bytes(made.memory.total_bytes),
-        "not known" if estimate.seconds is None else human_seconds(estimate.seconds),
-        "not known" if estimate.cost is None else money(estimate.cost, estimate.currency),
+        "" if plan.memory is None else human_bytes(plan.memory.total_bytes),
+        "unknown" if estimate.seconds is None else human_seconds(estimate.seconds),
+        "unknown" if estimate.cost is None else money(estimate.cost, estimate.currency),
     )
     verdict = "✅" if one.passes else "❌"
     return f"| {verdict} | {name} | {' | '.join(_plain(cell) for cell in cells)} |"
 
 
 def _folded(plan: JobPlan) -> list[str]:
-    lines = ["<details>", f"<summary>{_plain(plan.name)}: the plan and why</summary>", ""]
+    lines = ["<details>", f"<summary>{_plain(plan.name)}: plan and reasons</summary>", ""]
     for section in summarise(plan):
         lines += [f"**{_plain(section.title)}**", ""]
         for row in section.rows:
-            words = f"{row.label}: {row.value}" if row.label else row.value
-            lines.append(f"- {_plain(words)}{f' ({_plain(row.remark)})' if row.remark else ''}")
+            text = f"{row.label}: {row.value}" if row.label else row.value
+            lines.append(f"- {_plain(text)}{f' ({_plain(row.remark)})' if row.remark else ''}")
         lines.append("")
     return [*lines, "</details>", ""]
 
@@ -140,13 +142,13 @@ def _plain(text: str) -> str:
     return " ".join(text.split()).translate(_SIGNS)
 
 
-def too_dear(plan: JobPlan, most: float | None) -> str:
-    """Return why the job costs more than `most`; empty: it does not, or there is no limit."""
-    if most is None:
+def over_budget(plan: JobPlan, limit: float | None) -> str:
+    """Return why the job costs more than `limit`; empty: it does not, or there is no limit."""
+    if limit is None:
         return ""
     cost = plan.estimate.cost
     if cost is None:
-        return f"what it costs is not known, so that --max-cost {most:g} cannot be held; give --settings with prices"
-    if cost <= most:
+        return f"its cost is unknown, so --max-cost {limit:g} cannot be checked; pass --settings with prices"
+    if cost <= limit:
         return ""
-    return f"it is expected to cost {money(cost, plan.estimate.currency)}, more than --max-cost {most:g}"
+    return f"its expected cost of {money(cost, plan.estimate.currency)} exceeds --max-cost {limit:g}"

@@ -37,37 +37,41 @@ async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: 
         raise ClusterError(f"FineTuneJob {name} is being deleted")
     status = job.status.endpoint
     if status is None or status.target is None:
-        raise ClusterError(f"FineTuneJob {name} has no endpoint that could be rolled back")
+        raise ClusterError(f"FineTuneJob {name} has no endpoint to roll back")
     source = status.rolled_back_from or status.target
-    target = _before(name, status, source) if to is None else to
+    target = _previous(name, status, source) if to is None else to
     history = {one.number: one for one in status.revisions}
     if target not in history:
         raise ClusterError(f"FineTuneJob {name} has no revision {target} of its endpoint; {_choices(status.revisions)}")
-    asked = job.metadata.annotations.get(ROLLBACK_ANNOTATION)
+    requested = job.metadata.annotations.get(ROLLBACK_ANNOTATION)
     if target == source:
-        return await _followed(cluster, job, source, asked, dry_run)
+        return await _end_rollback(cluster, job, source, requested, dry_run)
     if source in history and history[target].endpoint == history[source].endpoint:
         raise ClusterError(
             f"revisions {target} and {source} of FineTuneJob {name} have the same spec.endpoint: they differ by the "
             f"operator or its settings, which a rollback does not change; {_choices(status.revisions)}"
         )
-    request = f"{source}:{target}"
-    if asked == request and status.rolled_back_from == source:
-        return Rollback(job, "unchanged", f"is rolled back to revision {target} already", source, target)
-    changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, request, dry_run)
-    text = f"goes back from revision {source} to {target}, until spec.endpoint changes"
+    annotation = f"{source}:{target}"
+    if requested == annotation and status.rolled_back_from == source:
+        return Rollback(job, "unchanged", f"is already rolled back to revision {target}", source, target)
+    changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, annotation, dry_run)
+    text = f"is rolled back from revision {source} to {target} until spec.endpoint changes"
     return Rollback(changed, "rolledBack", text, source, target)
 
 
-async def _followed(cluster: Cluster, job: ClusterJob, source: int, asked: str | None, dry_run: bool) -> Rollback:
+async def _end_rollback(
+    cluster: Cluster, job: ClusterJob, source: int, requested: str | None, dry_run: bool
+) -> Rollback:
     """End a rollback, so that spec.endpoint is in effect again."""
-    if asked is None:
+    if requested is None:
         return Rollback(job, "unchanged", f"is not rolled back from revision {source}", source, source)
     changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, None, dry_run)
-    return Rollback(changed, "followed", f"follows spec.endpoint again: revision {source}", source, source)
+    return Rollback(
+        changed, "followed", f"is no longer rolled back and serves revision {source} of spec.endpoint", source, source
+    )
 
 
-def _before(name: str, status: EndpointStatus, source: int) -> int:
+def _previous(name: str, status: EndpointStatus, source: int) -> int:
     """Return the last revision that served before the wanted one and differs from it."""
     history = {one.number: one for one in status.revisions}
     same = [history[number].endpoint for number in (source, status.target) if number in history]
@@ -84,5 +88,5 @@ def _before(name: str, status: EndpointStatus, source: int) -> int:
 
 def _choices(revisions: Sequence[RevisionStatus]) -> str:
     if len(revisions) < 2:
-        return "its history has no other one"
+        return "its history has no other revision"
     return f"its history has {', '.join(str(one.number) for one in revisions)}"

@@ -65,17 +65,17 @@ def find_runs(named: Sequence[str], workspace: Path) -> list[Run]:
 
 
 def _folder(named: str, workspace: Path) -> Path:
-    direct, below = Path(named), workspace / named
-    for folder in (direct, below):
+    direct, in_workspace = Path(named), workspace / named
+    for folder in (direct, in_workspace):
         if _is_run(folder):
             return folder.resolve()
     if direct.is_dir():
         inside = _runs_in(direct)
-        hint = f"it holds the runs {', '.join(inside)}: name those" if inside else "name a folder DIR/JOB"
-        raise NoRunError(f"{named} is no folder of a run (no job.json, plan.json or metrics.json in it); {hint}.")
+        hint = f"it contains the runs {', '.join(inside)}: name those" if inside else "name a folder DIR/JOB"
+        raise NoRunError(f"{named} is not the folder of a run (it has no job.json, plan.json or metrics.json); {hint}.")
     known = _runs_in(workspace)
-    there = f"which has {', '.join(known)}" if known else "which has none"
-    raise NoRunError(f"{named} is neither a folder nor a run in --workspace {workspace}, {there}.")
+    listed = f"which has {', '.join(known)}" if known else "which has none"
+    raise NoRunError(f"{named} is neither a folder nor a run in --workspace {workspace}, {listed}.")
 
 
 def _is_run(folder: Path) -> bool:
@@ -134,7 +134,7 @@ def _read(path: Path, problems: list[str], *, needed: bool = False) -> dict[str,
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
     if not isinstance(found, dict):
-        problems.append(f"{path.name} holds no JSON object")
+        problems.append(f"{path.name} is not a JSON object")
         return {}
     return found
 
@@ -156,7 +156,7 @@ def _read_history(path: Path, problems: list[str]) -> list[dict[str, Any]]:
             line = None
         if not isinstance(line, dict):
             if number < len(texts):
-                problems.append(f"{path.name}: line {number} is no JSON object; the lines before it count")
+                problems.append(f"{path.name}: line {number} is not a JSON object; only the lines before it are read")
             break
         lines.append(line)
     return lines
@@ -190,10 +190,10 @@ def _failure(paths: JobPaths) -> FailureStatus | None:
 
 def _stages(job: Mapping[str, Any]) -> list[Stage]:
     """Return the stages that a job has settings for."""
-    asked = {
+    settings_of = {
         Stage.PREPARE: True,
         Stage.TRAIN: job.get("training") or job.get("script"),
         Stage.EVALUATE: job.get("evaluation"),
         Stage.PREDICT: job.get("predict"),
     }
-    return [stage for stage, settings in asked.items() if settings]
+    return [stage for stage, settings in settings_of.items() if settings]

@@ -19,7 +19,7 @@ from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 STOP_SECONDS = 600.0
 """Seconds that an attempt may take to save its checkpoint and end; `template`'s grace period is far below that."""
-KEPT_ANNOTATION = "kubectl.kubernetes.io/last-applied-configuration"
+LAST_APPLIED_ANNOTATION = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class NotRecreatedError(ClusterError):
 
 async def suspend(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
     """Stop the running attempt, which saves a checkpoint, and start no other."""
-    job = await _living(cluster, name, "suspended")
+    job = await _active_job(cluster, name, "suspended")
     if job.spec.run_policy.suspend:
-        return Change(job, "unchanged", "is suspended already")
+        return Change(job, "unchanged", "is already suspended")
     changed = await cluster.set_suspended(job, True, dry_run)
-    return Change(changed, "suspended", "is suspended: what runs saves a checkpoint and ends")
+    return Change(changed, "suspended", "is suspended: a running attempt saves a checkpoint and stops")
 
 
 async def resume(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
     """Let a suspended job continue."""
-    job = await _living(cluster, name, "resumed")
+    job = await _active_job(cluster, name, "resumed")
     if not job.spec.run_policy.suspend:
         return Change(job, "unchanged", "is not suspended")
     changed = await cluster.set_suspended(job, False, dry_run)
-    return Change(changed, "resumed", "goes on")
+    return Change(changed, "resumed", "is resumed")
 
 
 async def restart(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
@@ -75,55 +75,55 @@ async def restart(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
     """
     job = await cluster.job(name)
     if job.metadata.deletion_timestamp is not None:
-        raise ClusterError(f"FineTuneJob {name} is being deleted; apply its file again when it is gone")
+        raise ClusterError(f"FineTuneJob {name} is being deleted; apply its file again once it is deleted")
     if job.outcome is not None:
-        return await _anew(cluster, job, dry_run)
+        return await _recreate(cluster, job, dry_run)
     if job.spec.run_policy.suspend:
-        raise ClusterError(f"FineTuneJob {name} is suspended: nothing of it runs; finetune resume {name} lets it go on")
+        raise ClusterError(f"FineTuneJob {name} is suspended; resume it instead: finetune resume {name}")
     if job.status.start_time is None:
         return Change(job, "unchanged", "has not started yet")
-    held = await cluster.set_suspended(job, True, dry_run)
+    suspended = await cluster.set_suspended(job, True, dry_run)
     if not dry_run:
         try:
-            await _stopped(cluster, name)
+            await _wait_until_stopped(cluster, name)
         finally:
-            held = await cluster.set_suspended(held, False)
-    return Change(held, "restarted", "begins another attempt, from its last checkpoint")
+            suspended = await cluster.set_suspended(suspended, False)
+    return Change(suspended, "restarted", "starts another attempt from its last checkpoint")
 
 
 async def cancel(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
     """Delete a job that has not ended. Its claim stays, with checkpoints and results of training."""
     job = await cluster.job(name)
     if job.outcome is not None:
-        return Change(job, "unchanged", f"has ended already ({job.outcome})")
+        return Change(job, "unchanged", f"has already ended ({job.outcome})")
     await cluster.delete(job, dry_run)
-    return Change(job, "cancelled", "is deleted; what it has written stays on its claim")
+    return Change(job, "cancelled", "is deleted; its results stay on its claim")
 
 
-async def _living(cluster: Cluster, name: str, wanted: str) -> ClusterJob:
+async def _active_job(cluster: Cluster, name: str, action: str) -> ClusterJob:
     job = await cluster.job(name)
     if job.outcome is not None:
         raise ClusterError(
-            f"FineTuneJob {name} has ended ({phase_of(job)}) and cannot be {wanted}; "
-            f"finetune restart {name} runs it from its beginning"
+            f"FineTuneJob {name} has ended ({phase_of(job)}) and cannot be {action}; "
+            f"finetune restart {name} runs it from the beginning"
         )
     return job
 
 
-async def _anew(cluster: Cluster, job: ClusterJob, dry_run: bool) -> Change:
+async def _recreate(cluster: Cluster, job: ClusterJob, dry_run: bool) -> Change:
     manifest = manifest_of(job)
     # Under another name, as this one is taken: the spec may have been admitted by rules that have changed since.
     metadata = {**manifest["metadata"], "name": f"{job.name[:40]}-check"}
     await cluster.create({**manifest, "metadata": metadata}, dry_run=True)
     await cluster.delete(job, dry_run)
     if dry_run:
-        return Change(job, "restarted", "would be deleted and made again")
+        return Change(job, "restarted", "would be deleted and recreated")
     try:
-        await _gone(cluster, job)
-        made = await cluster.create(manifest)
+        await _wait_until_deleted(cluster, job)
+        created = await cluster.create(manifest)
     except ClusterError as error:
-        raise NotRecreatedError(f"FineTuneJob {job.name} was deleted and not made again: {error}", manifest) from error
-    return Change(made, "restarted", "runs from its beginning; results of the run before are moved aside, not deleted")
+        raise NotRecreatedError(f"FineTuneJob {job.name} was deleted and not recreated: {error}", manifest) from error
+    return Change(created, "restarted", "runs from the beginning; earlier results are moved aside, not deleted")
 
 
 def manifest_of(job: ClusterJob) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def manifest_of(job: ClusterJob) -> dict[str, Any]:
     raw = job.raw
     found = raw["metadata"].get("annotations", {})
     # Revisions of an endpoint restart with the job.
-    annotations = {k: v for k, v in found.items() if k not in (KEPT_ANNOTATION, ROLLBACK_ANNOTATION)}
+    annotations = {k: v for k, v in found.items() if k not in (LAST_APPLIED_ANNOTATION, ROLLBACK_ANNOTATION)}
     metadata = {"name": job.name, "namespace": job.metadata.namespace}
     labels = raw["metadata"].get("labels", {})
     return {
@@ -146,7 +146,7 @@ def manifest_of(job: ClusterJob) -> dict[str, Any]:
     }
 
 
-async def _gone(cluster: Cluster, job: ClusterJob) -> None:
+async def _wait_until_deleted(cluster: Cluster, job: ClusterJob) -> None:
     """Wait until the job is deleted, even if another one has its name by then."""
     try:
         async with asyncio.timeout(STOP_SECONDS):
@@ -156,17 +156,17 @@ async def _gone(cluster: Cluster, job: ClusterJob) -> None:
     except JobDeletedError:
         return
     except TimeoutError as error:
-        raise ClusterError(f"it was still there after {STOP_SECONDS:.0f} s") from error
+        raise ClusterError(f"it still existed after {STOP_SECONDS:.0f} s") from error
     except ClusterError as error:
         if error.code != 404:
             raise
 
 
-async def _stopped(cluster: Cluster, name: str) -> None:
+async def _wait_until_stopped(cluster: Cluster, name: str) -> None:
     """Wait until nothing of the job runs, or it has ended."""
     (wait,) = await wait_for(cluster, [name], Goal.SUSPENDED, STOP_SECONDS, lambda wait: None)
     if wait.timed_out:
-        raise ClusterError(f"FineTuneJob {name} has not stopped within {STOP_SECONDS:.0f} s")
+        raise ClusterError(f"FineTuneJob {name} did not stop within {STOP_SECONDS:.0f} s")
     if wait.job is None or (wait.job.outcome is None and not wait.reached):
         raise ClusterError(f"FineTuneJob {name} {wait.text}")
 

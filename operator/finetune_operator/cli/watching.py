@@ -15,8 +15,8 @@ from typing import Protocol
 from rich.console import Console, Group
 from rich.live import Live
 
-from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, Happening, UnreachableError, parse_job
-from finetune_operator.cli.console import note
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, JobEvent, UnreachableError, parse_job
+from finetune_operator.cli.console import note, sentence
 from finetune_operator.cli.display import LINE_PERCENT, LINE_SECONDS
 from finetune_operator.cli.jobview import Page, next_commands, one_line, utc_now
 
@@ -44,7 +44,7 @@ async def versions(cluster: Cluster, name: str) -> AsyncIterator[ClusterJob]:
             found = await cluster.job(name)
         except UnreachableError as error:
             if delay == AGAIN_SECONDS:
-                note(f"{error} Trying again.")
+                note(f"{sentence(str(error))} Trying again.")
             await asyncio.sleep(delay)
             delay = min(delay * 2, AGAIN_MOST_SECONDS)
             with suppress(UnreachableError):
@@ -75,7 +75,7 @@ class LineView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._told: object = None
+        self._printed: object = None
         self._percent = 0
         self._at = 0.0
 
@@ -88,9 +88,9 @@ class LineView:
         further = percent != self._percent and (
             now - self._at >= LINE_SECONDS or abs(percent - self._percent) >= LINE_PERCENT
         )
-        if moment == self._told and not further:
+        if moment == self._printed and not further:
             return
-        self._told, self._percent, self._at = moment, percent, now
+        self._printed, self._percent, self._at = moment, percent, now
         clock = utc_now().astimezone().strftime("%H:%M:%S")
         self._console.print(f"{clock}  {job.name}  {one_line(job, utc_now())}", soft_wrap=True)
 
@@ -103,7 +103,7 @@ class PageView:
         self._live = live
         self._next: Callable[[ClusterJob], tuple[str, ...]] = lambda job: next_commands(job, program, flags)
         self._job: ClusterJob | None = None
-        self._events: tuple[Happening, ...] | None = ()
+        self._events: tuple[JobEvent, ...] | None = ()
 
     async def show(self, job: ClusterJob) -> None:
         """Show the page; events are read again only here, as every event of ours comes with a change of the job."""
@@ -119,7 +119,7 @@ class PageView:
             self._live.update(Group(*Page(self._job, utc_now(), self._events, commands).parts()), refresh=True)
 
 
-async def events_of(cluster: Cluster, job: ClusterJob) -> tuple[Happening, ...] | None:
+async def events_of(cluster: Cluster, job: ClusterJob) -> tuple[JobEvent, ...] | None:
     """Return the job's events, or None if they may not be read."""
     try:
         return await cluster.events(job)

@@ -75,9 +75,9 @@ def locked(workspace: Path, name: str) -> Iterator[None]:
         workspace.mkdir(parents=True, exist_ok=True)
         file = (workspace / f".{name}.lock").open("a+", encoding="utf-8")
     except OSError as error:
-        why = "it is a file" if workspace.is_file() else error.strerror
+        reason = "it is a file" if workspace.is_file() else error.strerror
         raise UnusableWorkspaceError(
-            f"--workspace {workspace}: cannot write there: {why}. Name a folder that you may write to"
+            f"--workspace {workspace}: cannot write there: {reason}. Name a folder that you may write to"
         ) from error
     with file:
         try:
@@ -202,7 +202,7 @@ def check_same_job(paths: JobPaths, job: FineTuneJob, stages: Iterable[Stage]) -
             if changed:
                 raise DifferentJobError(stage, changed)
         elif finished(paths, stage) is not None:
-            raise DifferentJobError(stage, [f"{INPUTS_FILE} does not say what made the results of {stage}"])
+            raise DifferentJobError(stage, [f"{INPUTS_FILE} does not record the inputs of {stage}"])
 
 
 def changed_after_training(paths: JobPaths, job: FineTuneJob) -> dict[Stage, list[str]]:
@@ -250,7 +250,7 @@ def size_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def set_aside(paths: JobPaths, stages: Sequence[Stage]) -> Path | None:
+def move_earlier_results(paths: JobPaths, stages: Sequence[Stage]) -> Path | None:
     """Move the products of `stages` to `<job>.previous-<n>` beside the job's folder; return None if there are none.
 
     All stages: the whole folder moves. Only some: their products move, and metrics.json is copied because all stages

@@ -102,7 +102,7 @@ def _check_bytes(size: int) -> None:
     if size > MAX_BYTES:
         raise RefusedError(
             Position(1, 1),
-            f"a file has at most {MAX_BYTES} bytes, as a request to the API server, and this one has more",
+            f"a file must have at most {MAX_BYTES} bytes, the limit of a request to the API server",
             "split the file",
             "NotSupported",
         )
@@ -122,9 +122,9 @@ def _split(text: str, problems: list[Problem]) -> Iterator[tuple[int, str]]:
             continue
         rest = line.removeprefix(_SEPARATOR).strip()
         if rest and not rest.startswith("#"):
-            rule = "a line that begins with `---` separates documents and holds nothing else but a comment"
+            rule = "a line that begins with `---` separates documents and may have only a comment after it"
             place = Position(number, len(_SEPARATOR) + 1)
-            problems.append(RefusedError(place, rule, "move what follows to the next line").problem)
+            problems.append(RefusedError(place, rule, "move the rest to the next line").problem)
         if any(part.strip() for part in chunk):
             chunks += 1
             _check_documents(chunks, first_line)
@@ -134,7 +134,7 @@ def _split(text: str, problems: list[Problem]) -> Iterator[tuple[int, str]]:
 
 def _check_documents(documents: int, line: int) -> None:
     if documents > MAX_DOCUMENTS:
-        rule = f"a file has at most {MAX_DOCUMENTS} documents"
+        rule = f"a file must have at most {MAX_DOCUMENTS} documents"
         raise RefusedError(Position(line, 1), rule, "split the file", "NotSupported")
 
 
@@ -165,7 +165,7 @@ def _compose(chunk: str, first_line: int) -> list[Node]:
         before = chunk[: forbidden.start()]
         raise RefusedError(
             Position(first_line + before.count("\n"), len(before) - before.rfind("\n")),
-            f"YAML text must not hold the control character U+{ord(forbidden.group()):04X}",
+            f"YAML text must not contain the control character U+{ord(forbidden.group()):04X}",
             'write it as an escape in double quotes, such as "\\x1b"',
         )
     node = compose_yaml(chunk, first_line)

@@ -78,13 +78,13 @@ class _Mark(Protocol):
 class RefusedError(Exception):
     """A document that cannot be read any further."""
 
-    def __init__(self, position: Position, rule: str, way_out: str, reason: Reason = "Syntax") -> None:
+    def __init__(self, position: Position, rule: str, hint: str, reason: Reason = "Syntax") -> None:
         super().__init__(rule)
         self.problem = Problem(
             path="",
             value=None,
             rule=rule,
-            way_out=way_out,
+            way_out=hint,
             line=position.line,
             column=position.column,
             reason=reason,
@@ -96,8 +96,8 @@ def check_depth(depth: int, position: Position) -> None:
     if depth > MAX_DEPTH:
         raise RefusedError(
             position,
-            f"a document nests at most {MAX_DEPTH} levels deep",
-            "flatten the nesting here",
+            f"a document must nest at most {MAX_DEPTH} levels deep",
+            "reduce the nesting here",
             "NotSupported",
         )
 
@@ -107,7 +107,7 @@ def check_size(nodes: int, position: Position) -> None:
     if nodes > MAX_NODES:
         raise RefusedError(
             position,
-            f"a document has at most {MAX_NODES} values, those that aliases repeat included",
+            f"a document must have at most {MAX_NODES} values, including those that aliases repeat",
             "use fewer aliases, or split the file",
             "NotSupported",
         )
@@ -121,7 +121,7 @@ _COLLECTION_TAGS = {
 _LOADER: type = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
-_WAYS_OUT = (
+_SYNTAX_HINTS = (
     ("start any token", "indent with spaces if this is a tab; put text that begins with this character in quotes"),
     (
         "mapping values are not allowed",
@@ -129,13 +129,13 @@ _WAYS_OUT = (
     ),
     (
         "expected ',' or",
-        "put a comma between two fields, or close what is open: one bracket or brace more is opened than closed",
+        "put a comma between two fields, or close the bracket or brace that is still open",
     ),
     ("could not find expected ':'", "write `name: value`, with a colon and a space"),
     ("expected key", "check that fields of one object start in the same column"),
     ("block mapping", "check that fields of one object start in the same column, and that quotes are closed"),
     ("end of stream", "close the quote, bracket or brace that is still open"),
-    ("document start", "remove what follows the document, or separate documents with a line `---`"),
+    ("document start", "remove the text after the document, or separate documents with a line `---`"),
     ("alias", "define the anchor with `&` above the alias, in the same document"),
 )
 
@@ -164,23 +164,23 @@ def compose_yaml(text: str, first_line: int) -> Node | None:
         return _Composer(first_line).compose(yaml.parse(text, Loader=_LOADER))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        begun = error.context_mark
-        if mark is not None and begun is not None and begun.line != mark.line:
-            said += f"; it begins on line {_place(begun, first_line).line}"
-        rule = f"the text must be YAML or JSON: {said}"
-        way_out = next((way for sign, way in _WAYS_OUT if sign in rule), "correct the YAML at this line")
+        detail = ", ".join(part for part in (error.context, error.problem) if part)
+        context = error.context_mark
+        if mark is not None and context is not None and context.line != mark.line:
+            detail += f"; it begins on line {_place(context, first_line).line}"
+        rule = f"the text must be YAML or JSON: {detail}"
+        hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in rule), "correct the YAML at this line")
         named = (
             _UNQUOTED.match(text.splitlines()[mark.line]) if mark is not None and "start any token" in rule else None
         )
         if named is not None:
-            way_out = f'write {named[1]}: "{named[2]}": YAML keeps {named[2][0]} at the start of a value for itself'
+            hint = f'write {named[1]}: "{named[2]}": YAML reserves {named[2][0]} at the start of a value'
             if named[1] == "name":
-                meant = re.sub(r"[^a-z0-9]+", "-", named[2].lower()).strip("-")
-                way_out = f"write name: {meant}: YAML keeps {named[2][0]} for itself, and a name has a-z, 0-9 and -"
+                name = re.sub(r"[^a-z0-9]+", "-", named[2].lower()).strip("-")
+                hint = f"write name: {name}: YAML reserves {named[2][0]}, and a name has a-z, 0-9 and -"
         if "{{" in text:
-            way_out = "name the file that `helm template` makes of this: braces that are doubled are Helm's"
-        raise RefusedError(_place(mark, first_line), rule, way_out) from error
+            hint = "pass the output of `helm template` for this file: double braces are Helm syntax"
+        raise RefusedError(_place(mark, first_line), rule, hint) from error
 
 
 def _place(mark: _Mark | None, first_line: int) -> Position:
@@ -279,7 +279,7 @@ class _Composer:
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_WORD = re.compile(r"true|false|null")
+_LITERAL = re.compile(r"true|false|null")
 _JSON = JSONDecoder(strict=True)
 
 
@@ -352,7 +352,7 @@ class _JSONReader:
             return self._object(position, depth)
         if self._take("["):
             return self._array(position, depth)
-        match = _NUMBER.match(self._text, self._at) or _WORD.match(self._text, self._at)
+        match = _NUMBER.match(self._text, self._at) or _LITERAL.match(self._text, self._at)
         if match is None:
             raise NotJSONError
         self._at = match.end()

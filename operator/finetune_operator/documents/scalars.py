@@ -23,7 +23,7 @@ _TYPE_OF_TAG: dict[str, tuple[type, ...]] = {
 }
 TEXT_TAGS = frozenset({"!", f"{STANDARD_TAG}str"})
 
-_WORDS: dict[str, bool | float | None] = {
+_NAMED_VALUES: dict[str, bool | float | None] = {
     **{word: True for base in ("y", "yes", "true", "on") for word in (base, base.capitalize(), base.upper())},
     **{word: False for base in ("n", "no", "false", "off") for word in (base, base.capitalize(), base.upper())},
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
@@ -69,8 +69,8 @@ def resolve(text: str, tag: str | None, plain: bool) -> JsonScalar:
 
 
 def _resolve_plain(text: str) -> JsonScalar:
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _NAMED_VALUES:
+        return _NAMED_VALUES[text]
     if text.startswith("."):
         number = float(text) if _LEADING_DOT_FLOAT.fullmatch(text) else math.inf
         return number if math.isfinite(number) else text

@@ -75,8 +75,8 @@ class ValueReader:
         try:
             return as_stored(resolve(node.text, node.tag, node.plain))
         except NotResolvableError as error:
-            way_out = "write a plain JSON value, or put text in quotes"
-            self._add(node.position, path, node.text, str(error), way_out)
+            hint = "write a plain JSON value, or put text in quotes"
+            self._add(node.position, path, node.text, str(error), hint)
             return node.text
 
     def _fill(self, fields: dict[str, JsonValue], node: Fields, path: Path) -> None:
@@ -120,14 +120,14 @@ class ValueReader:
 
     def _key(self, node: Node, path: Path) -> str | None:
         with self._opened(node) as target:
-            way_out = "put the field name in quotes"
+            hint = "put the field name in quotes"
             if not isinstance(target, Scalar):
-                self._add(node.position, path, None, "a field name must be text, not a list or an object", way_out)
+                self._add(node.position, path, None, "a field name must be text, not a list or an object", hint)
                 return None
             try:
                 return as_key(resolve(target.text, target.tag, target.plain))
             except NotResolvableError as error:
-                self._add(node.position, path, target.text, str(error), way_out)
+                self._add(node.position, path, target.text, str(error), hint)
                 return None
 
     @contextmanager
@@ -166,7 +166,7 @@ class ValueReader:
             raise RefusedError(
                 self._cause(node),
                 "aliases must not make up nearly all of a document",
-                "write values out",
+                "write the values in full",
                 "NotSupported",
             )
 
@@ -180,13 +180,13 @@ class ValueReader:
             )
 
     def _add(
-        self, position: Position, path: Path, text: str | None, rule: str, way_out: str, reason: Reason = "Invalid"
+        self, position: Position, path: Path, text: str | None, rule: str, hint: str, reason: Reason = "Invalid"
     ) -> None:
         problem = Problem(
             path=format_path(path),
             value=None if text is None else describe_value(text, path),
             rule=rule,
-            way_out=way_out,
+            way_out=hint,
             line=position.line,
             column=position.column,
             reason=reason,

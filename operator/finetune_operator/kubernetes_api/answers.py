@@ -46,7 +46,7 @@ class Page:
     """Token of the next page; empty after the last one."""
 
 
-def page_of(what: str, resource: Resource, answer: Manifest, *, first: bool) -> Page:
+def page_of(request: str, resource: Resource, answer: Manifest, *, first: bool) -> Page:
     """Return the page, each item with its kind, which built-in lists leave out. UnavailableError for no list."""
     metadata, found = answer.get("metadata"), answer.get("items") or []
     try:
@@ -54,22 +54,22 @@ def page_of(what: str, resource: Resource, answer: Manifest, *, first: bool) -> 
         assert isinstance(found, list)
         version = int(str(metadata["resourceVersion"]))
     except (AssertionError, KeyError, ValueError) as error:
-        raise UnavailableError(what, 0, "", "the answer is no list") from error
+        raise UnavailableError(request, 0, "", "the answer is not a list") from error
     named = {"apiVersion": resource.api_version, "kind": resource.kind}
     items = [{**named, **item} for item in found if isinstance(item, dict)]
     return Page(items, version, first, str(metadata.get("continue") or ""))
 
 
-def event_of(what: str, resource: Resource, value: JsonValue) -> WatchEvent:
+def event_of(request: str, resource: Resource, value: JsonValue) -> WatchEvent:
     """Return the event. Raise the error that it holds; UnavailableError if it is no event."""
     read: Any = value
     try:
         kind, found = read["type"], read["object"]
         if kind == "ERROR":
-            raise error_of(what, int(found.get("code", 500)), json.dumps(found).encode())
+            raise error_of(request, int(found.get("code", 500)), json.dumps(found).encode())
         version = int(found["metadata"]["resourceVersion"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnavailableError(what, 0, "", "a line of the watch cannot be read") from error
+        raise UnavailableError(request, 0, "", "a line of the watch cannot be read") from error
     return WatchEvent(kind, {"apiVersion": resource.api_version, "kind": resource.kind, **found}, version)
 
 

@@ -151,7 +151,7 @@ class KubernetesClient:
         left, limit, next_page = TRIES, PAGE, ""
         path = resource.path(namespace)
         while True:
-            query = _given(
+            query = _non_empty(
                 {"limit": str(limit), "labelSelector": labels, "fieldSelector": fields, "continue": next_page}
             )
             request = Request("list", path, resource.plural, query, seconds=LIST_SECONDS)
@@ -192,7 +192,7 @@ class KubernetesClient:
             "allowWatchBookmarks": "true",
             "resourceVersion": str(version),
             "timeoutSeconds": str(WATCH_SECONDS + random.randrange(60)),
-            **_given({"labelSelector": labels, "fieldSelector": fields}),
+            **_non_empty({"labelSelector": labels, "fieldSelector": fields}),
         }
         request = Request("watch", resource.path(namespace), resource.plural, query)
         async with aclosing(self._lines(request, SILENCE_SECONDS)) as lines:
@@ -259,9 +259,9 @@ class KubernetesClient:
         try:
             value = await _parsed(answer)
         except ValueError as error:
-            raise UnavailableError(str(request), 0, "", "the answer is no JSON") from error
+            raise UnavailableError(str(request), 0, "", "the answer is not JSON") from error
         if not isinstance(value, dict):
-            raise UnavailableError(str(request), 0, "", "the answer is no object")
+            raise UnavailableError(str(request), 0, "", "the answer is not an object")
         return value
 
     async def _body(self, request: Request) -> bytes:
@@ -310,7 +310,9 @@ class KubernetesClient:
                 if lines.rest:
                     yield lines.rest
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise errors.NoAnswerError(str(request), 0, "", f"broken: {error or type(error).__name__}") from error
+            raise errors.NoAnswerError(
+                str(request), 0, "", f"connection broken: {error or type(error).__name__}"
+            ) from error
 
     @asynccontextmanager
     async def _sent(
@@ -326,10 +328,10 @@ class KubernetesClient:
             body=request.body,
             auth_settings=["BearerToken"],
         )
-        asked = datetime.now(UTC)
+        sent_at = datetime.now(UTC)
         answered = await self.api.call_api(method, url, headers, body=sent, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answered.response
-        self._responded(response.headers.get("Date"), asked)
+        self._responded(response.headers.get("Date"), sent_at)
         async with response:
             yield response
 
@@ -348,7 +350,7 @@ class KubernetesClient:
         """Note the end of a request that began then, on the monotonic clock; `code` 0: it had no answer."""
 
 
-def _given(query: Mapping[str, str | None]) -> Query:
+def _non_empty(query: Mapping[str, str | None]) -> Query:
     return {name: value for name, value in query.items() if value}
 
 

@@ -34,7 +34,7 @@ async def configure(configuration: Any, kubeconfig: Path | None, context: str | 
 
     files = _kubeconfigs(kubeconfig)
     if kubeconfig is not None and not kubeconfig.is_file():
-        raise NoClusterError(f"--kubeconfig {kubeconfig}: there is no such file")
+        raise NoClusterError(f"--kubeconfig {kubeconfig}: the file does not exist")
     if not any(file.is_file() for file in files):
         if context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             try:
@@ -42,9 +42,9 @@ async def configure(configuration: Any, kubeconfig: Path | None, context: str | 
             except (config.ConfigException, OSError) as error:
                 raise NoClusterError(f"the service account of this pod cannot be used: {in_one_line(error)}") from error
             return _NAMESPACE_FILE.read_text(encoding="utf-8").strip() if _NAMESPACE_FILE.is_file() else "default"
-        there = ", ".join(str(file) for file in files)
+        listed = ", ".join(str(file) for file in files)
         raise NoClusterError(
-            f"no cluster is known here: {there} is not there. Set KUBECONFIG, or give --kubeconfig FILE"
+            f"no cluster is configured: {listed} does not exist. Set KUBECONFIG, or pass --kubeconfig FILE"
         )
     text = os.pathsep.join(str(file) for file in files)
     _check_context(text, context)
@@ -58,20 +58,22 @@ async def configure(configuration: Any, kubeconfig: Path | None, context: str | 
     return str(chosen.get("namespace") or "default")
 
 
-def _check_context(text: str, wanted: str | None) -> None:
-    """Raise NoClusterError with the existing contexts if the wanted one is not among them."""
+def _check_context(text: str, context: str | None) -> None:
+    """Raise NoClusterError with the existing contexts if `context` is not among them."""
     from kubernetes.aio.config.kube_config import KubeConfigMerger
     from yaml import YAMLError
 
     try:
         merged: Any = KubeConfigMerger(text).config  # type: ignore[no-untyped-call]
         value = merged.value if merged is not None else {}
-        current = wanted or value.get("current-context") or ""
-        contexts = [context["name"] for context in value.get("contexts") or ()]
+        current = context or value.get("current-context") or ""
+        contexts = [entry["name"] for entry in value.get("contexts") or ()]
     except (YAMLError, OSError, AttributeError, KeyError, TypeError) as error:
         raise NoClusterError(f"the kubeconfig {text} cannot be read: {in_one_line(error)}") from error
-    there = ", ".join(contexts) or "none"
+    listed = ", ".join(contexts) or "none"
     if not current:
-        raise NoClusterError(f"the kubeconfig {text} has no current context; name one with --context (it has {there})")
+        raise NoClusterError(
+            f"the kubeconfig {text} has no current context; select one with --context (it has {listed})"
+        )
     if current not in contexts:
-        raise NoClusterError(f"the kubeconfig {text} has no context {current}; it has {there}")
+        raise NoClusterError(f"the kubeconfig {text} has no context {current}; it has {listed}")

@@ -16,8 +16,8 @@ class NoClusterError(Exception):
 class ApiError(Exception):
     """The API server did not carry out a request."""
 
-    def __init__(self, what: str, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
-        super().__init__(f"{what}: {code} {reason}: {message}" if code else f"{what}: {message}")
+    def __init__(self, request: str, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{request}: {code} {reason}: {message}" if code else f"{request}: {message}")
         self.code = code
         """HTTP status; 0 when there was no answer."""
         self.reason = reason
@@ -94,7 +94,7 @@ _ERRORS: Mapping[int, type[ApiError]] = {
 }
 
 
-def error_of(what: str, code: int, body: bytes, retry_after: str | None = None) -> ApiError:
+def error_of(request: str, code: int, body: bytes, retry_after: str | None = None) -> ApiError:
     """Return the error for an answer. Proxies answer in HTML, so the body may be anything."""
     reason, message = "", ""
     try:
@@ -110,7 +110,7 @@ def error_of(what: str, code: int, body: bytes, retry_after: str | None = None) 
         kind = NamespaceTerminatingError
     if code == 500 and "failed calling webhook" in message:
         kind = WebhookError
-    return kind(what, code, reason, message or body[:200].decode("utf-8", "replace"), _seconds(retry_after))
+    return kind(request, code, reason, message or body[:200].decode("utf-8", "replace"), _seconds(retry_after))
 
 
 def _is_caused_by(status: JsonValue, reason: str) -> bool:

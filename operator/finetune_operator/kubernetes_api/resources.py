@@ -68,4 +68,4 @@ def resource_of(api_version: str, kind: str) -> Resource:
     try:
         return _BY_KIND[api_version, kind]
     except KeyError:
-        raise ValueError(f"{kind} of {api_version} is no kind that this operator reads or writes") from None
+        raise ValueError(f"{kind} of {api_version} is not a kind that this operator reads or writes") from None

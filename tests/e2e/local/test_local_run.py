@@ -91,7 +91,7 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
     assert all(row["text"] for row in rows)
     assert json.loads((folder / "job.json").read_text())["training"]["maxSteps"] == 320
     assert "planned again with the prepared data" in err
-    assert "of checkpoints, as all stages have succeeded; set spec.checkpoints.afterSuccess to keep" in err
+    assert "of checkpoints because all stages have succeeded; to keep them, set spec.checkpoints.afterSuccess" in err
     assert not (folder / "checkpoints").exists()
     assert "\x1b" not in err
 
@@ -108,7 +108,7 @@ def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any
     assert code == 0, err
     place = quick.folder / "new/out.jsonl"
     assert out.split() == ["33", "rows", "->", str(place)]
-    assert "1 of them have no prediction" in " ".join(err.split())
+    assert "rows without a prediction: 1;" in " ".join(err.split())
     found, earlier = (
         [json.loads(line) for line in file.read_text().splitlines()] for file in (place, whole / "predictions.jsonl")
     )
@@ -181,7 +181,7 @@ def test_a_gate_and_metrics_may_change_after_training_and_are_judged_again(
     assert code != 0
     assert 'spec.evaluation.gate.metric was not set and is "loss"' in err
     assert "evaluation.gate.maximum is 1e-09" in err
-    assert f"what was measured is in {folder / 'report.html'}" in err
+    assert f"the measured metrics are in {folder / 'report.html'}" in err
     assert "loss of at most 1e-09 is required" in (folder / "report.html").read_text(encoding="utf-8")
     assert err.count("done in an earlier run, kept") == 2
 
@@ -189,7 +189,7 @@ def test_a_gate_and_metrics_may_change_after_training_and_are_judged_again(
     quick.write("gated.yaml", job)
     code, out, err = quick("run", "gated.yaml", "--no-measure")
     assert code == 0, err
-    assert "It runs again; what was prepared and trained is kept." in err
+    assert "It runs again; prepared data and the trained model are kept." in err
     assert err.count("done in an earlier run, kept") == 3
     assert f"{result['metrics']['evaluate']['accuracy']:.4f}" in out
     assert weights(folder) == before
@@ -234,7 +234,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     first = json.loads((folder / "logs/train.progress.jsonl").read_text().splitlines()[0])
     assert first["step"] >= stopped_at
     assert weights(folder) == weights(whole)
-    assert "they are deleted once all stages have succeeded" in err
+    assert "they are deleted after all stages have succeeded" in err
     assert (folder / "checkpoints").exists()
 
 

@@ -100,7 +100,7 @@ def test_run_is_served_with_the_answers_of_its_predictions_until_ctrl_c(shop: Sh
     assert sorted(named["labels"]) == ["bad", "good"]
     assert process.returncode == 0, err
     assert f"http://127.0.0.1:{port}" in out
-    assert "requests that were accepted are answered" in err
+    assert "stopping after the accepted requests are answered" in err
     assert "Traceback" not in err
 
 
@@ -112,7 +112,7 @@ def test_run_without_a_trained_model_is_refused(shop: Shop) -> None:
     code, _, err = shop.run("serve", "runs/untrained")
 
     assert code == 2
-    assert "holds no trained model; end its training first: finetune run" in err
+    assert "has no trained model; finish its training first: finetune run" in err
     assert "Traceback" not in err
 
 
@@ -130,5 +130,5 @@ def test_port_that_is_taken_is_refused(shop: Shop) -> None:
         code, _, err = shop.run("serve", "runs/small", "--port", str(port))
 
     assert code == 2
-    assert f"cannot listen at 127.0.0.1:{port}" in err
-    assert "name another port" in err
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+    assert "choose another one" in err

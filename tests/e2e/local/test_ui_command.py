@@ -20,8 +20,8 @@ def test_printed_address_shows_the_runs_and_ctrl_c_ends_the_command_with_0(tmp_p
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        workspace, _, url = process.stdout.readline().strip().partition(" at ")
-        assert workspace == "runs"
+        text, _, url = process.stdout.readline().strip().partition(" at ")
+        assert text == "Serving runs"
         with build_opener(HTTPCookieProcessor()).open(url, timeout=patient(60)) as page:
             assert b"reviews" in page.read()
         process.send_signal(signal.SIGINT)

@@ -78,7 +78,7 @@ def test_the_list_leads_to_runs_and_to_their_comparison(page: Page) -> None:
     expect(page.locator("#runs tbody tr")).to_have_count(2)
     page.get_by_label("Compare finished").check()
     page.get_by_label("Compare going-on").check()
-    page.get_by_role("button", name="Compare the chosen runs").click()
+    page.get_by_role("button", name="Compare the selected runs").click()
     expect(page.locator("#curves svg[role=img]").first).to_be_visible()
     page.get_by_role("link", name="finetune").click()
     page.get_by_role("link", name="finished").click()

@@ -76,7 +76,7 @@ class Strategy(Protocol):
     """True if `prepare_model` returns the model ready for training; otherwise accelerate moves and wraps it."""
 
     takes_weights: WeightsPlace
-    """Where `prepare_model` expects the weights."""
+    """Place in which `prepare_model` expects the weights."""
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:

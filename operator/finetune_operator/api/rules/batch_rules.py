@@ -24,18 +24,18 @@ def full_passes(schedule: PipelineSchedule, degree: int, micro_batches: int) -> 
     return schedule != "interleaved" or micro_batches % max(1, micro_batches // degree) == 0
 
 
-def keeps_full(asked: PipelineSpec, accumulation: int) -> bool:
+def keeps_full(pipeline: PipelineSpec, accumulation: int) -> bool:
     """Return True if a step of that many micro-batches consists of whole runs of the schedule."""
-    if asked.degree == 1:
+    if pipeline.degree == 1:
         return True
-    passed = accumulation if asked.micro_batches == "auto" else asked.micro_batches
-    return accumulation % passed == 0 and full_passes(asked.schedule, asked.degree, passed)
+    passed = accumulation if pipeline.micro_batches == "auto" else pipeline.micro_batches
+    return accumulation % passed == 0 and full_passes(pipeline.schedule, pipeline.degree, passed)
 
 
-def passes_are_whole(asked: PipelineSpec, share: int, micro: Literal["auto"] | int) -> bool:
+def passes_are_whole(pipeline: PipelineSpec, share: int, micro: Literal["auto"] | int) -> bool:
     """Return True if `share` rows of a replica and step form whole runs; `micro`: rows of a micro-batch, auto: any."""
     sizes = [size for size in range(1, share + 1) if share % size == 0] if micro == "auto" else [micro]
-    return any(share % size == 0 and keeps_full(asked, share // size) for size in sizes)
+    return any(share % size == 0 and keeps_full(pipeline, share // size) for size in sizes)
 
 
 def _batch_unit(spec: FineTuneJobSpec) -> int:
@@ -57,7 +57,7 @@ def _global_batch_advice(spec: FineTuneJobSpec) -> str:
     near = " or ".join(str(batch) for batch in nearest_multiples(spec.training.global_batch_size, unit))
     ranks, micro = certain_ranks(spec), spec.training.micro_batch_size
     parts = [] if ranks in (None, 1) else [f"{ranks} ranks"]
-    parts += [] if micro == "auto" else [f"{micro} row{'s' * (micro > 1)} of a micro-batch"]
+    parts += [] if micro == "auto" else [f"{micro} row{'s' * (micro > 1)} per micro-batch"]
     smaller = ""
     share, left = divmod(spec.training.global_batch_size, ranks or 1)
     if micro != "auto" and not left:
@@ -98,7 +98,7 @@ def _passes_advice(spec: FineTuneJobSpec) -> str:
     share = spec.training.global_batch_size // ranks
     passed = share if micro == "auto" else max(1, share // micro)
     whole = ", a multiple of the degree" if spec.parallelism.pipeline.schedule == "interleaved" else ""
-    return f"set it to auto or to a divisor of {passed}, the micro-batches of a replica's step{whole}"
+    return f"set it to auto or to a divisor of {passed}, the micro-batches per replica and step{whole}"
 
 
 _MICRO = "self.training.microBatchSize"
@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
         f"((({WORLD_UNKNOWN}) || ({WORLD}) % {MODEL} != 0 ? 1 : ({WORLD}) / {MODEL})"
         f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0",
         _global_batch_fits,
-        "is kept exactly, so it has to be a multiple of the data-parallel ranks x spec.training.microBatchSize",
+        "must be a multiple of data-parallel ranks x spec.training.microBatchSize",
         "change it or spec.training.microBatchSize",
         advice=_global_batch_advice,
         reads=("training", *WORLD_FIELDS),
@@ -123,7 +123,7 @@ RULES: tuple[Rule, ...] = (
         "training.globalBatchSize",
         None,
         _replicas_divide,
-        "is kept exactly, so it has to be a multiple of the replicas x spec.training.microBatchSize",
+        "must be a multiple of replicas x spec.training.microBatchSize",
         "change it or spec.training.microBatchSize",
         advice=_replicas_advice,
         reads=("training", *WORLD_FIELDS),
@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
         "parallelism.pipeline.microBatches",
         None,
         _passes_fit,
-        "does not divide the micro-batches of a replica's step into whole passes",
+        "must divide the micro-batches of a replica's step into whole passes of the schedule",
         "set it to auto",
         advice=_passes_advice,
         reads=("training", "parallelism.pipeline", *WORLD_FIELDS),

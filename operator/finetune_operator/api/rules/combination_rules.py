@@ -89,7 +89,7 @@ _SCHEMA_AROUND: Mapping[str, Mapping[str, JsonValue]] = {
 """Constraint -> schema keywords that express it where CEL cannot."""
 
 
-def _keeps_whole(spec: FineTuneJobSpec) -> bool:
+def _needs_whole_layers(spec: FineTuneJobSpec) -> bool:
     """Return True if the optimizer or the adapter needs layers that DeepSpeed's stages would flatten."""
     adafactor = spec.training is not None and spec.training.optimizer == "adafactor"
     return adafactor or spec.model.adapter.method == "qlora"
@@ -103,16 +103,16 @@ def _adafactor_advice(spec: FineTuneJobSpec) -> str:
 
 
 def _single_advice(spec: FineTuneJobSpec) -> str:
-    staged = spec.parallelism.zero_stage != "auto" and not _keeps_whole(spec)
-    strategy = "ddp" if _keeps_whole(spec) else "deepspeed" if staged else "auto"
+    staged = spec.parallelism.zero_stage != "auto" and not _needs_whole_layers(spec)
+    strategy = "ddp" if _needs_whole_layers(spec) else "deepspeed" if staged else "auto"
     return f"set it to {strategy}, or set spec.resources.nodes and spec.resources.processesPerNode to 1"
 
 
 def _zero_stage_advice(spec: FineTuneJobSpec) -> str:
     fp8 = spec.training is not None and spec.training.precision == "fp8"
     if spec.parallelism.strategy == "fsdp":
-        return "leave it out: fsdp divides parameters, gradients and optimizer state as stage 3 does"
-    if fp8 or _keeps_whole(spec):
+        return "leave it out: fsdp shards parameters, gradients and optimizer state like stage 3"
+    if fp8 or _needs_whole_layers(spec):
         return "leave it out"
     return "leave it out, or set spec.parallelism.strategy to deepspeed"
 

@@ -54,8 +54,8 @@ def _leaks(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
 
 
 def _leak_advice(spec: FineTuneJobSpec) -> str:
-    (read, found), *_ = _leaks(spec)
-    return f"name two columns: {read} and {found} are one"
+    (source, target), *_ = _leaks(spec)
+    return f"name two columns: {source} and {target} are the same"
 
 
 def _columns_cel() -> str:
@@ -85,7 +85,7 @@ def _predictions_advice(spec: FineTuneJobSpec) -> str:
     scheme, _, rest = output.partition("://")
     named = re.sub(r"\.(?:csv|tsv|json|txt|arrow|xlsx?)$", "", rest.rstrip("/")) or "predictions"
     if scheme not in ("file", "pvc"):
-        return f"name it pvc://CLAIM/{named.rpartition('/')[2]}.jsonl, or leave it out: it is in the workspace then"
+        return f"name it pvc://CLAIM/{named.rpartition('/')[2]}.jsonl, or leave it out to write to the workspace"
     return f"write {scheme}://{named}.jsonl, or the same with .parquet, or with / for a folder"
 
 
@@ -100,14 +100,14 @@ def _two_formats(spec: FineTuneJobSpec) -> bool:
 
 
 def _format_advice(spec: FineTuneJobSpec) -> str:
-    asked = "jsonl" if spec.predict is None or spec.predict.format is None else spec.predict.format
-    return f"leave it out or write {_OTHER_FORMAT[asked]}, or give spec.predict.output the ending .{asked}"
+    requested = "jsonl" if spec.predict is None or spec.predict.format is None else spec.predict.format
+    return f"leave it out or write {_OTHER_FORMAT[requested]}, or give spec.predict.output the extension .{requested}"
 
 
 def _beams_advice(spec: FineTuneJobSpec) -> str:
     if spec.generation.top_p < 1:
-        return "leave it out: spec.generation.topP is for texts that are drawn"
-    return "leave it out to draw, or leave spec.generation.temperature out to search"
+        return "leave it out: spec.generation.topP applies to sampling"
+    return "leave it out to sample, or leave spec.generation.temperature out for beam search"
 
 
 def _columns_read(task: Task) -> str:
@@ -120,8 +120,8 @@ def _column_advice(spec: FineTuneJobSpec, column: str, tasks: tuple[Task, ...], 
     given = {} if dataset is None else dataset.columns.model_dump(by_alias=True, exclude_none=True)
     if spec.task == "question-answering" and "context" not in given and column in ("prompt", "source", "target"):
         return (
-            "set spec.task to text-generation, and name the columns source and target: question-answering finds the "
-            "answer in a column context"
+            "set spec.task to text-generation, and name the columns source and target: question-answering extracts "
+            "the answer from a column context"
         )
     own = column_of(spec.task, column)
     if own is not None and own not in given and own != column:
@@ -171,8 +171,8 @@ def _form_rule(block: str) -> Rule:
             return True
         own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
         named = () if own is None else _forms(own.columns)
-        learnt = named if spec.dataset is None or block == "dataset" else _forms(spec.dataset.columns) or ("text",)
-        return len(named) < 2 and set(named) <= set(learnt)
+        trained = named if spec.dataset is None or block == "dataset" else _forms(spec.dataset.columns) or ("text",)
+        return len(named) < 2 and set(named) <= set(trained)
 
     def advice(spec: FineTuneJobSpec) -> str:
         own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
@@ -180,7 +180,7 @@ def _form_rule(block: str) -> Rule:
         if len(named) == 1 and spec.dataset is not None:
             return f"name {' and '.join(_FORMS[(*_forms(spec.dataset.columns), 'text')[0]])} here, or leave it out"
         if own is not None and named == ("text", "source") and own.columns.source is None:
-            return "rename text to source, or leave target out to learn all of the text"
+            return "rename text to source, or leave target out to train on the whole text"
         return f"keep {', or '.join(' and '.join(_FORMS[form]) for form in named)}, and leave the rest out"
 
     def cel(block: str, form: str) -> str:
@@ -190,8 +190,8 @@ def _form_rule(block: str) -> Rule:
     checked = f"{named} < 2"
     if block != "dataset":
         plain = f"({cel('dataset', 'text')} || (!{cel('dataset', 'source')} && !{cel('dataset', 'messages')}))"
-        learnt = {form: cel("dataset", form) for form in _FORMS} | {"text": plain}
-        same = " && ".join(f"(!{cel(block, form)} || {learnt[form]})" for form in _FORMS)
+        trained = {form: cel("dataset", form) for form in _FORMS} | {"text": plain}
+        same = " && ".join(f"(!{cel(block, form)} || {trained[form]})" for form in _FORMS)
         checked += f" && (!has(self.dataset) || ({same}))"
     present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
     return Rule(
@@ -199,9 +199,9 @@ def _form_rule(block: str) -> Rule:
         path=f"{block}.columns",
         cel=f"self.task != 'text-generation' || !({present}) || ({checked})",
         holds=holds,
-        text="mixes forms of rows; text-generation reads text, or source and target, or messages"
-        + ("" if block == "dataset" else ", here the same as in spec.dataset"),
-        way_out="name the columns of one form",
+        text="mixes row formats; text-generation reads text, or source and target, or messages"
+        + ("" if block == "dataset" else ", as in spec.dataset"),
+        way_out="name the columns of one format",
         advice=advice,
         reads=("task", *dict.fromkeys(("dataset", block))),
     )
@@ -233,7 +233,7 @@ def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
         path=path,
         cel=f"!({given}) || self.{uri}.startsWith('hf://')",
         holds=holds,
-        text=f"has a meaning on the Hub only, so that spec.{uri} has to be hf://",
+        text=f"applies to the Hub only: spec.{uri} must begin with hf://",
         way_out="leave it out, or name a Hub repository",
     )
 
@@ -244,16 +244,16 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
         name=f"{path}-names-a-claim",
         path=path,
         cel=f"!({given}) || !self.{path}.startsWith('pvc://') || "
-        f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_LEADS_OUT}'))",
+        f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_PARENT_STEP}'))",
         holds=lambda spec: _names_a_claim(read(spec)),
-        text="has to be pvc://claim or pvc://claim/path: a claim of the job's namespace, and a path without ..",
-        way_out="write the claim's name after pvc://: small letters, digits and -",
+        text="must be pvc://claim or pvc://claim/path, with a claim of the job's namespace and no .. in the path",
+        way_out="write the claim's name after pvc://: lowercase letters, digits and -",
     )
 
 
 _CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
 """Pattern as CEL text, where a backslash is written twice."""
-_LEADS_OUT = "/[.][.](/|$)"
+_PARENT_STEP = "/[.][.](/|$)"
 
 
 def _names_a_claim(uri: str | None) -> bool:
@@ -277,7 +277,7 @@ RULES: tuple[Rule, ...] = (
         "dataset",
         "!has(self.training) || has(self.dataset)",
         lambda spec: spec.training is None or spec.dataset is not None,
-        "is required when something trains",
+        "is required for training",
         "set spec.dataset.uri, or leave out spec.training",
     ),
     Rule(
@@ -285,7 +285,7 @@ RULES: tuple[Rule, ...] = (
         "dataset",
         "!has(self.evaluation) || has(self.training) || has(self.dataset)",
         lambda spec: spec.evaluation is None or spec.training is not None or spec.dataset is not None,
-        "is required when something is evaluated",
+        "is required for evaluation",
         "set spec.dataset.uri, or leave out spec.evaluation",
     ),
     Rule(
@@ -293,7 +293,7 @@ RULES: tuple[Rule, ...] = (
         "predict.dataset",
         "!has(self.predict) || has(self.dataset) || has(self.predict.dataset)",
         lambda spec: spec.predict is None or spec.dataset is not None or spec.predict.dataset is not None,
-        "is required when there is no spec.dataset whose test or validation split could be predicted",
+        "is required without spec.dataset, whose test or validation split would be predicted",
         "set spec.predict.dataset.uri or spec.dataset.uri",
     ),
     Rule(
@@ -306,7 +306,7 @@ RULES: tuple[Rule, ...] = (
             or spec.preparation.max_length is None
             or 2 * spec.preparation.stride <= spec.preparation.max_length
         ),
-        "is more than half of spec.preparation.maxLength, so that windows would bring little new",
+        "must be at most half of spec.preparation.maxLength",
         "make it smaller, or leave it out",
         advice=lambda spec: f"set it to {(spec.preparation.max_length or 0) // 2} or less, or leave it out",
     ),
@@ -316,7 +316,7 @@ RULES: tuple[Rule, ...] = (
         f"{is_one_of(WRITING_TASKS)} || (self.generation.maxNewTokens == 128"
         " && self.generation.numBeams == 1 && self.generation.temperature == 0.0 && self.generation.topP == 1.0)",
         lambda spec: spec.task in WRITING_TASKS or spec.generation == GenerationSpec(),
-        f"is for {', '.join(WRITING_TASKS)}",
+        f"applies to {', '.join(WRITING_TASKS)} only",
         "leave spec.generation out",
     ),
     Rule(
@@ -324,8 +324,8 @@ RULES: tuple[Rule, ...] = (
         "generation.numBeams",
         "self.generation.numBeams == 1 || self.generation.temperature == 0.0",
         lambda spec: spec.generation.num_beams == 1 or spec.generation.temperature == 0,
-        "searches for the likeliest text, and spec.generation.temperature above 0 draws one",
-        "leave spec.generation.numBeams out to draw, or spec.generation.temperature to search",
+        "enables beam search, which excludes sampling with spec.generation.temperature above 0",
+        "leave spec.generation.numBeams out to sample, or spec.generation.temperature for beam search",
         advice=_beams_advice,
     ),
     Rule(
@@ -333,8 +333,8 @@ RULES: tuple[Rule, ...] = (
         "generation.topP",
         "self.generation.topP == 1.0 || self.generation.temperature > 0.0",
         lambda spec: spec.generation.top_p == 1 or spec.generation.temperature > 0,
-        "has no effect while spec.generation.temperature is 0, for nothing is drawn",
-        "set spec.generation.temperature to 1.0 to draw, or leave it out",
+        "has no effect while spec.generation.temperature is 0, which disables sampling",
+        "set spec.generation.temperature to 1.0 to sample, or leave it out",
     ),
     Rule(
         "predictions-have-a-format",
@@ -346,8 +346,8 @@ RULES: tuple[Rule, ...] = (
             or spec.predict.output is None
             or spec.predict.output.endswith((".jsonl", ".parquet", "/"))
         ),
-        "has to end in .jsonl or .parquet, which also chooses the format, or in / for a folder of parts",
-        "add one of the three endings",
+        "must end in .jsonl or .parquet, which also sets the format, or in / for a folder of parts",
+        "add .jsonl, .parquet or /",
         advice=_predictions_advice,
     ),
     Rule(
@@ -356,7 +356,7 @@ RULES: tuple[Rule, ...] = (
         "!has(self.predict) || !has(self.predict.format) || !has(self.predict.output)"
         " || !self.predict.output.endsWith(self.predict.format == 'jsonl' ? '.parquet' : '.jsonl')",
         lambda spec: not _two_formats(spec),
-        "differs from the ending of spec.predict.output, which chooses the format of a file",
+        "differs from the extension of spec.predict.output, which sets the format of a file",
         "leave it out",
         advice=_format_advice,
     ),
@@ -366,15 +366,15 @@ RULES: tuple[Rule, ...] = (
         "!has(self.predict) || self.predict.engine != 'spark' || type(self.predict.workers) != int"
         " || int(self.predict.workers) > 1",
         lambda spec: spec.predict is None or spec.predict.engine != "spark" or spec.predict.workers != 1,
-        "leaves no executor, as spec.predict.engine is spark and Spark's driver is one of the workers",
-        "set it to auto or 2 at least, or leave spec.predict.engine out",
+        "leaves no executor: with spec.predict.engine spark, the driver is one of the workers",
+        "set it to auto or at least 2, or leave spec.predict.engine out",
     ),
     Rule(
         "no-rungs-for-texts",
         "predict.optimization",
         f"!has(self.predict) || self.predict.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",
         lambda spec: not _is_rung(spec) or spec.task in RUNG_TASKS,
-        f"is for {', '.join(RUNG_TASKS)}",
+        f"applies to {', '.join(RUNG_TASKS)} only",
         "leave it out",
     ),
     Rule(
@@ -383,7 +383,7 @@ RULES: tuple[Rule, ...] = (
         "!has(self.predict) || self.predict.optimization in ['auto', 'none'] || type(self.resources.gpusPerNode) != int"
         " || int(self.resources.gpusPerNode) == 0",
         lambda spec: not _is_rung(spec) or spec.resources.gpus_per_node in ("auto", 0),
-        "is for CPUs in this version",
+        "is supported on CPUs only in this version",
         "leave it out, or set spec.resources.gpusPerNode to 0",
     ),
     Rule(
@@ -409,7 +409,7 @@ RULES: tuple[Rule, ...] = (
         "predict.metricTolerance",
         "!has(self.predict) || !has(self.predict.metricTolerance) || has(self.dataset)",
         lambda spec: spec.predict is None or spec.predict.metric_tolerance is None or spec.dataset is not None,
-        "compares on rows with labels, and spec.dataset, which has them, is not set",
+        "needs rows with labels, and spec.dataset is not set",
         "set spec.dataset, or leave it out",
     ),
     _hub_only_rule(
@@ -454,7 +454,7 @@ RULES: tuple[Rule, ...] = (
         "dataset.columns",
         _columns_cel(),
         _columns_differ,
-        "has one column for what is read and for what is learnt from it, so that the answer stands in the question",
+        "uses the same column as input and as target",
         "name two columns",
         advice=_leak_advice,
         reads=("task", "dataset"),

@@ -35,7 +35,7 @@ def _watched(spec: FineTuneJobSpec) -> str | None:
     return None if stopping is None else stopping.metric
 
 
-def _strange_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
+def _unknown_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
     """Return names in spec.evaluation.metrics that the task does not have."""
     if spec.evaluation is None or spec.evaluation.metrics == "auto":
         return ()
@@ -54,16 +54,16 @@ _OTHER_METRIC_NAMES: Mapping[str, str] = {
 def _near(name: str, known: Sequence[str]) -> str | None:
     """Return the task's metric that an unknown name means: `eval_accuracy`, `f1_macro` and the like."""
     names = {each.lower(): each for each in known}
-    words = name.lower().removeprefix("eval_").replace("-", "_")
-    words = _OTHER_METRIC_NAMES.get(words, words)
-    candidates = [words, *re.split(r"[_/@ ]", words), *get_close_matches(words, names, n=1)]
+    bare = name.lower().removeprefix("eval_").replace("-", "_")
+    bare = _OTHER_METRIC_NAMES.get(bare, bare)
+    candidates = [bare, *re.split(r"[_/@ ]", bare), *get_close_matches(bare, names, n=1)]
     return next((names[each] for each in candidates if each in names), None)
 
 
 def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
     near = _near(name, known)
-    meant = "" if near is None else f"did you mean {near}? "
-    return f"{meant}{task} has {', '.join(known)}"
+    question = "" if near is None else f"did you mean {near}? "
+    return f"{question}{task} has {', '.join(known)}"
 
 
 def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
@@ -72,14 +72,14 @@ def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
     near = _near(gate.metric, metrics_of(task))
     most = None if near is None else GREATEST.get(near)
     if most == 1 and gate.minimum is not None and 1 < gate.minimum <= 100:
-        return f"{advice}; {near} is at most 1, so that minimum is {gate.minimum / 100:g}"
+        return f"{advice}; {near} is at most 1, so minimum is {gate.minimum / 100:g}"
     percent = [name for name in metrics_of(task) if GREATEST.get(name) == 100]
-    return f"{advice}; {' and '.join(percent)} go to 100" if percent and near is None else advice
+    return f"{advice}; {' and '.join(percent)} are at most 100" if percent and near is None else advice
 
 
 def _metrics_advice(spec: FineTuneJobSpec) -> str:
     known = metrics_of(spec.task)
-    found = {name: _near(name, known) for name in _strange_metrics(spec)}
+    found = {name: _near(name, known) for name in _unknown_metrics(spec)}
     shown = {name: describe_value(name, limit=40).replace('"', "'") for name in found}
     edits = [
         f"leave {shown[name]} out" if near is None else f"write {near} for {shown[name]}"
@@ -116,7 +116,7 @@ def _gate_is_measured(spec: FineTuneJobSpec) -> bool:
 _HIGHER_IS_BETTER = frozenset(name for task in METRICS for name in metrics_of(task)) - LOWER_IS_BETTER
 
 
-def _words(names: Iterable[str]) -> str:
+def _cel_list(names: Iterable[str]) -> str:
     """Return CEL: a list of text."""
     return f"[{', '.join(repr(name) for name in sorted(names))}]"
 
@@ -125,7 +125,7 @@ def _metric_cel(path: str, names_of: Callable[[Task], Sequence[str]]) -> str:
     """Return CEL: `path`.metric is one of the task's, if there is such a block."""
     block, _ = path.split(".")
     by_task = " && ".join(
-        f"(self.task != '{task}' || self.{path}.metric in {_words(names_of(task))})" for task in METRICS
+        f"(self.task != '{task}' || self.{path}.metric in {_cel_list(names_of(task))})" for task in METRICS
     )
     return f"!has(self.{block}) || !has(self.{path}) || ({by_task})"
 
@@ -140,7 +140,7 @@ def _limit_cel(limit: str, compared: str, bounds: Mapping[str, float]) -> str:
     """Return CEL: the limit is one that its metric can reach."""
     gate = "self.evaluation.gate"
     by_bound = " && ".join(
-        f"(!({gate}.metric in {_words(name for name in bounds if bounds[name] == bound)})"
+        f"(!({gate}.metric in {_cel_list(name for name in bounds if bounds[name] == bound)})"
         f" || {gate}.{limit} {compared} {bound})"
         for bound in sorted(set(bounds.values()))
     )
@@ -154,15 +154,15 @@ RULES: tuple[Rule, ...] = (
         "self.task != 'preference-tuning' || !has(self.evaluation)"
         " || (has(self.training) && !has(self.training.script))",
         lambda spec: spec.task != "preference-tuning" or spec.evaluation is None or loops(spec),
-        "compares a model of preference-tuning with what it was before the built-in loop trained it",
-        "leave it out, or train by the built-in loop",
+        "compares a model of preference-tuning with its state before training by the built-in loop",
+        "leave it out, or train with the built-in loop",
     ),
     Rule(
         "gate-is-measured",
         "evaluation.gate.metric",
         None,
         _gate_is_measured,
-        "has to be one of spec.evaluation.metrics",
+        "must be one of spec.evaluation.metrics",
         "add it there, or set spec.evaluation.metrics to auto",
         reads=("evaluation",),
     ),
@@ -170,8 +170,8 @@ RULES: tuple[Rule, ...] = (
         "metrics-are-of-the-task",
         "evaluation.metrics",
         None,
-        lambda spec: not _strange_metrics(spec),
-        "has to name metrics of spec.task",
+        lambda spec: not _unknown_metrics(spec),
+        "must name metrics of spec.task",
         "write auto for all of them",
         advice=_metrics_advice,
         reads=("evaluation", "task"),
@@ -181,7 +181,7 @@ RULES: tuple[Rule, ...] = (
         "evaluation.gate.metric",
         _metric_cel("evaluation.gate", metrics_of),
         lambda spec: (gate := _gate(spec)) is None or gate.metric in metrics_of(spec.task),
-        "has to be a metric of spec.task, or loss",
+        "must be a metric of spec.task, or loss",
         "name one of them",
         advice=lambda spec: _gate_metric_advice(_gate_of(spec), spec.task),
     ),
@@ -190,8 +190,8 @@ RULES: tuple[Rule, ...] = (
         "training.earlyStopping.metric",
         _metric_cel("training.earlyStopping", stopping_metrics_of),
         lambda spec: (watched := _watched(spec)) is None or watched in stopping_metrics_of(spec.task),
-        "has to be measured by spec.task while it trains",
-        "watch loss",
+        "must be a metric that spec.task measures during training",
+        "set it to loss",
         advice=lambda spec: _metric_advice(_watched(spec) or "", spec.task, stopping_metrics_of(spec.task)),
     ),
     Rule(
@@ -209,33 +209,33 @@ RULES: tuple[Rule, ...] = (
         "evaluation.gate.minimum",
         _gate_cel(
             "minimum",
-            f"has(self.evaluation.gate.maximum) || !(self.evaluation.gate.metric in {_words(LOWER_IS_BETTER)})",
+            f"has(self.evaluation.gate.maximum) || !(self.evaluation.gate.metric in {_cel_list(LOWER_IS_BETTER)})",
         ),
         _gate_holds(
             lambda gate: gate.minimum is None or gate.maximum is not None or gate.metric not in LOWER_IS_BETTER
         ),
-        "is a least value, and the metric is better when lower",
-        "write maximum in its place",
+        "does not apply to a metric that is better when lower",
+        "replace minimum with maximum",
     ),
     Rule(
         "gate-maximum-is-of-what-shrinks",
         "evaluation.gate.maximum",
         _gate_cel(
             "maximum",
-            f"has(self.evaluation.gate.minimum) || !(self.evaluation.gate.metric in {_words(_HIGHER_IS_BETTER)})",
+            f"has(self.evaluation.gate.minimum) || !(self.evaluation.gate.metric in {_cel_list(_HIGHER_IS_BETTER)})",
         ),
         _gate_holds(
             lambda gate: gate.maximum is None or gate.minimum is not None or gate.metric not in _HIGHER_IS_BETTER
         ),
-        "is a greatest value, and the metric is better when higher",
-        "write minimum in its place",
+        "does not apply to a metric that is better when higher",
+        "replace maximum with minimum",
     ),
     Rule(
         "gate-minimum-can-be-met",
         "evaluation.gate.minimum",
         _limit_cel("minimum", "<=", GREATEST),
         _gate_holds(lambda gate: gate.minimum is None or gate.minimum <= GREATEST.get(gate.metric, gate.minimum)),
-        "is more than the metric can be",
+        "exceeds the highest possible value of the metric",
         "lower it",
         advice=lambda spec: _minimum_advice(_gate_of(spec)),
     ),
@@ -244,7 +244,7 @@ RULES: tuple[Rule, ...] = (
         "evaluation.gate.maximum",
         _limit_cel("maximum", ">=", LEAST),
         _gate_holds(lambda gate: gate.maximum is None or gate.maximum >= LEAST.get(gate.metric, gate.maximum)),
-        "is less than the metric can be",
+        "is below the lowest possible value of the metric",
         "raise it",
         advice=lambda spec: f"the metric is at least {LEAST[_gate_of(spec).metric]:g}",
     ),

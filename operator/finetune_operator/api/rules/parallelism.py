@@ -23,7 +23,7 @@ def _degrees_advice(spec: FineTuneJobSpec) -> str:
     product = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
     product += f" = {size}" if sum(degree > 1 for degree in degrees.values()) > 1 else ""
     smaller = max((each for each in range(1, size + 1) if world % each == 0), default=1)
-    return f"{world} processes are no multiple of {product}; use degrees whose product divides {world}, e.g. {smaller}"
+    return f"{world} processes are not a multiple of {product}: use a product that divides {world}, e.g. {smaller}"
 
 
 def _idle_sections(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
@@ -80,7 +80,7 @@ def _zero_plus_plus_fault(spec: FineTuneJobSpec) -> str | None:
     return None
 
 
-def _placement_is_kept(spec: FineTuneJobSpec) -> bool:
+def _placement_names_once(spec: FineTuneJobSpec) -> bool:
     letters = spec.parallelism.placement
     return letters in ("cluster", "spread") or len(set(letters)) == len(letters)
 
@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
         lambda spec: (
             spec.resources.elastic is not None or (world_size(spec) or 0) % spec.parallelism.replica_ranks == 0
         ),
-        "times spec.resources.nodes has to be a multiple of tensor x pipeline x sequence in spec.parallelism",
+        "times spec.resources.nodes must be a multiple of tensor x pipeline x sequence in spec.parallelism",
         "change the degrees, the nodes or the processes",
         advice=_degrees_advice,
         reads=WORLD_FIELDS,
@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
                 and not isinstance(spec.parallelism.pipeline.micro_batches, int)
             )
         ),
-        "has a schedule or microBatches and a degree of 1, which is no pipeline",
+        "has a schedule or microBatches, which have no effect with a degree of 1",
         "set degree to 2 or more, or leave schedule and microBatches out",
         reads=(
             "parallelism.pipeline.degree",
@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         "parallelism.placement",
         f"{NO_LOOP} || self.parallelism.placement == 'cluster' || ({SPREAD}) > 1",
         lambda spec: not loops(spec) or spec.parallelism.placement == "cluster" or spec.parallelism.model_ranks > 1,
-        "places the ranks of spec.parallelism.tensor and pipeline, and there are none",
+        "has no effect without ranks of spec.parallelism.tensor or pipeline",
         "leave it out, or set tensor or pipeline.degree above 1",
         reads=("parallelism.placement", "parallelism.tensor", "parallelism.pipeline.degree", "training.script"),
     ),
@@ -140,7 +140,7 @@ RULES: tuple[Rule, ...] = (
         "placement-names-once",
         "parallelism.placement",
         "!self.parallelism.placement.matches('D.*D|P.*P|T.*T')",
-        _placement_is_kept,
+        _placement_names_once,
         "names a dimension twice",
         "name each of D, P and T once",
     ),
@@ -151,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         " || ((self.parallelism.tensor == 1 || self.parallelism.placement.contains('T'))"
         " && (self.parallelism.pipeline.degree == 1 || self.parallelism.placement.contains('P')))",
         _placement_names_all,
-        "has to name T with spec.parallelism.tensor above 1, and P with spec.parallelism.pipeline.degree above 1",
+        "must name T with spec.parallelism.tensor above 1, and P with spec.parallelism.pipeline.degree above 1",
         "name them, e.g. DPT",
         reads=("parallelism.placement", "parallelism.tensor", "parallelism.pipeline.degree"),
     ),
@@ -160,7 +160,7 @@ RULES: tuple[Rule, ...] = (
         "parallelism.deepspeedConfig",
         None,
         lambda spec: _zero_plus_plus_fault(spec) is None,
-        "has keys of ZeRO++, which need zeroStage 3, GPUs to quantize on, and shards on the processes of one node",
+        "has keys of ZeRO++, which need zeroStage 3, GPUs to quantize, and shards on the processes of one node",
         "set spec.parallelism.zeroStage to 3, or leave them out",
         advice=lambda spec: _zero_plus_plus_fault(spec) or "",
         reads=("parallelism.deepspeedConfig", *WORLD_FIELDS),
@@ -170,8 +170,8 @@ RULES: tuple[Rule, ...] = (
         "parallelism.deepspeedConfig",
         None,
         lambda spec: not _idle_sections(spec),
-        "says how to offload what spec.parallelism.offload leaves on the device",
-        "set spec.parallelism.offload, or leave its section out",
+        "configures an offload that spec.parallelism.offload does not enable",
+        "set spec.parallelism.offload, or leave the section out",
         advice=_idle_advice,
         reads=("parallelism.deepspeedConfig", "parallelism.offload"),
     ),

@@ -19,9 +19,9 @@ def certain_processes(spec: FineTuneJobSpec) -> int | None:
     """Return the processes on each node, if independent of the node: as requested, one per GPU, and one on a CPU
     without parallelism; None: the plan decides.
     """
-    asked, gpus = spec.resources.processes_per_node, spec.resources.gpus_per_node
-    if asked != "auto":
-        return asked
+    requested, gpus = spec.resources.processes_per_node, spec.resources.gpus_per_node
+    if requested != "auto":
+        return requested
     if gpus == "auto":
         return None
     alone = spec.parallelism.replica_ranks == 1 and asked_strategy(spec.parallelism) in (None, "single")

@@ -40,7 +40,7 @@ def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
 
 def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
     """Return the rule on keys by which operators find their pods."""
-    begins = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
+    reserved = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
 
     def holds(spec: FineTuneJobSpec) -> bool:
         keys = spec.template.labels if block == "labels" else spec.template.annotations
@@ -49,9 +49,9 @@ def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
     return Rule(
         name=f"template-{block}-are-the-users",
         path=f"template.{block}",
-        cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {begins})",
+        cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {reserved})",
         holds=holds,
-        text=f"cannot have keys that begin with {', '.join(RESERVED_PREFIXES)}: operators find their pods by them",
+        text=f"must not use the prefixes {', '.join(RESERVED_PREFIXES)}, which are reserved",
         way_out="choose another prefix",
     )
 
@@ -114,9 +114,9 @@ RULES: tuple[Rule, ...] = (
         " || int(self.resources.gpusPerNode) == 0"
         " || int(self.resources.processesPerNode) <= int(self.resources.gpusPerNode)",
         _one_process_per_gpu,
-        "cannot be more than spec.resources.gpusPerNode: a GPU takes one process",
+        "must not exceed spec.resources.gpusPerNode: each GPU runs one process",
         "set it to auto or to the number of GPUs",
-        advice=lambda spec: f"set it to auto, which is {spec.resources.gpus_per_node}: one process for each GPU",
+        advice=lambda spec: f"set it to auto, which is {spec.resources.gpus_per_node}: one process per GPU",
     ),
     Rule(
         "accelerator-needs-gpus",
@@ -138,16 +138,16 @@ RULES: tuple[Rule, ...] = (
             not (spec.resources.accelerator.resource or "").startswith("nvidia.com/mig-")
             or spec.resources.gpus_per_node in ("auto", 0, 1)
         ),
-        "is a MIG profile, and a process sees one instance, so that spec.resources.gpusPerNode is 1 with it",
-        "set spec.resources.gpusPerNode to 1 and take a larger profile, or leave it out for whole GPUs",
+        "is a MIG profile, of which a process can use one instance only: spec.resources.gpusPerNode must be 1",
+        "set spec.resources.gpusPerNode to 1 and use a larger profile, or leave it out for whole GPUs",
     ),
     Rule(
         "elastic-bounds-in-order",
         "resources.elastic.maxNodes",
         "!has(self.resources.elastic) || self.resources.elastic.minNodes <= self.resources.elastic.maxNodes",
         _elastic_holds(lambda least, _, most: least <= most),
-        "cannot be below spec.resources.elastic.minNodes",
-        "exchange the two",
+        "must be at least spec.resources.elastic.minNodes",
+        "swap the two",
     ),
     Rule(
         "elastic-bounds-hold-nodes",
@@ -156,7 +156,7 @@ RULES: tuple[Rule, ...] = (
         " || (self.resources.elastic.minNodes <= self.resources.nodes"
         " && self.resources.nodes <= self.resources.elastic.maxNodes)",
         _elastic_holds(lambda least, nodes, most: least > most or least <= nodes <= most),
-        "has to lie between spec.resources.elastic.minNodes and maxNodes",
+        "must be between spec.resources.elastic.minNodes and maxNodes",
         "change it or the bounds",
     ),
     Rule(
@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
                 and not spec.spot.fallback_to_on_demand
             )
         ),
-        "has to be true beside other fields of spec.spot, which say nothing without it",
+        "must be true if other fields of spec.spot are set",
         "set it to true, or leave spec.spot out",
     ),
     Rule(
@@ -180,7 +180,7 @@ RULES: tuple[Rule, ...] = (
         "spot.enabled",
         "!self.spot.enabled || has(self.training)",
         lambda spec: not spec.spot.enabled or spec.training is not None,
-        "is about the training, and nothing is trained",
+        "applies to training, and spec.training is not set",
         "leave spec.spot out, or add spec.training",
     ),
     Rule(
@@ -188,7 +188,7 @@ RULES: tuple[Rule, ...] = (
         "checkpoints.resume",
         "!self.spot.enabled || self.checkpoints.resume == 'auto'",
         lambda spec: not spec.spot.enabled or spec.checkpoints.resume == "auto",
-        "never would begin the training anew each time a spot node is taken away",
+        "must be auto with spec.spot: otherwise each preemption restarts the training from the beginning",
         "set it to auto, or leave spec.spot out",
     ),
     Rule(
@@ -201,8 +201,8 @@ RULES: tuple[Rule, ...] = (
             or spec.spot.max_wait_seconds is None
             or spec.spot.max_wait_seconds >= spec.spot.max_run_seconds
         ),
-        "includes the run, so it cannot be below spec.spot.maxRunSeconds",
-        "make it longer",
+        "includes the run, so it must be at least spec.spot.maxRunSeconds",
+        "increase it",
         advice=lambda spec: (
             f"set it to more than {spec.spot.max_run_seconds}, e.g. {(spec.spot.max_run_seconds or 0) * 2}"
         ),
@@ -216,15 +216,15 @@ RULES: tuple[Rule, ...] = (
             or spec.endpoint.max_replicas is None
             or spec.endpoint.max_replicas >= spec.endpoint.replicas
         ),
-        "cannot be below spec.endpoint.replicas",
-        "raise it, or lower spec.endpoint.replicas",
+        "must be at least spec.endpoint.replicas",
+        "increase it, or reduce spec.endpoint.replicas",
     ),
     Rule(
         "no-served-rungs-for-texts",
         "endpoint.optimization",
         f"!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",
         lambda spec: not _serves_rung(spec) or spec.task in RUNG_TASKS,
-        f"is for {', '.join(RUNG_TASKS)}",
+        f"applies to {', '.join(RUNG_TASKS)} only",
         "leave it out",
     ),
     Rule(
@@ -233,7 +233,7 @@ RULES: tuple[Rule, ...] = (
         "!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none']"
         " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) == 0",
         lambda spec: not _serves_rung(spec) or spec.resources.gpus_per_node in ("auto", 0),
-        "is for CPUs in this version",
+        "is supported on CPUs only in this version",
         "leave it out, or set spec.resources.gpusPerNode to 0",
     ),
     Rule(
@@ -250,8 +250,8 @@ RULES: tuple[Rule, ...] = (
         "resources.cpu",
         None,
         lambda spec: spec.resources.cpu is None or parse_quantity(spec.resources.cpu) <= MOST_CORES,
-        f"counts cores, and no machine has more than {MOST_CORES:,}",
-        "write a number of cores such as 4, or of thousandths such as 4000m",
+        f"counts cores, and must be at most {MOST_CORES:,}",
+        "write a number of cores such as 4, or of thousandths of a core such as 4000m",
         advice=_cores_advice,
         reads=("resources.cpu",),
     ),

@@ -55,16 +55,16 @@ def _script_rule(path: str, *, inference: bool = False) -> Rule:
     free = "!has(self.training) || !has(self.training.script)"
     free += " || has(self.evaluation) || has(self.predict)" if inference else ""
     kept = f"!has(self.{path})" if default is None else f"self.{path} == {_cel(shape)}"
-    goes_on = path.startswith("training.")
-    text = "is what the built-in loop obeys, and spec.training.script takes its place"
+    passed_on = path.startswith("training.")
+    text = "configures the built-in loop, which spec.training.script replaces"
     return Rule(
         name=f"script-ignores-{path}",
         path=path,
         # CEL cannot read objects without declared fields, and fields of no fixed type.
         cel=None if path in ("training.arguments", "checkpoints.every") else f"{free} || {kept}",
         holds=holds,
-        text=f"{text}, with nothing to evaluate or predict" if inference else text,
-        way_out="leave it out" + (", or give it to the program by training.script.hyperparameters" * goes_on),
+        text=f"{text}, and nothing is evaluated or predicted" if inference else text,
+        way_out="leave it out" + (", or pass it to the program in spec.training.script.hyperparameters" * passed_on),
         reads=(path, "training.script", *(("evaluation", "predict") if inference else ())),
     )
 
@@ -91,7 +91,7 @@ def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
         path=path,
         cel=f"!(has(self.training){given}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
         holds=holds,
-        text="may not lead out of the repository",
+        text="must stay inside the repository",
         way_out="write it without ..",
     )
 
@@ -105,7 +105,7 @@ RULES: tuple[Rule, ...] = (
         "model.adapter.method",
         "self.model.adapter.method == 'none' || has(self.training)",
         lambda spec: spec.model.adapter.method == "none" or spec.training is not None,
-        "is about the training, and nothing is trained",
+        "applies to training, and spec.training is not set",
         "leave spec.model.adapter out, or write `training: {}`",
     ),
     Rule(
@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
             spec.model.adapter.method != "none"
             or spec.model.adapter.model_copy(update={"target_modules": "auto"}) == _NO_ADAPTER
         ),
-        "has a rank, an alpha or a dropout, which say nothing while its method is none",
+        "has a rank, an alpha or a dropout, which have no effect while its method is none",
         "set spec.model.adapter.method to lora, qlora or dora, or leave spec.model.adapter out",
     ),
     Rule(
@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         "model.adapter.targetModules",
         None,
         lambda spec: spec.model.adapter.method != "none" or spec.model.adapter.target_modules == "auto",
-        "names layers to adapt, and spec.model.adapter.method is none",
+        "has no effect while spec.model.adapter.method is none",
         "set spec.model.adapter.method to lora, qlora or dora, or leave it out",
         reads=("model.adapter.method", "model.adapter.targetModules"),
     ),
@@ -134,7 +134,7 @@ RULES: tuple[Rule, ...] = (
         "training.maxSteps",
         "!has(self.training) || !has(self.training.epochs) || !has(self.training.maxSteps)",
         lambda spec: spec.training is None or spec.training.epochs is None or spec.training.max_steps is None,
-        "takes the place of spec.training.epochs, so that only one of them can be given",
+        "replaces spec.training.epochs: only one of the two can be set",
         "remove one of the two",
     ),
     Rule(
@@ -154,7 +154,7 @@ RULES: tuple[Rule, ...] = (
         "preference",
         f"self.task == 'preference-tuning' || self.preference.beta == {PreferenceSpec().beta}",
         lambda spec: spec.task == "preference-tuning" or spec.preference == PreferenceSpec(),
-        "is for preference-tuning",
+        "applies to preference-tuning only",
         "leave spec.preference out",
     ),
     Rule(
@@ -163,7 +163,7 @@ RULES: tuple[Rule, ...] = (
         None,
         _every_is_one,
         "takes exactly one of steps and minutes",
-        "leave one of them, or write auto",
+        "remove one of the two, or write auto",
         reads=("checkpoints.every",),
         schema={"maxProperties": 1},
     ),
@@ -173,8 +173,8 @@ RULES: tuple[Rule, ...] = (
         "!has(self.training) || self.training.warmupSteps < 1.0"
         " || self.training.warmupSteps == double(int(self.training.warmupSteps))",
         lambda spec: spec.training is None or spec.training.warmup_steps < 1 or spec.training.warmup_steps % 1 == 0,
-        "from 1 on counts whole steps",
-        "write a whole number, or a share of all steps below 1",
+        "must be a fraction below 1, or a whole number of steps",
+        "write a whole number, or a fraction of all steps below 1",
         advice=lambda spec: f"write {spec.training.warmup_steps:.0f}" if spec.training else "",
     ),
 )

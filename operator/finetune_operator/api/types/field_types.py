@@ -27,7 +27,7 @@ StrategyChoice: TypeAlias = Literal["auto", "single", "ddp", "fsdp", "deepspeed"
 DNS_SUBDOMAIN_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
 
-# The grammar of distribution/reference: perhaps a host, then a path in small letters, a tag and a digest.
+# The grammar of distribution/reference: an optional host, a lowercase path, a tag and a digest.
 IMAGE_PATTERN = (
     r"^([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
     r"(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?(@sha256:[a-f0-9]{64})?$"
@@ -49,21 +49,21 @@ GIT_REF_PATTERN = r"^[^-+/.\s~^:?*\[\\][^\s~^:?*\[\\]*$"
 HYPERPARAMETER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
 
 PATTERN_WORDS = {
-    DNS_SUBDOMAIN_PATTERN: "a name of small letters, digits, - and ., with a letter or digit at its ends",
-    DNS_LABEL_PATTERN: "a name of small letters, digits and -, with a letter or digit at its ends",
+    DNS_SUBDOMAIN_PATTERN: "a name of lowercase letters, digits, - and . that begins and ends with a letter or digit",
+    DNS_LABEL_PATTERN: "a name of lowercase letters, digits and - that begins and ends with a letter or digit",
     DATA_KEY_PATTERN: "a key of letters, digits, -, _ and .",
-    IMAGE_PATTERN: "an image such as registry.example.com/team/trainer:1.0, its path in small letters",
+    IMAGE_PATTERN: "an image such as registry.example.com/team/trainer:1.0, with a lowercase path",
     MANAGED_BY_PATTERN: "a name with a domain, such as kueue.x-k8s.io/multikueue",
     ENV_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit",
-    FOLDER_PATTERN: "a folder below /, such as /mnt/data, without :",
+    FOLDER_PATTERN: "an absolute path such as /mnt/data, without :",
     HTTPS_PATTERN: "https://host or https://host:port, without a path",
-    CURRENCY_PATTERN: "a currency's ISO 4217 code, such as USD",
+    CURRENCY_PATTERN: "an ISO 4217 currency code, such as USD",
     GPU_RESOURCE_PATTERN: "a resource of nvidia.com or amd.com, such as nvidia.com/mig-3g.40gb",
     GIT_REF_PATTERN: "a branch, tag or commit, without spaces and ~ ^ : ? * [ \\",
     HYPERPARAMETER_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit or -",
-    RELATIVE_PATTERN: "a path without / in front and without :",
+    RELATIVE_PATTERN: "a relative path without :",
 }
-"""Patterns of the API in words, for messages and documentation."""
+"""Descriptions of the patterns of the API, for messages and documentation."""
 
 Text: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """A name that the user chose: any text."""

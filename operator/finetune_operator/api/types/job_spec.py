@@ -32,62 +32,81 @@ from finetune_operator.launchers.launcher_rows import TrainingLauncher, to_come
 class FineTuneJobSpec(SpecModel):
     """Desired job."""
 
-    task: Task = Field(description="What the model learns. Required.")
-    model: ModelSpec = Field(description="The model to start from. Required.")
+    task: Task = Field(description="Task that the model is fine-tuned for. Required.")
+    model: ModelSpec = Field(description="Model to start from. Required.")
     dataset: DatasetSpec | None = Field(
-        default=None, description="Rows to train and evaluate on. Required when something trains."
+        default=None, description="Rows to train and evaluate on. Required if the job trains."
     )
     preparation: PreparationSpec = Field(
-        default=PreparationSpec(), description="How rows become tokens. Left out: the defaults."
+        default=PreparationSpec(), description="Conversion of rows to tokens. If unset, the defaults apply."
     )
     training: TrainingSpec | None = Field(
-        default=None, description="How to train; {} takes the defaults. Left out: nothing is trained."
+        default=None,
+        description="Training of the model; {} trains with the defaults. If unset, the job does not train.",
     )
     parallelism: ParallelismSpec = Field(
-        default=ParallelismSpec(), description="How the model is spread over devices. Left out: auto."
+        default=ParallelismSpec(),
+        description="Distribution of the model over devices. If unset, the plan chooses it.",
     )
     resources: ResourcesSpec = Field(
-        default=ResourcesSpec(), description="What the job takes. Left out: one node, CPU only."
+        default=ResourcesSpec(), description="Nodes and devices of the job. Defaults to one node without GPUs."
     )
     launcher: Literal["auto", TrainingLauncher] = Field(
         default="auto",
-        description="What runs the training's pods. Default auto: what the cluster serves, else plain Jobs."
-        + to_come("not supported yet"),
+        description="Kind of object that runs the training pods. Defaults to auto: the first kind that the cluster "
+        "serves, else plain Jobs." + to_come("not supported yet"),
     )
     storage: StorageSpec = Field(
-        default=StorageSpec(), description="Where results lie. Left out: a claim made for the job."
+        default=StorageSpec(),
+        description="Storage of results and caches. If unset, the operator creates a claim for the job.",
     )
     checkpoints: CheckpointsSpec = Field(
-        default=CheckpointsSpec(), description="Saved states. Left out: once an epoch and every 10 minutes, 3 kept."
+        default=CheckpointsSpec(),
+        description="Interval and retention of checkpoints. Defaults to one per epoch and every 10 minutes, of which 3"
+        " are retained.",
     )
-    spot: SpotSpec = Field(default=SpotSpec(), description="Spot capacity. Left out: ordinary nodes.")
+    spot: SpotSpec = Field(
+        default=SpotSpec(), description="Training on spot nodes. If unset, the job trains on any nodes."
+    )
     evaluation: EvaluationSpec | None = Field(
         default=None,
-        description="Quality on held-out rows; {} takes the defaults. Left out: evaluated when something trains.",
+        description="Evaluation on held-out rows; {} takes the defaults. If unset, a job that trains is evaluated with"
+        " the defaults.",
     )
     predict: PredictSpec | None = Field(
-        default=None, description="Batch inference; {} takes the defaults. Left out: none."
+        default=None, description="Batch inference; {} takes the defaults. If unset, the job does not predict."
     )
     generation: GenerationSpec = Field(
         default=GenerationSpec(),
-        description="How the model writes, for text-generation, preference-tuning, summarization and translation. "
-        "Left out: the defaults.",
+        description="Decoding for text-generation, preference-tuning, summarization and translation. If unset, the "
+        "defaults apply.",
     )
     preference: PreferenceSpec = Field(
         default=PreferenceSpec(),
-        description="How preferences are learnt, for preference-tuning. Left out: the defaults.",
+        description="Direct preference optimization, for preference-tuning. If unset, the defaults apply.",
     )
     endpoint: EndpointSpec | None = Field(
         default=None,
-        description="A server for the model, which may come, change and go while the job is there. Left out: none.",
+        description="Server for the model. It can be added, changed and removed while the job exists. If unset, the "
+        "model is not served.",
     )
-    secrets: SecretsSpec = Field(default=SecretsSpec(), description="References to Secrets. Left out: none.")
-    template: TemplateSpec = Field(default=TemplateSpec(), description="Pod-level settings. Left out: none of yours.")
-    image: Image | None = Field(default=None, description="Trainer image. Left out: the operator's own.")
+    secrets: SecretsSpec = Field(
+        default=SecretsSpec(), description="References to Secrets. If unset, the job uses none."
+    )
+    template: TemplateSpec = Field(
+        default=TemplateSpec(),
+        description="Pod-level settings, merged into every pod of the job. If unset, none are merged.",
+    )
+    image: Image | None = Field(default=None, description="Trainer image. Defaults to that of the operator's settings.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
-        default=None, description="When the image is pulled. Left out: Kubernetes' default."
+        default=None,
+        description="Pull policy of the image. Defaults to that of the operator's settings, else to Kubernetes' "
+        "default.",
     )
-    run_policy: RunPolicySpec = Field(default=RunPolicySpec(), description="The job's life. Left out: the defaults.")
+    run_policy: RunPolicySpec = Field(
+        default=RunPolicySpec(),
+        description="Suspension, deadlines, restarts and clean-up of the job. If unset, the defaults apply.",
+    )
 
     @property
     def script(self) -> ScriptSpec | None:

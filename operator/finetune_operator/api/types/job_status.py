@@ -27,24 +27,24 @@ ConditionType: TypeAlias = Literal[
 
 
 class Condition(StatusModel):
-    """One aspect of the job, in the form of metav1.Condition."""
+    """Condition of the job, in the form of metav1.Condition."""
 
-    type: ConditionType = Field(description="Aspect.")
-    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
+    type: ConditionType = Field(description="Type of the condition.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Status of the condition: True, False or Unknown.")
     reason: Annotated[str, StringConstraints(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", max_length=1024)] = (
-        Field(description="CamelCase word for the cause.")
+        Field(description="CamelCase reason for the last transition.")
     )
     message: Annotated[str, StringConstraints(max_length=32768)] = Field(
-        default="", description="The cause in sentences."
+        default="", description="Human-readable details of the last transition."
     )
-    last_transition_time: str = Field(description="When status changed last, RFC 3339.")
+    last_transition_time: str = Field(description="Time of the last change of status, RFC 3339.")
     observed_generation: int | None = Field(
-        default=None, ge=0, description="Generation of the spec that this speaks of."
+        default=None, ge=0, description="Generation of the spec that the condition was set for."
     )
 
 
 Capacity: TypeAlias = Literal["spot", "onDemand"]
-"""Kinds of nodes: those that can be taken away, and any."""
+"""Kinds of nodes: those that can be reclaimed, and any."""
 
 
 class ChildReference(StatusModel):
@@ -56,45 +56,48 @@ class ChildReference(StatusModel):
 
 
 class StageStatus(StatusModel):
-    """One stage."""
+    """State of one stage."""
 
-    name: Literal["prepare", "train", "evaluate", "predict", "serve"] = Field(description="Stage.")
-    state: Literal["Pending", "Running", "Succeeded", "Failed", "Suspended"] = Field(description="State.")
-    attempt: int = Field(ge=0, description="Number of the current try, from 1; 0 before the first.")
-    start_time: str | None = Field(default=None, description="When the current attempt started, RFC 3339.")
-    completion_time: str | None = Field(default=None, description="When the stage ended, RFC 3339.")
-    child: ChildReference | None = Field(default=None, description="Object of the current attempt.")
+    name: Literal["prepare", "train", "evaluate", "predict", "serve"] = Field(description="Name of the stage.")
+    state: Literal["Pending", "Running", "Succeeded", "Failed", "Suspended"] = Field(description="State of the stage.")
+    attempt: int = Field(ge=0, description="Number of the current attempt, from 1; 0 before the first.")
+    start_time: str | None = Field(default=None, description="Start of the current attempt, RFC 3339.")
+    completion_time: str | None = Field(default=None, description="End of the stage, RFC 3339.")
+    child: ChildReference | None = Field(default=None, description="Object that runs the current attempt.")
     next_attempt_time: str | None = Field(
-        default=None, description="When the next attempt starts after a failure, RFC 3339."
+        default=None, description="Start of the next attempt after a failure, RFC 3339."
     )
     failures_in_row: int = Field(
-        default=0, ge=0, description="Failed attempts since one ran for long; the delay before the next grows with it."
+        default=0, ge=0, description="Failed attempts since one ran for long, a count. The back-off grows with it."
     )
     blocked_since: str | None = Field(
         default=None,
-        description="Since when a container of the current attempt cannot start, for its image or for what it mounts, "
+        description="Time since which a container of the current attempt cannot start because of its image or mounts, "
         "RFC 3339.",
     )
     furthest_step: int | None = Field(
-        default=None, ge=0, description="The furthest step that a failed attempt of the stage had told."
+        default=None, ge=0, description="Furthest step that a failed attempt of the stage reported."
     )
     free_restarts: int = Field(
-        default=0, ge=0, description="Restarts free of charge since freeSince, a count; the settings bound them."
+        default=0,
+        ge=0,
+        description="Restarts since freeSince that do not count against runPolicy.maxRestarts, a count; limited by the "
+        "operator's settings.",
     )
-    free_since: str | None = Field(default=None, description="When the first of those restarts was, RFC 3339.")
+    free_since: str | None = Field(default=None, description="Time of the first of those restarts, RFC 3339.")
     avoided_nodes: tuple[str, ...] = Field(
-        default=(), max_length=16, description="Nodes on which an attempt broke; later pods prefer others."
+        default=(), max_length=16, description="Nodes on which an attempt failed; later pods prefer other nodes."
     )
     capacity: Capacity | None = Field(
         default=None,
-        description="Nodes of the current attempt, or after a fallback those of the next. Left out: any, as the job "
-        "does not ask for spot.",
+        description="Kind of nodes of the current attempt, or of the next one after a fallback. Unset if the job does "
+        "not use spot nodes.",
     )
     nodes_since: str | None = Field(
-        default=None, description="Since when pods of the current attempt have nodes, RFC 3339."
+        default=None, description="Time since which pods of the current attempt are scheduled to nodes, RFC 3339."
     )
     running_since: str | None = Field(
-        default=None, description="Since when all pods of the current attempt run, RFC 3339."
+        default=None, description="Time since which all pods of the current attempt run, RFC 3339."
     )
     replaced_pods: int = Field(
         default=0, ge=0, description="Pods of the current attempt that were lost and replaced, a count."
@@ -106,113 +109,128 @@ class EstimateStatus(StatusModel):
 
     duration_seconds: float | None = Field(default=None, ge=0, description="Training time in seconds.")
     cost: float | None = Field(default=None, ge=0, description="Cost of the training in `currency`.")
-    currency: str | None = Field(default=None, description="ISO 4217 code.")
+    currency: str | None = Field(default=None, description="ISO 4217 code of the currency.")
 
 
 class PlanStatus(StatusModel):
-    """Resolved plan, without any auto."""
+    """Resolved plan; it contains no auto."""
 
-    strategy: str = Field(description="Strategy in words, e.g. deepspeed-zero2.")
-    launcher: str = Field(description="Launcher.")
-    capacity: Capacity | None = Field(default=None, description="Nodes that it trains on first. Left out: any.")
-    world_size: int = Field(ge=1, description="Processes over all nodes.")
+    strategy: str = Field(description="Parallelism strategy, e.g. deepspeed-zero2.")
+    launcher: str = Field(description="Launcher of the training.")
+    capacity: Capacity | None = Field(
+        default=None, description="Kind of nodes for the first training attempt. Unset if any nodes are used."
+    )
+    world_size: int = Field(ge=1, description="Training processes over all nodes.")
     micro_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows that one process computes at once. Left out: a script decides."
+        default=None, ge=1, description="Rows per process and forward pass. Unset if a script decides."
     )
     gradient_accumulation: int | None = Field(
         default=None,
         ge=1,
-        description="Micro-batches of one process in one optimizer step. Left out: a script decides.",
+        description="Micro-batches per process and optimizer step. Unset if a script decides.",
     )
-    memory_per_device: dict[str, int] = Field(default_factory=dict, description="Bytes by term, and their total.")
+    memory_per_device: dict[str, int] = Field(
+        default_factory=dict, description="Estimated device memory in bytes by component, and the total."
+    )
     estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
     data_parallel: int | None = Field(
         default=None,
         ge=1,
-        description="Replicas of the model, when several processes hold one. Left out: each process holds one.",
+        description="Replicas of the model, if each is spread over several processes. Unset if each process holds a "
+        "replica.",
     )
     predict_workers: int | None = Field(
-        default=None, ge=1, description="Pods that share the rows to predict. Left out: one pod predicts."
+        default=None, ge=1, description="Pods that share the rows to predict. Unset if one pod predicts."
     )
-    reasons: tuple[str, ...] = Field(default=(), max_length=64, description="One sentence for each decision.")
+    reasons: tuple[str, ...] = Field(
+        default=(), max_length=64, description="One sentence for each decision of the plan."
+    )
 
 
 class AdaptationStatus(StatusModel):
     """Changes of the plan after failures."""
 
     micro_batch_limit: int | None = Field(
-        default=None, ge=1, description="Largest micro-batch that is tried after memory ran out."
+        default=None, ge=1, description="Largest micro-batch to try since an attempt ran out of memory."
     )
     skipped_strategies: tuple[str, ...] = Field(
         default=(), max_length=128, description="Strategies that ran out of memory at their smallest micro-batch."
     )
     checkpoint_form: str | None = Field(
         default=None,
-        description="What wrote the checkpoints when memory ran out, e.g. ddp or deepspeed-zero2: only strategies that "
-        "go on from them are tried. Left out: there was none yet.",
+        description="Strategy that wrote the checkpoints when memory ran out, e.g. ddp or deepspeed-zero2; only "
+        "strategies that can resume from them are tried. Unset if there were none.",
     )
     reasons: tuple[str, ...] = Field(default=(), max_length=32, description="One sentence for each change.")
 
 
 class MeasuredStatus(StatusModel):
-    """Measured facts, on which the plan rests."""
+    """Measurements that the plan rests on."""
 
     model: dict[str, JsonValue] | None = Field(default=None, description="Shape of the model.")
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
     nodes: dict[str, JsonValue] | None = Field(
-        default=None, description="What the cluster's nodes told of their GPUs before the first stage began."
+        default=None, description="GPUs of the cluster's nodes, read before the first stage started."
     )
 
 
 class ProgressStatus(StatusModel):
     """Progress of the running stage."""
 
-    step: int | None = Field(default=None, ge=0, description="Optimizer step, or row.")
-    total_steps: int | None = Field(default=None, ge=0, description="Steps, or rows, in all.")
+    step: int | None = Field(default=None, ge=0, description="Optimizer step, or row, of the running stage.")
+    total_steps: int | None = Field(default=None, ge=0, description="Total steps, or rows, of the running stage.")
     epoch: float | None = Field(default=None, ge=0, description="Passes over the training split so far.")
-    percent: int | None = Field(default=None, ge=0, le=100, description="Share done in percent.")
-    loss: float | None = Field(default=None, description="Training loss.")
-    samples_per_second: float | None = Field(default=None, ge=0, description="Rows a second over all processes.")
-    tokens_per_second: float | None = Field(default=None, ge=0, description="Tokens a second over all processes.")
-    remaining_seconds: float | None = Field(default=None, ge=0, description="Expected time left in seconds.")
-    replaced_pods: int | None = Field(
-        default=None, ge=0, description="Executors that Spark has lost and replaced, a count. Left out: none is known."
+    percent: int | None = Field(
+        default=None, ge=0, le=100, description="Completed share of the running stage, in percent."
     )
-    last_update_time: str | None = Field(default=None, description="When this was reported, RFC 3339.")
+    loss: float | None = Field(default=None, description="Training loss.")
+    samples_per_second: float | None = Field(
+        default=None, ge=0, description="Throughput over all processes, in rows per second."
+    )
+    tokens_per_second: float | None = Field(
+        default=None, ge=0, description="Throughput over all processes, in tokens per second."
+    )
+    remaining_seconds: float | None = Field(default=None, ge=0, description="Expected remaining time in seconds.")
+    replaced_pods: int | None = Field(
+        default=None, ge=0, description="Spark executors that were lost and replaced, a count. Unset if not known."
+    )
+    last_update_time: str | None = Field(default=None, description="Time of this report, RFC 3339.")
 
 
 class FailureStatus(StatusModel):
-    """The first cause of a failure."""
+    """First cause of a failure."""
 
     failure_class: str = Field(alias="class", description="Class of the failure, e.g. DataError or OutOfMemory.")
-    reason: str = Field(description="CamelCase word for the exact case.")
-    message: str = Field(description="What is wrong: path, value, rule.")
-    hint: str | None = Field(default=None, description="The way out.")
+    reason: str = Field(description="CamelCase reason within the class.")
+    message: str = Field(description="Human-readable cause: field, value and rule.")
+    hint: str | None = Field(default=None, description="Suggested fix.")
     stage: str | None = Field(default=None, description="Stage that failed.")
-    attempt: int | None = Field(default=None, ge=0, description="Its attempt.")
+    attempt: int | None = Field(default=None, ge=0, description="Attempt that failed.")
     pod: str | None = Field(default=None, description="Pod that failed first.")
-    node: str | None = Field(default=None, description="Node it ran on.")
-    rank: int | None = Field(default=None, ge=0, description="Rank of the process.")
-    exit_code: int | None = Field(default=None, description="Its exit code.")
-    log_tail: str | None = Field(default=None, max_length=4096, description="End of its log, at most 4 KiB.")
+    node: str | None = Field(default=None, description="Node of that pod.")
+    rank: int | None = Field(default=None, ge=0, description="Rank of the process that failed.")
+    exit_code: int | None = Field(default=None, description="Exit code of the process.")
+    log_tail: str | None = Field(default=None, max_length=4096, description="End of the pod's log, at most 4 KiB.")
 
 
 class CostStatus(StatusModel):
     """Resources that the job has used."""
 
-    node_seconds: float = Field(
-        default=0, ge=0, description="Seconds in which all pods of an attempt ran, times its nodes."
-    )
+    node_seconds: float = Field(default=0, ge=0, description="Node seconds in which all pods of an attempt ran.")
     billable_seconds: float = Field(
         default=0,
         ge=0,
-        description="Seconds in which pods had nodes, times the nodes: those are paid, also while images are pulled. "
-        "Waiting for a node is in neither.",
+        description="Node seconds in which pods were scheduled to nodes. They include the pulling of images, but not "
+        "the wait for a node.",
     )
-    currency: str | None = Field(default=None, description="ISO 4217 code.")
-    amount: float | None = Field(default=None, ge=0, description="Cost so far, at the prices of the settings.")
+    currency: str | None = Field(default=None, description="ISO 4217 code of the currency.")
+    amount: float | None = Field(
+        default=None, ge=0, description="Cost so far, at the prices of the operator's settings."
+    )
     saved: float | None = Field(
-        default=None, ge=0, description="What the same node seconds would have cost more on demand than on spot nodes."
+        default=None,
+        ge=0,
+        description="Amount saved so far: the cost of the same node seconds on demand, less their cost on spot nodes.",
     )
 
 
@@ -221,16 +239,18 @@ class SpotStatus(StatusModel):
 
     since: str | None = Field(
         default=None,
-        description="Since when spot.maxWaitSeconds counts, RFC 3339. Left out: it does not count now, as the job is "
-        "suspended.",
+        description="Time from which spot.maxWaitSeconds counts, RFC 3339. Unset while the job is suspended, as it "
+        "does not count then.",
     )
     waited_seconds: float = Field(
-        default=0, ge=0, description="Seconds that had counted towards spot.maxWaitSeconds before that."
+        default=0, ge=0, description="Seconds before `since` that count towards spot.maxWaitSeconds."
     )
     ran_seconds: float = Field(
-        default=0, ge=0, description="Seconds in which all pods ran, over the attempts that are over."
+        default=0, ge=0, description="Seconds in which all pods ran, over the finished attempts."
     )
-    preemptions: int = Field(default=0, ge=0, description="Attempts that ended as a spot node was taken away.")
+    preemptions: int = Field(
+        default=0, ge=0, description="Attempts that ended because a spot node was reclaimed, a count."
+    )
 
 
 class ArtifactsStatus(StatusModel):
@@ -239,7 +259,7 @@ class ArtifactsStatus(StatusModel):
     model: str | None = Field(default=None, description="URI of the model.")
     report: str | None = Field(default=None, description="URI of report.html.")
     checkpoints: str | None = Field(
-        default=None, description="URI of the checkpoints, which stay until somebody deletes them."
+        default=None, description="URI of the checkpoints. The operator does not delete them."
     )
     predictions: str | None = Field(default=None, description="URI of the predictions.")
     metrics: dict[str, float] = Field(default_factory=dict, description="Final metrics.")
@@ -247,25 +267,27 @@ class ArtifactsStatus(StatusModel):
         default=None, description="Repository and commit of training.script, as https://host/path@commit."
     )
     endpoint_url: str | None = Field(default=None, description="URL of the server.")
-    model_revision: str | None = Field(default=None, description="Commit of the model that was fetched.")
+    model_revision: str | None = Field(default=None, description="Commit of the downloaded model.")
     dataset_fingerprint: str | None = Field(default=None, description="Fingerprint of the prepared data.")
 
 
 class RevisionStatus(StatusModel):
-    """One state of what the endpoint serves."""
+    """One revision of the endpoint."""
 
-    number: int = Field(ge=1, description="Number, from 1; the servers' Deployment has it in its name.")
-    state: Literal["Starting", "Serving", "Ended"] = Field(description="State.")
-    digest: str = Field(description="sha256 of what its pods are made of.")
+    number: int = Field(
+        ge=1, description="Number of the revision, from 1; part of the name of the servers' Deployment."
+    )
+    state: Literal["Starting", "Serving", "Ended"] = Field(description="State of the revision.")
+    digest: str = Field(description="sha256 digest of the content of its pods.")
     model: str | None = Field(default=None, description="URI of the model.")
     endpoint: dict[str, JsonValue] = Field(
         default_factory=dict, description="spec.endpoint of this revision, without the number of servers."
     )
-    start_time: str = Field(description="When its servers were created, RFC 3339.")
-    ready_time: str | None = Field(default=None, description="When the URL led to it first, RFC 3339.")
-    end_time: str | None = Field(default=None, description="When it ended, RFC 3339.")
-    reason: str | None = Field(default=None, description="CamelCase word for why it ended or is not ready yet.")
-    message: str | None = Field(default=None, max_length=1024, description="The same in a sentence.")
+    start_time: str = Field(description="Creation time of its servers, RFC 3339.")
+    ready_time: str | None = Field(default=None, description="Time at which the URL first led to it, RFC 3339.")
+    end_time: str | None = Field(default=None, description="End of the revision, RFC 3339.")
+    reason: str | None = Field(default=None, description="CamelCase reason why it ended or is not ready yet.")
+    message: str | None = Field(default=None, max_length=1024, description="Human-readable details of the reason.")
 
 
 class EndpointStatus(StatusModel):
@@ -273,17 +295,19 @@ class EndpointStatus(StatusModel):
 
     revision: int | None = Field(default=None, ge=1, description="Number of the revision that the URL leads to.")
     target: int | None = Field(
-        default=None, ge=1, description="Number of the revision that is wanted; it takes over once it is ready."
+        default=None, ge=1, description="Number of the desired revision, which takes over once it is ready."
     )
     rolled_back_from: int | None = Field(
-        default=None, ge=1, description="Revision of spec.endpoint that a rollback holds back. Left out: none."
+        default=None, ge=1, description="Revision of spec.endpoint that a rollback holds back. Unset if there is none."
     )
     observed_rollback: str | None = Field(
-        default=None, description="Annotation finetune.dev/rollback that this status speaks of."
+        default=None, description="Value of the annotation finetune.dev/rollback that this status was set for."
     )
-    rollback: str | None = Field(default=None, max_length=1024, description="What became of that annotation.")
+    rollback: str | None = Field(default=None, max_length=1024, description="Result of that rollback.")
     revisions: tuple[RevisionStatus, ...] = Field(
-        default=(), max_length=8, description="History, the oldest first: the newest five, and those of a rollback."
+        default=(),
+        max_length=8,
+        description="History of revisions, oldest first: the newest five, and those of a rollback.",
     )
 
 
@@ -291,30 +315,34 @@ class FineTuneJobStatus(StatusModel):
     """Observed state of the job."""
 
     observed_generation: int | None = Field(
-        default=None, ge=0, description="Generation of the spec that this status speaks of."
+        default=None, ge=0, description="Generation of the spec that this status was set for."
     )
-    phase: Phase | None = Field(default=None, description="Where the job is, in one word.")
-    stage: Stage | None = Field(default=None, description="Stage that runs or ran last.")
-    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, description="Aspects of the job.")
-    stages: tuple[StageStatus, ...] = Field(default=(), max_length=8, description="The stages in order.")
-    plan: PlanStatus | None = Field(default=None, description="What will run.")
+    phase: Phase | None = Field(default=None, description="Summary of the job's state in one word.")
+    stage: Stage | None = Field(default=None, description="Stage that runs, or ran last.")
+    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, description="Conditions of the job.")
+    stages: tuple[StageStatus, ...] = Field(default=(), max_length=8, description="Stages in their order.")
+    plan: PlanStatus | None = Field(default=None, description="Resolved plan of the job.")
     progress: ProgressStatus | None = Field(default=None, description="Progress of the running stage.")
-    failure: FailureStatus | None = Field(default=None, description="Why the job failed.")
-    restarts: int = Field(default=0, ge=0, description="Restarts so far.")
+    failure: FailureStatus | None = Field(default=None, description="Cause of the job's failure.")
+    restarts: int = Field(default=0, ge=0, description="Restarts so far, a count.")
     counted_restarts: int = Field(
-        default=0, ge=0, description="Those among them that count against runPolicy.maxRestarts."
+        default=0, ge=0, description="Restarts that count against runPolicy.maxRestarts, a count."
     )
     start_time: str | None = Field(
-        default=None, description="When the job began to run, anew after each suspension, RFC 3339."
+        default=None, description="Time at which the job started, or resumed after a suspension, RFC 3339."
     )
-    completion_time: str | None = Field(default=None, description="When the job succeeded or failed, RFC 3339.")
-    adaptation: AdaptationStatus | None = Field(default=None, description="How the plan was changed after failures.")
-    measured: MeasuredStatus | None = Field(default=None, description="What prepare measured, and nodes told.")
+    completion_time: str | None = Field(
+        default=None, description="Time at which the job succeeded or failed, RFC 3339."
+    )
+    adaptation: AdaptationStatus | None = Field(default=None, description="Changes of the plan after failures.")
+    measured: MeasuredStatus | None = Field(
+        default=None, description="Measurements of the prepare stage and of the nodes, on which the plan rests."
+    )
     spot: SpotStatus | None = Field(
-        default=None, description="State of the training on spot nodes. Left out: the job does not ask for them."
+        default=None, description="State of the training on spot nodes. Unset if the job does not use spot nodes."
     )
     cost: CostStatus | None = Field(default=None, description="Resources that the job has used.")
     artifacts: ArtifactsStatus | None = Field(default=None, description="Results of the job.")
     endpoint: EndpointStatus | None = Field(
-        default=None, description="Revisions of the endpoint. Left out: the job has none."
+        default=None, description="Revisions of the endpoint. Unset if the job has none."
     )

@@ -15,22 +15,22 @@ class AdapterSpec(SpecModel):
 
     method: Literal["none", "lora", "qlora", "dora"] = Field(
         default="none",
-        description="How weights are adapted: lora, dora, or qlora, which is lora beside weights in 4 bits. Default "
-        "none: all weights are trained.",
+        description="Adapter method: lora, dora, or qlora (lora with the base weights in 4 bits). Defaults to none: "
+        "all weights are trained.",
     )
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=16,
-        description="Rank of the update matrices, a count. Default 16. Used only with a method other than none.",
+        description="Rank of the update matrices, a count. Used only if method is not none. Defaults to 16.",
     )
     alpha: Annotated[float, Field(gt=0, le=65536)] = Field(
-        default=32.0, description="Scale of the update; the effective factor is alpha / rank. Default 32."
+        default=32.0, description="Scale of the update; the effective factor is alpha / rank. Defaults to 32."
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.05, description="Dropout on the adapter's input, a share from 0 to below 1. Default 0.05."
+        default=0.05, description="Dropout probability on the adapter's input, from 0 to below 1. Defaults to 0.05."
     )
     target_modules: Auto | Annotated[tuple[Text, ...], Field(min_length=1, max_length=64)] = Field(
         default="auto",
-        description="Names of the layers to adapt, or auto (the default) for all linear layers of the blocks.",
+        description="Names of the layers to adapt. Defaults to auto: all linear layers of the blocks.",
     )
 
 
@@ -38,23 +38,22 @@ class ModelSpec(SpecModel):
     """The model to start from."""
 
     uri: Uri = Field(
-        description="Where the model is: hf://org/name, or pvc://claim/path in a cluster; without one file:///path, "
-        "file://path relative to the job file's folder, and pkg://python_package/folder. s3://, gs:// and az:// are "
-        "not supported yet. Required."
+        description="Location of the model: hf://org/name, or pvc://claim/path in a cluster; without a cluster also "
+        "file:///path, file://path relative to the job file's folder, and pkg://python_package/folder. s3://, "
+        "gs:// and az:// are not supported yet. Required."
     )
     revision: Text = Field(
         default="main",
-        description="Branch, tag or commit of a Hub model. Default main; status pins it to a commit. "
-        "Not used by other schemes.",
+        description="Branch, tag or commit of a Hub model; the status pins it to a commit. Not used by other schemes. "
+        "Defaults to main.",
     )
     trust_remote_code: bool = Field(
         default=False,
-        description="Run Python code that comes with the model. Default false. Refused unless the "
-        "cluster's administrator "
-        "allows the repository.",
+        description="Whether to run Python code that comes with the model. Refused unless the cluster's administrator "
+        "allows the repository. Defaults to false.",
     )
     adapter: AdapterSpec = Field(
-        default=AdapterSpec(), description="Adapter training; left out: all weights are trained."
+        default=AdapterSpec(), description="Adapter training. If unset, all weights are trained."
     )
 
 
@@ -63,20 +62,18 @@ class SplitsSpec(SpecModel):
 
     train: Text | None = Field(
         default=None,
-        description="Split (or file stem) to train on, Hub slices such as train[:10%] included. Left "
-        "out: the split named "
-        "train, or the only file.",
+        description="Split (or file stem) to train on; Hub slices such as train[:10%] are allowed. Defaults to the "
+        "split named train, or the only file.",
     )
     validation: Text | None = Field(
         default=None,
-        description="Split measured during training. Left out: the split named validation if there "
-        "is one, else 5 % of train, "
-        "set aside with the seed.",
+        description="Split to evaluate during training. Defaults to the split named validation if there is one, else "
+        "to 5 % of train, selected with the seed.",
     )
     test: Text | None = Field(
         default=None,
-        description="Split that evaluate and predict use. Left out: the split named test if there is "
-        "one, else validation.",
+        description="Split for the evaluate and predict stages. Defaults to the split named test if there is one, else"
+        " to validation.",
     )
 
 
@@ -85,51 +82,64 @@ class ColumnsSpec(SpecModel):
 
     text: Text | None = Field(
         default=None,
-        description="Input text. Left out: text. Used by text-classification, text-generation and masked-lm.",
+        description="Column of the input text. Used by text-classification, text-generation and masked-lm. Defaults to"
+        " text.",
     )
     text_pair: Text | None = Field(
-        default=None, description="Second text of a pair. Left out: there is no pair. Used by text-classification."
+        default=None,
+        description="Column of the second text of a pair. Used by text-classification. If unset, there are no pairs.",
     )
     label: Text | None = Field(
         default=None,
-        description="Class as a word or a whole number, a list of classes, or a fraction. Left out: label. Used by "
-        "text-classification.",
+        description="Column of the class: a word or an integer, a list of classes, or a fraction. Used by text-"
+        "classification. Defaults to label.",
     )
     tokens: Text | None = Field(
-        default=None, description="List of words. Left out: tokens. Used by token-classification."
+        default=None, description="Column of the list of words. Used by token-classification. Defaults to tokens."
     )
     tags: Text | None = Field(
-        default=None, description="List of tags, one a word. Left out: tags. Used by token-classification."
+        default=None,
+        description="Column of the list of tags, one per word. Used by token-classification. Defaults to tags.",
     )
-    question: Text | None = Field(default=None, description="Question. Left out: question. Used by question-answering.")
-    context: Text | None = Field(default=None, description="Paragraph. Left out: context. Used by question-answering.")
-    answers: Text | None = Field(default=None, description="Answers. Left out: answers. Used by question-answering.")
+    question: Text | None = Field(
+        default=None, description="Column of the question. Used by question-answering. Defaults to question."
+    )
+    context: Text | None = Field(
+        default=None,
+        description="Column of the paragraph with the answer. Used by question-answering. Defaults to context.",
+    )
+    answers: Text | None = Field(
+        default=None, description="Column of the answers. Used by question-answering. Defaults to answers."
+    )
     source: Text | None = Field(
         default=None,
-        description="Text to turn, or prompt. Left out: source; in text-generation no prompts. Used by "
-        "text-generation, summarization and translation.",
+        description="Column of the source text, or prompt. Used by text-generation, summarization and translation. "
+        "Defaults to source; for text-generation, to no prompts.",
     )
     target: Text | None = Field(
         default=None,
-        description="Wanted text. Left out: target. Used by text-generation with source, by summarization and "
-        "translation.",
+        description="Column of the target text. Used by summarization, translation, and text-generation with source. "
+        "Defaults to target.",
     )
     messages: Text | None = Field(
         default=None,
-        description="Conversation as a list of messages with role and content. Left out: none. Used by "
-        "text-generation.",
+        description="Column of the conversation, a list of messages with role and content. Used by text-generation. If"
+        " unset, there are no conversations.",
     )
     prompt: Text | None = Field(
         default=None,
-        description="Text to answer, or a conversation as in messages. Left out: prompt. Used by preference-tuning.",
+        description="Column of the prompt: a text, or a conversation as in messages. Used by preference-tuning. "
+        "Defaults to prompt.",
     )
     chosen: Text | None = Field(
         default=None,
-        description="The better answer, a text, or behind a conversation a list with one message. Left out: chosen. "
-        "Used by preference-tuning.",
+        description="Column of the preferred answer: a text, or after a conversation a list with one message. Used by "
+        "preference-tuning. Defaults to chosen.",
     )
     rejected: Text | None = Field(
-        default=None, description="The worse answer, like chosen. Left out: rejected. Used by preference-tuning."
+        default=None,
+        description="Column of the rejected answer, in the form of chosen. Used by preference-tuning. Defaults to "
+        "rejected.",
     )
 
 
@@ -137,25 +147,28 @@ class DatasetSpec(SpecModel):
     """Rows to train, evaluate or predict on."""
 
     uri: Uri = Field(
-        description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, json, csv, tsv, txt (a row "
-        "a line), parquet or arrow behind any scheme, all but the last two also with .gz, .zst, .bz2 or .xz; "
-        "file://path without a third slash is relative to the job file's folder. s3://, gs:// and az:// are not "
-        "supported yet. Required."
+        description="Location of the data: hf://org/name, or a folder, file or glob with any scheme. Formats: parquet,"
+        " arrow, and jsonl, json, csv, tsv or txt (one row per line), the latter five also compressed as "
+        ".gz, .zst, .bz2 or .xz. file://path without a third slash is relative to the job file's folder. "
+        "s3://, gs:// and az:// are not supported yet. Required."
     )
     config: Text | None = Field(
-        default=None, description="Configuration of a Hub data set, as glue has mnli. Left out: its default one."
+        default=None,
+        description="Configuration of a Hub data set, e.g. mnli of glue. Defaults to the data set's default "
+        "configuration.",
     )
     splits: SplitsSpec = Field(
-        default=SplitsSpec(), description="Names of the splits; left out: train, validation, test."
+        default=SplitsSpec(), description="Names of the splits. Defaults to train, validation and test."
     )
     columns: ColumnsSpec = Field(
-        default=ColumnsSpec(), description="Names of the columns; left out: the task's own names."
+        default=ColumnsSpec(), description="Names of the columns. Defaults to the column names of the task."
     )
     labels: Annotated[dict[str, Text], Field(max_length=1024)] = Field(
         default={},
-        description='Value in the label column -> name of the label, as in {"-1": negative, "1": positive}; several '
-        "values may share a name. Each value of the data must be in it. Left out: the values are the names, or class "
-        "ids where they count from 0 without gaps. Used by text-classification; not used in predict.dataset.",
+        description='Map from values of the label column to label names, e.g. {"-1": negative, "1": positive}; several'
+        " values may share a name. Every value in the data must be listed. If unset, the values are the "
+        "names, or class ids if they count from 0 without gaps. Used by text-classification; not used in "
+        "predict.dataset.",
     )
 
 
@@ -164,26 +177,27 @@ class PreparationSpec(SpecModel):
 
     engine: Literal["auto", "job", "spark"] = Field(
         default="auto",
-        description="What prepares the data, with the same result. Default auto: processes of one machine; job: pods "
-        "on many nodes, which share the workspace; spark: partitions of Spark.",
+        description="Engine that prepares the data; all give the same result. auto: processes of one machine; job: "
+        "pods on several nodes, which share the workspace; spark: partitions of Spark. Defaults to auto.",
     )
     workers: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
-        description="Processes that tokenise (pods with engine job, partitions with spark), a count. Default 1.",
+        description="Processes that tokenize (pods for engine job, partitions for spark), a count. Defaults to 1.",
     )
     max_length: Annotated[int, Field(ge=2, le=10_000_000)] | None = Field(
         default=None,
-        description="Longest input in tokens; longer rows are cut. Left out: the model's limit, at most 512.",
+        description="Maximum length of an input in tokens; longer rows are truncated. Defaults to the model's limit, "
+        "at most 512.",
     )
     packing: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Whether several rows share one sequence. Default auto: only for tasks that gain from it, and not "
-        "with parallelism.sequence.",
+        description="Whether several rows are packed into one sequence. Defaults to auto: only for tasks that benefit "
+        "from it, and not with parallelism.sequence.",
     )
     stride: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         default=None,
-        description="Overlap of the windows of a long row in tokens, for tasks that cut rows into windows "
-        "(token-classification, question-answering). Left out: 128, or a quarter of a window when that is less.",
+        description="Overlap of the windows of a long row, in tokens, for tasks that split rows into windows (token-"
+        "classification, question-answering). Defaults to 128, or a quarter of a window if that is less.",
     )
 
     @property

@@ -15,94 +15,100 @@ class OffloadSpec(SpecModel):
 
     optimizer: OffloadDevice = Field(
         default="none",
-        description="Where optimizer state lies: none, on the device; cpu, in host memory, with deepspeed from ZeRO "
-        "stage 1 on; nvme, in files on the node's disk, with ZeRO stage 3. With fsdp it goes where parameters go. "
-        "Default none.",
+        description="Location of the optimizer state. none: on the device; cpu: in host memory, needs deepspeed with "
+        "ZeRO stage 1 or higher; nvme: in files on the node's disk, needs ZeRO stage 3. With fsdp it "
+        "follows the parameters. Defaults to none.",
     )
     parameters: OffloadDevice = Field(
         default="none",
-        description="Where parameters lie: none, on the device; cpu, in host memory, with ZeRO stage 3 or fsdp; nvme, "
-        "in files on the node's disk, with ZeRO stage 3. Default none.",
+        description="Location of the parameters. none: on the device; cpu: in host memory, needs ZeRO stage 3 or fsdp;"
+        " nvme: in files on the node's disk, needs ZeRO stage 3. Defaults to none.",
     )
     activations: Literal["none", "cpu"] = Field(
         default="none",
-        description="Where saved activations lie until the backward pass: none, on the device; cpu, in host memory, "
-        "with any strategy. Default none.",
+        description="Location of saved activations until the backward pass. none: on the device; cpu: in host memory, "
+        "with any strategy. Defaults to none.",
     )
 
 
 class PipelineSpec(SpecModel):
-    """Pipeline parallelism: the layers in stages on several processes, cut so that the dearest stage is as cheap as can
-    be.
-    """
+    """Pipeline parallelism: layers in stages on several processes, split for the fastest slowest stage."""
 
     degree: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1,
-        description="Processes that the layers are spread over, a count. Default 1: none, unless auto has to.",
+        description="Pipeline-parallel degree: the processes that the layers are spread over, a count. Defaults to 1: "
+        "no pipeline, unless strategy auto needs one.",
     )
     micro_batches: Auto | Count = Field(
         default="auto",
-        description="Micro-batches of one pass of the schedule, a count; they divide those of a step. "
-        "Default auto: all of a step. More of them leave less of the time idle, (degree - 1) / (microBatches + "
-        "degree - 1).",
+        description="Micro-batches per pass of the schedule, a count; must divide the micro-batches of a step. More of"
+        " them reduce the idle share, (degree - 1) / (microBatches + degree - 1). Defaults to auto: all "
+        "micro-batches of a step.",
     )
     schedule: PipelineSchedule = Field(
         default="1f1b",
-        description="Order of the micro-batches: gpipe (all forward, then all backward), 1f1b (as short, with the "
-        "activations of fewer micro-batches), interleaved (two stages a process, idle half as long). Default 1f1b.",
+        description="Order of the micro-batches. gpipe: all forward, then all backward; 1f1b: equally fast, with fewer "
+        "activations in memory; interleaved: two stages per process, half the idle time. Defaults to 1f1b.",
     )
 
 
 class ParallelismSpec(SpecModel):
-    """Distribution of the model over devices. What is asked for is in effect or an error, never replaced in silence."""
+    """Distribution of the model over devices. A setting takes effect or is an error; it is never replaced silently."""
 
     strategy: StrategyChoice = Field(
         default="auto",
-        description="single, ddp, fsdp or deepspeed. Default auto: the cheapest that fits the memory; where none does, "
-        "ddp with the smallest tensor and pipeline degrees that fit, or rows of text in slices.",
+        description="Parallelism strategy: single, ddp, fsdp or deepspeed. Defaults to auto: the cheapest that fits "
+        "the memory; if none fits, ddp with the smallest tensor and pipeline degrees that fit, or with "
+        "rows of text divided among processes.",
     )
     zero_stage: Auto | Annotated[int, Field(ge=0, le=3)] = Field(
         default="auto",
-        description="DeepSpeed ZeRO stage, 0 to 3. Default auto: the lowest that fits. Needs "
-        "strategy deepspeed or auto.",
+        description="DeepSpeed ZeRO stage, 0 to 3. Needs strategy deepspeed or auto. Defaults to auto: the lowest "
+        "stage that fits.",
     )
     sharding: Sharding = Field(
         default="full",
-        description="What fsdp divides: full, all state over all processes; grad-op, gradients and optimizer state, "
-        "while parameters stay gathered between forward and backward pass; hybrid, all state inside a node, with a "
-        "copy on each node. Default full. Needs strategy fsdp.",
+        description="State that fsdp shards. full: all state over all processes; grad-op: gradients and optimizer "
+        "state, while parameters stay gathered between the forward and backward pass; hybrid: all state "
+        "within a node, with a replica on each node. Needs strategy fsdp. Defaults to full.",
     )
     offload: OffloadSpec = Field(
         default=OffloadSpec(),
-        description="Of state needs strategy deepspeed or fsdp. Left out: nothing is offloaded unless auto has to.",
+        description="State outside of device memory. Offload of optimizer state and parameters needs strategy "
+        "deepspeed or fsdp. If unset, nothing is offloaded unless strategy auto needs it.",
     )
     tensor: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1,
-        description="Processes that each layer is split over, by the plan that transformers has for the model; a count "
-        "that divides its attention and key-value heads and feed-forward width. Default 1: none, unless auto has to.",
+        description="Tensor-parallel degree: the processes that each layer is sharded over, by the model's plan in "
+        "transformers, a count. Must divide its attention heads, key-value heads and feed-forward width. Defaults"
+        " to 1: no tensor parallelism, unless strategy auto needs it.",
     )
-    pipeline: PipelineSpec = Field(default=PipelineSpec(), description="Left out: no pipeline.")
+    pipeline: PipelineSpec = Field(
+        default=PipelineSpec(), description="Pipeline parallelism. If unset, there is no pipeline."
+    )
     sequence: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1,
-        description="Processes that the tokens of a row are divided among, a count that divides the model's attention "
-        "and key-value heads, which they exchange for tokens: for rows whose activations are too large for one "
-        "process. Needs task text-generation. Default 1: none, unless auto has to.",
+        description="Sequence-parallel degree: the processes that share the tokens of a row, a count, for rows whose "
+        "activations exceed the memory of one process. Must divide the model's attention and key-value heads, "
+        "which they exchange for tokens. Needs task text-generation. Defaults to 1: no sequence parallelism, "
+        "unless strategy auto needs it.",
     )
     activation_checkpointing: Literal["auto", "none", "full", "selective"] = Field(
         default="auto",
-        description="Recompute activations in the backward pass to save memory: full, all of each block; selective, "
-        "all but the results of matrix products and fused attention; none. Default auto: none, or full when needed.",
+        description="Recomputation of activations in the backward pass, to save memory. full: all of each block; "
+        "selective: all but the results of matrix products and fused attention; none: nothing. Defaults to"
+        " auto: none, or full if memory needs it.",
     )
     placement: Annotated[str, StringConstraints(pattern=r"^(cluster|spread|[DPT]{1,3})$", max_length=7)] = Field(
         default="cluster",
-        description="Which ranks are neighbours: cluster (DPT) keeps the tensor- and pipeline-parallel ranks of a "
-        "replica together, on one node where they fit, spread (PTD) puts them apart, or the order of D, P and T in the "
-        "device mesh, that of neighbouring ranks last. Default cluster.",
+        description="Placement of ranks. cluster (DPT): the tensor- and pipeline-parallel ranks of a replica are "
+        "neighbours, on one node if they fit; spread (PTD): they are apart. Or the order of D, P and T in "
+        "the device mesh, neighbouring ranks last. Defaults to cluster.",
     )
     deepspeed_config: FreeObject = Field(
         default={},
-        description="Merged last into the DeepSpeed configuration; needs strategy deepspeed, and unknown keys "
-        "are an error. Left out: nothing.",
+        description="Overrides, merged last into the DeepSpeed configuration; unknown keys are an error. Needs "
+        "strategy deepspeed. If unset, nothing is overridden.",
     )
 
     @property

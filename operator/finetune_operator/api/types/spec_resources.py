@@ -20,65 +20,68 @@ from finetune_operator.api.types.field_types import (
 
 
 class AcceleratorSpec(SpecModel):
-    """The GPU to ask for."""
+    """Requested GPU."""
 
     product: Text | None = Field(
         default=None,
-        description="Product by its name, e.g. H100 or A100-80GB (all: docs/hardware.md), or as a node label has it, "
-        "e.g. NVIDIA-A100-SXM4-80GB. Pods go to nodes with it. Left out: any.",
+        description="GPU product, e.g. H100 or A100-80GB (full list: docs/hardware.md), or as a node label has it, "
+        "e.g. NVIDIA-A100-SXM4-80GB. Pods are scheduled to nodes with this product. If unset, any GPU is "
+        "used.",
     )
     memory: Quantity | None = Field(
         default=None,
-        description="Memory of one device, e.g. 80Gi, for plans made before a node is known; it chooses no node. "
-        "Left out: what nodes or tables say of the product, or else 15 GiB.",
+        description="Memory of one device, e.g. 80Gi, for plans made before a node is known; it does not select nodes. "
+        "Defaults to the value of the nodes or of the product table, else to 15 GiB.",
     )
     resource: Annotated[str, StringConstraints(pattern=GPU_RESOURCE_PATTERN, max_length=253)] | None = Field(
         default=None,
-        description="Resource by which pods ask for the devices: a MIG profile such as nvidia.com/mig-3g.40gb, or "
-        "amd.com/gpu. Left out: that of the operator's settings, usually nvidia.com/gpu.",
+        description="Extended resource that pods request, e.g. amd.com/gpu, or a MIG profile such as "
+        "nvidia.com/mig-3g.40gb. Defaults to that of the operator's settings, usually nvidia.com/gpu.",
     )
 
 
 class ElasticSpec(SpecModel):
-    """Bounds between which the number of nodes may change."""
+    """Bounds of the number of nodes."""
 
-    min_nodes: Count = Field(description="Fewest nodes, a count. Required.")
-    max_nodes: Count = Field(description="Most nodes, a count. Required.")
+    min_nodes: Count = Field(description="Minimum number of nodes. Required.")
+    max_nodes: Count = Field(description="Maximum number of nodes. Required.")
 
 
 class ResourcesSpec(SpecModel):
     """Resources of a job."""
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default=1, description="Nodes for training, a count. Default 1."
+        default=1, description="Number of training nodes. Defaults to 1."
     )
     gpus_per_node: Auto | Annotated[int, Field(ge=0, le=64)] = Field(
         default=0,
-        description="GPUs on each node. Default 0: CPU training. auto: those of the machine, or none "
-        "when it has none; only "
-        "without a cluster.",
+        description="Number of GPUs per node. auto: all GPUs of the machine, or none if it has none; only without a "
+        "cluster. Defaults to 0: training on CPU.",
     )
     processes_per_node: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         default="auto",
-        description="Processes on each node. Default auto: one a GPU; on CPU 2 when the strategy spreads, else 1.",
+        description="Number of processes per node. Defaults to auto: one per GPU; on CPU 2 if the strategy distributes"
+        " the training, else 1.",
     )
     cpu: Quantity | None = Field(
-        default=None, description="CPU cores of one node's pod, e.g. 8 or 500m. Left out: no request."
+        default=None, description="CPU cores of each node's pod, e.g. 8 or 500m. If unset, none are requested."
     )
     memory: Quantity | None = Field(
-        default=None, description="Memory of one node's pod, e.g. 64Gi. Left out: from the plan."
+        default=None, description="Memory of each node's pod, e.g. 64Gi. If unset, the plan decides."
     )
     shared_memory: Auto | Quantity = Field(
-        default="auto", description="Size of /dev/shm, e.g. 8Gi. Default auto: from the plan."
+        default="auto", description="Size of /dev/shm, e.g. 8Gi. Defaults to auto: the plan decides."
     )
-    accelerator: AcceleratorSpec = Field(default=AcceleratorSpec(), description="Left out: any GPU.")
+    accelerator: AcceleratorSpec = Field(
+        default=AcceleratorSpec(), description="GPU that the job requests. If unset, any GPU is used."
+    )
     network: Literal["auto", "tcp", "rdma", "efa"] = Field(
         default="auto",
-        description="Network between nodes. With rdma or efa, pods ask for its devices. Default auto: no devices, and "
-        "NCCL looks for a network itself.",
+        description="Network between nodes. rdma and efa: pods request its devices. Defaults to auto: no devices are "
+        "requested, and NCCL selects a network.",
     )
     elastic: ElasticSpec | None = Field(
-        default=None, description="Not supported yet. Left out: the number of nodes is fixed."
+        default=None, description="Elastic number of nodes. Not supported yet. If unset, the number of nodes is fixed."
     )
 
 
@@ -87,16 +90,19 @@ class StorageSpec(SpecModel):
 
     workspace: Uri | None = Field(
         default=None,
-        description="Claim for results, pvc://claim; other schemes are not supported yet. Left out: a new claim.",
+        description="Claim for results, as pvc://claim; other schemes are not supported yet. If unset, the operator "
+        "creates a claim.",
     )
     cache: Uri | None = Field(
         default=None,
-        description="Claim for downloads and prepared data, pvc://claim; other schemes are not supported yet. "
-        "Left out: the workspace.",
+        description="Claim for downloads and prepared data, as pvc://claim; other schemes are not supported yet. "
+        "Defaults to the workspace.",
     )
-    size: Quantity = Field(default="100Gi", description="Size of a claim that the operator makes. Default 100Gi.")
+    size: Quantity = Field(default="100Gi", description="Size of a claim that the operator creates. Defaults to 100Gi.")
     storage_class_name: ObjectName | None = Field(
-        default=None, description="Class of that claim. Left out: the cluster's default."
+        default=None,
+        description="Storage class of a claim that the operator creates. Defaults to that of the operator's settings, "
+        "else to the cluster's default.",
     )
 
 
@@ -105,7 +111,7 @@ class SecretKeySpec(SpecModel):
 
     name: ObjectName = Field(description="Name of the Secret. Required.")
     key: Annotated[str, StringConstraints(pattern=DATA_KEY_PATTERN, max_length=253)] = Field(
-        default="token", description="Key in it. Default token."
+        default="token", description="Key within the Secret. Defaults to token."
     )
 
 
@@ -123,51 +129,57 @@ class CheckpointsSpec(SpecModel):
 
     every: Auto | CheckpointEverySpec = Field(
         default="auto",
-        description="Interval. Default auto: once an epoch and after each 10 minutes of work without one; later where "
-        "saving would take more than 3 % of the time.",
+        description="Interval between checkpoints. Defaults to auto: once per epoch, and after 10 minutes of work "
+        "without a checkpoint; less often if saving takes more than 3 % of the time.",
     )
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
-        default=3, description="Checkpoints that stay, a count. Default 3."
+        default=3, description="Number of checkpoints to retain. Defaults to 3."
     )
     uri: Uri | None = Field(
-        default=None, description="Copy of the checkpoints. Not supported yet. Left out: the workspace only."
+        default=None,
+        description="Location for copies of the checkpoints. Not supported yet. If unset, they are stored in the "
+        "workspace only.",
     )
-    on_preemption: bool = Field(default=True, description="Save when the pod is told to stop. Default true.")
+    on_preemption: bool = Field(
+        default=True, description="Whether to save a checkpoint when the pod is terminated. Defaults to true."
+    )
     resume: Literal["auto", "never"] = Field(
-        default="auto", description="Whether a new attempt continues from the newest good checkpoint. Default auto."
+        default="auto",
+        description="Whether a new attempt resumes from the newest valid checkpoint: auto or never. Defaults to auto.",
     )
     after_success: Literal["auto", "keep"] = Field(
         default="auto",
-        description="What becomes of the checkpoints once all stages have succeeded. Default auto: `finetune run` "
-        "deletes them and says so, in a cluster they stay. keep: they stay.",
+        description="Retention after all stages have succeeded. auto: `finetune run` deletes the checkpoints and "
+        "reports it, a cluster retains them; keep: they are always retained. Defaults to auto.",
     )
     signing_key: SecretKeySpec | None = Field(
         default=None,
-        description="Secret with a key of 16 bytes or more that checkpoints are signed with; only signed ones are "
-        "continued from. Left out: whoever can write to the volume can replace a checkpoint unseen.",
+        description="Secret key of at least 16 bytes that signs checkpoints; a job resumes only from signed ones. If "
+        "unset, anyone with write access to the volume can replace a checkpoint unnoticed.",
     )
 
 
 class SpotSpec(SpecModel):
-    """Training on capacity that can be taken away. It concerns the train stage; the others are short."""
+    """Training on capacity that can be reclaimed. Applies to the train stage only; the others are short."""
 
     enabled: bool = Field(
-        default=False, description="Train on spot nodes, as the operator's settings name them. Default false."
+        default=False,
+        description="Whether to train on spot nodes, as defined in the operator's settings. Defaults to false.",
     )
     max_run_seconds: Count | None = Field(
         default=None,
-        description="Longest training time in seconds: the time in which all pods ran, over all attempts. Then the job "
-        "is stopped with a checkpoint. Left out: no bound.",
+        description="Maximum training time in seconds: the time in which all pods run, over all attempts. The job is "
+        "then stopped with a checkpoint. If unset, there is no limit.",
     )
     max_wait_seconds: Count | None = Field(
         default=None,
-        description="Longest time in seconds from the start of the training, waiting for nodes and restarts included. "
-        "Left out: no bound.",
+        description="Maximum time in seconds from the start of the training, including restarts and the wait for "
+        "nodes. If unset, there is no limit.",
     )
     fallback_to_on_demand: bool = Field(
         default=False,
-        description="Train on any nodes when no spot node is to be had for as long as the operator's settings say. "
-        "Default false: wait.",
+        description="Whether to train on any nodes if no spot node is available within fallbackAfterSeconds of the "
+        "operator's settings. Defaults to false: the job waits.",
     )
 
 
@@ -181,10 +193,10 @@ class SecretsSpec(SpecModel):
     """References to Secrets. No field takes a token in plain text."""
 
     hub_token: SecretKeySpec | None = Field(
-        default=None, description="Hub token. Left out: only public models and data."
+        default=None, description="Secret key with the Hub token. If unset, only public models and data are accessible."
     )
     storage: SecretSpec | None = Field(
         default=None,
-        description="Secret whose keys become environment variables of the trainer, e.g. for a program of yours. The "
-        "schemes s3://, gs:// and az:// are not supported yet. Left out: none.",
+        description="Secret whose keys become environment variables of the trainer, e.g. for your own program. The "
+        "schemes s3://, gs:// and az:// are not supported yet. Defaults to none.",
     )

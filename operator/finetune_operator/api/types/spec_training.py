@@ -19,14 +19,14 @@ from finetune_operator.api.types.field_types import (
 
 
 class EarlyStoppingSpec(SpecModel):
-    """Stop before the last step."""
+    """Early stopping of the training."""
 
     metric: Text = Field(
         default="loss",
-        description="Validation metric to watch, named as Hugging Face does without eval_. Default loss.",
+        description="Validation metric to monitor, as Hugging Face names it, without eval_. Defaults to loss.",
     )
     patience: Annotated[int, Field(ge=1, le=1000)] = Field(
-        default=3, description="Evaluations without an improvement after which training stops, a count. Default 3."
+        default=3, description="Number of evaluations without improvement after which training stops. Defaults to 3."
     )
 
 
@@ -34,29 +34,29 @@ class GitSpec(SpecModel):
     """A user's program in a git repository."""
 
     url: Annotated[str, StringConstraints(pattern=r"^https://.+$", max_length=1024)] = Field(
-        description="HTTPS URL of the repository; its host has to be allowed by the administrator. It has to be "
-        "readable without a password. Required."
+        description="HTTPS URL of the repository. The administrator must allow its host, and it must be readable "
+        "without a password. Required."
     )
     ref: Annotated[str, StringConstraints(pattern=GIT_REF_PATTERN, max_length=256)] = Field(
         default="main",
-        description="Branch, tag or commit (all 40 digits). Default main. Prepare pins it to a commit.",
+        description="Branch, tag or commit (all 40 digits). The prepare stage pins it to a commit. Defaults to main.",
     )
     path: Annotated[str, StringConstraints(pattern=RELATIVE_PATTERN, max_length=256)] | None = Field(
-        default=None, description="Folder inside the repository that the program runs in. Left out: its root."
+        default=None, description="Folder in the repository that the program runs in. Defaults to the root."
     )
 
 
 class ScriptSpec(SpecModel):
     """A user's own training program in place of the built-in loop."""
 
-    git: GitSpec = Field(description="Where the program is. Required.")
+    git: GitSpec = Field(description="Repository of the program. Required.")
     entry_point: Annotated[str, StringConstraints(pattern=RELATIVE_PATTERN, max_length=256)] = Field(
-        default="train.py", description="File that Python runs, relative to git.path. Default train.py."
+        default="train.py", description="File that Python runs, relative to git.path. Defaults to train.py."
     )
     hyperparameters: Annotated[dict[str, str | int | float | bool], Field(max_length=256)] = Field(
         default={},
-        description="Passed as --key value in the order of the names, byte for byte; booleans as true and false. "
-        "Left out: none.",
+        description="Arguments of the program, passed as --key value, sorted by key. Values are unchanged, byte for "
+        "byte; booleans are true and false. Defaults to none.",
     )
 
 
@@ -65,62 +65,66 @@ class TrainingSpec(SpecModel):
 
     epochs: Annotated[float, Field(gt=0, le=100_000)] | None = Field(
         default=None,
-        description="Passes over the training split; parts are allowed. Left out: 3, unless maxSteps is given.",
+        description="Passes over the training split; fractions are allowed. Defaults to 3, unless maxSteps is set.",
     )
     max_steps: Count | None = Field(
-        default=None, description="Optimizer steps, a count, in place of epochs. Left out: epochs decide."
+        default=None, description="Number of optimizer steps, instead of epochs. If unset, epochs decide."
     )
     global_batch_size: Count = Field(
         default=32,
-        description="Rows per optimizer step over all processes, kept exactly: micro-batch x "
-        "accumulation x data-parallel ranks. "
-        "Default 32.",
+        description="Rows per optimizer step over all processes, kept exactly: micro-batch x accumulation x data-"
+        "parallel ranks. Defaults to 32.",
     )
     micro_batch_size: Auto | Count = Field(
         default="auto",
-        description="Rows that one process computes at once. Default auto: the largest that fits and divides, or "
-        "a smaller one where rows of a step differ in length and less padding saves more time than more passes take.",
+        description="Rows per process and forward pass. Defaults to auto: the largest that fits and divides the global"
+        " batch, or a smaller one if the lengths of a step's rows differ and less padding saves more time "
+        "than the extra passes take.",
     )
     learning_rate: Annotated[float, Field(gt=0, le=10)] = Field(
-        default=2e-5, description="Peak learning rate. Default 2e-5."
+        default=2e-5, description="Peak learning rate. Defaults to 2e-5."
     )
     scheduler: SchedulerName = Field(
-        default="linear", description="How the learning rate changes. Default linear, down to 0."
+        default="linear", description="Learning rate schedule. Defaults to linear, down to 0."
     )
     warmup_steps: Annotated[float, Field(ge=0, le=MAX_INT)] = Field(
-        default=0, description="Steps over which the learning rate rises; below 1 a share of all steps. Default 0."
+        default=0,
+        description="Warm-up steps of the learning rate; a value below 1 is a share of all steps. Defaults to 0.",
     )
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(
-        default=0.0, description="Weight decay of the optimizer. Default 0."
+        default=0.0, description="Weight decay of the optimizer. Defaults to 0."
     )
     max_grad_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
-        default=1.0, description="Norm to which gradients are clipped; 0 clips nothing. Default 1."
+        default=1.0, description="Maximum norm that gradients are clipped to; 0 disables clipping. Defaults to 1."
     )
     optimizer: OptimizerName = Field(
         default="adamw",
-        description="adamw; sgd, without momentum; or adafactor, with strategies single and ddp. Default adamw.",
+        description="Optimizer: adamw; sgd, without momentum; or adafactor, with strategies single and ddp. Defaults "
+        "to adamw.",
     )
     seed: Annotated[int, Field(ge=0, le=MAX_INT)] = Field(
-        default=42, description="Seed of weights, order and dropout. Default 42."
+        default=42, description="Random seed of weights, row order and dropout. Defaults to 42."
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Share of the target spread over all classes, from 0 to below 1. Default 0."
+        default=0.0,
+        description="Share of the target that is spread over all classes, from 0 to below 1. Defaults to 0.",
     )
     early_stopping: EarlyStoppingSpec | None = Field(
-        default=None, description="Left out: training runs to its last step."
+        default=None, description="Early stopping. If unset, training runs to its last step."
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         default="auto",
-        description="Arithmetic of the forward and backward pass. fp16, whose loss is scaled, needs a GPU and a "
-        "strategy other than fsdp. fp8 is for linear layers of the blocks, with all else in bf16; it needs a GPU with "
-        "units for it and strategies single, ddp or fsdp. Default auto: bf16 where the hardware has it, else fp32.",
+        description="Numeric precision of the forward and backward pass. fp16, with loss scaling, needs a GPU and a "
+        "strategy other than fsdp. fp8 applies to the linear layers of the blocks, with bf16 elsewhere; it"
+        " needs a GPU with fp8 units and strategy single, ddp or fsdp. Defaults to auto: bf16 if the "
+        "hardware supports it, else fp32.",
     )
     arguments: Annotated[dict[str, JsonValue], Field(max_length=128)] = Field(
         default={},
-        description="Any other field of transformers.TrainingArguments, checked by name and type. Left out: none.",
+        description="Other fields of transformers.TrainingArguments, checked by name and type. Defaults to none.",
     )
     script: ScriptSpec | None = Field(
         default=None,
-        description="A program of your own, to which other fields of training say nothing. Left out: the built-in "
-        "loop.",
+        description="Your own training program. The other fields of training do not apply to it. If unset, the built-"
+        "in loop trains.",
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace, RunStage
-from finetune_operator.cli.console import Output, UsageError, complain, emit, list_of, note, out
+from finetune_operator.cli.console import Output, UsageError, emit, list_of, note, out, print_error
 from finetune_operator.cli.program_name import program_name
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def names_of_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the FineTuneJob.", autocompletion=names_of_jobs)]
 OneOrAll = Annotated[
     str | None,
-    typer.Argument(metavar="JOB", help="Name of the FineTuneJob; left out: all.", autocompletion=names_of_jobs),
+    typer.Argument(metavar="JOB", help="Name of the FineTuneJob. Default: all jobs.", autocompletion=names_of_jobs),
 ]
 
 
@@ -54,10 +54,10 @@ def status(
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Show where a job in a cluster is, or all jobs in a table.
+    """Show the status of a job in a cluster, or a table of all jobs.
 
-    Phase, progress, plan, stages with their attempts, what stands in the way, the first cause of a failure with
-    its way out, the newest events, and what to type next.
+    For one job, show phase, progress, plan, stages with their attempts, obstacles, the first cause of a failure
+    with a hint, the newest events, and the next commands.
 
     \b
     Examples:
@@ -81,44 +81,45 @@ def status(
         commands = next_commands(found, program_name(), _flags(connection))
         print_page(out(), Page(found, utc_now(), await events_of(cluster, found), commands))
 
-    async def all_of_them(cluster: Cluster) -> None:
+    async def all_jobs(cluster: Cluster) -> None:
         found = await cluster.jobs(all_namespaces)
         if output is not Output.TEXT:
             emit([list_of([each.raw for each in found])], output)
         elif found:
             print_table(out(), found, utc_now(), with_namespace=all_namespaces)
         else:
-            tell_no_jobs(cluster, all_namespaces)
+            note_no_jobs(cluster, all_namespaces)
 
-    in_cluster(connection, all_of_them if job is None else lambda cluster: one(cluster, job))
+    in_cluster(connection, all_jobs if job is None else lambda cluster: one(cluster, job))
 
 
 def logs(
     job: JobName,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on, from pod to pod and stage to stage, until the job ends.")
+        bool, typer.Option("--follow", "-f", help="Follow the logs, across pods and stages, until the job ends.")
     ] = False,
     stage: Annotated[
-        RunStage | None, typer.Option("--stage", metavar="STAGE", help="Which stage. Left out: the one that ran last.")
+        RunStage | None,
+        typer.Option("--stage", metavar="STAGE", help="Show this stage. Default: the stage that runs or ran last."),
     ] = None,
     pod: Annotated[
-        str | None, typer.Option("--pod", metavar="POD", help="One pod, by name or by its part of the prefix (0).")
+        str | None, typer.Option("--pod", metavar="POD", help="Show one pod, by name or by its part of the prefix (0).")
     ] = None,
     rank: Annotated[
-        int | None, typer.Option("--rank", min=0, help="The pod in which this rank of the training runs.")
+        int | None, typer.Option("--rank", min=0, help="Show the pod that runs this rank of the training.")
     ] = None,
     tail: Annotated[
-        int | None, typer.Option("--tail", min=0, metavar="N", help="The last N lines of each pod.")
+        int | None, typer.Option("--tail", min=0, metavar="N", help="Show the last N lines of each pod.")
     ] = None,
-    previous: Annotated[bool, typer.Option("--previous", help="The attempt before the newest one.")] = False,
+    previous: Annotated[bool, typer.Option("--previous", help="Show the attempt before the newest one.")] = False,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Show the log of a stage, all its pods together.
+    """Show the logs of all pods of a stage.
 
-    Each line begins with stage, attempt and pod: [train-1/0]. Pods are deleted with their attempt; then the end
-    of the log that the status keeps of a failure is shown.
+    Each line begins with stage, attempt and pod: [train-1/0]. Pods are deleted with their attempt; after that,
+    show the end of a failure's log from the job's status.
 
     \b
     Examples:
@@ -129,7 +130,7 @@ def logs(
     """
     from finetune_contract.choices import Stage
     from finetune_operator.cli.cluster_jobs import Connection
-    from finetune_operator.cli.log_following import Wanted, follow_logs, show_logs
+    from finetune_operator.cli.log_following import LogSelection, follow_logs, show_logs
 
     for one, other, both in (
         ("--pod", "--rank", pod is not None and rank is not None),
@@ -137,23 +138,23 @@ def logs(
     ):
         if both:
             raise UsageError(f"{one} and {other} exclude each other")
-    wanted = Wanted(None if stage is None else Stage(stage), pod, rank, tail, previous)
+    selection = LogSelection(None if stage is None else Stage(stage), pod, rank, tail, previous)
 
     async def show(cluster: Cluster) -> None:
         found = await cluster.job(job)
         if follow and found.outcome is None:
-            await follow_logs(cluster, found, wanted, out())
+            await follow_logs(cluster, found, selection, out())
         else:
-            await show_logs(cluster, found, wanted, out())
+            await show_logs(cluster, found, selection, out())
 
     in_cluster(Connection(kubeconfig, context, namespace), show)
 
 
 def watch(job: JobName, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
-    """Follow a job to its end.
+    """Watch a job until it ends.
 
-    A page that stays up to date on a terminal, a line for each change elsewhere. Exit code 0 when the job
-    succeeds, 1 when it fails or is deleted.
+    On a terminal, show a page that is kept up to date; elsewhere, print a line for each change. Exit code 0 when
+    the job succeeds, 1 when it fails or is deleted.
 
     \b
     Examples:
@@ -169,19 +170,19 @@ def watch(job: JobName, namespace: Namespace = None, context: Context = None, ku
 
 
 def refuse_job_everywhere(job: str | None, all_namespaces: bool) -> None:
-    """UsageError for one job together with all namespaces."""
+    """Raise UsageError for one job together with all namespaces."""
     if job is not None and all_namespaces:
-        raise UsageError("--all-namespaces: a job has one namespace; name it with -n")
+        raise UsageError("--all-namespaces cannot be used with JOB; give the job's namespace with -n")
 
 
-def tell_no_jobs(cluster: Cluster, all_namespaces: bool) -> None:
-    """Why a list is empty."""
-    where = "any namespace" if all_namespaces else f"namespace {cluster.namespace}"
-    note(f"there is no FineTuneJob in {where}.")
+def note_no_jobs(cluster: Cluster, all_namespaces: bool) -> None:
+    """Print a note that the namespace has no jobs."""
+    scope = "any namespace" if all_namespaces else f"namespace {cluster.namespace}"
+    note(f"there is no FineTuneJob in {scope}.")
 
 
 def in_cluster(connection: Connection, work: Callable[[Cluster], Awaitable[Result]]) -> Result:
-    """The result of `work`; ends the command with 1 when the cluster does not give what it needs."""
+    """Return the result of `work`; exit with 1 if a request to the cluster fails."""
     import asyncio
 
     from finetune_operator.cli.cluster_jobs import ClusterError, connect
@@ -193,17 +194,17 @@ def in_cluster(connection: Connection, work: Callable[[Cluster], Awaitable[Resul
     try:
         return asyncio.run(connected())
     except ClusterError as error:
-        complain(f"{str(error).removesuffix('.')}.")
+        print_error(f"{str(error).removesuffix('.')}.")
         raise typer.Exit(1) from None
 
 
 def _flags(connection: Connection) -> str:
-    """The options with which the same job is meant again."""
-    words = []
+    """Return the options that select the same job again."""
+    arguments = []
     if connection.namespace is not None:
-        words += ["-n", connection.namespace]
+        arguments += ["-n", connection.namespace]
     if connection.context is not None:
-        words += ["--context", connection.context]
+        arguments += ["--context", connection.context]
     if connection.kubeconfig is not None:
-        words += ["--kubeconfig", str(connection.kubeconfig)]
-    return f" {shlex.join(words)}" if words else ""
+        arguments += ["--kubeconfig", str(connection.kubeconfig)]
+    return f" {shlex.join(arguments)}" if arguments else ""

@@ -17,18 +17,18 @@ def compare(
         typer.Argument(metavar="RUN", help="Folders of runs, or jobs of the workspace; two or more."),
     ],
     workspace: Workspace = Path("runs"),
-    every: Annotated[bool, typer.Option("--all", help="Show settings that are equal in all runs, too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also show settings that are equal in all runs.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with the tables and the curves of all runs, too."),
+        typer.Option("--html", metavar="FILE", help="Also write an HTML page with the tables and curves of all runs."),
     ] = None,
     output: Form = Output.TEXT,
 ) -> None:
     """Compare runs on this machine: settings, metrics, time, cost.
 
-    Settings are shown where they differ, beside throughput and memory.
-    The best value of a row is marked where it is known which is better. Runs that are unfinished, have failed or
-    have lost a file are compared as far as they came, and what is missing is told.
+    Show the settings that differ, beside throughput and memory. The best value of a row is marked if the better
+    direction is known. Runs that are unfinished, have failed or lack a file are compared as far as possible, with
+    notes on the missing parts.
 
     \b
     Examples:
@@ -52,7 +52,7 @@ def compare(
         try:
             write_atomically(html, comparing.page(comparison, every=every))
         except OSError as error:
-            raise UsageError(f"--html {html}: cannot write there: {error.strerror}") from error
+            raise UsageError(f"--html {html}: cannot be written: {error.strerror}") from error
     for each in comparison.notes:
         note(each)
     if output is Output.TEXT:

@@ -1,4 +1,4 @@
-"""`finetune doctor`: what a cluster has and lacks for jobs."""
+"""`finetune doctor`: the readiness of a cluster for jobs."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ def doctor(
     settings: ClusterSettings = None,
     operator_namespace: Annotated[
         str | None,
-        typer.Option("--operator-namespace", help="Where the operator runs. Left out: looked for."),
+        typer.Option("--operator-namespace", help="Namespace of the operator. Default: search for it."),
     ] = None,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Tell what a cluster has and lacks for jobs.
+    """Check whether a cluster is ready for jobs.
 
-    Launchers and queue, GPU nodes with product, memory and links and how they are known, shared storage,
-    PodSecurity and quota of the namespace, network policies, images, and the operator with its version. With job
-    files, for jobs like these. It only reads, with your own rights, and says what they do not allow. Exit code 0
-    when nothing is lacking, 1 when something is or the cluster does not answer.
+    Report launchers and queue, GPU nodes with product, memory, links and the source of these facts, shared
+    storage, PodSecurity and quota of the namespace, network policies, images, and the operator with its version.
+    With job files, check the needs of these jobs. The command only reads, with your own rights, and lists the
+    parts that it has no permission to read. Exit code 0 if nothing is missing, 1 if something is or the cluster
+    does not answer.
 
     \b
     Examples:
@@ -61,20 +62,20 @@ def doctor(
     entries = checked_jobs(names, limits, output) if names else ()
     own = {entry.job.metadata.namespace for entry in entries} - {None}
     if namespace is None and len(own) > 1:
-        raise UsageError("the jobs are of several namespaces; choose one with -n")
+        raise UsageError("the jobs are in several namespaces; select one with -n")
     connection = Connection(kubeconfig, context, namespace or next(iter(own), None))
 
-    async def ask(cluster: Cluster) -> Surroundings:
+    async def read(cluster: Cluster) -> Surroundings:
         return await survey(cluster, operator_namespace)
 
-    there = in_cluster(connection, ask)
+    surroundings = in_cluster(connection, read)
     jobs: list[FineTuneJob | None] = [*(entry.job for entry in entries)] or [None]
-    found = [(None if job is None else job.name, judge(there, job, limits)) for job in jobs]
+    found = [(None if job is None else job.name, judge(surroundings, job, limits)) for job in jobs]
     if output is Output.TEXT:
         for name, findings in found:
             if name is not None:
                 out().print(f"For {name}", style="bold cyan")
             print_findings(out(), findings)
     else:
-        emit([as_data(there, name, findings) for name, findings in found], output)
+        emit([as_data(surroundings, name, findings) for name, findings in found], output)
     raise typer.Exit(1 if any(one.state == "gap" for _, findings in found for one in findings) else 0)

@@ -43,12 +43,12 @@ def crd(output: DocumentForm = DocumentOutput.YAML) -> None:
 def schema(output: DocumentForm = DocumentOutput.JSON) -> None:
     """Write the JSON schema of FineTuneJob.
 
-    Editors complete and check with it while you type.
+    Editors use it to complete and check job files.
 
     \b
     Examples:
       finetune schema > finetunejob.schema.json
-      (then begin a job file with: # yaml-language-server: $schema=finetunejob.schema.json)
+      (then start a job file with: # yaml-language-server: $schema=finetunejob.schema.json)
     """
     from finetune_operator.api.crd import json_schema
 
@@ -73,12 +73,14 @@ def explain(
         str | None,
         typer.Argument(metavar="FIELD", help="Path of a field, with or without spec.", autocompletion=fields_like),
     ] = None,
-    recursive: Annotated[bool, typer.Option("--recursive", help="All fields below it, without their texts.")] = False,
+    recursive: Annotated[
+        bool, typer.Option("--recursive", help="List all nested fields, without descriptions.")
+    ] = False,
     output: Form = Output.TEXT,
 ) -> None:
-    """Explain a field of FineTuneJob: type, meaning, fields in it.
+    """Explain a field of FineTuneJob: type, meaning, nested fields.
 
-    It says what `kubectl explain` says in a cluster that has this version's CRD.
+    The output is that of `kubectl explain` in a cluster with this version's CRD.
 
     \b
     Examples:
@@ -100,9 +102,9 @@ def explain(
 
 
 def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh, fish or powershell.")]) -> None:
-    """Write a script that completes what is typed in a shell.
+    """Write a shell completion script.
 
-    Commands, options and names of jobs.
+    The script completes commands, options and names of jobs.
 
     \b
     Examples:

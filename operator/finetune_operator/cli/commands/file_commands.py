@@ -1,4 +1,4 @@
-"""`finetune validate`, `plan` and `render`: what is wrong with a file, what would run, and what would be created."""
+"""`finetune validate`, `plan` and `render`: the problems of a job file, its plan, and its Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def validate(
     cluster: ForCluster = False,
     data: Annotated[
         bool,
-        typer.Option("--data", help="Read the first rows of the data, and check columns, labels and lengths of texts."),
+        typer.Option("--data", help="Also check columns, labels and text lengths in the first rows of the data."),
     ] = False,
     settings: LocalSettings = None,
     output: Form = Output.TEXT,
 ) -> None:
     """Check job files, without network, model or data.
 
-    All problems are reported at once, each with its line, field, value, rule and way out. With --cluster, what
-    only a run on this machine can have (file:// and pkg://) is a problem too. With --data the first 10,000 rows
-    of each split are read as prepare would read them, in some seconds.
+    Report all problems at once, each with its line, field, value, rule and hint. With --cluster, also report
+    URIs that only a local run can use (file:// and pkg://). With --data, also read the first 10,000 rows of each
+    split as the prepare stage does, which takes some seconds.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def validate(
       finetune validate job.yaml -o json
       cat job.yaml | finetune validate -
     """
-    from finetune_operator.cli.commands.steps import settings_of, tell_notes
+    from finetune_operator.cli.commands.steps import print_notes, settings_of
     from finetune_operator.cli.job_files import read_inputs
 
     inputs = read_inputs([*(files or []), *(filename or [])], settings_of(settings, cluster=cluster))
@@ -101,16 +101,16 @@ def validate(
         checked = {entry.job.name: check_entry(entry) for entry in inputs.entries}
     problems = [*inputs.problems, *(found for each in checked.values() for found in each.problems)]
     if output is Output.TEXT:
-        tell_notes(inputs)
+        print_notes(inputs)
         report(inputs.problems)
         for entry in inputs.entries:
-            _tell_checked(entry, checked.get(entry.job.name))
+            _print_result(entry, checked.get(entry.job.name))
     else:
         emit([_validation(inputs, problems, checked)], output)
     raise typer.Exit(1 if problems else 0)
 
 
-def _tell_checked(entry: JobEntry, checked: EntryCheck | None) -> None:
+def _print_result(entry: JobEntry, checked: EntryCheck | None) -> None:
     if checked is not None:
         from finetune_operator.cli.checking import print_check
 
@@ -154,12 +154,12 @@ def plan(
         bool | None,
         typer.Option(
             "--measure/--no-measure",
-            help="Ask the trainer for the model's size, or assume it. Left out: ask, but not with --cluster.",
+            help="Measure the model's size with the trainer, or assume it. Default: measure, except with --cluster.",
         ),
     ] = None,
     nodes: Annotated[
         bool,
-        typer.Option("--nodes", help="With --cluster: read the cluster's nodes, as the operator does, for their GPUs."),
+        typer.Option("--nodes", help="With --cluster: read the GPUs of the cluster's nodes, as the operator does."),
     ] = False,
     others: Annotated[
         bool,
@@ -178,13 +178,13 @@ def plan(
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Show what would run, and why.
+    """Show a job's plan, with a reason for each decision.
 
-    Strategy, processes, batch, memory, time, and a reason for each decision. Plans for this machine, or for
-    the one that --hardware describes; data that an earlier run prepared in --workspace (runs) are taken into
-    account. With --cluster it is the operator's first plan: it knows nothing but the job until prepare has
-    measured the model and the data, and lists its assumptions. With --alternatives it prints a table of all
-    strategies, micro-batches and degrees that the job leaves open; with --what-if the plans for other hardware.
+    The plan lists strategy, processes, batch, memory and time. It is made for this machine, or for nodes that
+    --hardware describes, and uses data that an earlier run prepared in --workspace (default: runs). With
+    --cluster, show the operator's first plan: until prepare has measured the model and the data, it is based on
+    the job alone and lists its assumptions. With --alternatives, list all strategies, micro-batches and degrees
+    that the job leaves open; with --what-if, plans for other hardware.
 
     \b
     Examples:
@@ -212,18 +212,22 @@ def plan(
     if others and what_if:
         raise UsageError("--alternatives: it compares forms on one hardware, and --what-if hardware; leave one out")
     if nodes and (not cluster or hardware is not None):
-        raise UsageError("--nodes: it goes with --cluster, and --hardware takes its place")
+        raise UsageError("--nodes requires --cluster, and excludes --hardware")
     limits = settings_of(settings, cluster=cluster)
     node = hardware_of(hardware, limits)
     plans = []
     entries = checked_jobs([*(files or []), *(filename or [])], limits, output)
     if not cluster and measure is not False:
         refuse_absent(entries, output)
-    there = cluster_nodes(kubeconfig, context) if nodes else ()
+    listed_nodes = cluster_nodes(kubeconfig, context) if nodes else ()
     for entry in entries:
         if cluster:
-            told = told_by(there, entry.job.spec, limits) if nodes and entry.job.spec.resources.gpus_per_node else None
-            facts = cluster_facts(entry, node, workspace, measure is True, told)
+            nodes_found = (
+                told_by(listed_nodes, entry.job.spec, limits)
+                if nodes and entry.job.spec.resources.gpus_per_node
+                else None
+            )
+            facts = cluster_facts(entry, node, workspace, measure is True, nodes_found)
         else:
             facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
         if others or what_if:
@@ -238,12 +242,12 @@ def plan(
     if others or what_if:
         return
     if output is not Output.TEXT:
-        emit([json.loads(made.to_json()) for made in plans], output)
+        emit([json.loads(job_plan.to_json()) for job_plan in plans], output)
         return
     from finetune_operator.cli.result_tables import print_plan
 
-    for made in plans:
-        print_plan(out(), made)
+    for job_plan in plans:
+        print_plan(out(), job_plan)
 
 
 # --------------------------------------------------------------------------------------------------------------- render
@@ -254,11 +258,11 @@ def render(
     filename: Filenames = None,
     launcher: Annotated[
         Launcher | None,
-        typer.Option("--launcher", help="What runs the training, instead of spec.launcher; taken as installed."),
+        typer.Option("--launcher", help="Launcher to use instead of spec.launcher; assumed to be installed."),
     ] = None,
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", "-n", help="Namespace of the objects. Left out: the file's, else default."),
+        typer.Option("--namespace", "-n", help="Namespace of the objects. Default: that of the file, else default."),
     ] = None,
     hardware: Hardware = None,
     settings: ClusterSettings = None,
@@ -266,12 +270,12 @@ def render(
     measure: Measure = False,
     output: DocumentForm = DocumentOutput.YAML,
 ) -> None:
-    """Write the Kubernetes objects that a job becomes.
+    """Write the Kubernetes objects of a job.
 
-    The claim for the workspace, and for the first attempt of each stage its ConfigMap and the object that runs
-    it, in the order of creation. Not in them, as only a cluster has it: the owner reference and the address for
-    progress. After prepare the operator plans again with what that measured, so the later stages' objects may
-    change; --measure, --workspace and --hardware plan with more facts from the beginning. JSON is one List.
+    Write the claim for the workspace and, for the first attempt of each stage, its ConfigMap and the object that
+    runs it, in the order of creation. The owner reference and the address for progress are omitted, as only a
+    cluster has them. The operator plans again after prepare, so the objects of later stages may change;
+    --measure, --workspace and --hardware give the plan more facts from the start. JSON output is one List.
 
     \b
     Examples:
@@ -290,9 +294,9 @@ def render(
         if launcher is not None:
             entry = _with_launcher(entry, launcher)
         facts = cluster_facts(entry, node, workspace, measure)
-        made = planned(entry, facts, limits, output)
+        job_plan = planned(entry, facts, limits, output)
         note_misfits(misfits(entry.job, facts, limits))
-        manifests.extend(_rendered(entry, made, namespace, limits, output))
+        manifests.extend(_rendered(entry, job_plan, namespace, limits, output))
     if output is DocumentOutput.JSON:
         emit([list_of(manifests)], output)
     else:
@@ -306,17 +310,17 @@ def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
     return replace(entry, job=entry.job.model_copy(update={"spec": spec}))
 
 
-def objects_of(entry: JobEntry, made: JobPlan, settings: Settings, namespace: str | None = None) -> tuple[Any, ...]:
-    """The objects that the job becomes, in `namespace` or in the one that its file names. PlanRefused."""
+def objects_of(entry: JobEntry, job_plan: JobPlan, settings: Settings, namespace: str | None = None) -> tuple[Any, ...]:
+    """Return the job's objects, in `namespace` or in that of its file. Raise PlanRefused."""
     from finetune_operator.launchers.launcher_registry import render as render_plan
     from finetune_operator.rendering.render_types import RenderContext
 
     place = namespace or entry.job.metadata.namespace or DEFAULT_NAMESPACE
-    return render_plan(made, RenderContext(place, entry.job.spec, settings))
+    return render_plan(job_plan, RenderContext(place, entry.job.spec, settings))
 
 
 def _rendered(
-    entry: JobEntry, made: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
+    entry: JobEntry, job_plan: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
 ) -> tuple[Any, ...]:
     from finetune_operator.cli.commands.steps import refuse_plan
     from finetune_operator.planning.plan_types import PlanRefused
@@ -327,6 +331,6 @@ def _rendered(
             f"--namespace {namespace}: {entry.job.name} has metadata.namespace {written}; change one of them"
         )
     try:
-        return objects_of(entry, made, settings, namespace)
+        return objects_of(entry, job_plan, settings, namespace)
     except PlanRefused as refused:
         refuse_plan(entry, refused, output)

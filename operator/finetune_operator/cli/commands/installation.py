@@ -1,4 +1,4 @@
-"""`finetune images`: what a cluster has to be able to pull."""
+"""`finetune images`: the images that a cluster pulls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def images(
     filename: Filenames = None,
     values: Annotated[
         Path | None,
-        typer.Option("--values", metavar="FILE", help="Values of the chart. Left out: those that it has."),
+        typer.Option("--values", metavar="FILE", help="Values file of the chart. Default: the chart's own values."),
     ] = None,
     settings: ClusterSettings = None,
     registry: Annotated[
@@ -27,16 +27,16 @@ def images(
         typer.Option(
             "--registry",
             metavar="PREFIX",
-            help="Say also where each image belongs in this registry. Left out: global.imageRegistry of --values.",
+            help="Also print each image's name in this registry. Default: global.imageRegistry of --values.",
         ),
     ] = None,
     output: Form = Output.TEXT,
 ) -> None:
     """List every image that an installation and its jobs can pull.
 
-    The operator's, the trainer's that jobs get by default, those that the settings allow one by one, and those
-    that the job files name. One a line; with a registry, each with its name there, in the form that a loop copies
-    into a cluster without access to others.
+    List the operator's image, the default trainer image, the images that the settings allow one by one, and the
+    images of the job files, one per line. With a registry, add each image's name there, so that a loop can copy
+    the images for a cluster without access to other registries.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def images(
     names = [*(files or []), *(filename or [])]
     pulled = pulled_images(found, checked_jobs(names, found.settings, output) if names else ())
     if globs := patterns(found.settings):
-        note(f"jobs may name further images, those like {', '.join(globs)}; give the job files to have theirs listed")
+        note(f"jobs may also use images that match {', '.join(globs)}; name the job files to list theirs")
     if output is Output.TEXT:
         for each in pulled:
             print(f"{each.image} {each.target}" if found.registry else each.image)
@@ -78,7 +78,7 @@ def _installation(values: Path | None, settings: Path | None, registry: str | No
     from finetune_operator.cli.images import Installation, read_values
 
     if values is not None and settings is not None:
-        raise UsageError("--values and --settings exclude each other: the chart's values hold the settings")
+        raise UsageError("--values and --settings exclude each other: the chart's values contain the settings")
     if values is not None:
         found = read_values(values)
     else:

@@ -24,54 +24,55 @@ Files: TypeAlias = Annotated[
     list[str] | None, typer.Argument(metavar="FILE", help="Job files or folders; - reads standard input.")
 ]
 Filenames: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--filename", "-f", metavar="FILE", help="The same, as kubectl has it; repeatable.")
+    list[str] | None,
+    typer.Option("--filename", "-f", metavar="FILE", help="Job file or folder, as in kubectl; repeatable."),
 ]
-Form: TypeAlias = Annotated[Output, typer.Option("--output", "-o", help="Form of the result.")]
-DocumentForm: TypeAlias = Annotated[DocumentOutput, typer.Option("--output", "-o", help="Form of the result.")]
+Form: TypeAlias = Annotated[Output, typer.Option("--output", "-o", help="Output format.")]
+DocumentForm: TypeAlias = Annotated[DocumentOutput, typer.Option("--output", "-o", help="Output format.")]
 LocalSettings: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--settings",
         metavar="FILE",
-        help="An administrator's settings (allow-lists, prices). Left out: those of a local run.",
+        help="Settings of an administrator (allow-lists, prices). Default: those of a local run.",
     ),
 ]
 ClusterSettings: TypeAlias = Annotated[
     Path | None,
-    typer.Option(
-        "--settings", metavar="FILE", help="The operator's settings. Left out: those that it has without a file."
-    ),
+    typer.Option("--settings", metavar="FILE", help="The operator's settings. Default: its built-in settings."),
 ]
 ForCluster: TypeAlias = Annotated[
-    bool, typer.Option("--cluster", help="As the operator does it in a cluster, instead of a run on this machine.")
+    bool, typer.Option("--cluster", help="Apply the operator's rules for a cluster instead of those for a local run.")
 ]
 Hardware: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--hardware",
         metavar="KEY=VALUE,...",
-        help="Plan for one such node: gpu, memory, gpus, bf16, cpu, hostMemory, cpuBf16, network (Gbit/s).",
+        help="Plan for nodes like this; keys: gpu, memory, gpus, bf16, cpu, hostMemory, cpuBf16, network (Gbit/s).",
     ),
 ]
 Workspace: TypeAlias = Annotated[
-    Path, typer.Option("--workspace", metavar="DIR", help="Folder for results, one folder a job in it.")
+    Path, typer.Option("--workspace", metavar="DIR", help="Folder for results; each job has a folder in it.")
 ]
 EarlierWorkspace: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--workspace", metavar="DIR", help="Take data into account that a local run prepared in this folder."),
+    typer.Option("--workspace", metavar="DIR", help="Use the facts of data that a local run prepared in this folder."),
 ]
 Measure: TypeAlias = Annotated[
-    bool, typer.Option("--measure/--no-measure", help="Ask the trainer for the model's size, or assume it.")
+    bool, typer.Option("--measure/--no-measure", help="Measure the model's size with the trainer, or assume it.")
 ]
 
 Namespace: TypeAlias = Annotated[
-    str | None, typer.Option("--namespace", "-n", help="Namespace. Left out: that of the kubeconfig's context.")
+    str | None, typer.Option("--namespace", "-n", help="Namespace. Default: that of the kubeconfig's context.")
 ]
-AllNamespaces: TypeAlias = Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of every namespace.")]
+AllNamespaces: TypeAlias = Annotated[
+    bool, typer.Option("--all-namespaces", "-A", help="Show the jobs of all namespaces.")
+]
 Context: TypeAlias = Annotated[
-    str | None, typer.Option("--context", help="Context of the kubeconfig. Left out: the current one.")
+    str | None, typer.Option("--context", help="Kubeconfig context. Default: the current context.")
 ]
 Kubeconfig: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--kubeconfig", metavar="FILE", help="Kubeconfig. Left out: KUBECONFIG, else ~/.kube/config."),
+    typer.Option("--kubeconfig", metavar="FILE", help="Kubeconfig file. Default: KUBECONFIG, else ~/.kube/config."),
 ]

@@ -21,7 +21,7 @@ _TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
 }
-"""End of a model's class -> task. Models that read one text and write another summarise or translate."""
+"""End of a model's class -> task. Sequence-to-sequence models have none: they may summarise or translate."""
 _ENDINGS = (".jsonl", ".parquet")
 
 
@@ -31,33 +31,40 @@ Out: TypeAlias = Annotated[
     Path, typer.Option("--out", "-o", metavar="OUT", help="File for the predictions, .jsonl or .parquet.")
 ]
 TaskName: TypeAlias = Annotated[
-    str | None, typer.Option("--task", metavar="TASK", help="Left out: what the folder's config.json says.")
+    str | None,
+    typer.Option("--task", metavar="TASK", help="Task of the model. Default: from the folder's config.json."),
 ]
 Columns: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--column", metavar="ROLE=NAME", help="Column of the data, as text=review; repeatable. Left out: the role."
+        "--column", metavar="ROLE=NAME", help="Column of a role, such as text=review; repeatable. Default: the role."
     ),
 ]
 CopiedColumns: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--copy", metavar="NAME", help="Column to repeat in the output; repeatable.")
+    list[str] | None, typer.Option("--copy", metavar="NAME", help="Column to copy to the output; repeatable.")
 ]
 Split: TypeAlias = Annotated[
-    str | None, typer.Option("--split", metavar="NAME", help="Split or file stem. Left out: the only one, or test.")
+    str | None, typer.Option("--split", metavar="NAME", help="Split or file stem. Default: the only one, or test.")
 ]
 MaxLength: TypeAlias = Annotated[
-    int | None, typer.Option("--max-length", metavar="TOKENS", help="Cut rows here. Left out: the model's limit.")
+    int | None,
+    typer.Option("--max-length", metavar="TOKENS", help="Truncate rows to this length. Default: the model's limit."),
 ]
 MaxBadRows: TypeAlias = Annotated[
     int | None,
-    typer.Option("--max-bad-rows", metavar="COUNT", help="Rows that may be unreadable. Left out: 1 % of them."),
+    typer.Option("--max-bad-rows", metavar="COUNT", help="Maximum unreadable rows. Default: 1 % of the rows."),
 ]
 Optimization: TypeAlias = Annotated[
-    str, typer.Option("--optimization", metavar="NAME", help="How the model computes; auto measures a large job.")
+    str,
+    typer.Option(
+        "--optimization", metavar="NAME", help="Optimization of the model; auto measures and chooses in a large job."
+    ),
 ]
 Tolerance: TypeAlias = Annotated[
     float | None,
-    typer.Option("--tolerance", metavar="SHARE", help="Labels that must stay equal. Left out: all of them."),
+    typer.Option(
+        "--tolerance", metavar="SHARE", help="Share of labels that optimization must not change. Default: all."
+    ),
 ]
 
 
@@ -73,14 +80,14 @@ def predict(
     max_bad_rows: MaxBadRows = None,
     optimization: Optimization = "auto",
     tolerance: Tolerance = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew, where an earlier call was stopped.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job that would run, and stop.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log too.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Start over instead of resuming an earlier call.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job without running it.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also show the log.")] = False,
 ) -> None:
-    """Write a model's predictions for data on this machine.
+    """Predict with a model on this machine.
 
-    What runs is a job, as `finetune run` would run it; --dry-run prints it. When the call is stopped, the same
-    call goes on where it was. Rows that cannot be read are listed in OUT's name with .bad-rows.jsonl.
+    Run the prediction as a job, as `finetune run` does; --dry-run prints the job. If the call is stopped, the
+    same call resumes it. Unreadable rows are listed in a file named like OUT, with .bad-rows.jsonl.
 
     \b
     Examples:
@@ -90,7 +97,7 @@ def predict(
     """
     out = out.resolve()
     if out.suffix not in _ENDINGS:
-        raise UsageError(f"--out: {out.name} must end in {' or '.join(_ENDINGS)}, which is the form that is written")
+        raise UsageError(f"--out: {out.name} must end in {' or '.join(_ENDINGS)}, which sets the format")
     uri = model_uri(model)
     rows: dict[str, Any] = {"uri": _data_uri(data), "columns": _columns(column or ())}
     if split is not None:
@@ -119,7 +126,7 @@ def _run(job_text: str, out: Path, *, restart: bool, verbose: bool) -> None:
     """Run the job in a folder beside `out`, which is kept until the predictions are complete."""
     from finetune_contract.choices import Stage
     from finetune_operator.api.settings import LOCAL_SETTINGS
-    from finetune_operator.cli.commands.run_command import refusals_told, show_failure
+    from finetune_operator.cli.commands.run_command import refusals_reported, show_failure
     from finetune_operator.cli.commands.steps import checked_jobs, refuse_absent
     from finetune_operator.cli.local_run import RunRequest
     from finetune_operator.cli.local_run import run as run_locally
@@ -146,32 +153,32 @@ def _run(job_text: str, out: Path, *, restart: bool, verbose: bool) -> None:
         verbose=verbose,
         report=False,
     )
-    with refusals_told(request, entry, Output.TEXT, f"Name another file than {out.name}, or begin anew"):
+    with refusals_reported(request, entry, Output.TEXT, f"Choose another file than {out.name}, or start over"):
         result = run_locally(request)
     if result.failure is not None:
         show_failure(request, result.failure)
     elif result.interrupted is not None:
-        note(f"stopped; the same call goes on where it was, by what is kept in {folder}")
+        note(f"stopped; the same call resumes from the state in {folder}")
     else:
         report = finished(request.paths, Stage.PREDICT)
-        told = {} if report is None else report.metrics
+        metrics = {} if report is None else report.metrics
         shutil.rmtree(folder, ignore_errors=True)
-        print_line(f"{told.get('rows', 0):,} rows -> {out}")
-        if "bad_rows" in told:
-            note(f"{told['bad_rows']:,} of them have no prediction; {told['bad_rows_path']} says why")
+        print_line(f"{metrics.get('rows', 0):,} rows -> {out}")
+        if "bad_rows" in metrics:
+            note(f"rows without a prediction: {metrics['bad_rows']:,}; the reasons are in {metrics['bad_rows_path']}")
     raise typer.Exit(result.exit_code)
 
 
 def model_uri(text: str) -> str:
-    """URI of a folder with a model, of a run's folder, or what is a URI already."""
+    """Return the URI of a folder with a model or of a run's folder; return a URI unchanged."""
     if "://" in text:
         return text
     folder = Path(text).expanduser()
     for place in (folder, folder / "model"):
         if (place / "config.json").is_file():
             return f"file://{place.resolve()}"
-    why = "has no config.json" if folder.is_dir() else "does not exist"
-    raise UsageError(f"MODEL: {text} {why}; name a folder with a model, a run's folder, or hf://name for the Hub")
+    reason = "has no config.json" if folder.is_dir() else "does not exist"
+    raise UsageError(f"MODEL: {text} {reason}; name a folder with a model, a run's folder, or hf://name for the Hub")
 
 
 def _data_uri(text: str) -> str:
@@ -181,13 +188,13 @@ def _data_uri(text: str) -> str:
 
     path = Path(text).expanduser().absolute()
     if not path.exists() and not glob_matches(str(path)):
-        why = "matches no file" if GLOB_CHARACTERS & set(text) else "does not exist"
-        raise UsageError(f"DATA: {text} {why}; name a file, a folder, a glob, or hf://name for the Hub")
+        reason = "matches no file" if GLOB_CHARACTERS & set(text) else "does not exist"
+        raise UsageError(f"DATA: {text} {reason}; name a file, a folder, a glob, or hf://name for the Hub")
     return f"file://{path}"
 
 
 def task_of(uri: str) -> str:
-    """Task of the classes in the model's config.json."""
+    """Return the task of the classes in the model's config.json."""
     names: Sequence[str] = ()
     if uri.startswith("file://"):
         try:
@@ -198,8 +205,8 @@ def task_of(uri: str) -> str:
             raise UsageError(f"MODEL: {uri}/config.json cannot be read: {error}") from error
     found = [task for name in names for end, task in _TASKS.items() if str(name).endswith(end)]
     if not found:
-        why = f"a {names[0]} can do several" if names else "it is read from a folder's config.json only"
-        raise UsageError(f"--task: name the task of the model, as text-classification or summarization; {why}")
+        reason = f"{names[0]} supports several tasks" if names else "only a folder's config.json shows it"
+        raise UsageError(f"--task: name the model's task, such as text-classification or summarization: {reason}")
     return found[0]
 
 
@@ -208,6 +215,6 @@ def _columns(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         role, mark, name = text.partition("=")
         if not (role and mark and name):
-            raise UsageError(f"--column: {text!r} must be ROLE=NAME, as text=review")
+            raise UsageError(f"--column: {text!r} must be ROLE=NAME, such as text=review")
         columns[role] = name
     return columns

@@ -1,4 +1,4 @@
-"""`finetune review`: a change of job files, looked at before it is merged."""
+"""`finetune review`: a change of job files, reviewed before it is merged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from finetune_operator.cli.commands.file_commands import objects_of
 from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form, Hardware
-from finetune_operator.cli.console import Output, UsageError, complain, emit
+from finetune_operator.cli.console import Output, UsageError, emit, print_error
 
 if TYPE_CHECKING:
     from finetune_contract.facts import HardwareFacts
@@ -23,26 +23,28 @@ def review(
     filename: Filenames = None,
     summary: Annotated[
         Path | None,
-        typer.Option("--summary", metavar="FILE", help="Write the Markdown there instead of to standard output."),
+        typer.Option("--summary", metavar="FILE", help="Write the Markdown to this file instead of standard output."),
     ] = None,
     rendered: Annotated[
         Path | None,
-        typer.Option("--render", metavar="DIR", help="Write the objects that each job becomes to DIR/NAME.yaml."),
+        typer.Option("--render", metavar="DIR", help="Write the Kubernetes objects of each job to DIR/NAME.yaml."),
     ] = None,
     max_cost: Annotated[
         float | None,
-        typer.Option("--max-cost", min=0, metavar="AMOUNT", help="Refuse a training that is expected to cost more."),
+        typer.Option(
+            "--max-cost", min=0, metavar="AMOUNT", help="Reject jobs whose training is expected to cost more."
+        ),
     ] = None,
     hardware: Hardware = None,
     settings: ClusterSettings = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Write a Markdown page about job files for a code review.
+    """Write a Markdown summary of job files for a code review.
 
-    Validates, plans and renders them as the operator would.
+    Validate, plan and render the jobs as the operator does.
 
-    Needs no cluster, no model and no data, and asks nobody: a step of any CI can run it in the operator's image.
-    Exit code 0 when nothing speaks against the jobs, 1 when something does; the page is written in both cases.
+    The command needs no cluster, model, data or network: a step of any CI can run it in the operator's image.
+    Exit code 0 if all jobs pass, 1 if not; the summary is written in both cases.
 
     \b
     Examples:
@@ -51,14 +53,14 @@ def review(
       finetune review jobs/ --hardware gpu=H100,memory=80Gi,gpus=8 --render rendered/
       finetune review jobs/*.yaml -o json
     """
-    from finetune_operator.cli.commands.steps import hardware_of, settings_of, tell_notes
+    from finetune_operator.cli.commands.steps import hardware_of, print_notes, settings_of
     from finetune_operator.cli.job_files import read_inputs
     from finetune_operator.cli.reviewing import Review, markdown
 
     limits = settings_of(settings, cluster=True)
     node = hardware_of(hardware, limits)
     inputs = read_inputs([*(files or []), *(filename or [])], limits)
-    tell_notes(inputs)
+    print_notes(inputs)
     jobs = tuple(_reviewed(entry, node, limits, rendered, max_cost) for entry in inputs.entries)
     found = Review(jobs, tuple(inputs.problems))
     if output is not Output.TEXT:
@@ -69,7 +71,7 @@ def review(
         print(markdown(found), end="")
     if not found.passes:
         if summary is not None:
-            complain(f"something speaks against these jobs: see {summary}.")
+            print_error(f"these jobs do not pass the review: see {summary}.")
         raise typer.Exit(1)
 
 
@@ -79,19 +81,19 @@ def _reviewed(
     """Plan a job, and write its objects to the folder `rendered`."""
     from finetune_operator.cli.commands.steps import cluster_facts
     from finetune_operator.cli.job_files import located
-    from finetune_operator.cli.reviewing import Reviewed, too_dear
+    from finetune_operator.cli.reviewing import Reviewed, over_budget
     from finetune_operator.cli.yaml_text import documents
     from finetune_operator.planning.plan import plan
     from finetune_operator.planning.plan_types import PlanRefused
 
     try:
-        made = plan(entry.job, cluster_facts(entry, node, None, False), limits)
+        job_plan = plan(entry.job, cluster_facts(entry, node, None, False), limits)
         if rendered is not None:
-            text = documents(objects_of(entry, made, limits))
+            text = documents(objects_of(entry, job_plan, limits))
             _write(rendered / f"{entry.job.name}.yaml", text, "--render")
     except PlanRefused as refused:
         return Reviewed(entry, None, tuple(located(entry.document, one) for one in refused.problems))
-    return Reviewed(entry, made, over=too_dear(made, max_cost))
+    return Reviewed(entry, job_plan, budget_problem=over_budget(job_plan, max_cost))
 
 
 def _write(file: Path, text: str, option: str) -> None:

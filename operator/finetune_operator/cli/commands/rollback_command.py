@@ -1,4 +1,4 @@
-"""`finetune rollback`: an earlier revision of an endpoint."""
+"""`finetune rollback`: rolls an endpoint back to an earlier revision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rollback(
             "--to",
             min=1,
             metavar="N",
-            help="Number of the revision, as finetune status has it. Left out: the one that served before.",
+            help="Number of the revision, as shown by finetune status. Default: the one that served before.",
         ),
     ] = None,
     dry_run: DryRun = False,
@@ -29,10 +29,11 @@ def rollback(
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Serve an earlier revision of a job's endpoint again.
+    """Roll a job's endpoint back to an earlier revision.
 
-    The revision that serves goes once the earlier one is ready. The spec stays as it is: annotation
-    finetune.dev/rollback holds until spec.endpoint changes. The number of spec.endpoint's own revision ends it.
+    The current revision serves until the earlier one is ready. The spec is not changed: the annotation
+    finetune.dev/rollback applies until spec.endpoint changes. To end a rollback, pass the number of the revision
+    that spec.endpoint defines.
 
     \b
     Examples:

@@ -20,7 +20,7 @@ from finetune_operator.cli.commands.options import (
     RunStage,
     Workspace,
 )
-from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, print_line
+from finetune_operator.cli.console import Output, UsageError, emit, err, note, out, print_error, print_line
 from finetune_operator.cli.program_name import program_name
 
 if TYPE_CHECKING:
@@ -32,22 +32,24 @@ if TYPE_CHECKING:
     from finetune_operator.planning.plan_types import JobPlan
 
 Resume: TypeAlias = Annotated[
-    bool, typer.Option("--resume", help="Go on where an earlier run stopped. The default, spelled out.")
+    bool, typer.Option("--resume", help="Resume an earlier run that was stopped. This is the default.")
 ]
 Restart: TypeAlias = Annotated[
-    bool, typer.Option("--restart", help="Begin anew; earlier results are moved to <job>.previous-<n>.")
+    bool, typer.Option("--restart", help="Start over; earlier results are moved to <job>.previous-<n>.")
 ]
 Stages: TypeAlias = Annotated[
     list[RunStage] | None,
     typer.Option(
         "--stage",
         metavar="STAGE",
-        help="Run only prepare, train, evaluate or predict; repeatable. Its inputs must be there.",
+        help="Run only prepare, train, evaluate or predict; repeatable. Its inputs must exist.",
     ),
 ]
-OneName: TypeAlias = Annotated[str | None, typer.Option("--name", help="Which job, when the files hold several.")]
-DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the stages, and start nothing.")]
-Verbose: TypeAlias = Annotated[bool, typer.Option("--verbose", "-v", help="Show the stages' own log too.")]
+OneName: TypeAlias = Annotated[str | None, typer.Option("--name", help="Job to run, if the files contain several.")]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Show the plan and the stages without running them.")
+]
+Verbose: TypeAlias = Annotated[bool, typer.Option("--verbose", "-v", help="Also show the logs of the stages.")]
 
 
 def run(
@@ -66,10 +68,10 @@ def run(
 ) -> None:
     """Run a job on this machine: prepare, train, evaluate, predict.
 
-    Results go to DIR/<job name>/. Finished stages of the same job are kept and an unfinished training goes on
-    from its last checkpoint; results of a different job under the same name are refused unless --restart is
-    given. Ctrl-C saves a checkpoint first. Checkpoints are deleted once all stages have succeeded, unless the
-    job's checkpoints.afterSuccess is keep.
+    Write the results to DIR/<job name>/. Finished stages of the same job are kept, and an unfinished training
+    resumes from its last checkpoint; results of a different job with the same name are refused unless --restart
+    is given. Ctrl-C saves a checkpoint first. Checkpoints are deleted after all stages have succeeded, unless
+    checkpoints.afterSuccess is keep.
 
     \b
     Examples:
@@ -101,12 +103,12 @@ def run(
         verbose=verbose,
         command=_command(names, [*options, "--restart"]),
     )
-    with refusals_told(request, entry, output, "Give the job another name or another --workspace, or begin anew"):
+    with refusals_reported(request, entry, output, "Rename the job, choose another --workspace, or start over"):
         if dry_run:
             _show_dry_run(*planned_run(request), output)
             return
         result = run_locally(request)
-    only = [word for one in stage or () for word in ("--stage", one.value)]
+    only = [part for one in stage or () for part in ("--stage", one.value)]
     _show_result(request, result, output, _command(names, [*options, *only, "--resume"]))
     raise typer.Exit(result.exit_code)
 
@@ -150,15 +152,15 @@ def _show_result(request: RunRequest, result: RunResult, output: Output, resume_
 
         show_failure(request, result.failure)
         if "report" in data["artifacts"] and result.failure.failure_class == FailureClass.GATE_NOT_MET:
-            note(f"what was measured is in {data['artifacts']['report']}")
+            note(f"the measured metrics are in {data['artifacts']['report']}")
     elif result.interrupted is not None:
-        note(f"stopped in {result.interrupted}. Go on with: {resume_command}")
+        note(f"stopped in {result.interrupted}. Resume with: {resume_command}")
 
 
 @contextmanager
-def refusals_told(request: RunRequest, entry: JobEntry, output: Output, instead: str) -> Iterator[None]:
-    """End the command with 1, and say why, when the run within is refused. `instead`: what to do in place of results of
-    a different job, with --restart.
+def refusals_reported(request: RunRequest, entry: JobEntry, output: Output, hint: str) -> Iterator[None]:
+    """Exit with 1 and print the reason if the run in the block is refused. `hint`: remedy, completed by --restart, for
+    results of a different job.
     """
     from finetune_operator.cli.commands.steps import refuse_plan
     from finetune_operator.cli.local_run import CannotRunError
@@ -170,21 +172,21 @@ def refusals_told(request: RunRequest, entry: JobEntry, output: Output, instead:
     except PlanRefused as refused:
         refuse_plan(entry, refused, output)
     except DifferentJobError as different:
-        complain(
+        print_error(
             f"{request.paths.root} holds results of a different job named {entry.job.name} (stage {different.stage}): "
-            f"{'; '.join(different.differences)}. {instead} with --restart, which moves the earlier results aside."
+            f"{'; '.join(different.differences)}. {hint} with --restart, which moves the earlier results aside."
         )
         raise typer.Exit(1) from None
     except BusyError as busy:
-        complain(f"{busy}. Wait for it, or stop it.")
+        print_error(f"{busy}. Wait for it, or stop it.")
         raise typer.Exit(1) from None
     except (CannotRunError, UnusableWorkspaceError) as cannot:
-        complain(f"{cannot}.")
+        print_error(f"{cannot}.")
         raise typer.Exit(1) from None
 
 
 def show_failure(request: RunRequest, failure: FailureStatus) -> None:
-    """Print why a stage failed, and where its log is."""
+    """Print the failure of a stage and the path of its log."""
     from finetune_operator.cli.result_tables import print_failure
 
     print_failure(err(), failure, str(request.paths.logs / f"{failure.stage}.log"))
@@ -196,24 +198,29 @@ def _one(entries: Sequence[JobEntry], name: str | None) -> JobEntry:
         return chosen[0]
     names = ", ".join(entry.job.name for entry in entries)
     if name is None:
-        raise UsageError(f"there are {len(entries)} jobs ({names}); choose one with --name")
-    raise UsageError(f"--name {name}: no such job; there are {names}")
+        raise UsageError(f"the files contain {len(entries)} jobs ({names}); select one with --name")
+    raise UsageError(f"--name {name}: no such job; the files contain {names}")
 
 
 def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) -> None:
     if output is not Output.TEXT:
         emit(
-            [{"stages": {stage.value: word for stage, word in stages.items()}, "plan": json.loads(planned.to_json())}],
+            [
+                {
+                    "stages": {stage.value: state for stage, state in stages.items()},
+                    "plan": json.loads(planned.to_json()),
+                }
+            ],
             output,
         )
         return
     from finetune_operator.cli.result_tables import print_plan
 
     print_plan(out(), planned)
-    for does, word in (("keep", "kept"), ("run", "run")):
-        named = ", ".join(stage for stage, state in stages.items() if state == word)
+    for action, chosen in (("keep", "kept"), ("run", "run")):
+        named = ", ".join(stage for stage, state in stages.items() if state == chosen)
         if named:
-            print_line(f"Would {does}: {named}")
+            print_line(f"Would {action}: {named}")
 
 
 def _command(names: Sequence[str], options: Sequence[str]) -> str:

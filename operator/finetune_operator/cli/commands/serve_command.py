@@ -1,4 +1,4 @@
-"""`finetune serve`: a model of this machine answers requests."""
+"""`finetune serve`: serves a model on this machine over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from finetune_operator.cli.console import UsageError, note, print_line
 if TYPE_CHECKING:
     from finetune_contract.trainer_job import TrainerJob
 
-_TRIES: dict[str, Any] = {
+_EXAMPLE_INPUTS: dict[str, Any] = {
     "question-answering": {"question": "What is it?", "context": "It is a test."},
     "masked-lm": "It is a [MASK].",
 }
@@ -28,24 +28,29 @@ _TRIES: dict[str, Any] = {
 
 def serve(
     model: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Folder of a run or of a model, or hf://name.")],
-    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen at.")] = 8080,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on.")] = 8080,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen at; 0.0.0.0: others may ask, too.")
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0: accept requests of other machines."
+        ),
     ] = "127.0.0.1",
     task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help="Left out: what the folder's config.json says.")
+        str | None,
+        typer.Option("--task", metavar="TASK", help="Task of the model. Default: from the folder's config.json."),
     ] = None,
     optimization: Annotated[
-        str, typer.Option("--optimization", metavar="NAME", help="How the model computes, as of finetune predict.")
+        str, typer.Option("--optimization", metavar="NAME", help="Optimization of the model, as in finetune predict.")
     ] = "none",
     batch_tokens: Annotated[
-        int, typer.Option("--max-batch-tokens", metavar="TOKENS", min=1, help="Padded tokens of a batch.")
+        int, typer.Option("--max-batch-tokens", metavar="TOKENS", min=1, help="Maximum padded tokens of a batch.")
     ] = 8192,
 ) -> None:
-    """Answer requests with a model on this machine.
+    """Serve a model on this machine over HTTP.
 
-    Speaks the Open Inference Protocol, Hugging Face's inference JSON, and OpenAI's API for models that write.
-    Ctrl-C answers what was asked, and ends. FINETUNE_SERVE_TOKEN sets a token that clients must send.
+    The server supports the Open Inference Protocol, Hugging Face's inference JSON and, for generative models,
+    OpenAI's API. Ctrl-C finishes the accepted requests and stops it. FINETUNE_SERVE_TOKEN sets a token that
+    clients must send.
 
     \b
     Examples:
@@ -53,7 +58,7 @@ def serve(
       finetune serve ./model --port 9000 --optimization measured
       finetune serve hf://org/name --task text-classification
     """
-    _refuse_taken(host, port)
+    _check_port(host, port)
     with tempfile.TemporaryDirectory(prefix="finetune-serve-") as folder:
         job, workspace = _job_of(model, task, Path(folder))
         job = _with_serving(job, optimization, batch_tokens)
@@ -63,7 +68,7 @@ def serve(
 
 
 def _job_of(model: str, task: str | None, folder: Path) -> tuple[TrainerJob, Path]:
-    """Return the job whose model is asked for, and its workspace."""
+    """Return the job of the named model, and its workspace."""
     from pydantic import ValidationError
 
     from finetune_contract.layout import JobPaths
@@ -76,16 +81,16 @@ def _job_of(model: str, task: str | None, folder: Path) -> tuple[TrainerJob, Pat
         except (OSError, ValidationError) as error:
             raise UsageError(f"RUN: {run.job} cannot be read: {str(error).splitlines()[0]}") from error
         if task is not None and task != job.task:
-            raise UsageError(f"--task: {model} is a run of {job.task}; leave --task out")
+            raise UsageError(f"--task: {model} is a run of {job.task}; omit --task")
         if job.trains and not ((run.state / "train.json").is_file() and (run.model / "config.json").is_file()):
-            raise UsageError(f"RUN: {model} holds no trained model; end its training first: finetune run")
+            raise UsageError(f"RUN: {model} has no trained model; finish its training first: finetune run")
         return job.model_copy(update={"name": run.root.name}), run.root.parent
     uri = model_uri(model)
     source = {"name": "serve", "task": task or task_of(uri), "model": {"uri": uri}}
     try:
         return TrainerJob.model_validate(source), folder
     except ValidationError as error:
-        raise UsageError(f"--task: {task!r} is no task; tasks are {', '.join(_tasks())}") from error
+        raise UsageError(f"--task: unknown task {task!r}; use one of {', '.join(_tasks())}") from error
 
 
 def _tasks() -> tuple[str, ...]:
@@ -107,18 +112,18 @@ def _with_serving(job: TrainerJob, optimization: str, batch_tokens: int) -> Trai
         )
     except ValidationError as error:
         known = ", ".join(("auto", *get_args(RungName)))
-        raise UsageError(f"--optimization: {optimization!r} is no way to compute; name one of {known}") from error
+        raise UsageError(f"--optimization: unknown optimization {optimization!r}; use one of {known}") from error
     return job.model_copy(update={"serving": serving})
 
 
-def _refuse_taken(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind((host, port))
+            probe.bind((host, port))
         except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise UsageError(f"--port: cannot listen at {host}:{port}: {why}; name another port or host") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"--port: cannot listen on {host}:{port}: {reason}; choose another one") from error
 
 
 def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> int:
@@ -126,19 +131,21 @@ def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> 
     from finetune_operator.cli.measure import TRAINER, trainer_is_installed
 
     if not trainer_is_installed():
-        raise UsageError("serve needs the trainer's package beside this command: pip install 'finetune-trainer[serve]'")
+        raise UsageError(
+            "serve requires the package finetune-trainer in this environment: pip install 'finetune-trainer[serve]'"
+        )
     command = [sys.executable, "-m", TRAINER, "serve", "--job", str(file), "--workspace", str(workspace)]
     environment = {"OMP_NUM_THREADS": str(usable_cores()), **os.environ, "DS_ACCELERATOR": "cpu"}
     # A session of its own: a terminal's Ctrl-C comes to this command, which has the server drain.
     server = subprocess.Popen([*command, "--host", host, "--port", str(port)], env=environment, start_new_session=True)
     shown = "127.0.0.1" if host == "0.0.0.0" else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
-    print_line(f"{job.name} ({job.task}) at {url} as soon as the log says Ready; Ctrl-C ends it. Try:")
-    body = json.dumps({"inputs": _TRIES.get(job.task, "A text to try the model with.")})
+    print_line(f"{job.name} ({job.task}) is served at {url} once the log shows Ready; press Ctrl-C to stop. Try:")
+    body = json.dumps({"inputs": _EXAMPLE_INPUTS.get(job.task, "A text to try the model with.")})
     print_line(f"  curl {url}/ -H 'Content-Type: application/json' -d '{body}'")
 
     def stop(number: int, frame: object) -> None:
-        note("stopping: requests that were accepted are answered")
+        note("stopping after the accepted requests are answered")
         server.send_signal(signal.SIGINT)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

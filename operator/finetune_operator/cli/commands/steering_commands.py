@@ -1,4 +1,4 @@
-"""`finetune wait`, `suspend`, `resume`, `restart`, `cancel`, `cost`, `debug`: what one does with jobs in a cluster."""
+"""`finetune wait`, `suspend`, `resume`, `restart`, `cancel`, `cost`, `debug`: operations on jobs in a cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from finetune_operator.cli.commands.cluster_commands import (
     OneOrAll,
     in_cluster,
     names_of_jobs,
+    note_no_jobs,
     refuse_job_everywhere,
-    tell_no_jobs,
 )
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace
-from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, print_line
+from finetune_operator.cli.console import Output, UsageError, emit, err, note, out, print_error, print_line
 
 if TYPE_CHECKING:
     from finetune_operator.cli.awaiting import Wait
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 JobNames = Annotated[
     list[str], typer.Argument(metavar="JOB...", help="Names of FineTuneJobs.", autocompletion=names_of_jobs)
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Ask the API server whether it would take the change; change nothing.")
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the API server check the change without applying it.")]
 
 
 def _steering(described: Callable[[], None]) -> Callable[..., None]:
-    """The command that does to jobs what the function of its name in `cli.steering` does to one; its help is that of
-    `described`. One job after the other: what is wrong with one does not keep the others from being changed.
+    """Return a command that applies the function of its name in `cli.steering` to each job, with the help text of
+    `described`. An error of one job does not stop the others.
     """
 
     def command(
@@ -50,7 +48,7 @@ def _steering(described: Callable[[], None]) -> Callable[..., None]:
 
         steer: Steer = getattr(steering, described.__name__)
 
-        async def all_of_them(cluster: Cluster) -> tuple[list[Change], bool]:
+        async def all_jobs(cluster: Cluster) -> tuple[list[Change], bool]:
             changes, refused = [], False
             for name in dict.fromkeys(jobs):
                 try:
@@ -59,7 +57,7 @@ def _steering(described: Callable[[], None]) -> Callable[..., None]:
                     raise
                 except ClusterError as error:
                     refused = True
-                    complain(f"{_kept(error)}.")
+                    print_error(f"{_error_text(error)}.")
                     continue
                 changes.append(change)
                 if output is Output.TEXT:
@@ -67,7 +65,7 @@ def _steering(described: Callable[[], None]) -> Callable[..., None]:
                     print_line(f"FineTuneJob {name} {change.text}{dry}.")
             return changes, refused
 
-        changes, refused = in_cluster(Connection(kubeconfig, context, namespace), all_of_them)
+        changes, refused = in_cluster(Connection(kubeconfig, context, namespace), all_jobs)
         if output is not Output.TEXT:
             emit([change.data() for change in changes], output)
         if refused:
@@ -79,9 +77,9 @@ def _steering(described: Callable[[], None]) -> Callable[..., None]:
 
 @_steering
 def suspend() -> None:
-    """Stop jobs after a checkpoint, until they are resumed.
+    """Save a checkpoint and stop jobs until they are resumed.
 
-    Their pods go; `finetune resume` lets them go on from there.
+    Their pods are deleted; `finetune resume` continues from the checkpoint.
 
     \b
     Examples:
@@ -93,7 +91,7 @@ def suspend() -> None:
 
 @_steering
 def resume() -> None:
-    """Let suspended jobs go on from their last checkpoint.
+    """Resume suspended jobs from their last checkpoint.
 
     \b
     Examples:
@@ -104,13 +102,13 @@ def resume() -> None:
 
 @_steering
 def restart() -> None:
-    """Begin another attempt of jobs, or run ended ones again.
+    """Restart jobs from their last checkpoint; run ended jobs again.
 
-    A job that runs goes on from its last checkpoint.
+    A running job starts another attempt from its last checkpoint.
 
-    A job that has ended is deleted and made again with the same spec, labels and annotations. Its claim stays, and
-    what the run before has written is moved aside there, not deleted. When the job cannot be made again its
-    manifest is written to JOB.yaml, and nothing is lost.
+    An ended job is deleted and recreated with the same spec, labels and annotations. Its claim is kept, and the
+    earlier results are moved aside there, not deleted. If the job cannot be recreated, its manifest is written to
+    JOB.yaml, so that nothing is lost.
 
     \b
     Examples:
@@ -121,9 +119,9 @@ def restart() -> None:
 
 @_steering
 def cancel() -> None:
-    """End jobs for good by deleting them.
+    """Cancel jobs by deleting them.
 
-    What they have written stays on their claims. Jobs that have ended are left alone.
+    Their results stay on their claims. Jobs that have ended are not changed.
 
     \b
     Examples:
@@ -139,47 +137,49 @@ def wait(
         typer.Option(
             "--for",
             metavar="STATE",
-            help="succeeded, failed, ended, planned, running, ready, suspended or deleted.",
+            help="State to wait for: succeeded, failed, ended, planned, running, ready, suspended or deleted.",
         ),
     ] = "succeeded",
     timeout: Annotated[
-        str | None, typer.Option("--timeout", metavar="TIME", help="E.g. 90s, 30m, 12h. Left out: for ever.")
+        str | None,
+        typer.Option("--timeout", metavar="TIME", help="Time limit, such as 90s, 30m or 12h. Default: none."),
     ] = None,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Wait until all the jobs are as far as that.
+    """Wait until jobs reach a state.
 
-    Exit code 0 when all are; 1 when one can no longer come there, e.g. has failed; 124 when the time is over.
+    Exit code 0 when all jobs have reached it; 1 when one can no longer reach it, for example after a failure; 124
+    when the time limit is exceeded.
 
     \b
     Examples:
       finetune wait reviews
       finetune wait reviews ratings --for ended --timeout 2h
       finetune wait reviews --for running --timeout 10m -o json
-      finetune wait reviews --for ready   # its endpoint answers; without one: it has succeeded
+      finetune wait reviews --for ready   # its endpoint answers; for a job without one: it has succeeded
     """
     from finetune_operator.cli.awaiting import Goal, wait_for
     from finetune_operator.cli.cluster_jobs import Connection
 
     goals = [one.value for one in Goal]
     if goal not in goals:
-        raise UsageError(f"--for {goal}: is no state to wait for; use one of {', '.join(goals)}")
+        raise UsageError(f"--for {goal}: unknown state; use one of {', '.join(goals)}")
     seconds = None if timeout is None else _seconds(timeout)
-    wanted = Goal(goal)
+    state = Goal(goal)
 
-    def tell(one: Wait) -> None:
+    def report(one: Wait) -> None:
         if output is Output.TEXT:
             print_line(f"FineTuneJob {one.name} {one.text}.", stderr=not one.reached)
 
     found = in_cluster(
         Connection(kubeconfig, context, namespace),
-        lambda cluster: wait_for(cluster, list(dict.fromkeys(jobs)), wanted, seconds, tell),
+        lambda cluster: wait_for(cluster, list(dict.fromkeys(jobs)), state, seconds, report),
     )
     if output is not Output.TEXT:
-        emit([one.data(wanted) for one in found], output)
+        emit([one.data(state) for one in found], output)
     if not all(one.reached for one in found):
         raise typer.Exit(124 if all(one.reached or one.timed_out for one in found) else 1)
 
@@ -192,10 +192,10 @@ def cost(
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Show what jobs have used and what that costs.
+    """Show the resource usage and cost of jobs.
 
-    The amounts are at the operator's prices, beside what the plans expect. Paid time counts from when pods have
-    nodes, times the nodes. Without a price table there are no amounts.
+    Amounts are at the operator's prices and are shown beside the estimates of the plans. Paid time starts when
+    pods have nodes, and is multiplied by the number of nodes. Without a price table, no amounts are shown.
 
     \b
     Examples:
@@ -217,7 +217,7 @@ def cost(
         elif bills:
             print_costs(out(), bills, with_namespace=all_namespaces)
         else:
-            tell_no_jobs(cluster, all_namespaces)
+            note_no_jobs(cluster, all_namespaces)
 
     in_cluster(Connection(kubeconfig, context, namespace), show)
 
@@ -225,18 +225,19 @@ def cost(
 def debug(
     job: JobName,
     file: Annotated[
-        Path | None, typer.Option("--file", metavar="FILE", help="Where to write. Left out: JOB-debug.tar.gz here.")
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="File to write. Default: JOB-debug.tar.gz in this folder."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Collect what a maintainer would ask for into an archive.
+    """Collect diagnostics of a job in an archive.
 
-    The job with its status, its events, what runs it, its pods and their logs, and versions. Secrets are not
-    read; values that are called or look like secrets are replaced.
+    The archive contains the job with its status, its events, the objects that run it, its pods and their logs,
+    and versions. Secrets are not read; values that are named like secrets or look like them are replaced.
 
     \b
     Examples:
@@ -248,30 +249,30 @@ def debug(
 
     target = file or Path(f"{job}-debug.tar.gz")
     if target.exists() and not force:
-        raise UsageError(f"--file {target}: is there already; name another one, or add --force")
+        raise UsageError(f"--file {target}: already exists; name another file, or add --force")
 
-    async def make(cluster: Cluster) -> list[str]:
+    async def collect_and_write(cluster: Cluster) -> list[str]:
         found_job = await cluster.job(job)
         console = err()
         with console.status("Reading") as status:
-            found = await collect(cluster, found_job, lambda what: status.update(f"Reading {what}"))
-        for gap in found.missing:
-            note(f"left out: {gap}")
+            found = await collect(cluster, found_job, lambda part: status.update(f"Reading {part}"))
+        for missing in found.missing:
+            note(f"not collected: {missing}")
         return write_archive(target, found_job, found)
 
     try:
-        names = in_cluster(Connection(kubeconfig, context, namespace), make)
+        names = in_cluster(Connection(kubeconfig, context, namespace), collect_and_write)
     except OSError as error:
-        complain(f"{target} cannot be written: {error.strerror or error}.")
+        print_error(f"{target} cannot be written: {error.strerror or error}.")
         raise typer.Exit(1) from None
     if output is not Output.TEXT:
         emit([{"file": str(target), "contents": names}], output)
     else:
-        print_line(f"{target} has {len(names)} files; look through them before you give it to others.")
+        print_line(f"{target} contains {len(names)} files; review them before you share it.")
 
 
-def _kept(error: Exception) -> str:
-    """The text; the manifest of a job that is gone is put into a file first."""
+def _error_text(error: Exception) -> str:
+    """Return the error's text; first write the manifest of a job that could not be recreated to a file."""
     from finetune_operator.cli.steering import NotRecreatedError
 
     text = str(error).removesuffix(".")
@@ -282,7 +283,7 @@ def _kept(error: Exception) -> str:
         if file.exists():
             file = file.with_name(f"{file.stem}-restart.yaml")
         file.write_text(yaml.safe_dump(error.manifest, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        text += f"; it is in {file}: kubectl apply -f {file}"
+        text += f"; its manifest is in {file}: kubectl apply -f {file}"
     return text
 
 
@@ -292,5 +293,5 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 def _seconds(text: str) -> float:
     number, unit = (text[:-1], text[-1]) if text and text[-1] in _UNITS else (text, "s")
     if not number.isascii() or not number.isdecimal() or int(number) == 0:
-        raise UsageError(f"--timeout {text}: is no time; write it as 90s, 30m, 12h or 2d")
+        raise UsageError(f"--timeout {text}: not a duration; write it as 90s, 30m, 12h or 2d")
     return float(int(number) * _UNITS[unit])

@@ -1,4 +1,4 @@
-"""Steps that several commands take: settings, checked jobs, facts, a plan, and how a refusal ends a command."""
+"""Steps that several commands share: settings, checked jobs, facts, a plan, and the exit after a refusal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def settings_of(file: Path | None, *, cluster: bool) -> Settings:
-    """The administrator's settings, or those that hold without a file: of the operator, or of a local run."""
+    """Return the administrator's settings; without a file, the defaults of the operator or of a local run."""
     if file is not None:
         return read_settings(file)
     return CLUSTER_SETTINGS if cluster else LOCAL_SETTINGS
@@ -40,25 +40,25 @@ def hardware_of(
         raise UsageError(f"{option}: {error}") from error
 
 
-def tell_notes(inputs: Inputs) -> None:
-    """Print notes on documents that were passed over, and on accepted jobs."""
+def print_notes(inputs: Inputs) -> None:
+    """Print notes on documents that were ignored, and on accepted jobs."""
     for text in inputs.notes:
         note(text)
 
 
 def checked_jobs(names: Sequence[str], settings: Settings, output: Output | DocumentOutput) -> tuple[JobEntry, ...]:
-    """The checked jobs; ends the command with 1 when anything in the files is refused."""
+    """Return the checked jobs; exit with 1 if anything in the files is refused."""
     inputs = read_inputs(names, settings)
-    tell_notes(inputs)
+    print_notes(inputs)
     if inputs.problems:
         refuse(inputs.problems, output)
     return inputs.entries
 
 
 def refuse(problems: Sequence[tuple[str, Problem]], output: Output | DocumentOutput) -> NoReturn:
-    """End with 1: the problems for a person, and as data where the result would have been data for a program.
+    """Exit with 1: print the problems, and write them as data if the result would have been data.
 
-    In place of Kubernetes objects nothing is written, as what reads those would take the problems for one.
+    Nothing is written in place of Kubernetes objects, as their reader would take the problems for one.
     """
     report(problems)
     if isinstance(output, Output) and output is not Output.TEXT:
@@ -67,23 +67,23 @@ def refuse(problems: Sequence[tuple[str, Problem]], output: Output | DocumentOut
 
 
 def refuse_absent(entries: Sequence[JobEntry], output: Output | DocumentOutput) -> None:
-    """End with 1 when a model or data that a job names on this machine are not there."""
+    """Exit with 1 if a model or data that a job names on this machine does not exist."""
     problems = [(entry.source, problem) for entry in entries for problem in absent_inputs(entry)]
     if problems:
         refuse(problems, output)
 
 
 def refuse_plan(entry: JobEntry, refused: PlanRefused, output: Output | DocumentOutput) -> NoReturn:
-    """End with 1: the plan's problems, with the lines of their fields."""
+    """Exit with 1 after printing the plan's problems, with the lines of their fields."""
     refuse([(entry.source, located(entry.document, problem)) for problem in refused.problems], output)
 
 
-def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, ask_trainer: bool) -> Facts:
+def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, measure_model: bool) -> Facts:
     """Return the facts for a plan without a cluster: measured here, prepared earlier, or given with --hardware."""
     from finetune_operator.cli.measure import Measured, free_part, measure, own_hardware
     from finetune_operator.planning.plan_types import Facts
 
-    measured = measure(entry.job) if ask_trainer else Measured(None, own_hardware())
+    measured = measure(entry.job) if measure_model else Measured(None, own_hardware())
     return Facts(
         model=measured.model,
         data=_earlier_data(entry, workspace),
@@ -96,12 +96,12 @@ def cluster_facts(
     entry: JobEntry,
     node: HardwareFacts | None,
     workspace: Path | None,
-    ask_trainer: bool,
+    measure_model: bool,
     nodes: NodesTold | None = None,
 ) -> Facts:
-    """Return the facts of the operator before the first stage, which has nothing but the job, and those of the options.
+    """Return the facts of the operator before the first stage, which come from the job alone, and those of the options.
 
-    Which operators a cluster has is not known here: what the job names is taken as installed.
+    The cluster's operators are unknown here: those that the job names are assumed to be installed.
     """
     from finetune_operator.cli.measure import measure
     from finetune_operator.launchers.launcher_rows import SUPPORTED
@@ -109,26 +109,26 @@ def cluster_facts(
 
     spec = entry.job.spec
     engines = {spec.preparation.engine, *([] if spec.predict is None else [spec.predict.engine])}
-    asked = [each.name for each in SUPPORTED if each.name == spec.launcher or each.engine in engines]
+    requested = [each.name for each in SUPPORTED if each.name == spec.launcher or each.engine in engines]
     facts = Facts(
-        model=measure(entry.job, "Connect, or leave --measure out").model if ask_trainer else None,
+        model=measure(entry.job, "Connect, or omit --measure").model if measure_model else None,
         data=None if workspace is None else _earlier_data(entry, workspace),
         hardware=node,
         nodes=nodes,
-        served=tuple(dict.fromkeys([*Facts().served, *asked])),
+        served=tuple(dict.fromkeys([*Facts().served, *requested])),
         kserve=spec.endpoint is not None and spec.endpoint.runtime == "kserve",
     )
     given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
     if given:
         note(
             f"{entry.job.name} is planned with facts about its {' and '.join(given)} that the operator does not have "
-            "before the job has run, so what it makes may differ; it plans again when prepare has measured."
+            "before prepare, so the operator's first plan may differ."
         )
     return facts
 
 
 def cluster_nodes(kubeconfig: Path | None, context: str | None) -> tuple[Node, ...]:
-    """The nodes of the cluster, as the operator reads them; ends the command with 1 where they cannot be read."""
+    """Return the cluster's nodes, as the operator reads them; exit with 1 if they cannot be read."""
     from finetune_operator.cli.cluster_jobs import Cluster, Connection
     from finetune_operator.cli.commands.cluster_commands import in_cluster
     from finetune_operator.kubernetes_api.resources import NODE
@@ -150,8 +150,8 @@ def _earlier_data(entry: JobEntry, workspace: Path) -> DataFacts | None:
 def planned(
     entry: JobEntry, facts: Facts, settings: Settings, output: Output | DocumentOutput, *, as_known: bool = False
 ) -> JobPlan:
-    """The job's plan; ends the command with 1 when it is refused. `as_known`: also when it does not fit as far as is
-    known, although prepare may find that it does.
+    """Return the job's plan; exit with 1 if it is refused. `as_known`: also refuse a job that does not fit by the known
+    facts, although prepare may find that it does.
     """
     from finetune_operator.planning.plan import plan
     from finetune_operator.planning.plan_types import PlanRefused

@@ -12,7 +12,7 @@ import typer
 
 from finetune_contract.layout import JobPaths
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Kubeconfig, Namespace, Workspace
-from finetune_operator.cli.console import UsageError, complain, out
+from finetune_operator.cli.console import UsageError, out, print_error
 
 if TYPE_CHECKING:
     from finetune_operator.cli.ui.pages import Pages
@@ -23,13 +23,13 @@ PORT = 8642
 def ui(
     workspace: Workspace = Path("runs"),
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="Port on 127.0.0.1; 0: any free one.")
+        int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="Port on 127.0.0.1; 0: any free port.")
     ] = PORT,
     browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open a browser, when started in a terminal.")
+        bool, typer.Option("--browser/--no-browser", help="Open a browser if started in a terminal.")
     ] = True,
     cluster: Annotated[
-        bool, typer.Option("--cluster/--no-cluster", help="Show the cluster's jobs too, when there is a kubeconfig.")
+        bool, typer.Option("--cluster/--no-cluster", help="Also show the cluster's jobs, if there is a kubeconfig.")
     ] = True,
     namespace: Namespace = None,
     all_namespaces: AllNamespaces = False,
@@ -38,8 +38,8 @@ def ui(
 ) -> None:
     """Show runs and jobs in a browser.
 
-    Curves, plan, logs and comparison; nothing can be changed there. Pages stay up to date by themselves. Only this
-    machine reaches them, and only with the token in the URL that is printed. Ctrl-C ends it.
+    The pages show curves, plans, logs and comparisons. They are read-only and update themselves. They can be
+    opened only on this machine, and only with the token in the printed URL. Ctrl-C stops the server.
 
     \b
     Examples:
@@ -61,9 +61,9 @@ def ui(
     if named and not cluster:
         raise UsageError(f"{named[0]} and --no-cluster exclude each other")
     if workspace.exists() and not workspace.is_dir():
-        raise UsageError(f"--workspace {workspace}: it is a file; name a folder")
+        raise UsageError(f"--workspace {workspace}: is a file; name a folder")
     if JobPaths(workspace).job.is_file():
-        raise UsageError(f"--workspace {workspace}: it is the folder of one run; name the folder that it is in")
+        raise UsageError(f"--workspace {workspace}: is the folder of one run; name its parent folder")
 
     from finetune_operator.cli.cluster_jobs import Connection
     from finetune_operator.cli.ui.pages import Pages
@@ -78,21 +78,21 @@ def ui(
 
 
 def _serve(pages: Pages, port: int, workspace: Path, browser: bool) -> None:
-    """Serve the pages until Ctrl-C, and print where they are."""
+    """Print the address of the pages, and serve them until Ctrl-C."""
     from finetune_operator.cli.ui.ui_server import ADDRESS, Server
 
     try:
         server = Server(pages, port)
     except OSError as error:
-        complain(
+        print_error(
             f"--port {port}: cannot listen on {ADDRESS}: {error.strerror}. "
-            "Another finetune ui may run there; name another port, or --port 0 for any free one."
+            "Another finetune ui may be running; choose another port, or --port 0 for any free port."
         )
         raise typer.Exit(1) from None
     # A shell that starts this in the background has it ignore Ctrl-C, which is all that ends it in order.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with server:
-        out().print(f"{workspace} at {server.url()}\nCtrl-C ends it.", soft_wrap=True)
+        out().print(f"Serving {workspace} at {server.url()}\nPress Ctrl-C to stop.", soft_wrap=True)
         if browser and sys.stdout.isatty():
             _open(server.url(server.keys.for_one_use()))
         try:

@@ -28,7 +28,7 @@ from finetune_operator.cli.jobview import (
     LOG_LINES,
     ago,
     failure_headline,
-    headline_words,
+    headline_text,
     next_commands,
     notable,
     phase_of,
@@ -53,7 +53,7 @@ MOST_COMPARED = 8
 LINE_CHARACTERS = 2000
 """Maximum characters of a log line on a page; the whole log has it in full."""
 _REDACTOR = "redactor"
-_SILENT = 60.0
+_STALE_SECONDS = 60.0
 """Age in seconds above which a running stage's progress is shown with its age."""
 
 
@@ -131,7 +131,7 @@ class Pages:
             link=_link(name),
             run=run,
             percent=run.progress.percent if run.progress else None,
-            progress=_progress_words(run, utc_now()),
+            progress=_progress_text(run, utc_now()),
             failure=_failure(run.failure),
             metrics=[
                 {"name": each.name, "value": _figure(each.value), "majority": _figure(each.majority)}
@@ -232,7 +232,7 @@ class Pages:
         lines = readable_lines(Content("\n".join(f"[{label}] {line}" for label, line in details.log).encode()))
         return {
             "phase": phase_of(job),
-            "headline": headline_words(job, now),
+            "headline": headline_text(job, now),
             "percent": progress.percent if progress else None,
             "progress": cluster_figures(progress, now) if progress else "",
             "conditions": [
@@ -307,7 +307,7 @@ def _run_row(run: Run, now: datetime) -> dict[str, Any]:
         "state": run.state,
         "stage": run.stage,
         "percent": run.progress.percent if run.progress else None,
-        "progress": _progress_words(run, now),
+        "progress": _progress_text(run, now),
         "metrics": [(each.name, _figure(each.value)) for each in run.metrics if each.name != "loss"][:LIST_METRICS],
         "started": "" if run.started is None else f"{ago(run.started, now)} ago",
         "started_at": "" if run.started is None else run.started.astimezone().isoformat(" ", "seconds"),
@@ -336,13 +336,13 @@ def _job_row(job: ClusterJob, now: datetime) -> dict[str, Any]:
     }
 
 
-def _progress_words(run: Run, now: datetime) -> str:
+def _progress_text(run: Run, now: datetime) -> str:
     progress: Progress | None = run.progress
     if progress is None or run.state == "set aside":
         return ""
     age = now.timestamp() - progress.time
-    silent = f"  (told {human_seconds(age)} ago)" if run.state == "running" and age > _SILENT else ""
-    return f"{progress.percent} %  {figures(progress)}{silent}"
+    reported = f"  (reported {human_seconds(age)} ago)" if run.state == "running" and age > _STALE_SECONDS else ""
+    return f"{progress.percent} %  {figures(progress)}{reported}"
 
 
 def _failure(failure: FailureStatus | None) -> dict[str, Any] | None:

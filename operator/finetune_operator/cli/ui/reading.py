@@ -99,7 +99,7 @@ def _opened(root: Path, *parts: str) -> Iterator[int]:
         os.close(place)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(None, "it is no file")
+            raise OSError(None, "it is not a regular file")
         yield file
     finally:
         os.close(file)

@@ -77,15 +77,15 @@ def foreign(headers: Mapping[str, str], port: int) -> Refusal | None:
     if host.lower() not in hosts:
         return Refusal(
             421,
-            f"This page answers to {' and '.join(hosts)}, not to another host name or port. "
-            f"Through SSH, forward the same port: ssh -L {port}:127.0.0.1:{port} HOST",
+            f"This page is served at {' and '.join(hosts)} only. "
+            f"With SSH, forward the same port: ssh -L {port}:127.0.0.1:{port} HOST",
         )
     origin = headers.get("Origin")
     if origin is not None and origin.lower() not in [f"http://{name}" for name in hosts]:
-        return Refusal(403, "This page does not answer to other sites.")
+        return Refusal(403, "Requests of other sites are refused.")
     opened = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
     if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and not opened:
-        return Refusal(403, "This page does not answer to other sites.")
+        return Refusal(403, "Requests of other sites are refused.")
     return None
 
 
@@ -99,5 +99,5 @@ def _without_token(headers: Mapping[str, str], port: int, keys: Keys) -> Refusal
         return None
     return Refusal(
         403,
-        "Open the whole URL that finetune ui has printed. Its token keeps other users of this machine out.",
+        "Open the complete URL that finetune ui has printed. Its token keeps out other users of this machine.",
     )

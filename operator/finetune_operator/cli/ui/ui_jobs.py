@@ -15,16 +15,16 @@ from threading import Condition, Lock, Thread
 from typing import Generic, TypeVar
 
 from finetune_contract.choices import Stage
-from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, Connection, Happening, connect
-from finetune_operator.cli.log_following import NoLogError, Wanted, read_logs
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, Connection, JobEvent, connect
+from finetune_operator.cli.log_following import LogSelection, NoLogError, read_logs
 from finetune_operator.cli.watching import events_of
 
 Value = TypeVar("Value")
-ASK_SECONDS = 4.0
+REFRESH_SECONDS = 4.0
 """Age in seconds above which an answer is requested again."""
 ANSWER_SECONDS = 30.0
 """Timeout in seconds of one answer of the API server."""
-PATIENCE_SECONDS = 2.0
+FIRST_ANSWER_SECONDS = 2.0
 """Seconds that the first page waits for a first answer."""
 LOG_LINES = 200
 """Number of last lines of each pod."""
@@ -53,37 +53,37 @@ class JobDetails:
     """A job with its related objects."""
 
     job: ClusterJob
-    events: tuple[Happening, ...] | None
+    events: tuple[JobEvent, ...] | None
     """Events of the job; None: they may not be read."""
     log: tuple[tuple[str, str], ...]
     """Label of the pod, line."""
     notes: tuple[str, ...]
 
 
-class Question(Generic[Value]):
+class CachedRequest(Generic[Value]):
     """Request that runs in a thread of its own, at most once at a time."""
 
-    def __init__(self, ask: Callable[[], Value]) -> None:
-        self._ask = ask
+    def __init__(self, request: Callable[[], Value]) -> None:
+        self._request = request
         self._changed = Condition()
         self._answer: Answer[Value] = Answer()
         self._answered_at: float | None = None
-        self._under_way = False
+        self._running = False
 
-    def answer(self, patience: float = PATIENCE_SECONDS) -> Answer[Value]:
+    def answer(self, timeout: float = FIRST_ANSWER_SECONDS) -> Answer[Value]:
         """Return the last answer; request a new one if it is old, and wait only for the first one."""
         with self._changed:
-            old = self._answered_at is None or time.monotonic() - self._answered_at > ASK_SECONDS
-            if old and not self._under_way:
-                self._under_way = True
-                Thread(target=self._find_out, daemon=True, name="finetune-ui-cluster").start()
-            self._changed.wait_for(lambda: not self._answer.waiting, patience)
+            old = self._answered_at is None or time.monotonic() - self._answered_at > REFRESH_SECONDS
+            if old and not self._running:
+                self._running = True
+                Thread(target=self._run_request, daemon=True, name="finetune-ui-cluster").start()
+            self._changed.wait_for(lambda: not self._answer.waiting, timeout)
             return self._answer
 
-    def _find_out(self) -> None:
+    def _run_request(self) -> None:
         answer: Answer[Value]
         try:
-            answer = Answer(self._ask())
+            answer = Answer(self._request())
         except ClusterError as error:
             answer = replace(self._answer, error=f"{str(error).removesuffix('.')}.")
         except TimeoutError:
@@ -91,7 +91,7 @@ class Question(Generic[Value]):
         except Exception as error:  # a bug of ours: the page reports it, instead of waiting for ever
             answer = replace(self._answer, error=f"{type(error).__name__}: {error}")
         with self._changed:
-            self._answer, self._answered_at, self._under_way = answer, time.monotonic(), False
+            self._answer, self._answered_at, self._running = answer, time.monotonic(), False
             self._changed.notify_all()
 
 
@@ -103,8 +103,8 @@ class ClusterJobs:
         self.where = "any namespace" if everywhere else "this namespace"
         """Description of the listed namespaces."""
         self._connection = connection
-        self._all = Question(self._ask_all)
-        self._details: OrderedDict[tuple[str, str], Question[JobDetails]] = OrderedDict()
+        self._all = CachedRequest(self._request_all)
+        self._details: OrderedDict[tuple[str, str], CachedRequest[JobDetails]] = OrderedDict()
         self._curves: OrderedDict[str, dict[int, float]] = OrderedDict()
         self._lock = Lock()
 
@@ -125,10 +125,10 @@ class ClusterJobs:
             return Answer(error=listed.error)
         with self._lock:
             key = (namespace, name)
-            question = self._details.setdefault(key, Question(lambda: self._ask_one(namespace, name)))
+            request = self._details.setdefault(key, CachedRequest(lambda: self._request_one(namespace, name)))
             while len(self._details) > MOST_JOBS:
                 self._details.popitem(last=False)
-        return question.answer()
+        return request.answer()
 
     def curve(self, job: ClusterJob) -> list[dict[str, float]]:
         """Return the loss by step, collected since this page's first request: a cluster keeps the newest only."""
@@ -136,7 +136,7 @@ class ClusterJobs:
             points = sorted(self._curves.get(job.metadata.uid, {}).items())
         return [{"step": step, "loss": loss} for step, loss in points]
 
-    def _ask_all(self) -> tuple[ClusterJob, ...]:
+    def _request_all(self) -> tuple[ClusterJob, ...]:
         async def listed(cluster: Cluster) -> tuple[ClusterJob, ...]:
             if not self.everywhere:
                 self.where = f"namespace {cluster.namespace}"
@@ -147,12 +147,12 @@ class ClusterJobs:
             self._remember(job)
         return tuple(sorted(found, key=lambda job: job.metadata.creation_timestamp, reverse=True))
 
-    def _ask_one(self, namespace: str, name: str) -> JobDetails:
+    def _request_one(self, namespace: str, name: str) -> JobDetails:
         async def all_of_it(cluster: Cluster) -> JobDetails:
             job = await cluster.job(name)
             events = await events_of(cluster, job)
             try:
-                found = await read_logs(cluster, job, Wanted(tail=LOG_LINES))
+                found = await read_logs(cluster, job, LogSelection(tail=LOG_LINES))
             except NoLogError as none:
                 return JobDetails(job, events, (), (str(none),))
             except ClusterError as error:

@@ -49,8 +49,8 @@ MOST_RUNS = 200
 """Maximum folders listed, the last changed ones; the others are counted."""
 MOST_FIGURES = 40
 """Maximum figures of a history: the trainer writes about ten, and those of the task's metrics."""
-_KNOWN = ("plan.json", "job.json", INPUTS_FILE, "metrics.json", "history.jsonl", FAILURE_FILE)
-_ASIDE = re.compile(r"\.previous-\d+\Z")
+_RUN_FILES = ("plan.json", "job.json", INPUTS_FILE, "metrics.json", "history.jsonl", FAILURE_FILE)
+_EARLIER_RUN = re.compile(r"\.previous-\d+\Z")
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -90,7 +90,7 @@ class _PlanGlance(Raw):
 class Gate:
     """Gate of the job, and its result."""
 
-    words: str
+    text: str
     met: bool | None
     """True if the gate was met; None: not measured yet."""
 
@@ -159,7 +159,7 @@ class Runs:
     problem: str | None = None
 
 
-class _Kept(Generic[Value]):
+class _Cache(Generic[Value]):
     """Cache of values by key, valid until their sources change; the oldest are dropped."""
 
     def __init__(self, most: int) -> None:
@@ -187,8 +187,8 @@ class Workspace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._runs: _Kept[Run] = _Kept(2 * MOST_RUNS)
-        self._histories: _Kept[tuple[list[dict[str, float]], bool]] = _Kept(16)
+        self._runs: _Cache[Run] = _Cache(2 * MOST_RUNS)
+        self._histories: _Cache[tuple[list[dict[str, float]], bool]] = _Cache(16)
 
     def runs(self) -> Runs:
         """Return all runs: running ones first, then by their start, the latest first."""
@@ -295,14 +295,14 @@ class Workspace:
 
     def _is_run(self, name: str) -> bool:
         root = self._root(name)
-        return any(stamp(root, file) for file in _KNOWN) or any(
+        return any(stamp(root, file) for file in _RUN_FILES) or any(
             stamp(root, "logs", f"{stage}.log") for stage in LOCAL_STAGES
         )
 
     def _run(self, name: str) -> Run:
         root = self._root(name)
         running = is_locked(self.folder, name)
-        files: list[Stamp] = [stamp(root, file) for file in (*_KNOWN, "report.html")]
+        files: list[Stamp] = [stamp(root, file) for file in (*_RUN_FILES, "report.html")]
         for stage in LOCAL_STAGES:
             files += [stamp(root, "logs", f"{stage}.progress.jsonl"), stamp(root, "logs", f"{stage}.log")]
             files.append(stamp(root, "state", f"{stage}.json"))
@@ -339,15 +339,15 @@ def _read_run(root: Path, name: str, running: bool) -> Run:
     problems: list[str] = []
     glance = _glance(root, problems)
     finished = {stage: report for stage in LOCAL_STAGES if (report := _finished(root, stage, problems)) is not None}
-    begun = [stage for stage in LOCAL_STAGES if stamp(root, "logs", f"{stage}.log")]
+    started_stages = [stage for stage in LOCAL_STAGES if stamp(root, "logs", f"{stage}.log")]
     planned = [stage for stage in LOCAL_STAGES if stage in glance.stages] or [
-        stage for stage in LOCAL_STAGES if stage in finished or stage in begun
+        stage for stage in LOCAL_STAGES if stage in finished or stage in started_stages
     ]
     failure, metrics = _failure(root, problems), _metrics(root, problems)
     open_stages = [stage for stage in planned if stage not in finished]
     current = _current(root, open_stages, failure)
     state: RunState
-    if _ASIDE.search(name):
+    if _EARLIER_RUN.search(name):
         state = "set aside"
     elif running:
         state = "running"
@@ -355,7 +355,7 @@ def _read_run(root: Path, name: str, running: bool) -> Run:
         state = "failed"
     elif planned and not open_stages:
         state = "succeeded"
-    elif begun or finished:
+    elif started_stages or finished:
         state = "interrupted"
     else:
         state = "not started" if planned else "damaged"
@@ -372,9 +372,9 @@ def _read_run(root: Path, name: str, running: bool) -> Run:
         stages=tuple(
             StageRow(
                 stage.value,
-                _stage_state(stage, stage in finished, stage is current, stage in begun, state),
+                _stage_state(stage, stage in finished, stage is current, stage in started_stages, state),
                 finished[stage].seconds if stage in finished else None,
-                stage in begun,
+                stage in started_stages,
             )
             for stage in planned
         ),
@@ -399,7 +399,7 @@ def _current(root: Path, open_stages: Sequence[Stage], failure: FailureStatus | 
 
 
 def _stage_state(
-    stage: Stage, done: bool, current: bool, begun: bool, run: RunState
+    stage: Stage, done: bool, current: bool, started_stages: bool, run: RunState
 ) -> Literal["done", "running", "failed", "stopped", "waiting"]:
     if done:
         return "done"
@@ -407,7 +407,7 @@ def _stage_state(
         return "running"
     if current and run == "failed":
         return "failed"
-    return "stopped" if begun else "waiting"
+    return "stopped" if started_stages else "waiting"
 
 
 def _json(root: Path, name: str, problems: list[str]) -> JsonValue:
@@ -422,22 +422,22 @@ def _json(root: Path, name: str, problems: list[str]) -> JsonValue:
     except UnreadableError as error:
         problems.append(str(error))
     except (ValueError, RecursionError):
-        problems.append(f"{name} is damaged: it is no JSON")
+        problems.append(f"{name} is damaged: it is not JSON")
     return None
 
 
 def _object(root: Path, name: str, problems: list[str]) -> dict[str, Any]:
     """Return an object whose numbers are usable in arithmetic; empty if it cannot be read."""
     value = _json(root, name, problems)
-    return {key: _tame(one) for key, one in value.items()} if isinstance(value, dict) else {}
+    return {key: _finite(one) for key, one in value.items()} if isinstance(value, dict) else {}
 
 
-def _tame(value: JsonValue) -> JsonValue:
+def _finite(value: JsonValue) -> JsonValue:
     match value:
         case dict():
-            return {name: _tame(one) for name, one in value.items()}
+            return {name: _finite(one) for name, one in value.items()}
         case list():
-            return [_tame(one) for one in value]
+            return [_finite(one) for one in value]
         case int() | float() if not isinstance(value, bool) and _number(value) is None:
             return None
         case _:
@@ -506,10 +506,10 @@ def _gate(glance: _PlanGlance, metrics: Sequence[Metric]) -> Gate | None:
     value = next((metric.value for metric in metrics if metric.name == gate.metric), None)
     at_least = gate.minimum is not None
     limit = gate.minimum if gate.minimum is not None else gate.maximum
-    words = f"{gate.metric} at {'least' if at_least else 'most'} {limit if limit is None else f'{limit:g}'}"
+    text = f"{gate.metric} at {'least' if at_least else 'most'} {limit if limit is None else f'{limit:g}'}"
     if value is None or limit is None:
-        return Gate(words, None)
-    return Gate(f"{words}, is {value:.4g}", value >= limit if at_least else value <= limit)
+        return Gate(text, None)
+    return Gate(f"{text}, is {value:.4g}", value >= limit if at_least else value <= limit)
 
 
 def _progress(root: Path, stage: Stage) -> Progress | None:
@@ -577,10 +577,10 @@ def readable_lines(content: Content) -> list[str]:
         lines = lines[1:]
     if lines and not lines[-1]:
         lines.pop()
-    return [_as_left(line) for line in lines]
+    return [_final_text(line) for line in lines]
 
 
-def _as_left(line: str) -> str:
+def _final_text(line: str) -> str:
     last = next((part for part in reversed(line.split("\r")) if part), "")
     return _CONTROL.sub("\ufffd", _ANSI.sub("", last))
 

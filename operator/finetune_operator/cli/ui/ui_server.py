@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote_to_bytes, urlencode, urlsplit
 
 from finetune_contract.charts import STYLE
-from finetune_operator.cli.console import complain
+from finetune_operator.cli.console import print_error
 from finetune_operator.cli.ui.pages import Page, Pages
 from finetune_operator.cli.ui.request_checks import Keys, cookie_name, foreign, refusal
 
@@ -91,10 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             answer = self._answer()
         except Exception as error:
-            complain(
-                f"{self.path}: {type(error).__name__}: {error}. This is a fault of finetune ui: report it, please."
+            print_error(
+                f"{self.path}: {type(error).__name__}: {error}. This is a bug in finetune ui: please report it."
             )
-            text = "This page cannot be made; the terminal of finetune ui says why.\n"
+            text = "This page cannot be rendered; the terminal of finetune ui shows the error.\n"
             answer = Answer(text.encode(), PLAIN, 500)
         self._send(answer)
 
@@ -123,28 +123,30 @@ class _Handler(BaseHTTPRequestHandler):
             target = urlsplit(self.path)
             query = parse_qs(target.query, max_num_fields=MOST_QUERY_FIELDS, errors="surrogateescape")
         except ValueError:
-            return Answer(b"This is no address of a page.\n", PLAIN, 400)
+            return Answer(b"This is not the address of a page.\n", PLAIN, 400)
         headers = {name.title(): value for name, value in self.headers.items()}
         for token in query.pop("token", [])[:1]:
             refused = foreign(headers, server.port)
             if refused is None and server.keys.fits(token):
-                return self._enter(target.path, urlencode(query, doseq=True, errors="surrogateescape"))
+                return self._redirect_with_cookie(target.path, urlencode(query, doseq=True, errors="surrogateescape"))
         refused = refusal(headers, server.port, server.keys)
         if refused is not None:
             return Answer(f"{refused.text}\n".encode(), PLAIN, refused.code)
         path = [fsdecode(unquote_to_bytes(part)) for part in target.path.split("/")[1:]]
         found = route(server.pages, path, query)
         if found is None:
-            gone = server.pages.message(404, "Not found", "There is no such page: the run or job may be gone.")
-            return _of(gone)
+            not_found = server.pages.message(
+                404, "Not found", "There is no such page: the run or job may have been deleted."
+            )
+            return _of(not_found)
         return found
 
-    def _enter(self, path: str, query: str) -> Answer:
+    def _redirect_with_cookie(self, path: str, query: str) -> Answer:
         """Store the token in a cookie and remove it from the address, which browsers remember and people copy."""
-        where = "/" + path.lstrip("/\\") + (f"?{query}" if query else "")
+        location = "/" + path.lstrip("/\\") + (f"?{query}" if query else "")
         name, token = cookie_name(self.server.port), self.server.keys.token
         cookie = f"{name}={token}; HttpOnly; SameSite=Lax; Path=/"
-        return Answer(b"", code=303, headers={"Location": where, "Set-Cookie": cookie})
+        return Answer(b"", code=303, headers={"Location": location, "Set-Cookie": cookie})
 
     def _send(self, answer: Answer) -> None:
         etag = f'"{hashlib.sha256(answer.body).hexdigest()[:32]}"'
@@ -180,7 +182,7 @@ def route(pages: Pages, path: list[str], query: dict[str, list[str]]) -> Answer 
         case ["static", name]:
             return _static(name)
         case ["run", name]:
-            return _if_there(pages.run(name))
+            return _page_answer(pages.run(name))
         case ["run", name, "report"]:
             report = pages.report(name)
             return None if report is None else Answer(report, policy=FILE_POLICY)
@@ -190,7 +192,7 @@ def route(pages: Pages, path: list[str], query: dict[str, list[str]]) -> Answer 
         case ["compare"]:
             return _of(pages.compare(query.get("run", [])))
         case ["job", namespace, name]:
-            return _if_there(pages.job(namespace, name))
+            return _page_answer(pages.job(namespace, name))
         case _:
             return None
 
@@ -199,7 +201,7 @@ def _of(page: Page) -> Answer:
     return Answer(page.html.encode(errors="replace"), code=page.code)
 
 
-def _if_there(page: Page | None) -> Answer | None:
+def _page_answer(page: Page | None) -> Answer | None:
     return None if page is None else _of(page)
 
 

@@ -1,5 +1,5 @@
-// Keeps an open page up to date: asks for the same page again and puts in the parts that differ. The server makes all
-// of the HTML; without this script a page is whole, and is renewed by loading it again.
+// Keeps an open page up to date: requests the same page again and replaces the parts that differ. The server renders
+// all of the HTML; without this script a page is complete, and is updated by reloading it.
 "use strict";
 
 (() => {

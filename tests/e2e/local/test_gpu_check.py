@@ -1,0 +1,108 @@
+"""The check of a machine with GPUs, as it runs on one without: its own code, its report and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, size_of
+from gpu_check.gpu_kernels import KERNELS
+from gpu_check.gpu_report import Result, SkippedError, as_markdown, checked
+from suite_plugins.patience import patient
+
+TESTS = Path(__file__).parents[2]
+
+
+def check(out: Path, *options: str) -> tuple[int, str, list[dict[str, Any]]]:
+    """Run the command; return its exit code, its output, and the results in its report."""
+    run = subprocess.run(
+        [sys.executable, "-m", "gpu_check", "--small", "--minutes", "60", "--out", str(out), *options],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=patient(600),
+        check=False,
+    )
+    report = out / "gpu-check.json"
+    results = json.loads(report.read_text(encoding="utf-8"))["results"] if report.exists() else []
+    return run.returncode, run.stdout + run.stderr, results
+
+
+@pytest.mark.slow
+def test_ways_to_train_are_measured_beside_their_plans(tmp_path: Path) -> None:
+    code, output, results = check(tmp_path, "--only", "links", "trainings", "--ways", "single", "LoRA", "ddp")
+    assert code == 0, output
+    assert [(each["name"], each["outcome"]) for each in results] == [
+        ("all-reduce", "ok"),
+        ("single", "ok"),
+        ("LoRA", "ok"),
+        ("ddp", "skipped"),
+    ]
+    assert results[0]["figures"]["GB/s of each link"] > 0
+    single = results[1]["figures"]
+    assert single["strategy"] == "single"
+    assert len(single["losses"]) == SMALL.steps
+    assert min(single["peak GiB"], single["planned GiB"], single["s a step"]) > 0
+    page = (tmp_path / "gpu-check.md").read_text(encoding="utf-8")
+    assert "| ddp | skipped |" in page
+    assert "needs 2 GPUs" in page
+
+
+@pytest.mark.slow
+def test_a_failed_way_is_reported_and_ends_with_1(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("no folder")
+    code, output, results = check(tmp_path, "--only", "trainings", "--ways", "single")
+    assert code == 1, output
+    (result,) = results
+    assert result["outcome"] == "failed"
+    assert str(tmp_path / "runs") in result["reason"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "gpu_check", "--out", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=patient(120),
+    )
+    assert run.returncode == 1
+    assert "--small" in run.stderr
+
+
+@pytest.mark.parametrize("name", ["matrix product", "attention", "4-bit product"])
+def test_kernels_answer_rightly_on_a_cpu(name: str) -> None:
+    assert KERNELS[name](torch.device("cpu"), True)
+
+
+def test_an_error_is_a_result_and_the_report_has_all() -> None:
+    def broken() -> dict[str, Any]:
+        raise ValueError("first\nlast | line")
+
+    def impossible() -> dict[str, Any]:
+        raise SkippedError("needs 8 GPUs")
+
+    results = [checked("a", "one", broken), checked("a", "two", impossible), checked("b", "three", lambda: {"x": 1.5})]
+    assert [each.outcome for each in results] == ["failed", "skipped", "ok"]
+    assert results[0].reason == "ValueError: last | line"
+    page = as_markdown({"GPUs": 0}, results)
+    assert page.count("\n## ") == 2
+    assert "1 ok, 1 failed, 1 skipped." in page
+    assert "ValueError: last \\| line" in page
+    assert "x 1.5" in page
+
+
+def test_sizes_follow_the_memory_of_a_gpu() -> None:
+    assert size_of(None) is SMALL
+    assert [size_of(gib) for gib in (79.2, 22.0, 15.0)] == [size for _, size in BY_MEMORY]
+    assert isinstance(Result("g", "n", "ok", 0.0).figures, dict)
+    assert {"single", "fsdp", "ZeRO-3", "tensor 2", "fp8"} <= WAYS.keys()

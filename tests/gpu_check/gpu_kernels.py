@@ -1,0 +1,123 @@
+"""Kernels that the trainer calls on a GPU, each on its own: it runs, its numbers are right, and how fast it is."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from finetune_operator.planning.devices import find_gpu
+from gpu_check.gpu_report import SkippedError
+
+REPEATS = 5
+Check = Callable[[torch.device, bool], Mapping[str, Any]]
+"""Takes the device, and True for sizes that a CPU computes in a moment."""
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the median duration of `work`, after one call that is not counted."""
+    spent = []
+    for _ in range(REPEATS + 1):
+        started = perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spent.append(perf_counter() - started)
+    return statistics.median(spent[1:])
+
+
+def matrix_product(device: torch.device, small: bool) -> Mapping[str, Any]:
+    """Multiply in bf16: the rate beside the peak that plans are made with."""
+    size = 512 if small else 8192
+    one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * size**3 / seconds_of(lambda: one @ other, device) / 1e12
+    figures = {"TFLOP/s in bf16": rate}
+    known = find_gpu(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    if known is not None and known.half_tflops:
+        figures |= {"peak in the table": known.half_tflops, "share": rate / known.half_tflops}
+    return figures
+
+
+def attention(device: torch.device, small: bool) -> Mapping[str, Any]:
+    """Run causal attention forward and backward by torch's fused kernels, and compare with plain arithmetic in fp32."""
+    heads, length = (2, 64) if small else (16, 2048)
+    query, key, value = (
+        torch.randn(1, heads, length, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    found.sum().backward()
+    mask = torch.ones(length, length, device=device, dtype=torch.bool).tril()
+    scores = (query.float() @ key.float().transpose(-1, -2)) / 64**0.5
+    expected = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value.float()
+    difference = float((found.float() - expected).abs().max())
+    if not difference < 0.05:
+        raise AssertionError(f"answers differ from plain attention by {difference}")
+    step = seconds_of(lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True), device)
+    return {"largest difference": difference, "ms forward": 1000 * step}
+
+
+def fp8_product(device: torch.device, small: bool) -> Mapping[str, Any]:
+    """Multiply in fp8 by the kernel of torchao's linear layers."""
+    if device.type != "cuda":
+        raise SkippedError("a CPU has no units for fp8")
+    if torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
+        raise SkippedError("fp8 needs compute capability 8.9")
+    size = 512 if small else 8192
+    one, other = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    scale = torch.ones((), device=device)
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(one, other.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+    difference = float((product().float() - one.float() @ other.float().t()).abs().max())
+    return {"TFLOP/s in fp8": 2 * size**3 / seconds_of(product, device) / 1e12, "largest difference": difference}
+
+
+def compiled_block(device: torch.device, small: bool) -> Mapping[str, Any]:
+    """Compile a feed-forward block, run it forward and backward, and compare with the block itself."""
+    width = 64 if small else 2048
+    block = torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+    block.to(device)
+    inputs = torch.randn(64, width, device=device)
+    started = perf_counter()
+    compiled = torch.compile(block)
+    found = compiled(inputs)
+    found.sum().backward()
+    seconds = perf_counter() - started
+    difference = float((found - block(inputs)).abs().max())
+    if not difference < 1e-2:
+        raise AssertionError(f"the compiled block answers otherwise, by {difference}")
+    return {"s to compile": seconds, "largest difference": difference}
+
+
+def four_bit_product(device: torch.device, small: bool) -> Mapping[str, Any]:
+    """Multiply by a weight in 4 bits, and compare with the rounded weight."""
+    if find_spec("bitsandbytes") is None:
+        raise SkippedError("bitsandbytes is not installed (finetune-trainer[qlora])")
+    from bitsandbytes.functional import dequantize_4bit
+
+    from finetune_trainer.four_bits import FourBitLinear
+
+    width = 128 if small else 4096
+    layer = torch.nn.Linear(width, width, bias=False)
+    held = FourBitLinear(layer, torch.bfloat16).to(device)
+    inputs = torch.randn(16, width, device=device, dtype=torch.bfloat16)
+    rounded = dequantize_4bit(held.weight.data, held.weight.quant_state).to(torch.bfloat16)
+    difference = float((held(inputs).float() - (inputs @ rounded.t()).float()).abs().max())
+    if not difference < 0.05:
+        raise AssertionError(f"the product differs from that of the rounded weight by {difference}")
+    return {"largest difference": difference, "ms": 1000 * seconds_of(lambda: held(inputs), device)}
+
+
+KERNELS: Mapping[str, Check] = {
+    "matrix product": matrix_product,
+    "attention": attention,
+    "fp8 product": fp8_product,
+    "torch.compile": compiled_block,
+    "4-bit product": four_bit_product,
+}
