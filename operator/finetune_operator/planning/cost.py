@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, LOSS_LOGITS
 from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_seconds
@@ -121,10 +122,20 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
         trained=parts.trained,
         added=parts.added,
         four_bit=four_bit_weights(draft.model, draft.adapter),
+        chunked_loss=_chunks_loss(draft, strategy, micro),
         compiled=bool(draft.training.arguments.get("torch_compile")),
         causal=texts and alone,
         secondary_shards=secondary_shards(draft.spec.parallelism),
     )
+
+
+def _chunks_loss(draft: Draft, strategy: Strategy, micro: int) -> bool:
+    """Return whether the trainer computes the loss in chunks (`finetune_trainer.training.chunked_loss`)."""
+    arguments = draft.training.arguments
+    others = arguments.get("torch_compile") or arguments.get("use_liger_kernel") or draft.training.label_smoothing
+    known = draft.spec.task == "text-generation" and draft.model.model_type in CHUNKED_LOSS_FAMILIES
+    logits = micro * draft.lengths.row * draft.model.vocabulary_size
+    return known and not others and strategy.model_ranks == 1 and logits > LOSS_LOGITS
 
 
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:

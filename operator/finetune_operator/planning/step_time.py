@@ -192,6 +192,8 @@ class StepWork:
     """Parameters of an adapter and of the head's initial state, beside the model's own."""
     four_bit: int = 0
     """Frozen weights in 4 bits."""
+    chunked_loss: bool = False
+    """True if the loss is computed for some tokens at a time: the head's products are computed twice."""
     compiled: bool = False
     causal: bool = False
     """True if attention skips the half of the scores that a causal mask hides."""
@@ -318,7 +320,7 @@ def _product_seconds(work: StepWork, machine: Machine, again: float) -> float:
     blocks = max(0, matrix - head)
     trained = work.added or min(blocks, max(0, work.trained - head))
     operations = (4 * (blocks + work.added) + 2 * trained) * again * work.tokens
-    of_head = (4 * head + 2 * min(head, work.trained)) * work.tokens
+    of_head = ((6 if work.chunked_loss else 4) * head + 2 * min(head, work.trained)) * work.tokens
     half = machine.half_flops * MATMUL_SHARE
     match work.precision:
         case "fp32":
@@ -359,10 +361,12 @@ def _weight_bytes_moved(work: StepWork) -> float:
     """Return the bytes of conversions of weights and sums of gradients in one pass."""
     strategy = work.strategy
     held = work.model.parameters / strategy.model_ranks
+    # Under autocast; frozen weights of an adapter in bf16 are held in 16 bits.
     converts = strategy.name in ("single", "ddp") and work.precision != "fp32"
+    wide = work.trained if work.added and work.precision == "bf16" else held - work.four_bit
     passes = 3 if strategy.activation_checkpointing == "full" else 2
     return (
-        (CAST_BYTES * (held - work.four_bit) if converts else 0.0)
+        (CAST_BYTES * wide if converts else 0.0)
         + ACCUMULATE_BYTES * work.trained / strategy.model_ranks
         + DEQUANTIZE_BYTES * passes * work.four_bit
     )
