@@ -65,3 +65,9 @@ def test_hardware_that_does_not_do_is_a_row_with_the_reason(tmp_path: Path) -> N
     assert "does not fit" in data["hardware"][1]["refused"]
     assert both.returncode == 0
     assert finetune("plan", "job.yaml", "--cluster", *small, folder=tmp_path).returncode == 1
+
+
+def test_a_job_without_a_training_has_nothing_to_compare(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.replace("training: {globalBatchSize: 64, maxSteps: 100}", "evaluation: {}"))
+    ran = finetune("plan", "job.yaml", "--cluster", "--alternatives", "--hardware", NODES[0], folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "first: nothing to compare, as no built-in training runs\n")

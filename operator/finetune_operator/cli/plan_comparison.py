@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from finetune_contract.facts import HardwareFacts
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.api.settings import Settings
 from finetune_operator.cli.commands.steps import hardware_of, refuse_plan
@@ -64,6 +65,9 @@ def compare_forms(entry: JobEntry, facts: Facts, settings: Settings, output: Out
         data = [row.model_dump(mode="json", by_alias=True) for row in rows]
         emit([{"name": entry.job.name, "alternatives": data}], output)
         return
+    if not rows:
+        out().print(f"{entry.job.name}: nothing to compare, as no built-in training runs")
+        return
     table = _table("strategy", "micro-batch", "checkpointing", "memory", "step", "time", "cost", "why")
     for row in rows[:MOST_ROWS]:
         table.add_row(*_cells(row), style="bold" if row.chosen else "")
@@ -103,11 +107,36 @@ def _table(*titles: str) -> Table:
 # ------------------------------------------------------------------------------------------------------------- hardware
 
 
+@dataclass(frozen=True)
+class Described:
+    """Hardware that an option --what-if describes."""
+
+    text: str
+    node: HardwareFacts | None
+    """None: that of the plan."""
+    nodes: int | None
+    """None: those of the job."""
+
+
+def described(text: str, settings: Settings) -> Described:
+    """Parse the value of an option --what-if: keys of --hardware, and `nodes`."""
+    pairs = [pair.strip() for pair in text.split(",")]
+    counts = [value for pair in pairs for key, _, value in [pair.partition("=")] if key.strip() == "nodes"]
+    node = ",".join(pair for pair in pairs if pair.partition("=")[0].strip() != "nodes")
+    if len(counts) > 1:
+        raise UsageError(f"--what-if {text}: nodes is given twice; give it once")
+    for count in map(str.strip, counts):
+        if not (count.isascii() and count.isdigit() and 0 < int(count) <= MOST_NODES):
+            raise UsageError(f"--what-if nodes={count}: it is a whole number from 1 to {MOST_NODES}")
+    nodes = int(counts[0]) if counts else None
+    return Described(node or "as planned", hardware_of(node or None, settings, "--what-if"), nodes)
+
+
 def compare_hardware(
-    entry: JobEntry, facts: Facts, settings: Settings, texts: Iterable[str], *, by_cost: bool, output: Output
+    entry: JobEntry, facts: Facts, settings: Settings, given: Iterable[Described], *, by_cost: bool, output: Output
 ) -> None:
     """Print the plans of a job for each described hardware; end with 1 if all of them refuse it."""
-    rows = sorted((_scenario(entry, facts, settings, text) for text in texts), key=lambda row: _order(row, by_cost))
+    rows = sorted((_scenario(entry, facts, settings, each) for each in given), key=lambda row: _order(row, by_cost))
     if output is not Output.TEXT:
         emit([{"name": entry.job.name, "hardware": [row.data() for row in rows]}], output)
     else:
@@ -119,30 +148,24 @@ def compare_hardware(
         raise typer.Exit(1)
 
 
-def _scenario(entry: JobEntry, facts: Facts, settings: Settings, text: str) -> Scenario:
-    pairs = [pair.strip() for pair in text.split(",")]
-    counts = [pair.partition("=")[2].strip() for pair in pairs if pair.partition("=")[0].strip() == "nodes"]
-    described = ",".join(pair for pair in pairs if pair.partition("=")[0].strip() != "nodes")
-    if len(counts) > 1:
-        raise UsageError(f"--what-if {text}: nodes is given twice; give it once")
+def _scenario(entry: JobEntry, facts: Facts, settings: Settings, given: Described) -> Scenario:
     resources = entry.job.spec.resources
-    nodes = resources.nodes
-    if counts:
-        if not (counts[0].isascii() and counts[0].isdigit() and 0 < int(counts[0]) <= MOST_NODES):
-            raise UsageError(f"--what-if nodes={counts[0]}: it is a whole number from 1 to {MOST_NODES}")
-        nodes = int(counts[0])
-    node = hardware_of(described, settings, "--what-if") if described else facts.hardware
-    gpus: Any = resources.gpus_per_node if node is None else node.gpus_per_node
-    accelerator = resources.accelerator.model_copy(update={"product": None, "memory": None} if described else {})
-    resources = resources.model_copy(update={"nodes": nodes, "gpus_per_node": gpus, "accelerator": accelerator})
-    job = entry.job.model_copy(update={"spec": entry.job.spec.model_copy(update={"resources": resources})})
+    node, nodes = given.node or facts.hardware, given.nodes or resources.nodes
+    accelerator = resources.accelerator
+    if given.node is not None:
+        accelerator = accelerator.model_copy(update={"product": None, "memory": None})
+    changes: dict[str, Any] = {"nodes": nodes, "accelerator": accelerator}
+    if node is not None:
+        changes["gpus_per_node"] = node.gpus_per_node
+    spec = entry.job.spec.model_copy(update={"resources": resources.model_copy(update=changes)})
+    job = entry.job.model_copy(update={"spec": spec})
     try:
         # Several nodes are no run of this machine.
         made = plan(job, replace(facts, hardware=node, local=False), settings, as_known=True)
     except PlanRefused as refused:
         problem = refused.problems[0]
-        return Scenario(described or "as planned", nodes, None, f"{problem.path}: {problem.rule}; {problem.way_out}")
-    return Scenario(described or "as planned", nodes, made)
+        return Scenario(given.text, nodes, None, f"{problem.path}: {problem.rule}; {problem.way_out}")
+    return Scenario(given.text, nodes, made)
 
 
 def _order(row: Scenario, by_cost: bool) -> tuple[bool, float, float]:

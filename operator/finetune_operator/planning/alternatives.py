@@ -24,14 +24,14 @@ class Alternative(Message):
     micro_batch: int
     checkpointing: CheckpointingMode
     memory_bytes: int
-    """Of one GPU, or of one process on a CPU."""
+    """Memory of one GPU, or of one process on a CPU."""
     capacity_bytes: int
     host_bytes: int
-    """Of a node."""
+    """Memory of a node's host."""
     step_seconds: float | None = None
     """None if the speed of the GPU is not known, and on a CPU."""
     seconds: float | None = None
-    """Of the whole training."""
+    """Time of the whole training."""
     cost: float | None = None
     currency: str | None = None
     chosen: bool

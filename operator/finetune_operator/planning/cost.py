@@ -189,7 +189,8 @@ def step_words(seconds: float) -> str:
 
 def _gpu_words(draft: Draft, time: StepTime, flops: float) -> str:
     """Describe a step of `flops` operations: the share of the peak while it computes, and the parts of its time."""
-    gpu, precision = table_gpu(draft), decided(draft.precision)
+    gpu = table_gpu(draft)
+    precision: Precision = decided(draft.precision)
     assert gpu is not None
     peak = gpu.peak_flops(precision)
     share = flops / (time.computing * peak * decided(draft.world).size)

@@ -170,7 +170,7 @@ def _walk(draft: Draft, *phases: Phase) -> Draft:
 
 def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation, as_known: bool) -> Draft:
     """Return a draft with assumptions for all missing facts, and with copied settings replaced by our fields."""
-    told = notices(job.spec)
+    reasons = notices(job.spec)
     job = job.model_copy(update={"spec": settle(job.spec).spec})
     assumptions: list[str] = []
     model = facts.model
@@ -221,7 +221,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         as_known=as_known,
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
-        reasons=told,
+        reasons=reasons,
         assumptions=tuple(assumptions),
     )
     return _with_lengths(draft)
@@ -238,8 +238,8 @@ def _device_of(spec: FineTuneJobSpec, nodes: NodesTold | None, settings: Setting
     resource = gpu_resource(spec, settings.defaults)
     product = mig_product(accelerator.product, resource)
     device, sentence = assumed_device(product, memory or mig_memory(resource), settings.hardware)
-    told = [] if nodes is None else [f"hardware: {nodes.words}"]
-    return device, told + ([] if sentence is None else [sentence])
+    sources = [] if nodes is None else [f"hardware: {nodes.words}"]
+    return device, sources + ([] if sentence is None else [sentence])
 
 
 def _with_lengths(draft: Draft) -> Draft:

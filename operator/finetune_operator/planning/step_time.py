@@ -130,11 +130,11 @@ class Machine:
     fp32_flops: float
     memory: float
     link: float
-    """Of one GPU to others of its node, in one direction."""
+    """Bandwidth of one GPU to others of its node, in one direction."""
     network: float
     """Share of one GPU in the network of its node, in one direction."""
     host: float
-    """Between one GPU and host memory, in one direction."""
+    """Bandwidth between one GPU and host memory, in one direction."""
     cores_per_node: int
 
     @property
@@ -168,7 +168,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one step computes and sends."""
+    """Operations and messages of one step."""
 
     model: ModelFacts
     strategy: Strategy

@@ -50,7 +50,7 @@ def choose_strategy(draft: Draft) -> Draft:
     return draft.assuming(
         f"memory: as assumed here nothing fits ({human_bytes(found.memory.total_bytes)} of "
         f"{human_bytes(found.memory.capacity_bytes)} with {found.strategy.label}); prepare measures first, and the "
-        "plan is made anew before the training starts"
+        "job is planned again before the training"
     )
 
 
@@ -244,9 +244,9 @@ def _refuse_more(draft: Draft) -> Draft:
         ways.insert(0, free)
     if tried.checkpoint_form is not None:
         rule += f" that goes on from the checkpoints of {tried.checkpoint_form}"
-        anew = best_fit(replace(draft, adaptation=replace(tried, checkpoint_form=None)))
-        if anew is not None:
-            label = anew[1].strategy.label
+        fresh = best_fit(replace(draft, adaptation=replace(tried, checkpoint_form=None)))
+        if fresh is not None:
+            label = fresh[1].strategy.label
             ways.insert(0, f"create a new job with checkpoints.resume never, and parallelism for {label}")
     shown = asked_strategy(asked) or "auto"
     return draft.refusing(("parallelism", "strategy"), shown, rule, "; or ".join(ways))
@@ -265,7 +265,7 @@ def _refuse(draft: Draft) -> Draft:
     value: str | None = asked_strategy(asked)
     if value is None and best.memory.total_bytes > best.memory.capacity_bytes:
         value = f"{world.size} x {human_bytes(best.memory.capacity_bytes)}"
-    ways = tuple(_ways_out(draft)) or (*_greater_ways_out(draft), _more(draft, best))
+    ways = tuple(_changes_that_fit(draft)) or (*_larger_changes(draft), _more(draft, best))
     return draft.refusing(path, value, rule, "; or ".join((*_assumed_less(draft, best), *ways)))
 
 
@@ -375,7 +375,7 @@ def _takes(draft: Draft, fit: Fit) -> str:
     return f"{human_bytes(needed.total_bytes)} of {human_bytes(needed.capacity_bytes)} a {_unit(draft)}"
 
 
-def _ways_out(draft: Draft) -> Iterator[str]:
+def _changes_that_fit(draft: Draft) -> Iterator[str]:
     """Yield changes that keep the training the same, each computed to fit, the smallest first."""
     asked, training, seen = draft.spec.parallelism, draft.training, set[str]()
     if training.micro_batch_size != "auto":
@@ -434,7 +434,7 @@ def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
     yield f"{' and '.join(steps)} ({_takes(draft, chosen[1])}{packs})"
 
 
-def _greater_ways_out(draft: Draft) -> Iterator[str]:
+def _larger_changes(draft: Draft) -> Iterator[str]:
     """Yield changes that need more of the nodes or train less of the model, each computed to fit."""
     asked, adapter = draft.spec.parallelism, draft.spec.model.adapter
     for devices in ({"optimizer": "nvme"}, {"optimizer": "nvme", "parameters": "nvme"}):

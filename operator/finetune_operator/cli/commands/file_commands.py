@@ -215,6 +215,10 @@ def plan(
         raise UsageError("--nodes requires --cluster, and excludes --hardware")
     limits = settings_of(settings, cluster=cluster)
     node = hardware_of(hardware, limits)
+    if others or what_if:
+        from finetune_operator.cli.plan_comparison import compare_forms, compare_hardware, described
+
+        asked = [described(text, limits) for text in what_if or ()]
     plans = []
     entries = checked_jobs([*(files or []), *(filename or [])], limits, output)
     if not cluster and measure is not False:
@@ -231,10 +235,8 @@ def plan(
         else:
             facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
         if others or what_if:
-            from finetune_operator.cli.plan_comparison import compare_forms, compare_hardware
-
             if what_if:
-                compare_hardware(entry, facts, limits, tuple(what_if), by_cost=goal is Goal.COST, output=output)
+                compare_hardware(entry, facts, limits, asked, by_cost=goal is Goal.COST, output=output)
             else:
                 compare_forms(entry, facts, limits, output)
             continue
