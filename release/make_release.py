@@ -133,12 +133,13 @@ def make_images(source: Path, out: Path, images: Sequence[str], settings: Mappin
 
 
 def changes(changelog: str, version: str) -> str:
-    """Return the section of a version of CHANGELOG.md, or of what is unreleased."""
+    """Return the section of a version of CHANGELOG.md, or else the section Unreleased."""
     sections: dict[str, str] = dict(re.findall(r"(?ms)^## ([^\n]*)\n(.*?)(?=^## |\Z)", changelog))
-    for title, text in sections.items():
-        if version in re.split(r"[\s\[\]]+", title):
-            return text.strip()
-    return sections.get("Unreleased", "").strip()
+    for wanted in (version, "Unreleased"):
+        for title, text in sections.items():
+            if wanted in re.split(r"[\s\[\]]+", title):
+                return text.strip()
+    return ""
 
 
 def bases_by_tag(out: Path) -> list[str]:

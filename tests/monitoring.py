@@ -71,10 +71,10 @@ def matchers(expression: str) -> Iterator[tuple[str, str, str, str]]:
 def lived() -> Metrics:
     """Return the metrics of a replica that has recorded each of them once."""
     metrics = Metrics()
-    metrics.pass_done(0.1, "failed")
+    metrics.reconcile_done(0.1, "failed")
     metrics.request_done("list", "pods", 200, 0.1)
     metrics.progress_post(200)
-    metrics.resynced("start")
+    metrics.relisted("start")
     metrics.follow_certificate("progress", lambda: datetime.now(UTC))
     world = World()
     world.settle()

@@ -25,7 +25,7 @@ from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
-from finetune_operator.reconcile.observed import job_view, leaving, pod_view, wanted_logs
+from finetune_operator.reconcile.observed import job_view, pod_view, pods_being_deleted, wanted_logs
 from finetune_operator.reconcile.reconcile_types import (
     Decision,
     EndpointView,
@@ -123,8 +123,8 @@ class World:
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
     progress: ProgressStatus | None = None
-    moved: datetime | None = None
-    heard_since: datetime | None = None
+    last_progress_at: datetime | None = None
+    reports_complete_since: datetime | None = None
     """Time since which the operator receives reports; None, the default: it does not."""
     logs: dict[str, str] = field(default_factory=dict)
     """Pod -> its log."""
@@ -166,13 +166,13 @@ class World:
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
         seen = Observed(
             children, pods, self.progress, served=self.served, refusals=self.refusals,
-            moved=self.moved, heard_since=self.heard_since,
+            last_progress_at=self.last_progress_at, reports_complete_since=self.reports_complete_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
         views = (view_of(raw) for raw in (*self.servers.values(), *self.predictors.values()))
         endpoints = joined(view for view in views if view is not None)
         seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve)
-        for name in leaving(self.job(), seen):
+        for name in pods_being_deleted(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)
         logs = tuple((name, self.logs.get(name, "")) for name in wanted)
@@ -212,14 +212,16 @@ class World:
             self.writes += 1
         self.status = status
         assert self.job().status == decision.status, "a status has to survive its way through the API server"
-        assert decision.wake_at is None or decision.wake_at > self.now, "a time that is over would be met for ever"
+        assert decision.requeue_at is None or decision.requeue_at > self.now, (
+            "a time that is over would be met for ever"
+        )
         self._check_plan(decision)
         for words in (*decision.events, *decision.status.conditions):
             assert words.message, f"{words.reason} says nothing"
             assert not NOT_FOR_PEOPLE.search(words.message), words.message
         self.events.extend(decision.events)
         self.refusals = ()
-        self.gone = decision.delete_job
+        self.deleted = decision.delete_job
         return decision
 
     def _check_plan(self, decision: Decision) -> None:
@@ -230,9 +232,11 @@ class World:
                 continue
             training = json.loads(manifest["data"]["job.json"])["training"]  # type: ignore[index, call-overload, arg-type]
             assert plan is not None, "something is trained without a plan"
-            told = plan.micro_batch_size, plan.gradient_accumulation
+            expected = plan.micro_batch_size, plan.gradient_accumulation
             batch = training["batch"] if training else {}
-            assert told == (batch.get("microBatchSize"), batch.get("gradientAccumulation")), "the status tells a lie"
+            assert expected == (batch.get("microBatchSize"), batch.get("gradientAccumulation")), (
+                "the status tells a lie"
+            )
 
     def settle(self, passes: int = 12) -> None:
         """Reconcile until nothing changes; fail after `passes` reconciles."""
@@ -271,7 +275,7 @@ class World:
         self.children[name] = raw
         self.created.append(name)
         # Earlier reports belong to the attempt before.
-        self.progress = self.moved = None
+        self.progress = self.last_progress_at = None
         return None
 
     def _apply(self, manifest: Any) -> Refusal | None:
@@ -426,8 +430,8 @@ class World:
         """End the child, as set in the status by its controller."""
         raw = self.children[name]
         if raw["kind"] == "SparkApplication":
-            told = {"state": "COMPLETED" if succeeded else "FAILED"}
-            raw["status"] |= {"applicationState": told, "terminationTime": stamp(self.now)}
+            application = {"state": "COMPLETED" if succeeded else "FAILED"}
+            raw["status"] |= {"applicationState": application, "terminationTime": stamp(self.now)}
             return
         word = ("Complete" if raw["kind"] == "Job" else "Succeeded") if succeeded else "Failed"
         status = raw.setdefault("status", {})
@@ -453,10 +457,10 @@ class World:
             self.start(name)
         stage = self.children[name]["metadata"]["labels"]["finetune.dev/stage"]
         for rank, pod in enumerate(self.pods_of(name)):
-            told = failure if rank == 0 else FailureClass.COLLECTIVE
-            if told is FailureClass.PREEMPTED:
+            reported = failure if rank == 0 else FailureClass.COLLECTIVE
+            if reported is FailureClass.PREEMPTED:
                 self.pods[pod]["metadata"].setdefault("deletionTimestamp", stamp(self.now))
-            self.end_pod(pod, EXIT_CODES[told], report(stage, (told, 10.0 + rank), rank=rank))
+            self.end_pod(pod, EXIT_CODES[reported], report(stage, (reported, 10.0 + rank), rank=rank))
         self.end_child(name, succeeded=False)
         return name
 
@@ -488,12 +492,12 @@ class World:
         found = next(one for one in self.job().status.stages if one.name == name)
         return found.state, found.attempt
 
-    def said(self, type_: str) -> tuple[str, str, str]:
+    def job_condition(self, type_: str) -> tuple[str, str, str]:
         """Return status, reason and message of a condition."""
         one = next(one for one in self.job().status.conditions if one.type == type_)
         return one.status, one.reason, one.message
 
-    def told(self) -> list[str]:
+    def event_reasons(self) -> list[str]:
         """Return the reasons of all events."""
         return [note.reason for note in self.events]
 

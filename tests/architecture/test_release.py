@@ -129,7 +129,7 @@ def test_the_notes_tell_the_changes_and_which_images_are_not_there(releases: tup
 
 
 def test_the_notes_have_the_section_of_the_version() -> None:
-    changelog = "# Changelog\n\n## Unreleased\n\n- new\n\n## [1.2.0] - 2026-01-01\n\n- old\n"
+    changelog = "# Changelog\n\n## [Unreleased]\n\n- new\n\n## [1.2.0] - 2026-01-01\n\n- old\n"
     assert make_release.changes(changelog, "1.2.0") == "- old"
     assert make_release.changes(changelog, "1.3.0") == "- new"
 

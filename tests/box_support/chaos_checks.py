@@ -20,7 +20,7 @@ from finetune_operator.api.types import API_VERSION, PLURAL
 from finetune_operator.rendering.render_types import JOB_LABEL
 
 _BESIDE = (("v1", "configmaps"), ("v1", "services"))
-_AGAIN = re.compile(r"Stage (\w+) starts again as attempt (\d+) ")
+_AGAIN = re.compile(r"Stage (\w+) restarts as attempt (\d+) ")
 _STOPPED = re.compile(r"Stage (\w+), attempt (\d+), is stopped")
 
 

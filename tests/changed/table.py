@@ -113,7 +113,8 @@ TABLE = Table(
         Link((f"{CONTRACT}/arguments.py",), (f"{CONTRACT}/training_arguments.json",), "reads"),
         Link((f"{TRAINER}/reporting.py",), (f"{TRAINER}/templates/*",), "fills in"),
         Link(("tests/e2e/local/test_readme.py", "tests/first_run.py"), ("manifests/examples/*",), "runs"),
-        Link(("tests/e2e/local/test_readme.py",), ("docs/*",), "follows links of"),
+        Link(("tests/e2e/local/test_readme.py",), ("docs/*",), "lists"),
+        Link(("tests/unit/test_docs_guides.py",), ("docs/*", "CONTRIBUTING.md"), "compares with the code"),
         Link(("tests/cluster/test_readme_cluster.py",), ("manifests/*",), "applies"),
     ),
     everything=(
@@ -121,7 +122,7 @@ TABLE = Table(
         Row(("pyproject.toml", "*/pyproject.toml"), "packages, and settings of pytest"),
     ),
     nothing=(
-        Row(("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"), "for readers"),
+        Row(("LICENSE", "CHANGELOG.md"), "for readers"),
         Row((".gitignore", ".pre-commit-config.yaml"), "settings of git"),
         Row((".proselintrc.json",), "settings of lint"),
         Row(("tests/benchmarks/*",), "started by hand"),

@@ -259,7 +259,7 @@ def test_an_api_server_without_a_certificate_is_refused_and_the_log_says_so(
         closed = guarded.apply("good", GOOD)
         assert closed.returncode != 0
         assert "failed calling webhook" in closed.stderr
-        assert "a client was refused: it showed no certificate" in guarded.operator.logs()
+        assert "a client was refused: it presented no certificate" in guarded.operator.logs()
         patch = json.dumps([{"op": "replace", "path": "/webhooks/0/failurePolicy", "value": "Ignore"}])
         cluster.must("patch", "validatingwebhookconfiguration", CONFIGURATION, "--type=json", "-p", patch)
         wait_until(lambda: guarded.apply("bad", BAD).returncode == 0, "the job is stored without being asked about")

@@ -259,7 +259,7 @@ CASES: dict[str, tuple[Callable[[Given], str], str, int, str]] = {
         lambda given: given.token(None),
         PATH,
         401,
-        "the token is not bound to a pod; use the one that is mounted into the pod",
+        "the token is not bound to a pod; use the token mounted into the pod",
     ),
     "garbage": (lambda given: "garbage", PATH, 401, "the token is not valid for audience finetune.dev/progress"),
     "a token with another signature": (
@@ -272,19 +272,19 @@ CASES: dict[str, tuple[Callable[[Given], str], str, int, str]] = {
         lambda given: given.token(pod_of(given, OURS, 2)),
         PATH,
         403,
-        "the token is not of a pod of this attempt",
+        "the token does not belong to a pod of this attempt",
     ),
     "another job": (
         lambda given: given.token(pod_of(given, OURS, 1)),
         PATH.replace("/tune/", "/other/"),
         403,
-        "the token is not of a pod of this attempt",
+        "the token does not belong to a pod of this attempt",
     ),
     "a pod of the same name in another namespace": (
         lambda given: given.token(pod_of(given, THEIRS, 1), THEIRS),
         PATH,
         403,
-        "the token is not of a pod of this attempt",
+        "the token does not belong to a pod of this attempt",
     ),
 }
 
@@ -332,7 +332,7 @@ def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given, tokens: Progr
         )
         # The API server knows; the replica has no event yet, still knows the first token, and can verify the second.
         found.append(await running.post(after, path))
-        running.state.store.gone("Pod", OURS, "tune-train-3")
+        running.state.store.mark_deleted("Pod", OURS, "tune-train-3")
         found.append(await running.post(before, path))
         return found
 
@@ -372,7 +372,7 @@ def test_public_keys_need_no_right_in_the_cluster_and_nothing_else_is_asked(
     assert 'finetune_api_requests_total{code="200",resource="openid",verb="get"} 2.0' in metrics
     assert 'resource="tokenreviews"' not in metrics
     assert "verified by public keys (progress.tokens: keys)" in caplog.text
-    assert "Tokens of progress reports are those of https://" in caplog.text
+    assert "Tokens of progress reports are verified for issuer https://" in caplog.text
 
 
 def test_one_way_never_takes_the_place_of_the_other(given: Given, caplog: pytest.LogCaptureFixture) -> None:
@@ -425,7 +425,7 @@ def test_where_service_accounts_may_not_read_the_keys_the_log_says_what_helps_an
     assert 'finetune_api_requests_total{code="403",resource="openid",verb="get"} 1.0' in metrics
     assert 'finetune_progress_posts_total{code="503"} 1.0' in metrics
     assert "ClusterRoleBinding system:service-account-issuer-discovery" in caplog.text
-    assert "or grants `create` on tokenreviews, for progress.tokens review" in caplog.text
+    assert "or grant `create` on tokenreviews and set progress.tokens to review" in caplog.text
     assert ask(given, post, "keys")[0] == (200, "taken")
 
 

@@ -53,7 +53,7 @@ def test_a_good_job_is_allowed_without_a_word() -> None:
     assert told(ask(a_job(SPEC)), CLUSTER_SETTINGS, ()) == {"uid": "question-1", "allowed": True}
 
 
-def test_what_the_settings_forbid_is_refused_with_the_field_the_rule_and_the_way_out() -> None:
+def test_forbidden_field_is_refused_with_rule_and_hint() -> None:
     response = told(ask(a_job({**SPEC, "image": "elsewhere/trainer:1"})), CLOSED, ())
     status = response["status"]
     assert (response["allowed"], status["code"], status["reason"]) == (False, 422, "Invalid")
@@ -117,7 +117,7 @@ def test_an_edit_of_the_work_is_checked_like_a_new_job() -> None:
 def test_a_launcher_that_is_not_there_yet_is_a_warning_and_no_refusal() -> None:
     wanted = ask(a_job({**SPEC, "launcher": "mpijob"}))
     (warning,) = told(wanted, CLUSTER_SETTINGS, (), ("job",))["warnings"]
-    assert warning == "launcher mpijob is not served by this cluster yet; the job waits until it is"
+    assert warning == "spec.launcher: this cluster does not serve mpijob yet; the job waits until it does"
     assert "warnings" not in told(wanted, CLUSTER_SETTINGS, (), ("job", "mpijob"))
     assert "warnings" not in told(wanted, CLUSTER_SETTINGS, ()), "what is not known is not told"
 

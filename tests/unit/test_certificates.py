@@ -262,7 +262,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_a_secret_that_is_of_no_use_is_made_anew_with_a_warning(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_secret_is_recreated_with_a_warning(case: str, caplog: pytest.LogCaptureFixture) -> None:
     change, reason = DAMAGES[case]
     secrets = Secrets()
     (first,) = load(keeper(secrets))
@@ -273,7 +273,7 @@ def test_a_secret_that_is_of_no_use_is_made_anew_with_a_warning(case: str, caplo
     assert second.authority != first.authority
     assert secrets.entries()["ca.crt"] == second.authority
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"Secret ops/{SECRET_NAME} is made anew ({reason}" in caplog.text
+    assert f"Recreating Secret ops/{SECRET_NAME} ({reason}" in caplog.text
     assert "PRIVATE" not in caplog.text
     assert load(keeper(secrets)) == [second]
 
@@ -286,7 +286,7 @@ LEAF_DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("case", LEAF_DAMAGES)
-def test_a_server_certificate_that_is_of_no_use_is_made_anew_and_pods_go_on_trusting(case: str) -> None:
+def test_unusable_server_certificate_is_reissued_by_the_same_ca(case: str) -> None:
     secrets = Secrets()
     (first,) = load(keeper(secrets))
     stored: Any = secrets.stored
@@ -297,7 +297,7 @@ def test_a_server_certificate_that_is_of_no_use_is_made_anew_and_pods_go_on_trus
     assert secrets.entries()["tls.crt"] == second.leaf
 
 
-def test_a_secret_that_is_deleted_while_it_is_renewed_is_made_anew() -> None:
+def test_secret_deleted_during_renewal_is_recreated() -> None:
     secrets = Secrets()
     (first,) = load(keeper(secrets))
     secrets.before_write.append(lambda: setattr(secrets, "stored", None))
@@ -306,7 +306,7 @@ def test_a_secret_that_is_deleted_while_it_is_renewed_is_made_anew() -> None:
     assert secrets.entries()["ca.crt"] == second.authority
 
 
-def test_somebody_who_writes_all_the_time_is_told_of() -> None:
+def test_constant_writes_to_the_secret_are_reported() -> None:
     secrets = Secrets()
     (first,) = load(keeper(secrets))
 
@@ -315,7 +315,7 @@ def test_somebody_who_writes_all_the_time_is_told_of() -> None:
         secrets.put(secrets.stored)
 
     secrets.before_write.extend([touch] * 5)
-    with pytest.raises(UnusableError, match="was changed by somebody else 5 times in a row; only the operator may"):
+    with pytest.raises(UnusableError, match="was changed by another client 5 times in a row; only the operator may"):
         load(keeper(secrets, Clock(first.renew_at)))
 
 
@@ -387,12 +387,12 @@ def test_a_certificate_in_a_folder_is_taken_over_when_it_is_renewed_and_its_end_
 
     # Half a pair: the old certificate is shown until a later look sees the rest.
     put(folder, second, "tls.crt")
-    theirs.look()
+    theirs.reload_if_changed()
     assert (shown(theirs.context), theirs.valid_until) == (seen, until)
-    assert "could not be taken over" in caplog.text
+    assert "could not be reloaded" in caplog.text
 
     put(folder, second)
-    theirs.look()
+    theirs.reload_if_changed()
     assert shown(theirs.context) == ssl.PEM_cert_to_DER_cert(second.certificate.read_text())
     assert abs(theirs.valid_until - until - DAY) < timedelta(minutes=1)
 
@@ -468,7 +468,7 @@ def test_a_webhook_with_authorities_for_its_clients_answers_those_that_they_sign
     # An authority added to the file counts after the next look.
     file.write_text(ours.certificate.read_text() + later.certificate.read_text())
     os.utime(file, ns=(1, 1))
-    authorities.look()
+    authorities.reload_if_changed()
     assert asyncio.run(asked(context, client_with(later))) == open_
 
 
@@ -500,9 +500,7 @@ def test_clients_that_may_not_ask_cannot_hold_the_webhook_s_connections(tmp_path
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])
-def test_a_file_without_authorities_is_refused_by_name_and_lets_nobody_in_by_mistake(
-    tmp_path: Path, text: str | None
-) -> None:
+def test_file_without_ca_certificates_is_refused(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "authorities.pem"
     if text is not None:
         file.write_text(text)

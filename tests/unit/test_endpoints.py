@@ -47,10 +47,10 @@ def test_an_operator_that_has_read_everything_is_alive_and_ready() -> None:
 
 
 def test_an_operator_that_is_still_reading_is_alive_but_not_ready() -> None:
-    operator = Operator(not_there=["not everything has been read from the API server yet"])
+    operator = Operator(not_there=["the objects have not all been listed from the API server yet"])
     assert pages(operator, "/healthz", "/readyz") == [
         (200, "ok\n"),
-        (503, "not everything has been read from the API server yet\n"),
+        (503, "the objects have not all been listed from the API server yet\n"),
     ]
 
 

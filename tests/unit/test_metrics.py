@@ -18,7 +18,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJobStatus, Phase, ProgressStatus
-from finetune_operator.reconcile.fleet_figures import Fleet, fleet
+from finetune_operator.reconcile.fleet_metrics import Fleet, fleet
 from finetune_operator.reconcile.reconcile_types import Decision, JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status_times import stamp
@@ -105,9 +105,9 @@ def test_everything_that_is_told_is_shown() -> None:
     metrics.event_loop_lag(0.5)
     metrics.progress_post(200)
     metrics.progress_post(429)
-    told.pass_done(0.25, "done")
-    told.pass_done(0.5, "failed")
-    told.resynced("outage")
+    told.reconcile_done(0.25, "done")
+    told.reconcile_done(0.5, "failed")
+    told.relisted("outage")
     counter.request_done("create", "pytorchjobs", 200, 0.5)
     counter.request_done("list", "pods", 0, 1.5)
     assert samples(metrics) == {
@@ -385,7 +385,7 @@ def random_status(rng: random.Random, number: int) -> FineTuneJobStatus:
 
 def test_a_thousand_jobs_of_any_status_have_no_more_series_than_the_sets_allow() -> None:
     rng, metrics = random.Random(7), Metrics("EUR")
-    most = {row.name: row.most for row in metrics.families.rows}
+    most = {row.name: row.max_series for row in metrics.families.rows}
     of_jobs = sum(number for name, number in most.items() if not name.startswith("finetune_api_requests"))
     base, jobs = World().job(), []
     counts = []
@@ -414,7 +414,7 @@ def test_words_from_outside_become_no_labels() -> None:
     base = World().job()
     for number in range(50):
         metrics.request_done(f"verb-{number}", f"resource-{number}", 1000 + number, 0.0)
-        metrics.resynced(f"reason-{number}")
+        metrics.relisted(f"reason-{number}")
         metrics.progress_post(700 + number)
         failure = FailureStatus.model_validate({"class": f"class-{number}", "reason": "A", "message": "b"})
         metrics.status_written(base, FineTuneJobStatus(restarts=1, failure=failure))

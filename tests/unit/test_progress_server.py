@@ -105,7 +105,7 @@ class Operator:
     def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
         self.reported.append((pod, progress))
 
-    def unheard(self) -> None:
+    def report_lost(self) -> None:
         self.turned_away += 1
 
     async def review_token(self, token: str, audience: str) -> Verdict:
@@ -196,18 +196,30 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "a stage that there is not": ({"path": PATH.replace("train", "sleep")}, 404, "no such path"),
     "attempt 0": ({"path": PATH[:-1] + "0"}, 404, "no such path"),
     "an encoded path": ({"path": PATH.replace("team", "%2e%2e%2fteam")}, 404, "no such path"),
-    "no token": ({"bearer": None}, 401, "a bearer token is needed"),
-    "another scheme": ({"bearer": None, "Authorization": "Basic Zm9vOmJhcg=="}, 401, "a bearer token is needed"),
-    "an empty token": ({"bearer": ""}, 401, "a bearer token is needed"),
+    "no token": ({"bearer": None}, 401, "a bearer token is required"),
+    "another scheme": ({"bearer": None, "Authorization": "Basic Zm9vOmJhcg=="}, 401, "a bearer token is required"),
+    "an empty token": ({"bearer": ""}, 401, "a bearer token is required"),
     "a guessed token": ({"bearer": token("guess")}, 401, "the token is not valid for audience finetune.dev/progress"),
-    "another attempt": ({"path": PATH[:-1] + "3"}, 403, "the token is not of a pod of this attempt"),
-    "another stage": ({"path": PATH.replace("train", "predict")}, 403, "the token is not of a pod of this attempt"),
-    "another job": ({"path": PATH.replace("/tune/", "/other/")}, 403, "the token is not of a pod of this attempt"),
-    "another namespace": ({"path": PATH.replace("team", "theirs")}, 403, "the token is not of a pod of this attempt"),
-    "no JSON": ({"body": "{"}, 400, "the body is no progress update: body: Invalid JSON"),
-    "no body": ({"body": b""}, 400, "the body is no progress update: body: Invalid JSON"),
+    "another attempt": ({"path": PATH[:-1] + "3"}, 403, "the token does not belong to a pod of this attempt"),
+    "another stage": (
+        {"path": PATH.replace("train", "predict")},
+        403,
+        "the token does not belong to a pod of this attempt",
+    ),
+    "another job": (
+        {"path": PATH.replace("/tune/", "/other/")},
+        403,
+        "the token does not belong to a pod of this attempt",
+    ),
+    "another namespace": (
+        {"path": PATH.replace("team", "theirs")},
+        403,
+        "the token does not belong to a pod of this attempt",
+    ),
+    "no JSON": ({"body": "{"}, 400, "the body is not a progress update: body: Invalid JSON"),
+    "no body": ({"body": b""}, 400, "the body is not a progress update: body: Invalid JSON"),
     "a compressed body": ({"body": b"\x1f\x8b\x08", "Content-Encoding": "gzip"}, 400, "Invalid JSON"),
-    "other JSON": ({"body": "{}"}, 400, "the body is no progress update: trainerStatus: Field required"),
+    "other JSON": ({"body": "{}"}, 400, "the body is not a progress update: trainerStatus: Field required"),
     "101 percent": (
         {"body": BODY.replace("40", "101")},
         400,
@@ -252,7 +264,7 @@ def test_a_token_counts_for_the_pod_and_the_audience_it_was_made_for(case: str) 
     assert len(operator.reported) == (expected == 200)
 
 
-def test_the_standard_librarys_client_is_heard_as_transformers_uses_it() -> None:
+def test_reports_of_the_standard_librarys_client_are_accepted() -> None:
     def send(running: Running) -> int:
         headers = {"Authorization": f"Bearer {GOOD}", "Content-Type": "application/json"}
         request = urllib.request.Request(running.base + PATH, BODY.encode(), headers, method="POST")
@@ -269,7 +281,7 @@ def test_only_post_is_taken_and_the_answer_says_so() -> None:
         async with running.session.get(running.base + PATH) as answer:
             return answer.status, await answer.json(), answer.headers.get("Allow")
 
-    assert ask(Operator(), get) == (405, {"error": "progress is sent by POST"}, "POST")
+    assert ask(Operator(), get) == (405, {"error": "send progress by POST"}, "POST")
 
 
 def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
@@ -284,7 +296,7 @@ def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
     assert operator.asked == []
 
 
-def test_a_pod_that_sends_too_fast_is_told_so_and_others_are_not() -> None:
+def test_rate_limit_applies_to_one_pod() -> None:
     more, answer = other(name="pod-1", uid="uid-1")
     operator = Operator()
     operator.reviews[more] = answer
@@ -396,7 +408,7 @@ def test_a_stand_by_relays_and_gives_the_answer_of_the_one_that_leads() -> None:
 
     assert relayed(leader, stand_by, two) == [
         (200, {}),
-        (403, {"error": "the token is not of a pod of this attempt"}),
+        (403, {"error": "the token does not belong to a pod of this attempt"}),
     ]
     assert leader.reported == [(POD, TAKEN)]
     assert (stand_by.reported, stand_by.asked) == ([], [])
@@ -410,19 +422,19 @@ def test_two_replicas_that_take_each_other_for_the_leader_do_not_relay_in_circle
             first.leader_at, second.leader_at = ("127.0.0.1", two.port), ("127.0.0.1", one.port)
             return (await one.post())[:2]
 
-    assert asyncio.run(go()) == (503, {"error": "no replica takes reports now"})
+    assert asyncio.run(go()) == (503, {"error": "no replica accepts reports now"})
     assert (first.answered, second.answered) == ([503], [503])
 
 
 def test_a_stand_by_without_a_leader_says_so() -> None:
     status, body, _ = ask(Operator(leads=False), lambda running: running.post())
-    assert (status, body) == (503, {"error": "no replica takes reports now"})
+    assert (status, body) == (503, {"error": "no replica accepts reports now"})
 
 
 def test_a_stand_by_says_so_when_the_leader_cannot_be_reached() -> None:
     stand_by = Operator(leads=False, leader_at=("127.0.0.1", 1))
     status, body, _ = ask(stand_by, lambda running: running.post())
-    assert (status, body) == (503, {"error": "the replica that takes reports cannot be reached"})
+    assert (status, body) == (503, {"error": "the leading replica cannot be reached"})
 
 
 def test_a_stand_by_gives_no_token_to_a_server_of_another_authority(caplog: pytest.LogCaptureFixture) -> None:
@@ -523,11 +535,11 @@ def test_what_is_no_http_is_answered_without_repeating_it(caplog: pytest.LogCapt
     with caplog.at_level(logging.DEBUG):
         answer = ask(Operator(), lambda running: spoken(running, head(f"Authorization\x00: Bearer {GOOD}")))
     assert b" 400 " in answer.splitlines()[0]
-    assert b'{"error": "this is no HTTP request"}' in answer
+    assert b'{"error": "this is not an HTTP request"}' in answer
     assert CANARY not in caplog.text + answer.decode()
 
 
-def test_a_report_is_heard_while_its_address_holds_all_connections_and_the_operator_learns_of_it() -> None:
+def test_report_is_accepted_while_its_address_holds_all_connections() -> None:
     operator = Operator()
 
     async def crowd(running: Running) -> int:

@@ -23,8 +23,8 @@ from finetune_operator.shell.progress_protocol import (
     AttemptKey,
     BadBodyError,
     attempt_of,
-    later,
     mark_of,
+    merged_progress,
     progress_of,
     update_of,
 )
@@ -178,7 +178,7 @@ def test_an_error_names_the_fields_and_repeats_no_value() -> None:
     with pytest.raises(BadBodyError) as caught:
         update_of(json.dumps({"trainerStatus": bad}).encode())
     assert str(caught.value) == (
-        "the body is no progress update: "
+        "the body is not a progress update: "
         "trainerStatus.progressPercentage: Input should be a valid integer, unable to parse string as an integer; "
         "trainerStatus.metrics.0.name: Input should be a valid string; "
         "trainerStatus.metrics.0.value: Input should be a valid string; "
@@ -188,15 +188,17 @@ def test_an_error_names_the_fields_and_repeats_no_value() -> None:
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_bytes_that_are_no_update_are_a_bad_body(text: bytes) -> None:
-    with pytest.raises(BadBodyError, match=r"^the body is no progress update: "):
+    with pytest.raises(BadBodyError, match=r"^the body is not a progress update: "):
         update_of(text)
 
 
 def test_what_the_last_word_leaves_out_stays_as_it_was() -> None:
     before = ProgressStatus(step=8, total_steps=9, percent=88, loss=0.5, last_update_time="2026-01-02T03:04:00Z")
     now = ProgressStatus(percent=100, loss=0.25, last_update_time=TIME)
-    assert later(before, now) == ProgressStatus(step=8, total_steps=9, percent=100, loss=0.25, last_update_time=TIME)
-    assert later(None, now) == now
+    assert merged_progress(before, now) == ProgressStatus(
+        step=8, total_steps=9, percent=100, loss=0.25, last_update_time=TIME
+    )
+    assert merged_progress(None, now) == now
 
 
 @pytest.mark.skipif(importlib.util.find_spec("finetune_trainer") is None, reason="the trainer is not installed")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_operator.shell import tokens
-from finetune_operator.shell.rates import Rate
+from finetune_operator.shell.rate_limit import Rate
 from finetune_operator.shell.tokens import (
     PodIdentity,
     RefusedToken,
@@ -93,7 +93,7 @@ def test_no_more_tokens_are_remembered_than_there_is_room_for_and_guesses_push_o
     assert asyncio.run(go()) == [False, True, True, False, True, True]
 
 
-def test_one_question_answers_all_who_wait_even_when_the_first_of_them_goes_away() -> None:
+def test_one_review_answers_all_waiters_of_a_token() -> None:
     async def go() -> tuple[list[Any], int]:
         go_on = asyncio.Event()
 
@@ -152,7 +152,7 @@ def test_the_end_of_a_token_is_read_from_its_payload(case: str) -> None:
     assert expiry(text) == expected
 
 
-def test_a_rate_gives_a_burst_and_then_what_comes_in_and_each_key_has_its_own() -> None:
+def test_rate_allows_a_burst_and_then_refills_for_each_key() -> None:
     now = [0.0]
     rate = Rate(burst=3, per_second=1, clock=lambda: now[0])
     assert [rate.take("a") for _ in range(4)] == [True, True, True, False]
@@ -165,7 +165,7 @@ def test_a_rate_gives_a_burst_and_then_what_comes_in_and_each_key_has_its_own() 
     assert [rate.take("a") for _ in range(4)] == [True, True, True, False]
 
 
-def test_what_is_given_back_can_be_taken_again_but_never_more_than_the_burst() -> None:
+def test_returned_tokens_never_exceed_the_burst() -> None:
     rate = Rate(burst=1, per_second=0, clock=lambda: 0.0)
     assert rate.take("a")
     rate.give_back("a")

@@ -78,7 +78,7 @@ def test_the_first_pass_plans_and_creates_the_first_stage():
     assert (decision.delete, decision.delete_job) == ((), False)
 
 
-def test_a_job_goes_through_its_stages_and_tells_the_story_in_events():
+def test_job_runs_its_stages_and_records_events():
     world = World()
     world.settle()
     for _ in range(4):
@@ -86,7 +86,7 @@ def test_a_job_goes_through_its_stages_and_tells_the_story_in_events():
         world.wait(90)
         world.succeed()
         world.settle()
-    assert world.told() == [
+    assert world.event_reasons() == [
         "JobAccepted",
         "Planned",
         "StageStarted",
@@ -130,11 +130,11 @@ def test_checkpoints_that_stay_are_told_with_their_size_and_place():
             kept["artifacts"] = {"model": "model", "checkpoints": "checkpoints"}
         world.succeed(**kept)
         world.settle()
-    assert world.told()[-2:] == ["CheckpointsKept", "Succeeded"]
+    assert world.event_reasons()[-2:] == ["CheckpointsKept", "Succeeded"]
     place = "pvc://reviews-workspace/reviews/checkpoints"
     (message,) = [note.message for note in world.events if note.reason == "CheckpointsKept"]
     assert message == (
-        f"Checkpoints take 1.2 GiB at {place}; nothing needs them any more, and nobody else deletes them."
+        f"Checkpoints take 1.2 GiB at {place}. They are no longer needed, and the operator does not delete them."
     )
     status = world.job().status
     assert status.artifacts is not None
@@ -183,7 +183,7 @@ def test_nothing_is_decided_anew_while_a_stage_runs():
     assert (world.writes, len(world.events)) == (writes, events)
 
 
-def test_the_plan_of_a_running_job_outlives_a_change_of_what_the_cluster_serves():
+def test_running_job_keeps_its_launcher_when_served_kinds_change():
     world = training(served=("job", "pytorchjob"))
     assert world.children["reviews-train-1"]["kind"] == "PyTorchJob"
     world.served = ("job", "mpijob")
@@ -228,7 +228,7 @@ def test_a_job_that_spark_prepares_goes_on_when_its_settings_are_taken_away():
     assert (status.phase, status.failure, status.plan) == ("Succeeded", None, plan)
 
 
-def test_another_attempt_at_preparing_by_spark_needs_its_settings_and_says_which():
+def test_second_spark_attempt_names_the_settings_that_it_needs():
     world = prepared_by_spark()
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
@@ -332,10 +332,10 @@ def test_a_preparation_has_succeeded_with_its_first_pod_whatever_becomes_of_thos
     world.wait(600)
     assert (world.stage("prepare"), world.stage("train")) == (("Succeeded", 1), ("Running", 1))
     assert world.created == ["reviews-prepare-1", "reviews-train-1"]
-    assert "StageFailed" not in world.told()
+    assert "StageFailed" not in world.event_reasons()
 
 
-def test_a_preparation_goes_on_and_tells_of_it_while_pods_after_the_first_find_no_node():
+def test_preparation_reports_progress_while_later_pods_are_unschedulable():
     world = World()
     world.settings = limits(unschedulableSeconds=60)
     world.spec["preparation"] = {"engine": "job", "workers": 2}
@@ -349,7 +349,7 @@ def test_a_preparation_goes_on_and_tells_of_it_while_pods_after_the_first_find_n
     world.settle()
     world.progress = ProgressStatus(step=7)
     world.wait(600)
-    assert (world.phase, world.said("Running")[2]) == ("Preparing", f"Waiting for 1 pod of {child}: 0/3 nodes")
+    assert (world.phase, world.job_condition("Running")[2]) == ("Preparing", f"Waiting for 1 pod of {child}: 0/3 nodes")
     assert world.job().status.progress == ProgressStatus(step=7)
     world.pods[first]["status"] = {"phase": "Pending", "conditions": world.pods[unplaced]["status"]["conditions"]}
     world.settle()
@@ -404,8 +404,8 @@ def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told:
     assert (world.stage("predict"), world.job().status.stages[-1].replaced_pods) == (("Running", 1), 1)
     (event,) = [note for note in world.events if note.reason == "PodReplaced"]
     assert lost in event.message
-    assert f"{child} has created pod {other} in its place; what is finished is kept." in event.message
-    assert "StageFailed" not in world.told()
+    assert f"{child} has created pod {other} in its place; finished work is kept." in event.message
+    assert "StageFailed" not in world.event_reasons()
     for rank, pod in enumerate([name for name in world.pods_of(child) if name != lost]):
         world.end_pod(pod, 0, report("predict", rank=rank))
     world.end_child(child, succeeded=True)
@@ -413,7 +413,7 @@ def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told:
     assert (world.phase, world.job().status.restarts) == ("Succeeded", 0)
 
 
-def test_pod_that_was_gone_before_anybody_looked_is_told_of_by_its_index() -> None:
+def test_pod_deleted_unseen_is_reported_by_its_index() -> None:
     world, child, (_, seen, unseen) = predicting_by_three()
     world.end_pod(seen, 137, reason="OOMKilled")
     world.now += timedelta(seconds=11)
@@ -426,7 +426,7 @@ def test_pod_that_was_gone_before_anybody_looked_is_told_of_by_its_index() -> No
     about_seen, about_unseen = (note.message for note in world.events if note.reason == "PodReplaced")
     assert f"pod {seen}: " in about_seen
     assert f"{child} has created pod {first} in its place" in about_seen
-    assert "The pod of index 2 is gone." in about_unseen
+    assert "The pod of index 2 was deleted." in about_unseen
     assert f"{child} has created pod {second} in its place" in about_unseen
 
 
@@ -443,15 +443,15 @@ def predicting_by_spark() -> World:
     return world
 
 
-def test_executors_that_the_driver_counts_as_replaced_are_told_and_cost_no_attempt() -> None:
+def test_replaced_executors_are_reported_and_cost_no_attempt() -> None:
     world = predicting_by_spark()
     for count in (1, 1, 3):
         world.progress = ProgressStatus(step=5, total_steps=20, percent=25, samples_per_second=7.5, replaced_pods=count)
         world.settle()
     assert (world.stage("predict"), world.job().status.stages[-1].replaced_pods) == (("Running", 1), 3)
     assert [note.message for note in world.events if note.reason == "PodReplaced"] == [
-        f"Stage predict, attempt 1: the driver of SparkApplication reviews-predict-1 has replaced {lost}; what is "
-        "finished is kept."
+        f"Stage predict, attempt 1: the driver of SparkApplication reviews-predict-1 has replaced {lost}; "
+        "finished work is kept."
         for lost in ("1 lost executor", "2 lost executors")
     ]
     world.succeed()
@@ -504,7 +504,7 @@ def test_pod_lost_more_often_than_the_job_replaces_it_is_a_failure_of_the_attemp
         world.now += timedelta(seconds=60)
         pod = replaced(world, pod, lost)
         world.settle()
-    assert (world.stage("predict"), world.told().count("PodReplaced")) == (("Running", 1), 3)
+    assert (world.stage("predict"), world.event_reasons().count("PodReplaced")) == (("Running", 1), 3)
     world.end_pod(pod, 137, reason="OOMKilled")
     world.end_child(child, succeeded=False, reason="MaxFailedIndexesExceeded")
     world.settle()
@@ -540,18 +540,22 @@ def test_a_refused_spec_tells_all_problems_and_may_be_edited():
     world.spec["training"]["epochs"] = -1
     world.settle()
     assert world.phase == "Pending"
-    state, reason, message = world.said("Accepted")
+    state, reason, message = world.job_condition("Accepted")
     assert (state, reason) == ("False", "InvalidSpec")
     assert "spec.task" in message
     assert "spec.training.epochs" in message
-    assert world.said("Stalled")[:2] == ("True", "InvalidSpec")
-    assert world.said("Ready")[0] == "False"
-    assert world.said("Failed")[0] == "False"
-    assert (world.created, world.told(), world.job().status.failure) == ([], ["InvalidSpec"], None)
+    assert world.job_condition("Stalled")[:2] == ("True", "InvalidSpec")
+    assert world.job_condition("Ready")[0] == "False"
+    assert world.job_condition("Failed")[0] == "False"
+    assert (world.created, world.event_reasons(), world.job().status.failure) == ([], ["InvalidSpec"], None)
     world.spec |= {"task": "text-classification", "training": {}}
     world.generation += 1
     world.settle()
-    assert (world.phase, world.said("Accepted")[0], world.said("Stalled")[0]) == ("Preparing", "True", "False")
+    assert (world.phase, world.job_condition("Accepted")[0], world.job_condition("Stalled")[0]) == (
+        "Preparing",
+        "True",
+        "False",
+    )
 
 
 def test_a_spec_that_is_edited_into_a_bad_one_before_the_start_loses_its_plan():
@@ -563,21 +567,26 @@ def test_a_spec_that_is_edited_into_a_bad_one_before_the_start_loses_its_plan():
     world.generation += 1
     world.settle()
     status = world.job().status
-    assert (world.phase, status.plan, status.stages, world.said("Planned")[0]) == ("Pending", None, (), "Unknown")
+    assert (world.phase, status.plan, status.stages, world.job_condition("Planned")[0]) == (
+        "Pending",
+        None,
+        (),
+        "Unknown",
+    )
 
 
 def test_a_refused_plan_is_tried_again_when_the_cluster_serves_more():
     world = World()
     world.spec["launcher"] = "mpijob"
     world.settle()
-    state, reason, message = world.said("Planned")
+    state, reason, message = world.job_condition("Planned")
     assert (state, reason, world.phase, world.created) == ("False", "PlanRefused", "Pending", [])
     assert message.startswith('spec.launcher (value "mpijob")')
-    assert world.said("Stalled")[:2] == ("True", "PlanRefused")
-    assert world.told() == ["JobAccepted", "PlanRefused"]
+    assert world.job_condition("Stalled")[:2] == ("True", "PlanRefused")
+    assert world.event_reasons() == ["JobAccepted", "PlanRefused"]
     world.served = ("job", "mpijob")
     world.settle()
-    assert (world.phase, world.said("Planned")[0]) == ("Preparing", "True")
+    assert (world.phase, world.job_condition("Planned")[0]) == ("Preparing", "True")
 
 
 def test_a_job_of_another_manager_is_left_alone():
@@ -608,16 +617,16 @@ def test_a_job_suspended_from_the_start_creates_nothing():
     world = World()
     world.edit(suspend=True)
     world.settle()
-    assert (world.phase, world.created, world.others, world.told()) == (
+    assert (world.phase, world.created, world.others, world.event_reasons()) == (
         "Suspended",
         [],
         {},
         ["JobAccepted", "Planned", "Suspended"],
     )
-    assert world.said("Running")[:2] == ("False", "Suspended")
+    assert world.job_condition("Running")[:2] == ("False", "Suspended")
     world.edit(suspend=False)
     world.settle()
-    assert (world.phase, world.told()[3:]) == ("Preparing", ["Resumed", "StageStarted"])
+    assert (world.phase, world.event_reasons()[3:]) == ("Preparing", ["Resumed", "StageStarted"])
 
 
 def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charge():
@@ -633,15 +642,15 @@ def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charg
     world.edit(suspend=False)
     world.settle()
     # the pod still saves its checkpoint
-    assert (world.stage("train"), world.said("Running")[2]) == (
+    assert (world.stage("train"), world.job_condition("Running")[2]) == (
         ("Suspended", 1),
-        "Waiting for the end of attempt 1: reviews-train-1-0 still runs.",
+        "Waiting for attempt 1 to end: reviews-train-1-0 still runs.",
     )
     world.wait(61)
     status = world.job().status
     assert (world.stage("train"), status.restarts, status.counted_restarts) == (("Running", 2), 0, 0)
     assert status.start_time == "2026-01-01T12:01:01Z"
-    assert world.told()[-4:] == ["StageStarted", "Suspended", "Resumed", "StageStarted"]
+    assert world.event_reasons()[-4:] == ["StageStarted", "Suspended", "Resumed", "StageStarted"]
 
 
 def test_a_stage_that_ended_while_suspension_was_asked_for_has_succeeded():
@@ -674,24 +683,24 @@ def test_a_job_is_deleted_when_its_time_to_live_is_over():
     world.edit(ttlSecondsAfterFinished=60)
     world.fail(FailureClass.DATA)
     world.settle()
-    assert world.decide().wake_at == NOON + timedelta(seconds=60)
-    assert not world.gone
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
+    assert not world.deleted
     world.wait(60)
-    assert world.gone
+    assert world.deleted
 
 
 def test_the_settings_time_to_live_counts_for_jobs_without_their_own():
     world = training(settings=Settings.model_validate({"defaults": {"ttlSecondsAfterFinished": 0}}))
     world.fail(FailureClass.DATA)
     world.settle()
-    assert world.gone
+    assert world.deleted
 
 
 def test_a_job_past_its_deadline_fails_and_its_running_child_goes():
     world = training()
     world.edit(activeDeadlineSeconds=100)
     world.settle()
-    assert world.decide().wake_at == NOON + timedelta(seconds=100)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=100)
     world.now += timedelta(seconds=100)
     world.step()
     assert (world.phase, list(world.children)) == ("Failed", ["reviews-prepare-1", "reviews-train-1"])
@@ -712,7 +721,7 @@ def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes()
     """At 36 an hour, a hundred seconds cost 1; the estimate is below the bound."""
     world = training(settings=Settings.model_validate({**PRICED, "allow": {"maxCost": 100.0}}))
     world.settle()
-    due = world.decide().wake_at
+    due = world.decide().requeue_at
     assert due is not None
     assert abs(due - (world.now + timedelta(seconds=10_000))) < timedelta(seconds=1)
     # The cost of earlier attempts counts.
@@ -732,7 +741,7 @@ def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes()
     assert (world.phase, list(world.children)) == ("Failed", ["reviews-prepare-1"])
     assert failure is not None
     assert (failure.failure_class, failure.stage) == ("CostExceeded", "train")
-    assert "the settings allow 100" in failure.message
+    assert "allow.maxCost in the settings is 100" in failure.message
     assert cost is not None
     assert cost.amount is not None
     assert cost.amount >= 100.0
@@ -809,9 +818,9 @@ def test_a_user_error_fails_the_job_at_once_with_everything_that_is_known():
         log_tail="line 1\nKeyError: 'text'",
     )
     assert (world.phase, world.job().status.failure) == ("Failed", failure)
-    assert world.said("Failed") == ("True", "DataError", "Stage train, attempt 1: Told by the trainer. Do so.")
-    assert world.said("Stalled")[:2] == ("True", "Failed")
-    assert world.said("Succeeded")[0] == "False"
+    assert world.job_condition("Failed") == ("True", "DataError", "Stage train, attempt 1: Told by the trainer. Do so.")
+    assert world.job_condition("Stalled")[:2] == ("True", "Failed")
+    assert world.job_condition("Succeeded")[0] == "False"
     assert [(note.type, note.reason, note.message) for note in world.events[-2:]] == [
         (
             "Warning",
@@ -822,18 +831,18 @@ def test_a_user_error_fails_the_job_at_once_with_everything_that_is_known():
     ]
 
 
-def test_a_failure_is_told_before_anything_of_the_attempt_is_deleted():
+def test_failure_is_recorded_before_the_attempt_is_deleted():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
     told = world.step()
     assert (told.delete, told.create, world.stage("train")) == ((), (), ("Failed", 1))
-    assert told.wake_at == NOON + timedelta(seconds=10)
+    assert told.requeue_at == NOON + timedelta(seconds=10)
     deleted = world.step()
     assert deleted.delete == (ObjectRef("batch/v1", "Job", "reviews-train-1", "uid-reviews-train-1"),)
     assert deleted.create == ()
     world.wait(9)
     assert world.stage("train") == ("Failed", 1)
-    assert world.said("Running")[2] == (
+    assert world.job_condition("Running")[2] == (
         "Attempt 2 of stage train starts at 2026-01-01T12:00:10Z, after CollectiveFailed: Told by the trainer."
     )
     world.wait(1)
@@ -841,14 +850,14 @@ def test_a_failure_is_told_before_anything_of_the_attempt_is_deleted():
     assert (world.job().status.restarts, world.job().status.counted_restarts) == (1, 1)
 
 
-def test_the_delay_doubles_up_to_the_most_and_begins_anew_after_a_long_run():
+def test_restart_delay_doubles_to_its_maximum_and_resets_after_a_long_run():
     world = training(settings=limits(restartDelaySeconds=10, restartDelayMostSeconds=60))
     delays = []
     for ran in (0, 0, 0, 0, 0, 700, 0):
         world.wait(ran)
         world.fail(FailureClass.PREEMPTED)
         world.step()
-        wake = world.decide().wake_at
+        wake = world.decide().requeue_at
         assert wake is not None
         delays.append((wake - world.now).total_seconds())
         world.wait(delays[-1])
@@ -871,7 +880,7 @@ def test_counted_restarts_end_with_the_job_and_free_ones_do_not():
     status = world.job().status
     assert (world.phase, status.restarts, status.counted_restarts) == ("Failed", 3, 1)
     assert status.failure is not None
-    assert status.failure.hint == "runPolicy.maxRestarts (1) restarts are used up. Do so."
+    assert status.failure.hint == "The limit runPolicy.maxRestarts (1) is reached. Do so."
 
 
 def restarts(world: World) -> tuple[int, int]:
@@ -891,18 +900,18 @@ def at_step(world: World, step: int) -> None:
     assert world.job().status.progress == world.progress
 
 
-def test_what_fails_the_same_way_before_each_first_step_is_counted_and_has_an_end():
+def test_repeated_failures_before_the_first_step_are_counted():
     world = training()
     for attempt in (1, 2, 3):
         world.fail(FailureClass.COLLECTIVE)
         assert restarts(world) == (attempt, attempt)
-    assert "nothing shows that the infrastructure did it" in world.events[-2].message
+    assert "no sign of an infrastructure failure" in world.events[-2].message
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
     assert world.phase == "Failed"
     hint = world.job().status.failure.hint  # type: ignore[union-attr]
     assert hint is not None
-    assert "maxRestarts (3) restarts are used up (nothing shows that the infrastructure did it" in hint
+    assert "maxRestarts (3) is reached: no sign of an infrastructure failure" in hint
 
 
 def test_a_restart_after_progress_is_free_and_one_without_new_progress_is_not():
@@ -960,7 +969,7 @@ def test_a_failure_is_forgotten_when_its_stage_has_succeeded():
     assert (world.job().status.failure, world.stage("train")) == (None, ("Succeeded", 2))
 
 
-def test_the_next_attempt_waits_until_every_pod_of_the_last_is_over_or_gone():
+def test_next_attempt_waits_for_all_pods_of_the_previous_one():
     world = training(spec=TWO_NODES)
     pod = world.pods["reviews-train-1-1"]
     pod["stuck"] = True
@@ -1004,7 +1013,7 @@ def test_a_pod_whose_node_does_not_answer_ends_the_attempt_and_the_next_keeps_aw
     pod["stuck"] = True
     pod["metadata"]["deletionTimestamp"] = world.after(60)
     world.settle()
-    assert world.decide().wake_at == NOON + timedelta(seconds=90)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=90)
     world.wait(90)
     status = world.job().status
     assert status.failure is not None
@@ -1013,7 +1022,9 @@ def test_a_pod_whose_node_does_not_answer_ends_the_attempt_and_the_next_keeps_aw
     world.wait(10)
     affinity = json.dumps(world.children["reviews-train-2"]["spec"]["template"]["spec"]["affinity"])
     assert "node-0" in affinity
-    assert world.events[-2].message.endswith("free of charge. It keeps away from node node-0.")
+    assert world.events[-2].message.endswith(
+        "which does not count towards runPolicy.maxRestarts. It avoids node node-0."
+    )
 
 
 def test_a_failed_pod_ends_an_attempt_whose_controller_does_nothing_about_it():
@@ -1021,7 +1032,7 @@ def test_a_failed_pod_ends_an_attempt_whose_controller_does_nothing_about_it():
     world.end_pod("reviews-train-1-worker-0", 137, reason="OOMKilled")
     world.settle()
     assert world.stage("train") == ("Running", 1)
-    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
     world.wait(60)
     assert world.stage("train") == ("Failed", 1)
 
@@ -1034,7 +1045,7 @@ def test_a_child_deleted_by_hand_counts_against_the_restarts():
     assert status.failure is not None
     assert (status.failure.failure_class, status.failure.message, status.counted_restarts) == (
         "ChildDeleted",
-        "Job reviews-train-1 is not there any more, and the operator did not delete it.",
+        "Job reviews-train-1 was deleted, and not by the operator.",
         1,
     )
     world.wait(61)
@@ -1046,7 +1057,7 @@ def test_word_of_the_pods_may_come_after_word_of_the_child():
     world.end_child("reviews-train-1", succeeded=True)
     world.settle()
     assert world.stage("train") == ("Running", 1)
-    assert world.decide().wake_at == NOON + timedelta(seconds=30)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=30)
     world.end_pod("reviews-train-1-0", 0, report("train"))
     world.settle()
     assert world.stage("train") == ("Succeeded", 1)
@@ -1117,7 +1128,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_one():
     world.settle()
     status = world.job().status
     reason = (
-        "Attempt 1 of train ran out of memory with single and a micro-batch of 32: the next one takes single, batch "
+        "Attempt 1 of train ran out of memory with single and a micro-batch of 32: the next one uses single, batch "
         "32 = 16 micro x 2 accumulation x 1 rank."
     )
     assert status.adaptation is not None
@@ -1131,7 +1142,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_one():
     assert (batch["microBatchSize"], batch["gradientAccumulation"], batch["globalBatchSize"]) == (16, 2, 32)
 
 
-def test_memory_that_runs_out_on_every_rung_fails_the_job_and_says_that_nothing_is_left():
+def test_job_fails_once_no_plan_needs_less_memory():
     world = training()
     world.spec["parallelism"] = {"strategy": "single", "activationCheckpointing": "none"}
     for _ in range(12):
@@ -1162,7 +1173,7 @@ def test_memory_that_runs_out_on_every_rung_fails_the_job_and_says_that_nothing_
         ),
     ],
 )
-def test_memory_that_runs_out_changes_to_what_goes_on_from_the_checkpoints(checkpoints, step, minutes, following, form):
+def test_memory_adaptation_can_resume_from_the_checkpoints(checkpoints, step, minutes, following, form):
     spec = {**SPEC, "training": {"globalBatchSize": 32, "microBatchSize": 1}, "resources": {"nodes": 2}}
     world = training(spec={**spec, "checkpoints": checkpoints})
     world.progress = None if step is None else ProgressStatus(step=step, total_steps=20)
@@ -1207,7 +1218,7 @@ def test_memory_that_runs_out_where_nothing_can_be_adapted_counts():
 def test_pods_without_a_node_are_told_at_once():
     world = World()
     world.settle()
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "False",
         "WaitingForPods",
         "Waiting for the pods of reviews-prepare-1 to be created.",
@@ -1223,7 +1234,7 @@ def test_pods_without_a_node_are_told_at_once():
         }
     ]
     world.settle()
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "False",
         "WaitingForPods",
         "Waiting for 1 pod of reviews-prepare-1: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
@@ -1248,8 +1259,10 @@ def test_a_container_that_cannot_start_fails_the_job_after_a_while(reason: str, 
     waiting = {"name": "pytorch", "state": {"waiting": {"reason": reason, "message": 'secret "hub" not found'}}}
     world.pods[pod]["status"]["containerStatuses"] = [waiting]
     world.settle()
-    assert world.said("Running")[2] == f'Waiting for 1 pod of reviews-prepare-1: {reason}: secret "hub" not found'
-    assert world.decide().wake_at == NOON + timedelta(seconds=seconds)
+    assert (
+        world.job_condition("Running")[2] == f'Waiting for 1 pod of reviews-prepare-1: {reason}: secret "hub" not found'
+    )
+    assert world.decide().requeue_at == NOON + timedelta(seconds=seconds)
     world.wait(seconds - 1)
     assert world.phase == "Preparing"
     world.wait(1)
@@ -1267,27 +1280,31 @@ def test_a_container_that_cannot_start_fails_the_job_after_a_while(reason: str, 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def test_a_quota_is_told_and_tried_again_with_growing_delay_until_it_allows():
+def test_quota_refusal_is_reported_and_retried_with_back_off():
     world = World()
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.settle()
-    assert world.said("Stalled") == (
+    assert world.job_condition("Stalled") == (
         "True",
         "Refused",
-        "The API server refuses Job reviews-prepare-1 for now: exceeded quota: team",
+        "The API server refuses Job reviews-prepare-1, and the operator retries: exceeded quota: team",
     )
     assert (world.phase, world.stage("prepare"), list(world.others)) == (
         "Pending",
         ("Pending", 0),
         [("NetworkPolicy", "reviews-network"), ("PersistentVolumeClaim", "reviews-workspace")],
     )
-    assert world.decide().wake_at == NOON + timedelta(seconds=10)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=10)
     world.wait(10)
-    assert world.decide().wake_at == NOON + timedelta(seconds=30)
-    assert (world.told().count("Refused"), world.said("Stalled")[0]) == (1, "True")
+    assert world.decide().requeue_at == NOON + timedelta(seconds=30)
+    assert (world.event_reasons().count("Refused"), world.job_condition("Stalled")[0]) == (1, "True")
     world.refuse.clear()
     world.wait(20)
-    assert (world.phase, world.stage("prepare"), world.said("Stalled")[0]) == ("Preparing", ("Running", 1), "False")
+    assert (world.phase, world.stage("prepare"), world.job_condition("Stalled")[0]) == (
+        "Preparing",
+        ("Running", 1),
+        "False",
+    )
 
 
 def test_a_quota_that_is_met_between_two_stages_holds_the_second_and_not_the_first():
@@ -1296,14 +1313,14 @@ def test_a_quota_that_is_met_between_two_stages_holds_the_second_and_not_the_fir
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.succeed()
     world.settle()
-    assert (world.stage("prepare"), world.stage("train"), world.said("Stalled")[1]) == (
+    assert (world.stage("prepare"), world.stage("train"), world.job_condition("Stalled")[1]) == (
         ("Succeeded", 1),
         ("Pending", 0),
         "Refused",
     )
     world.refuse.clear()
     world.wait(10)
-    assert (world.stage("train"), world.told().count("StageSucceeded")) == (("Running", 1), 1)
+    assert (world.stage("train"), world.event_reasons().count("StageSucceeded")) == (("Running", 1), 1)
 
 
 def test_a_quota_that_is_met_by_a_restart_keeps_the_failure_that_led_to_it():
@@ -1325,7 +1342,7 @@ def test_a_refusal_is_not_met_again_in_the_same_second_also_when_restarts_have_n
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.settle()
     assert world.decide().create == ()
-    assert world.decide().wake_at == NOON + timedelta(seconds=1)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=1)
 
 
 def test_a_refused_attempt_is_made_from_the_spec_as_it_is_by_then():
@@ -1376,7 +1393,7 @@ def test_measured_facts_that_cannot_be_planned_fail_the_job_as_its_spec_can_no_l
     failure = world.job().status.failure
     assert failure is not None
     assert (world.phase, failure.failure_class, failure.reason) == ("Failed", "PlanRefused", "DoesNotFit")
-    assert failure.message.startswith("What prepare measured cannot be planned as asked: ")
+    assert failure.message.startswith("Planning with the measurements of prepare failed: ")
     assert (world.stage("prepare"), world.stage("train")) == (("Succeeded", 1), ("Pending", 0))
 
 
@@ -1420,7 +1437,7 @@ def test_a_child_that_the_status_does_not_know_yet_is_taken_up_as_the_current_at
     assert (world.stage("train"), "reviews-train-2" in world.children) == (("Failed", 1), True)
     world.settle()
     assert (world.stage("train"), world.created.count("reviews-train-2")) == (("Running", 2), 1)
-    assert world.told()[-1] == "StageStarted"
+    assert world.event_reasons()[-1] == "StageStarted"
 
 
 def test_an_older_attempt_that_runs_beside_the_current_one_is_deleted():
@@ -1447,7 +1464,11 @@ def test_settings_that_become_stricter_leave_a_running_attempt_alone_and_start_n
     world = training()
     world.settings = Settings(schemes=("s3",))
     world.settle()
-    assert (world.phase, world.said("Accepted")[0], "reviews-train-1" in world.children) == ("Training", "False", True)
+    assert (world.phase, world.job_condition("Accepted")[0], "reviews-train-1" in world.children) == (
+        "Training",
+        "False",
+        True,
+    )
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
     world.wait(1000)

@@ -11,7 +11,7 @@ import pytest
 
 from finetune_contract.causes import of_exit
 from finetune_contract.choices import Stage
-from finetune_contract.layout import FailureClass
+from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, ProgressStatus
@@ -51,7 +51,7 @@ def test_a_job_waits_for_the_pods_of_a_deleted_one_of_its_name():
     first = decide(world.job(), replace(world.observed(), pods_before=running), NOON, world.settings)
     assert first.create == ()
     (told,) = [one for one in first.status.conditions if one.type == "Running"]
-    assert "Waiting for the end of an earlier job of this name, now deleted: reviews-train-1-0." in told.message
+    assert "Waiting for pods of a deleted job of this name to end: reviews-train-1-0." in told.message
     ended = tuple(replace(pod, phase="Failed") for pod in running)
     lost = tuple(replace(pod, deleting_until=NOON - timedelta(minutes=1)) for pod in running)
     for over in (ended, lost):
@@ -103,7 +103,7 @@ def test_a_rank_that_no_status_can_hold_is_left_out():
     assert (failure_of(world).failure_class, failure_of(world).rank) == ("DataError", None)
 
 
-def test_a_failure_that_a_report_of_another_job_tells_is_none_of_this_one():
+def test_report_of_another_job_is_ignored():
     world = training()
     word = report("train", (FailureClass.HUB_UNAVAILABLE, 1.0)).replace('"reviews"', '"others"')
     world.end_pod("reviews-train-1-0", 10, word)
@@ -122,7 +122,7 @@ def silent(code: int) -> str:
 
 
 @pytest.mark.parametrize("code", [1, -9, -11, 0])
-def test_what_a_launcher_infers_from_an_exit_code_is_no_match_for_what_was_done_to_a_pod(code: int):
+def test_infrastructure_cause_precedes_a_cause_inferred_from_an_exit_code(code: int):
     world = training(spec=TWO_NODES, served=("mpijob",))
     world.end_pod("reviews-train-1-launcher", 1, silent(code))
     world.end_pod("reviews-train-1-worker-1", 143)
@@ -134,7 +134,7 @@ def test_what_a_launcher_infers_from_an_exit_code_is_no_match_for_what_was_done_
     assert (failure_of(world).failure_class, failure_of(world).pod) == ("Preempted", "reviews-train-1-worker-1")
 
 
-def test_a_crash_in_a_native_library_that_a_launcher_tells_of_is_tried_again():
+def test_crash_in_a_native_library_is_retried():
     world = training()
     world.end_pod("reviews-train-1-0", 1, silent(-11))
     world.end_child("reviews-train-1", succeeded=False)
@@ -152,7 +152,7 @@ def test_a_pod_killed_at_the_end_of_its_grace_period_has_not_run_out_of_memory()
     assert (failure_of(world).failure_class, world.job().status.adaptation) == ("Preempted", None)
 
 
-def test_a_container_that_its_runtime_could_not_start_is_told_in_the_runtimes_words():
+def test_container_start_failure_has_the_runtimes_message():
     world = training()
     words = 'exec: "python": executable file not found in $PATH'
     world.end_pod("reviews-train-1-0", 128, words, reason="StartError")
@@ -175,7 +175,7 @@ def test_a_container_that_its_runtime_could_not_start_is_told_in_the_runtimes_wo
         ("SysctlForbidden", "ChildFailed", 1, ()),
     ],
 )
-def test_a_pod_that_failed_before_its_container_is_told_in_the_kubelets_words(
+def test_pod_that_failed_before_its_container_has_the_kubelets_message(
     reason: str, expected: str, counted: int, avoided: tuple[str, ...]
 ):
     world = training()
@@ -222,12 +222,12 @@ def test_an_evicted_worker_that_its_controller_does_nothing_about_ends_the_attem
     }
     world.settle()
     assert world.stage("train") == ("Running", 1)
-    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
     world.wait(60)
     assert (world.stage("train"), failure_of(world).failure_class) == (("Failed", 1), "Evicted")
 
 
-def test_a_child_whose_controller_tells_no_time_of_its_end_is_not_waited_for_for_ever():
+def test_wait_for_a_child_without_an_end_time_is_bounded():
     world = training()
     world.end_child("reviews-train-1", succeeded=False)
     for one in world.children["reviews-train-1"]["status"]["conditions"]:
@@ -275,10 +275,10 @@ def test_the_plan_in_the_status_is_the_one_that_the_next_attempt_gets():
     plan = world.job().status.plan
     assert plan is not None
     assert (plan.micro_batch_size, plan.gradient_accumulation) == ran_with(world, "reviews-train-2") == (32, 1)
-    assert world.told()[-2:] == ["Planned", "StageStarted"]
+    assert world.event_reasons()[-2:] == ["Planned", "StageStarted"]
 
 
-def test_progress_of_an_earlier_attempt_is_not_told_of_one_that_is_taken_up():
+def test_adopted_attempt_has_no_progress_of_an_earlier_one():
     world = training()
     world.progress = ProgressStatus(step=5, total_steps=20, percent=25)
     world.settle()
@@ -301,7 +301,7 @@ def test_delays_after_a_quota_do_not_count_as_failures_of_the_attempt_that_it_he
     world.wait(300)
     world.fail(FailureClass.COLLECTIVE)
     world.step()
-    assert world.decide().wake_at == world.now + timedelta(seconds=10)
+    assert world.decide().requeue_at == world.now + timedelta(seconds=10)
 
 
 # ---------------------------------------------------------------------------------------------------------- suspension
@@ -339,7 +339,7 @@ def test_suspension_during_the_delay_after_a_failure_holds_the_next_attempt():
     world.settle()
     world.edit(suspend=True)
     world.wait(1000)
-    assert (world.phase, world.stage("train"), world.decide().wake_at) == ("Suspended", ("Failed", 1), None)
+    assert (world.phase, world.stage("train"), world.decide().requeue_at) == ("Suspended", ("Failed", 1), None)
     world.edit(suspend=False)
     world.settle()
     assert world.stage("train") == ("Running", 2)
@@ -359,21 +359,21 @@ def test_memory_that_was_adapted_stays_so_over_a_suspension():
 # ------------------------------------------------------------------------------------------------------ pods that wait
 
 
-def test_a_job_whose_pods_nobody_creates_says_where_to_look_after_a_while():
+def test_job_without_pods_names_the_command_for_its_events():
     world = World()
     world.settle()
-    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
     world.wait(60)
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "False",
         "WaitingForPods",
         "No pod of Job reviews-prepare-1 has been created in 60 s: a quota, a policy or a missing service account may "
-        "forbid it. kubectl describe job reviews-prepare-1 shows why.",
+        "prevent it. See kubectl describe job reviews-prepare-1.",
     )
-    assert world.decide().wake_at is None
+    assert world.decide().requeue_at is None
     world.make_pods("reviews-prepare-1")
     world.settle()
-    assert world.said("Running")[2] == "Waiting for 1 pod of reviews-prepare-1 to start."
+    assert world.job_condition("Running")[2] == "Waiting for 1 pod of reviews-prepare-1 to start."
 
 
 def pulling(world: World, pod: str, reason: str | None) -> None:
@@ -390,7 +390,7 @@ def test_a_long_pull_before_an_error_is_not_the_errors(reason: str, seconds: int
     world.wait(3600)
     pulling(world, pod, reason)
     world.settle()
-    assert (world.phase, world.decide().wake_at) == ("Preparing", world.now + timedelta(seconds=seconds))
+    assert (world.phase, world.decide().requeue_at) == ("Preparing", world.now + timedelta(seconds=seconds))
     world.wait(seconds - 1)
     assert world.phase == "Preparing"
     world.wait(1)
@@ -494,7 +494,7 @@ def test_a_job_past_the_deadline_with_no_time_to_live_goes_with_what_runs():
     world = training(settings=Settings.model_validate({"defaults": {"ttlSecondsAfterFinished": 0}}))
     world.edit(activeDeadlineSeconds=10)
     world.wait(10)
-    assert (world.phase, world.gone, list(world.children)) == ("Failed", True, ["reviews-prepare-1"])
+    assert (world.phase, world.deleted, list(world.children)) == ("Failed", True, ["reviews-prepare-1"])
 
 
 # --------------------------------------------------------------------------------------------------------- every moment
@@ -543,7 +543,7 @@ def test_a_job_suspended_and_resumed_at_any_moment_comes_to_its_good_end(moment:
 
 
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
-def test_every_pass_at_every_moment_comes_to_rest_and_tells_every_condition(moment: Callable[[World], object]):
+def test_every_reconcile_converges_and_sets_every_condition(moment: Callable[[World], object]):
     world = World()
     moment(world)
     world.settle()
@@ -563,7 +563,7 @@ def test_a_job_deleted_at_any_moment_is_left_to_the_garbage_collector(moment: Ca
     moment(world)
     world.deleting = True
     decision = world.decide()
-    assert (decision.status, decision.create, decision.delete, decision.events, decision.wake_at) == (
+    assert (decision.status, decision.create, decision.delete, decision.events, decision.requeue_at) == (
         world.job().status,
         (),
         (),
@@ -572,7 +572,7 @@ def test_a_job_deleted_at_any_moment_is_left_to_the_garbage_collector(moment: Ca
     )
 
 
-def test_a_first_restart_that_is_one_too_many_is_told_with_the_failure():
+def test_exhausted_restarts_are_reported_with_the_failure():
     world = training()
     world.edit(maxRestarts=0)
     world.fail(FailureClass.HUB_UNAVAILABLE)
@@ -582,7 +582,7 @@ def test_a_first_restart_that_is_one_too_many_is_told_with_the_failure():
         0,
         "HubUnavailable",
     )
-    assert failure_of(world).hint == "runPolicy.maxRestarts (0) restarts are used up. Do so."
+    assert failure_of(world).hint == "The limit runPolicy.maxRestarts (0) is reached. Do so."
 
 
 def test_a_micro_batch_that_the_user_fixed_is_halved_too():
@@ -591,3 +591,18 @@ def test_a_micro_batch_that_the_user_fixed_is_halved_too():
     world.settle()
     world.wait(10)
     assert ran_with(world, "reviews-train-2") == (4, 8)
+
+
+def test_failed_event_keeps_its_hint_if_the_message_is_long() -> None:
+    world = World()
+    world.settle()
+    child = world.start()
+    (pod,) = world.pods_of(child)
+    failed = json.loads(report("prepare", (FailureClass.DATA, 10.0)))
+    failed["failure"]["message"] = "m" * 3000
+    world.end_pod(pod, EXIT_CODES[FailureClass.DATA], json.dumps(failed))
+    world.end_child(child, succeeded=False)
+    world.settle()
+    (event,) = [note for note in world.events if note.reason == "Failed"]
+    assert event.message.endswith("m Do so.")
+    assert len(event.message.encode()) < 1024

@@ -58,49 +58,49 @@ def url(world: World) -> str | None:
 
 def test_a_job_is_ready_while_a_server_answers_and_says_where() -> None:
     world = serving()
-    assert world.said("Ready")[:2] == ("False", "WaitingForPods")
+    assert world.job_condition("Ready")[:2] == ("False", "WaitingForPods")
     assert url(world) is None
     stands(world, 1)
-    assert (world.phase, world.said("Ready")[:2]) == ("Serving", ("True", "EndpointReady"))
+    assert (world.phase, world.job_condition("Ready")[:2]) == ("Serving", ("True", "EndpointReady"))
     assert url(world) == URL
-    assert world.told().count("EndpointReady") == 1
+    assert world.event_reasons().count("EndpointReady") == 1
 
 
 def test_ready_that_is_lost_has_the_reason_of_the_pod() -> None:
     world = serving(1)
     pod(world, {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}})
     stands(world, 0)
-    status, reason, message = world.said("Ready")
+    status, reason, message = world.job_condition("Ready")
     assert (status, reason) == ("False", "ImagePullBackOff")
     assert "no such image" in message
     assert world.phase != "Failed"
-    assert world.told().count("EndpointNotReady") == 1
+    assert world.event_reasons().count("EndpointNotReady") == 1
     stands(world, 1)
-    assert world.said("Ready")[0] == "True"
+    assert world.job_condition("Ready")[0] == "True"
 
 
-def test_a_server_that_crashes_again_and_again_is_told_with_its_last_word() -> None:
+def test_crashing_server_is_reported_with_its_termination_message() -> None:
     world = serving()
     ended = {"exitCode": 65, "reason": "Error", "message": "no model lies there", "finishedAt": world.after(0)}
     state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
     pod(world, {"state": state, "lastState": {"terminated": ended}, "restartCount": 3})
-    status, reason, message = world.said("Ready")
+    status, reason, message = world.job_condition("Ready")
     assert (status, reason) == ("False", "CrashLoopBackOff")
-    assert "exit code 65: no model lies there" in message
+    assert "exited with code 65: no model lies there" in message
     assert world.phase != "Failed"
 
 
 def test_a_rollout_that_is_stuck_stalls_the_job_until_it_goes_on() -> None:
     world = serving()
     stands(world, 0, "has timed out progressing")
-    assert world.said("Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
-    assert world.said("Ready")[:2] == ("False", "ProgressDeadlineExceeded")
+    assert world.job_condition("Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
+    assert world.job_condition("Ready")[:2] == ("False", "ProgressDeadlineExceeded")
     stands(world, 1)
-    assert world.said("Stalled")[0] == "False"
+    assert world.job_condition("Stalled")[0] == "False"
     stands(world, 1, "has timed out progressing")
-    assert world.said("Stalled")[:2] == ("True", "RolloutStuck")
-    assert world.said("Ready")[0] == "True"
-    assert world.told().count("RolloutStuck") == 1
+    assert world.job_condition("Stalled")[:2] == ("True", "RolloutStuck")
+    assert world.job_condition("Ready")[0] == "True"
+    assert world.event_reasons().count("RolloutStuck") == 1
 
 
 def test_an_endpoint_that_is_added_to_a_job_that_has_succeeded_is_served_and_taken_away() -> None:
@@ -138,13 +138,13 @@ def test_a_suspended_job_has_no_servers() -> None:
 def test_a_name_that_is_taken_stalls_the_job_and_is_tried_again() -> None:
     world = World(spec=json.loads(json.dumps(ALONE)), refuse={"Deployment": (409, "it is of somebody else")})
     world.settle()
-    assert world.said("Stalled")[:2] == ("True", "NameTaken")
+    assert world.job_condition("Stalled")[:2] == ("True", "NameTaken")
     assert world.phase != "Failed"
-    assert world.told().count("NameTaken") == 1
+    assert world.event_reasons().count("NameTaken") == 1
     world.refuse = {}
     world.wait(3600)
     assert world.server is not None
-    assert world.said("Stalled")[0] == "False"
+    assert world.job_condition("Stalled")[0] == "False"
 
 
 def test_what_one_server_does_not_need_goes_when_the_spec_changes() -> None:

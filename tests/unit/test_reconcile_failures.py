@@ -58,7 +58,7 @@ class Case:
     pods: tuple[PodView, ...]
     expected: tuple[str, str, Remedy, str | None]
     """Class, reason, remedy, pod."""
-    bad_node: str | None = None
+    node_to_avoid: str | None = None
     child: ChildView = CHILD
 
 
@@ -148,7 +148,7 @@ CASES = {
     "an eviction from a full disk of the node": Case(
         (pod(0, status_reason="Evicted", status_message=LOW_ON_DISK, disruption="TerminationByKubelet"),),
         ("Evicted", "Evicted", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "an eviction for the pod's own use of memory": Case(
         (pod(0, status_reason="Evicted", status_message=LOW_ON_MEMORY, disruption="TerminationByKubelet"),),
@@ -161,27 +161,27 @@ CASES = {
     "a node that was shut down": Case(
         (pod(0, status_reason="NodeShutdown", status_message="Pod was terminated in response to shutdown."),),
         ("NodeLost", "NodeShutdown", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "a node that the taint manager emptied": Case(
         (pod(0, ended=ended(143), disruption="DeletionByTaintManager"),),
         ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "a container of which the node knows nothing any more": Case(
         (pod(0, ended=ended(137, reason="ContainerStatusUnknown")),),
         ("NodeLost", "ContainerStatusUnknown", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "a node whose device plugin refused the pod": Case(
         (pod(0, status_reason="UnexpectedAdmissionError", status_message="no healthy devices present"),),
         ("PodRejected", "UnexpectedAdmissionError", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "a node without room for a pod that was bound to it": Case(
         (pod(0, status_reason="OutOfcpu"),),
         ("PodRejected", "OutOfcpu", Remedy.FREE, "pod-0"),
-        bad_node="node-0",
+        node_to_avoid="node-0",
     ),
     "killed from outside without a word": Case(
         (pod(0, ended=ended(137)),), ("OutOfMemory", "Killed", Remedy.ADAPT, "pod-0")
@@ -247,7 +247,7 @@ CASES = {
     "a pod that was removed by force": Case(
         (
             pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12)),
-            pod(1, phase="Running", gone=True, deleting_since=after(10)),
+            pod(1, phase="Running", deleted=True, deleting_since=after(10)),
         ),
         ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
     ),
@@ -275,10 +275,10 @@ CASES = {
     "a preempted pod that is gone by now": Case(
         (
             pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2)),
-            pod(1, ended=ended(143, 12), gone=True, deleting_since=after(10), disruption="DeletionByTaintManager"),
+            pod(1, ended=ended(143, 12), deleted=True, deleting_since=after(10), disruption="DeletionByTaintManager"),
         ),
         ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-1"),
-        bad_node="node-1",
+        node_to_avoid="node-1",
     ),
     "no pod is left": Case((), ("ChildFailed", "BackoffLimitExceeded", Remedy.COUNTED, None)),
     "a pod that still runs says nothing": Case(
@@ -336,7 +336,7 @@ CASES = {
 def test_the_first_cause(case: Case):
     found = first_cause(Stage.TRAIN, case.child, case.pods)
     seen = (found.cause.value, found.reason, found.remedy, None if found.pod is None else found.pod.name)
-    assert (seen, found.bad_node) == (case.expected, case.bad_node)
+    assert (seen, found.node_to_avoid) == (case.expected, case.node_to_avoid)
     assert found.message
     assert found.hint
 
@@ -354,16 +354,16 @@ def test_every_class_has_a_remedy_and_the_contracts_codes_agree_with_it():
         assert (REMEDIES[cause] is not Remedy.FAIL) == retryable(code), cause
 
 
-def test_a_failure_is_told_whole():
+def test_failure_status_has_all_fields():
     broken = pod(3, ended=ended(137, 3, "OOMKilled"))
     found = first_cause(Stage.TRAIN, CHILD, (broken,))
     logs = (("pod-2", "not this one"), ("pod-3", "x" * 5000 + "the end\n"))
-    assert found.told(Stage.TRAIN, 4, logs) == FailureStatus(
+    assert found.to_failure_status(Stage.TRAIN, 4, logs) == FailureStatus(
         failure_class="OutOfMemory",
         reason="OOMKilled",
         message="Container memory ran out in pod pod-3: the kernel killed the process (exit code 137).",
-        hint="Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or "
-        "offload more under parallelism; a script has its own settings for all of that.",
+        hint="Raise resources.memory, lower training.microBatchSize or preparation.maxLength, or shard or offload more "
+        "under parallelism. For a script, change its own settings.",
         stage="train",
         attempt=4,
         pod="pod-3",
@@ -374,34 +374,37 @@ def test_a_failure_is_told_whole():
     )
 
 
-def test_of_a_pod_that_is_gone_the_others_logs_are_told_with_their_names():
-    gone = pod(1, ended=ended(143, 12), gone=True, deleting_since=after(10))
+def test_deleted_pod_leaves_the_named_logs_of_the_others():
+    gone = pod(1, ended=ended(143, 12), deleted=True, deleting_since=after(10))
     left = pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2))
     found = first_cause(Stage.TRAIN, CHILD, (left, gone, pod(2, phase="Running")))
-    told = found.told(Stage.TRAIN, 1, (("pod-0", "stopped after step 28\n"), ("pod-1", "")))
+    told = found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "stopped after step 28\n"), ("pod-1", "")))
     assert (told.pod, told.node, told.exit_code) == ("pod-1", "node-1", 143)
     assert told.log_tail == "==> pod-0 <==\nstopped after step 28"
 
 
-def test_when_all_pods_were_deleted_the_log_that_was_read_before_is_told():
+def test_failure_has_the_log_read_before_all_pods_were_deleted():
     first, second = (
-        pod(index, phase="Running", gone=True, deleting_since=after(10 + index), deleting_until=after(40))
+        pod(index, phase="Running", deleted=True, deleting_since=after(10 + index), deleting_until=after(40))
         for index in (0, 1)
     )
     found = first_cause(Stage.TRAIN, CHILD, (second, first))
     assert (found.reason, found.pod) == ("PodDeleted", first)
-    assert found.told(Stage.TRAIN, 1, (("pod-0", "step 28\n"), ("pod-1", "step 27\n"))).log_tail == "step 28"
-    assert found.told(Stage.TRAIN, 1, (("pod-1", "step 27\n"),)).log_tail == "==> pod-1 <==\nstep 27"
+    assert (
+        found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28\n"), ("pod-1", "step 27\n"))).log_tail == "step 28"
+    )
+    assert found.to_failure_status(Stage.TRAIN, 1, (("pod-1", "step 27\n"),)).log_tail == "==> pod-1 <==\nstep 27"
 
 
-def test_of_a_pod_that_has_logged_nothing_the_others_logs_are_told_with_their_names():
+def test_empty_log_is_replaced_by_the_named_logs_of_other_pods():
     killed = pod(1, ended=ended(137, 12, "OOMKilled"))
     left = pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12))
     found = first_cause(Stage.TRAIN, CHILD, (left, killed))
     assert (
-        found.told(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", ""))).log_tail == "==> pod-0 <==\nstep 28/300"
+        found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", ""))).log_tail
+        == "==> pod-0 <==\nstep 28/300"
     )
-    assert found.told(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", "mine\n"))).log_tail == "mine"
+    assert found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", "mine\n"))).log_tail == "mine"
 
 
 def test_the_traceback_of_a_program_is_not_above_but_in_the_status():
@@ -409,14 +412,14 @@ def test_the_traceback_of_a_program_is_not_above_but_in_the_status():
     assert "logTail" in first_cause(Stage.TRAIN, CHILD, (raised,)).hint
 
 
-def test_somebody_in_a_cluster_is_not_asked_to_start_again_what_starts_by_itself():
+def test_hint_in_a_cluster_requests_no_manual_restart():
     stopped = pod(0, ended=ended(143, told=FailureClass.PREEMPTED))
-    assert first_cause(Stage.TRAIN, CHILD, (stopped,)).hint.startswith("Nothing needs to be done")
+    assert first_cause(Stage.TRAIN, CHILD, (stopped,)).hint.startswith("No action is needed")
 
 
 def test_a_reported_failure_has_the_rank_of_its_process():
     broken = pod(0, ended=ended(10, 5, told=FailureClass.DATA, at=1.0))
-    told = first_cause(Stage.TRAIN, CHILD, (broken,)).told(Stage.TRAIN, 1)
+    told = first_cause(Stage.TRAIN, CHILD, (broken,)).to_failure_status(Stage.TRAIN, 1)
     assert (told.rank, told.exit_code, told.hint, told.log_tail) == (5, 10, "h.", None)
 
 
@@ -426,13 +429,13 @@ def test_a_long_message_keeps_its_ends():
     assert report.report.failure is not None
     failure = report.report.failure.model_copy(update={"message": "begin" + "x" * 9000 + "end"})
     broken = pod(0, ended=replace(report, report=report.report.model_copy(update={"failure": failure})))
-    message = first_cause(Stage.TRAIN, CHILD, (broken,)).told(Stage.TRAIN, 1).message
+    message = first_cause(Stage.TRAIN, CHILD, (broken,)).to_failure_status(Stage.TRAIN, 1).message
     assert (len(message) <= 4096, message[:5], message[-3:]) == (True, "begin", "end")
 
 
 def test_a_pod_that_does_not_end_is_its_nodes_fault():
     found = on_node_lost(pod(1, phase="Running"))
-    assert (found.cause, found.reason, found.remedy, found.bad_node) == (
+    assert (found.cause, found.reason, found.remedy, found.node_to_avoid) == (
         OperatorCause.NODE_LOST,
         "PodDoesNotEnd",
         Remedy.FREE,
@@ -440,7 +443,7 @@ def test_a_pod_that_does_not_end_is_its_nodes_fault():
     )
 
 
-def test_a_gate_that_is_not_met_says_how_the_trained_model_is_judged_again():
+def test_failed_gate_has_a_hint_to_evaluate_the_model_again():
     """Following the hint works: another job with the model, a lower gate and no training runs to its evaluation."""
     world = World()
     world.spec["evaluation"] = {"gate": {"metric": "accuracy", "minimum": 0.99}}
@@ -450,7 +453,7 @@ def test_a_gate_that_is_not_met_says_how_the_trained_model_is_judged_again():
     failure = world.job().status.failure
     assert failure is not None
     model = "pvc://reviews-workspace/reviews/model"
-    assert f"spec.model {{uri: {model}}}, the gate that you want, and without spec.training" in (failure.hint or "")
+    assert f"spec.model {{uri: {model}}}, the new gate, and without spec.training" in (failure.hint or "")
 
     spec = {**world.spec, "model": {"uri": model}, "evaluation": {"gate": {"metric": "accuracy", "minimum": 0.5}}}
     del spec["training"]

@@ -82,7 +82,7 @@ def test_auto_takes_kserve_where_it_is_served_and_says_so() -> None:
     assert child is not None
     assert (child.kind, child.name) == ("InferenceService", NAME)
     follows(world, 1)
-    assert (world.phase, world.said("Ready")[:2], url(world)) == ("Serving", ("True", "EndpointReady"), URL)
+    assert (world.phase, world.job_condition("Ready")[:2], url(world)) == ("Serving", ("True", "EndpointReady"), URL)
 
 
 def test_auto_takes_a_deployment_where_kserve_is_not_served() -> None:
@@ -105,41 +105,41 @@ def test_what_kserve_cannot_do_is_served_by_a_deployment_or_refused(template: An
     assert f"not by KServe, as {why}" in reasons(world)
     world = World(spec={**ALONE, "template": template, "endpoint": {"runtime": "kserve"}}, kserve=True)
     world.settle()
-    assert world.said("Planned")[:2] == ("False", "PlanRefused")
-    assert why in world.said("Planned")[2]
+    assert world.job_condition("Planned")[:2] == ("False", "PlanRefused")
+    assert why in world.job_condition("Planned")[2]
 
 
 def test_kserve_that_is_asked_for_waits_until_the_cluster_serves_it() -> None:
     world = serving(None, kserve=False, runtime="kserve")
-    assert world.said("Planned")[:2] == ("False", "PlanRefused")
-    assert "install KServe, or set it to auto or deployment" in world.said("Planned")[2]
+    assert world.job_condition("Planned")[:2] == ("False", "PlanRefused")
+    assert "install KServe, or set it to auto or deployment" in world.job_condition("Planned")[2]
     world.kserve = True
     world.settle()
     follows(world, 1)
-    assert world.said("Ready")[0] == "True"
+    assert world.job_condition("Ready")[0] == "True"
 
 
-def test_kserve_without_a_controller_is_told() -> None:
+def test_kserve_without_a_controller_is_reported() -> None:
     world = serving(None)
-    status, reason, message = world.said("Ready")
+    status, reason, message = world.job_condition("Ready")
     assert (status, reason) == ("False", "WaitingForKServe")
-    assert "see whether its controller runs" in message
+    assert "check that its controller runs" in message
 
 
-def test_what_kserve_says_of_its_failure_is_told() -> None:
+def test_failure_condition_of_kserve_is_reported() -> None:
     world = serving(None)
     waits = {"type": "PredictorReady", "status": "False", "reason": "MinimumReplicasUnavailable", "message": "No."}
     world.servers[NAME]["status"] = {"conditions": [waits]}
     world.settle()
-    assert world.said("Ready")[1] == "WaitingForKServe"
-    assert "EndpointNotReady" not in world.told(), "every server starts so"
+    assert world.job_condition("Ready")[1] == "WaitingForKServe"
+    assert "EndpointNotReady" not in world.event_reasons(), "every server starts so"
     said = {"type": "PredictorReady", "status": "False", "reason": "ReconcileFailed", "message": "exceeded quota"}
     world.servers[NAME]["status"] = {"conditions": [said]}
     world.settle()
-    assert world.said("Ready") == (
+    assert world.job_condition("Ready") == (
         "False",
         "ReconcileFailed",
-        f"KServe says of InferenceService {NAME}: exceeded quota",
+        f"KServe reports for InferenceService {NAME}: exceeded quota",
     )
     assert world.phase == "Serving"
 
@@ -148,7 +148,7 @@ def test_address_that_kserve_gives_is_told() -> None:
     world = serving(1)
     world.servers[NAME]["status"] = {"url": "http://reviews-endpoint-team.example.com"}
     world.settle()
-    assert "http://reviews-endpoint-team.example.com" in world.said("Ready")[2]
+    assert "http://reviews-endpoint-team.example.com" in world.job_condition("Ready")[2]
     assert url(world) == URL
 
 
@@ -174,12 +174,12 @@ def test_verdict_on_servers_before_a_change_is_none_on_those_after_it() -> None:
     world = serving(1, replicas=1, maxReplicas=2)
     stuck = [{"type": "Progressing", "status": "False", "message": "has timed out progressing"}]
     follows(world, 0, conditions=stuck)
-    assert world.said("Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
+    assert world.job_condition("Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
     world.settings = world.settings.model_copy(
         update={"network_policy": world.settings.network_policy.model_copy(update={"enabled": False})}
     )
     world.settle()
-    assert world.said("Stalled")[0] == "False", "KServe has not followed the change yet"
+    assert world.job_condition("Stalled")[0] == "False", "KServe has not followed the change yet"
 
 
 def test_servers_of_one_runtime_go_once_those_of_the_other_answer() -> None:
@@ -192,16 +192,16 @@ def test_servers_of_one_runtime_go_once_those_of_the_other_answer() -> None:
     second, third = "reviews-endpoint-2", "reviews-endpoint-3"
     assert kinds(world) == {NAME: "Deployment", second: "InferenceService"}
     follows(world, 0, second)
-    assert world.said("Ready")[:2] == ("True", "EndpointReady"), "the old servers answer meanwhile"
+    assert world.job_condition("Ready")[:2] == ("True", "EndpointReady"), "the old servers answer meanwhile"
     follows(world, 1, second)
-    assert (kinds(world), world.said("Ready")[0]) == ({second: "InferenceService"}, "True")
+    assert (kinds(world), world.job_condition("Ready")[0]) == ({second: "InferenceService"}, "True")
     service = world.others["Service", "reviews-endpoint"]
     assert service["spec"]["selector"]["finetune.dev/attempt"] == "2"
     edit(world, runtime="deployment")
     assert kinds(world) == {second: "InferenceService", third: "Deployment"}
     stands(world, 1, third)
-    assert (kinds(world), world.said("Ready")[0]) == ({third: "Deployment"}, "True")
-    assert "EndpointNotReady" not in world.told()
+    assert (kinds(world), world.job_condition("Ready")[0]) == ({third: "Deployment"}, "True")
+    assert "EndpointNotReady" not in world.event_reasons()
 
 
 def test_endpoint_by_kserve_goes_with_its_spec_and_while_the_job_is_suspended() -> None:
@@ -214,7 +214,7 @@ def test_endpoint_by_kserve_goes_with_its_spec_and_while_the_job_is_suspended() 
     world.settle()
     follows(world, 1, next(iter(world.servers)))
     assert world.phase == "Serving"
-    assert world.said("Ready")[0] == "True"
+    assert world.job_condition("Ready")[0] == "True"
 
 
 def test_server_that_waits_for_a_volume_of_another_node_is_told() -> None:
@@ -233,16 +233,16 @@ def test_server_that_waits_for_a_volume_of_another_node_is_told() -> None:
         spec = {"nodeName": f"node-{number}"}
         world.pods[name] = {"child": NAME, "metadata": metadata, "spec": spec, "status": status}
     stands(world, 1)
-    assert "ReadWriteOnce" not in world.said("Ready")[2]
-    assert world.decide().wake_at is not None
+    assert "ReadWriteOnce" not in world.job_condition("Ready")[2]
+    assert world.decide().requeue_at is not None
     world.wait(61)
-    status, _, message = world.said("Ready")
+    status, _, message = world.job_condition("Ready")
     assert status == "True"
-    assert f"Pod {NAME}-1 has waited on node node-1" in message
+    assert f"Pod {NAME}-1 has waited for its volumes on node node-1" in message
     assert f"while pod {NAME}-0 runs on node node-0" in message
     assert "kubectl get pvc reviews)" in message
     stands(world, 0)
-    assert world.said("Ready")[:2] == ("False", "VolumeInUse")
+    assert world.job_condition("Ready")[:2] == ("False", "VolumeInUse")
 
 
 def waiting() -> dict[str, str]:

@@ -12,7 +12,14 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.children import child_view
-from finetune_operator.reconcile.observed import TOLD_PROBLEMS, job_view, kept_log, leaving, pod_view, wanted_logs
+from finetune_operator.reconcile.observed import (
+    MAX_PROBLEMS,
+    job_view,
+    pod_view,
+    pods_being_deleted,
+    redacted_log,
+    wanted_logs,
+)
 from finetune_operator.reconcile.reconcile_types import ChildView, Ended, JobView, ObjectRef, Observed, PodView, Waiting
 from reconcile_world import SPEC, World, report
 
@@ -347,8 +354,8 @@ def test_of_a_job_nothing_long_is_kept():
     wrong = {f"{'x' * 1_000}{at}": 1 for at in range(50)}
     refused = job_view(document(spec={**SPEC, **wrong}), CLUSTER_SETTINGS)
     assert "x" * 1_000 not in repr(refused.problems)
-    assert len(refused.problems) == TOLD_PROBLEMS + 1
-    assert refused.problems[-1].rule == f"has {50 - TOLD_PROBLEMS} more problems"
+    assert len(refused.problems) == MAX_PROBLEMS + 1
+    assert refused.problems[-1].rule == f"has {50 - MAX_PROBLEMS} more problems"
 
 
 @pytest.mark.parametrize("error", [RecursionError(), ZeroDivisionError("by zero")])
@@ -370,13 +377,13 @@ def test_of_a_log_the_end_is_kept_without_secrets():
     job = job_view(document(spec={**SPEC, "template": {"env": env}}), CLUSTER_SETTINGS)
     token = "hf_" + "A" * 30
     text = "x" * 5000 + f" cloning https://me:pa55word@git.example.com/a with {token} and /correct horse\nthe cause\n"
-    kept = kept_log(job, text)
+    kept = redacted_log(job, text)
     assert len(kept) == 4096
     assert kept.endswith("the cause\n")
     for secret in ("pa55word", token, "correct horse"):
         assert secret not in kept
     # A secret that the cut splits.
-    assert "AAAA" not in kept_log(job, f"{token} {'y' * 4080}")
+    assert "AAAA" not in redacted_log(job, f"{token} {'y' * 4080}")
 
 
 def test_a_job_with_problems_cannot_be_run_and_still_names_its_manager():
@@ -450,7 +457,9 @@ def test_logs_are_not_wanted_without_a_child_or_a_failure():
 def told_to_end(index: int, second: int, **more: Any) -> PodView:
     """Return a pod that runs and is being deleted."""
     since = NOON + timedelta(seconds=second)
-    found = replace(PLAIN, attempt=1, name=f"p{index}", index=index, phase="Running", began=NOON, deleting_since=since)
+    found = replace(
+        PLAIN, attempt=1, name=f"p{index}", index=index, phase="Running", started_at=NOON, deleting_since=since
+    )
     return replace(found, deleting_until=since + timedelta(seconds=30), **more)
 
 
@@ -459,23 +468,23 @@ def test_the_logs_of_pods_that_are_deleted_while_they_run_are_wanted_at_once():
     view, child = job_view(document(), CLUSTER_SETTINGS), replace(attempt(1), state="Running")
     pods = tuple(told_to_end(index, second) for index, second in enumerate((9, 3, 3, 8, 7)))
     seen = Observed(children=(child,), pods=(*pods, replace(PLAIN, name="stays", phase="Running")))
-    assert leaving(view, seen) == ("p1", "p2", "p4")
-    assert leaving(view, replace(seen, last_logs=(("p1", "a"), ("p2", "")))) == ("p4",)
+    assert pods_being_deleted(view, seen) == ("p1", "p2", "p4")
+    assert pods_being_deleted(view, replace(seen, last_logs=(("p1", "a"), ("p2", "")))) == ("p4",)
     # Three are enough for one failure, whichever they are.
-    assert leaving(view, replace(seen, last_logs=(("p0", ""), ("p3", ""), ("p4", "")))) == ()
+    assert pods_being_deleted(view, replace(seen, last_logs=(("p0", ""), ("p3", ""), ("p4", "")))) == ()
 
 
 @pytest.mark.parametrize(
     "case",
-    [told_to_end(0, 1, began=None), told_to_end(0, 1, phase="Failed"), told_to_end(0, 1, gone=True),
+    [told_to_end(0, 1, started_at=None), told_to_end(0, 1, phase="Failed"), told_to_end(0, 1, deleted=True),
      told_to_end(0, 1, attempt=2)],
     ids=["never ran", "has ended", "is gone", "of another attempt"],
 )  # fmt: skip
 def test_no_log_is_read_early_that_is_not_there_or_can_be_read_at_the_end(case: PodView):
     child = replace(attempt(1), state="Running")
-    assert leaving(job_view(document(), CLUSTER_SETTINGS), Observed(children=(child,), pods=(case,))) == ()
+    assert pods_being_deleted(job_view(document(), CLUSTER_SETTINGS), Observed(children=(child,), pods=(case,))) == ()
 
 
 def test_the_end_of_a_log_takes_the_place_of_what_was_read_before_it():
     seen = Observed(logs=(("a", "the end"), ("b", "")), last_logs=(("a", "before"), ("b", "before"), ("c", "before")))
-    assert seen.ends == (("a", "the end"), ("b", "before"), ("c", "before"))
+    assert seen.log_tails == (("a", "the end"), ("b", "before"), ("c", "before"))

@@ -87,7 +87,7 @@ def test_new_revision_takes_over_once_all_of_its_servers_are_ready() -> None:
     edit(world, replicas=2, maxQueue=7)
     assert (there(world), led_to(world)) == ([1, 2], 1)
     assert world.servers[f"{NAME}-1"] == before, "the servers that answer are left as they are"
-    assert world.said("Ready")[:2] == ("True", "EndpointReady")
+    assert world.job_condition("Ready")[:2] == ("True", "EndpointReady")
     stands(world, 2, 1)
     assert (there(world), led_to(world)) == ([1, 2], 1)
     stands(world, 2, 2)
@@ -95,7 +95,7 @@ def test_new_revision_takes_over_once_all_of_its_servers_are_ready() -> None:
     assert (status(world).revision, status(world).target, world.stage("serve")) == (2, 2, ("Running", 2))
     assert history(world) == [(1, "Ended", "Superseded"), (2, "Serving", None)]
     assert revision(world, 2).endpoint == {"maxQueue": 7}
-    assert [one for one in world.told() if one.startswith("Revision")] == ["RevisionStarted", "RevisionServes"]
+    assert [one for one in world.event_reasons() if one.startswith("Revision")] == ["RevisionStarted", "RevisionServes"]
 
 
 def test_old_servers_go_only_after_the_status_says_who_serves() -> None:
@@ -113,7 +113,7 @@ def test_old_servers_go_only_after_the_status_says_who_serves() -> None:
     ]  # fmt: skip
 
 
-def test_revision_that_never_gets_ready_leaves_the_one_before_serving_and_says_so() -> None:
+def test_unready_revision_leaves_the_previous_one_serving() -> None:
     world = serving()
     edit(world, maxQueue=7)
     labels = world.servers[f"{NAME}-2"]["spec"]["template"]["metadata"]["labels"]
@@ -125,19 +125,19 @@ def test_revision_that_never_gets_ready_leaves_the_one_before_serving_and_says_s
         "status": {"phase": "Pending", "containerStatuses": [{"name": "pytorch", **waiting}]},
     }
     world.settle()
-    ready, reason, message = world.said("Ready")
+    ready, reason, message = world.job_condition("Ready")
     assert (ready, reason) == ("True", "EndpointReady")
     assert "of revision 1 available" in message
     assert "Revision 2 is not ready: Pod new cannot start: ImagePullBackOff: no such image" in message
     assert revision(world, 2).reason == "ImagePullBackOff"
-    assert world.told().count("RevisionNotReady") == 1
+    assert world.event_reasons().count("RevisionNotReady") == 1
     stands(world, 2, 0, "has timed out progressing")
-    assert world.said("Stalled")[:2] == ("True", "RolloutStuck")
+    assert world.job_condition("Stalled")[:2] == ("True", "RolloutStuck")
     assert (there(world), led_to(world)) == ([1, 2], 1)
     edit(world)
     assert (there(world), led_to(world)) == ([1], 1)
     assert history(world) == [(1, "Serving", None), (2, "Ended", "NeverReady")]
-    assert world.said("Stalled")[0] == "False"
+    assert world.job_condition("Stalled")[0] == "False"
 
 
 def test_revision_takes_over_with_one_server_where_none_answers() -> None:
@@ -157,7 +157,7 @@ def test_number_of_servers_makes_no_revision() -> None:
     assert history(world) == [(1, "Serving", None)]
 
 
-def test_new_revision_begins_with_as_many_servers_as_the_autoscaler_has_asked_for() -> None:
+def test_new_revision_starts_with_the_replicas_of_the_autoscaler() -> None:
     world = serving(replicas=1, maxReplicas=5)
     world.servers[f"{NAME}-1"]["spec"]["replicas"] = 4
     edit(world, replicas=1, maxReplicas=5, maxQueue=7)
@@ -185,8 +185,8 @@ def test_rollback_serves_an_earlier_revision_until_the_spec_changes() -> None:
     assert "Revision 1 is served in place of 3" in (status(world).rollback or "")
     assert revision(world, 4).endpoint == revision(world, 1).endpoint
     assert revision(world, 3).reason == "RolledBack"
-    assert world.told().count("RolledBack") == 1
-    assert "Revision 3 is rolled back" in world.said("Ready")[2]
+    assert world.event_reasons().count("RolledBack") == 1
+    assert "Revision 3 is rolled back" in world.job_condition("Ready")[2]
     edit(world, maxQueue=3, replicas=2)
     assert status(world).target == 4, "a number of servers does not end it"
     edit(world, maxQueue=9)
@@ -205,7 +205,10 @@ def test_rollback_during_a_rollout_drops_the_new_revision_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("request_", "words"),
-    [("2:9", "Revision 9 that finetune.dev/rollback names is not in the history: choose one of 1."), ("x", "FROM:TO")],
+    [
+        ("2:9", "Revision 9 of annotation finetune.dev/rollback is not in the history: choose one of 1."),
+        ("x", "FROM:TO"),
+    ],
     ids=["unknown", "unreadable"],
 )
 def test_rollback_that_cannot_be_followed_is_told(request_: str, words: str) -> None:
@@ -214,7 +217,7 @@ def test_rollback_that_cannot_be_followed_is_told(request_: str, words: str) -> 
     roll_back(world, request_)
     assert (there(world), status(world).rolled_back_from) == ([2], None)
     assert words in (status(world).rollback or "")
-    assert world.told().count("RollbackIgnored") == 1
+    assert world.event_reasons().count("RollbackIgnored") == 1
 
 
 def test_history_is_bounded_and_keeps_what_a_rollback_names() -> None:

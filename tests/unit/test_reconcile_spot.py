@@ -103,7 +103,7 @@ def test_only_the_training_asks_for_spot_nodes_and_the_status_says_so(launcher: 
     world.start()
     world.settle()
     kind = world.children["reviews-train-1"]["kind"]
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "True",
         "StageRunning",
         f"Stage train runs as {kind} reviews-train-1, attempt 1 on spot nodes.",
@@ -149,15 +149,15 @@ def test_a_failure_of_the_program_is_no_preemption() -> None:
 # -------------------------------------------------------------------------------------------------------- without nodes
 
 
-def test_without_a_spot_node_the_job_waits_says_so_and_tells_it_once() -> None:
+def test_wait_for_a_spot_node_is_a_condition_and_one_event() -> None:
     world = prepared()
     starve(world)
     pod = world.pods_of("reviews-train-1")[0]
     message = (
-        f"No spot node takes pod {pod}: it waits for one without a bound, as spot.maxWaitSeconds is not set. "
-        f"The scheduler says: {NOBODY}"
+        f"Pod {pod} finds no spot node: it waits without a limit, as spot.maxWaitSeconds is not set. "
+        f"Scheduler: {NOBODY}"
     )
-    assert world.said("Running") == ("False", "WaitingForSpot", message)
+    assert world.job_condition("Running") == ("False", "WaitingForSpot", message)
     writes = world.writes
     for _ in range(5):
         world.wait(3600)
@@ -169,15 +169,15 @@ def test_pods_that_wait_for_something_else_do_not_wait_for_spot_nodes() -> None:
     world = prepared(fallbackToOnDemand=True)
     world.make_pods("reviews-train-1")
     world.wait(3600)
-    assert world.said("Running")[1] == "WaitingForPods"
+    assert world.job_condition("Running")[1] == "WaitingForPods"
     assert capacity(world) == ("Running", 1, "spot")
 
 
 def test_with_a_fallback_the_next_attempt_goes_to_any_nodes() -> None:
     world = prepared(fallbackToOnDemand=True)
     starve(world)
-    assert "at 2026-01-01T12:10:00Z the training goes to any nodes." in world.said("Running")[2]
-    assert world.decide().wake_at == NOON + timedelta(seconds=600)
+    assert "at 2026-01-01T12:10:00Z the training falls back to any nodes." in world.job_condition("Running")[2]
+    assert world.decide().requeue_at == NOON + timedelta(seconds=600)
     world.now += timedelta(seconds=600)
     world.step()
     assert capacity(world) == ("Failed", 1, "onDemand")
@@ -193,8 +193,8 @@ def test_with_a_fallback_the_next_attempt_goes_to_any_nodes() -> None:
     told = [note.message for note in world.events if note.reason in ("SpotUnavailable", "StageStarted")]
     assert told[1:4] == [
         "Stage train runs as Job reviews-train-1, attempt 1 on spot nodes.",
-        f"No spot node took pod reviews-train-1-0 for 10 min ({NOBODY}): attempt 2 of train trains on any nodes, as "
-        "spot.fallbackToOnDemand allows.",
+        "Pod reviews-train-1-0 found no spot node for 10 min: attempt 2 of train runs on any nodes "
+        f"(spot.fallbackToOnDemand). Scheduler: {NOBODY}",
         "Stage train runs as Job reviews-train-2, attempt 2 on any nodes.",
     ]
 
@@ -236,7 +236,7 @@ def test_a_job_that_was_suspended_looks_for_spot_nodes_anew() -> None:
     assert (capacity(world), asked_of(world)) == (("Running", 3, "spot"), ("spot", True))
 
 
-def test_a_job_that_is_suspended_between_two_attempts_looks_for_spot_nodes_anew_too() -> None:
+def test_job_suspended_between_attempts_requests_spot_nodes_again() -> None:
     world = prepared(fallbackToOnDemand=True)
     starve(world)
     world.wait(600)
@@ -264,7 +264,7 @@ def test_the_settings_limit_for_pods_without_a_node_leads_to_a_fallback_where_th
 def test_the_administrator_says_how_long_it_is_waited() -> None:
     world = prepared(changes=settings_with(spot={"fallbackAfterSeconds": 25}), fallbackToOnDemand=True)
     starve(world)
-    assert world.decide().wake_at == NOON + timedelta(seconds=25)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=25)
 
 
 @pytest.mark.parametrize("writes", range(8))
@@ -293,16 +293,16 @@ def test_the_capacity_of_an_attempt_is_found_again_when_the_status_is_lost() -> 
 def test_a_job_that_may_not_wait_longer_fails_as_spot_nodes_are_not_to_be_had() -> None:
     world = prepared(maxWaitSeconds=900)
     starve(world)
-    assert "it waits for one until 2026-01-01T12:15:00Z, when spot.maxWaitSeconds is over." in world.said("Running")[2]
-    assert world.decide().wake_at == NOON + timedelta(seconds=900)
+    assert "it waits until 2026-01-01T12:15:00Z, the limit of spot.maxWaitSeconds." in world.job_condition("Running")[2]
+    assert world.decide().requeue_at == NOON + timedelta(seconds=900)
     world.wait(900)
     assert world.phase == "Failed"
     assert failure(world).model_dump(exclude_none=True) == {
         "failure_class": "SpotUnavailable",
         "reason": "MaxWaitExceeded",
-        "message": "No spot node took pod reviews-train-1-0 since 2026-01-01T12:00:00Z, and the 900 s of "
+        "message": "Pod reviews-train-1-0 has found no spot node since 2026-01-01T12:00:00Z, and the 900 s of "
         f"spot.maxWaitSeconds are over: {NOBODY}",
-        "hint": "In a new job, set spot.fallbackToOnDemand, allow more time, or look whether spot.nodes in the "
+        "hint": "In a new job, set spot.fallbackToOnDemand or raise spot.maxWaitSeconds; check that spot.nodes in the "
         "operator's settings are the labels of this cluster's spot nodes.",
         "stage": "train",
         "attempt": 1,
@@ -336,8 +336,7 @@ def test_a_training_that_runs_when_the_longest_time_is_over_is_stopped() -> None
     told = failure(world)
     assert (told.failure_class, told.reason) == ("DeadlineExceeded", "MaxWaitExceeded")
     assert told.message == (
-        "900 s have passed since the training began, 600 s of them in training, which is all that "
-        "spot.maxWaitSeconds allows."
+        "900 s have passed since the training began (600 s of them in training), the limit of spot.maxWaitSeconds."
     )
     world.settle()
     assert list(world.children) == ["reviews-prepare-1"]
@@ -354,7 +353,7 @@ def test_the_longest_run_is_summed_over_attempts_without_the_time_of_waiting() -
     world.wait(200)
     world.start()
     world.settle()
-    assert world.decide().wake_at == world.now + timedelta(seconds=300)
+    assert world.decide().requeue_at == world.now + timedelta(seconds=300)
     world.wait(299)
     assert world.phase == "Training"
     world.now += timedelta(seconds=1)
@@ -363,7 +362,7 @@ def test_the_longest_run_is_summed_over_attempts_without_the_time_of_waiting() -
     assert failure(world).model_dump(exclude_none=True) == {
         "failure_class": "DeadlineExceeded",
         "reason": "MaxRunExceeded",
-        "message": "The training has run for 1000 s, which is all that spot.maxRunSeconds allows.",
+        "message": "The training has run for 1000 s, the limit of spot.maxRunSeconds.",
         "hint": "Create a new job with a longer spot.maxRunSeconds; the last checkpoint stays in the workspace.",
         "stage": "train",
         "attempt": 2,
@@ -405,7 +404,7 @@ def test_a_fallback_comes_early_enough_for_the_training_to_end_in_time(case: str
     bounds, seconds = FALLBACKS[case]
     world = prepared(fallbackToOnDemand=True, **bounds)
     starve(world)
-    assert world.decide().wake_at == NOON + timedelta(seconds=seconds)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=seconds)
     world.wait(seconds)
     assert capacity(world)[2] == "onDemand"
 
@@ -424,7 +423,7 @@ def test_what_earlier_attempts_have_trained_need_not_be_kept_in_reserve() -> Non
     world.wait(10)
     starve(world)
     # 2,990 s are left, 2,600 s of training among them.
-    assert world.decide().wake_at == world.now + timedelta(seconds=390)
+    assert world.decide().requeue_at == world.now + timedelta(seconds=390)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cost
@@ -434,7 +433,7 @@ def priced(**changes: Any) -> World:
     return prepared(changes=settings_with(prices=PRICES), **changes)
 
 
-def test_spot_nodes_are_paid_at_their_own_price_and_what_they_save_is_told() -> None:
+def test_spot_nodes_have_their_own_price_and_a_reported_saving() -> None:
     world = priced()
     world.start()
     world.wait(1000)

@@ -8,13 +8,13 @@ from datetime import datetime, timedelta
 import pytest
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Limits
-from finetune_operator.reconcile.course import Course
-from finetune_operator.reconcile.endings import delay_seconds
+from finetune_operator.reconcile.attempt_outcomes import delay_seconds
+from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import PodView, Waiting
 from finetune_operator.reconcile.results import _numbers, headline
 from finetune_operator.reconcile.status import complete
 from finetune_operator.reconcile.status_times import earliest, moment, stamp
-from finetune_operator.reconcile.waiting_reasons import Waits, waits
+from finetune_operator.reconcile.waiting_reasons import PodWait, pod_wait
 from reconcile_world import LIVES, NOON, World
 
 
@@ -73,7 +73,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes():
     world.settle()  # another message of Ready, the same status
     times = {one.type: one.last_transition_time for one in world.job().status.conditions}
     assert times == {**dict.fromkeys(times, stamp(NOON)), "Running": stamp(NOON + timedelta(seconds=120))}
-    assert world.said("Ready") == ("False", "InProgress", "1 of 4 stages are done.")
+    assert world.job_condition("Ready") == ("False", "InProgress", "1 of 4 stages have succeeded.")
 
 
 def test_the_observed_generation_is_the_one_that_was_looked_at():
@@ -84,7 +84,7 @@ def test_the_observed_generation_is_the_one_that_was_looked_at():
     assert world.job().status.observed_generation == 2
 
 
-def queued(suspend: bool) -> Course:
+def queued(suspend: bool) -> ReconcileState:
     """Return a job in a queue whose first child exists."""
     world = World()
     world.settle()
@@ -95,13 +95,13 @@ def queued(suspend: bool) -> Course:
     policy = job.job.spec.run_policy.model_copy(update={"queue": "team-queue"})
     spec = job.job.spec.model_copy(update={"run_policy": policy})
     view = replace(job, job=job.job.model_copy(update={"spec": spec}))
-    return Course(view, world.observed(), world.now, CLUSTER_SETTINGS, None, view.status)
+    return ReconcileState(view, world.observed(), world.now, CLUSTER_SETTINGS, None, view.status)
 
 
 @pytest.mark.parametrize(
     ("suspend", "expected"),
     [
-        (True, ("Queued", "False", "The queue has not admitted it yet.")),
+        (True, ("Queued", "False", "The queue has not admitted the job yet.")),
         (False, ("Preparing", "True", "Queue team-queue has admitted reviews-prepare-1.")),
     ],
 )
@@ -123,47 +123,47 @@ def pending(name: str, **fields: object) -> PodView:
 
 PULL = Waiting("ErrImagePull", "not found")
 OF_ONE = "Waiting for 1 pod of reviews-prepare-1"
-WAITS: dict[str, tuple[tuple[PodView, ...], Limits, Waits | None]] = {
+WAITS: dict[str, tuple[tuple[PodView, ...], Limits, PodWait | None]] = {
     "no pods": (
         (),
         Limits(),
-        Waits("Waiting for the pods of reviews-prepare-1 to be created.", until=NOON + timedelta(seconds=60)),
+        PodWait("Waiting for the pods of reviews-prepare-1 to be created.", until=NOON + timedelta(seconds=60)),
     ),
     "pods that run": ((pending("a", phase="Running"),), Limits(), None),
     "pods of which nothing is said": (
         (pending("a"), pending("b"), pending("c", phase="Running")),
         Limits(),
-        Waits("Waiting for 2 pods of reviews-prepare-1 to start."),
+        PodWait("Waiting for 2 pods of reviews-prepare-1 to start."),
     ),
     "a pod that finds no node, for as long as it takes": (
         (pending("a", unschedulable="0/1 nodes"),),
         Limits(),
-        Waits(f"{OF_ONE}: 0/1 nodes"),
+        PodWait(f"{OF_ONE}: 0/1 nodes"),
     ),
     "a pod that finds no node, with a bound": (
         (pending("a", unschedulable="0/1 nodes"),),
         Limits.model_validate({"unschedulableSeconds": 60}),
-        Waits(f"{OF_ONE}: 0/1 nodes", until=NOON + timedelta(seconds=60)),
+        PodWait(f"{OF_ONE}: 0/1 nodes", until=NOON + timedelta(seconds=60)),
     ),
     "a pod of a preparation that finds no node has no bound, as the first does its share": (
         (pending("a", phase="Running"), pending("b", index=1, unschedulable="0/1 nodes")),
         Limits.model_validate({"unschedulableSeconds": 60}),
-        Waits(f"{OF_ONE}: 0/1 nodes", idle=False),
+        PodWait(f"{OF_ONE}: 0/1 nodes", idle=False),
     ),
     "the first pod of a preparation is waited for": (
         (pending("b", index=1, unschedulable="no room for b"), pending("a", unschedulable="no room for a")),
         Limits.model_validate({"unschedulableSeconds": 60}),
-        Waits("Waiting for 2 pods of reviews-prepare-1: no room for a", until=NOON + timedelta(seconds=60)),
+        PodWait("Waiting for 2 pods of reviews-prepare-1: no room for a", until=NOON + timedelta(seconds=60)),
     ),
     "an image counts from when its pull first failed": (
         (pending("a", waiting=PULL, created=NOON - timedelta(days=1), scheduled=NOON - timedelta(days=1)),),
         Limits(),
-        Waits(f"{OF_ONE}: ErrImagePull: not found", until=NOON + timedelta(seconds=600), blocked_since=NOON),
+        PodWait(f"{OF_ONE}: ErrImagePull: not found", until=NOON + timedelta(seconds=600), blocked_since=NOON),
     ),
     "the bound that comes first": (
         (pending("a", waiting=PULL), pending("b", waiting=Waiting("CreateContainerConfigError", "no secret"))),
         Limits(),
-        Waits(
+        PodWait(
             "Waiting for 2 pods of reviews-prepare-1: ErrImagePull: not found",
             until=NOON + timedelta(seconds=120),
             blocked_since=NOON,
@@ -172,17 +172,17 @@ WAITS: dict[str, tuple[tuple[PodView, ...], Limits, Waits | None]] = {
     "a reason that we do not know": (
         (pending("a", waiting=Waiting("Thinking", "")),),
         Limits(),
-        Waits(f"{OF_ONE}: Thinking"),
+        PodWait(f"{OF_ONE}: Thinking"),
     ),
 }
 
 
 @pytest.mark.parametrize(("pods", "limits", "expected"), WAITS.values(), ids=WAITS.keys())
-def test_what_an_attempt_waits_for(pods: tuple[PodView, ...], limits: Limits, expected: Waits | None):
+def test_what_an_attempt_waits_for(pods: tuple[PodView, ...], limits: Limits, expected: PodWait | None):
     world = World()
     world.settle()
     (child,) = world.observed().children
-    assert waits(child, pods, NOON, limits) == expected
+    assert pod_wait(child, pods, NOON, limits) == expected
 
 
 # --------------------------------------------------------------------------------------------------------- small parts

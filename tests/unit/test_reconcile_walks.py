@@ -74,13 +74,17 @@ def report_progress(world: World, name: str) -> None:
     if not world.pods_of(name):
         world.start(name)
     world.settle()
-    world.progress, world.moved, world.heard_since = ProgressStatus(step=1, total_steps=9), world.now, world.now
+    world.progress, world.last_progress_at, world.reports_complete_since = (
+        ProgressStatus(step=1, total_steps=9),
+        world.now,
+        world.now,
+    )
 
 
 def forget_progress(world: World) -> None:
     """Let another replica lead from now on."""
-    world.progress = world.moved = None
-    world.heard_since = world.now
+    world.progress = world.last_progress_at = None
+    world.reports_complete_since = world.now
 
 
 ACTIONS: dict[str, Callable[[World], object]] = {
@@ -106,7 +110,7 @@ ACTIONS: dict[str, Callable[[World], object]] = {
     "the status is lost": lambda w: with_newest(w, lambda _: setattr(w, "status", {"phase": 7})),
     "progress is told": lambda w: with_newest(w, lambda n: report_progress(w, n)),
     "another replica leads": forget_progress,
-    "reports cannot be heard": lambda w: setattr(w, "heard_since", None),
+    "reports cannot be heard": lambda w: setattr(w, "reports_complete_since", None),
     "a second passes": lambda w: w.wait(1),
     "a minute passes": lambda w: w.wait(60),
     "an hour passes": lambda w: w.wait(3600),
@@ -118,7 +122,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.inte
 @pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
 @examples(30, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
-def test_every_walk_ends_well_or_tells_why(launcher: LauncherName, steps: list[tuple[str, int | None]]):
+def test_every_walk_succeeds_or_reports_a_cause(launcher: LauncherName, steps: list[tuple[str, int | None]]):
     world = World(served=("job", launcher))
     world.spec["resources"] = {"nodes": 2}
     for action, dies_after in steps:

@@ -114,7 +114,7 @@ def test_zero_3_with_offload_on_gpus():
     }
 
 
-def test_state_in_files_goes_to_a_volume_of_the_pods_and_without_a_cluster_where_the_trainer_says():
+def test_offloaded_files_use_a_pod_volume_or_the_trainers_folder():
     parallelism = {"strategy": "deepspeed", "offload": {"optimizer": "nvme", "parameters": "nvme"}}
     in_cluster = deepspeed_config(planned(parallelism, GPUS))
     assert in_cluster is not None

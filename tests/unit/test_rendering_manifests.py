@@ -168,7 +168,7 @@ def test_another_attempt_is_another_set_of_objects_with_the_same_configuration(l
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_object_but_the_claim_belongs_to_the_job_and_every_pod_says_whose_it_is(launcher: str):
+def test_objects_have_owner_references_and_pods_have_job_labels(launcher: str):
     result, context = planned(spec_with(launcher=launcher))
     policy, claim = shared(result, context)
     owners = policy["metadata"]["ownerReferences"]  # type: ignore[index, call-overload]
@@ -315,14 +315,14 @@ TEXTS = ("🙂\\ud83d\\ude42", "value of the template, number 0", "a: &x {{ b }}
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_value_stays_what_it_is_whatever_a_reader_of_yaml_would_make_of_it(text: str):
+def test_values_keep_their_type_in_yaml(text: str):
     metadata, data = {"name": text, "labels": {text: [text, 1e-05, None]}}, {text: text}
     made = document("configmap", metadata=metadata, data=data)
     assert made == {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": data}
 
 
 def test_a_value_that_is_no_json_is_an_error():
-    with pytest.raises(TypeError, match="no JSON value"):
+    with pytest.raises(TypeError, match="is not a JSON value"):
         document("configmap", metadata={}, data={"file": Path("x")})  # type: ignore[dict-item]
 
 
@@ -422,7 +422,7 @@ def test_progress_goes_to_the_address_of_the_attempt_with_a_token_for_it():
 # --------------------------------------------------------------------------------------------------------------- claims
 
 
-def test_claims_are_mounted_where_job_json_says_and_only_in_the_stages_that_need_them():
+def test_claims_are_mounted_at_the_paths_of_job_json_in_their_stages():
     spec = spec_with(
         model={"uri": "pvc://models/bert"},
         dataset={"uri": "pvc://rows/*.csv"},
@@ -696,7 +696,7 @@ def test_sparks_driver_and_executors_predict_as_large_as_a_pod_of_a_job() -> Non
     assert "FINETUNE_ATTEMPT" not in environment(spec["driver"]["template"])
 
 
-def test_executors_that_predict_get_a_gpu_and_memory_without_being_asked_for_it() -> None:
+def test_predicting_executors_get_a_gpu_and_memory_by_default() -> None:
     spec = predicted_by_spark(resources={"gpusPerNode": 2})
     assert "coreRequest" not in spec["executor"]
     assert int(spec["executor"]["memoryOverhead"].removesuffix("m")) >= 4096
@@ -777,7 +777,7 @@ def test_the_launcher_of_an_mpijob_starts_ranks_and_computes_nothing():
     assert "HOME" not in env, "ranks get their home from passwd: two homes would be two caches"
 
 
-def test_the_launcher_of_an_mpijob_names_what_its_ranks_get_beside_the_contract():
+def test_mpijob_launcher_forwards_variables_beside_the_contract():
     variables = [{"name": "WANDB_MODE", "value": "offline"}, {"name": "TRITON_CACHE_DIR", "value": "/extra"}]
     manifests = rendered(spec_with(launcher="mpijob", template={"env": variables}))
     launcher, worker = pod_templates(of(manifests, "MPIJob", "reviews-train-1"))
@@ -801,7 +801,7 @@ def test_the_trainer_knows_how_long_it_has_to_stop():
         assert environment(pod)["FINETUNE_GRACE_SECONDS"] == "30"
 
 
-def test_a_pytorchjob_has_workers_only_and_a_gang_that_nobody_restarts_in_part():
+def test_pytorchjob_has_workers_only_and_no_partial_restart():
     manifests = rendered(spec_with(launcher="pytorchjob", resources={"nodes": 3, "gpusPerNode": 2}))
     spec = of(manifests, "PyTorchJob", "reviews-train-1")["spec"]
     replicas = spec.pop("pytorchReplicaSpecs")

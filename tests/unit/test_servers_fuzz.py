@@ -70,7 +70,7 @@ class World:
     def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
         assert progress.model_dump_json()
 
-    def unheard(self) -> None: ...
+    def report_lost(self) -> None: ...
 
     def jobs(self) -> list[Any]:
         return []

@@ -200,7 +200,7 @@ def test_token_issuer_and_keys_are_read_only_from_the_api_server():
     ("code", "help"),
     [
         (403, "ClusterRoleBinding system:service-account-issuer-discovery"),
-        (404, "--service-account-issuer is an https URL"),
+        (404, "set --service-account-issuer of the API server to an https URL"),
         (401, "401 Odd: because"),
         (500, "500 Odd: because"),
     ],

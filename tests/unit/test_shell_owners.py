@@ -106,7 +106,7 @@ def test_a_child_that_the_job_does_not_control_runs_none_of_its_attempts(store: 
     assert foreign(store) == ["demo-train-1", "worker"]
 
 
-def test_what_was_copied_from_a_job_that_is_not_there_is_told_and_what_is_being_deleted_is_not():
+def test_copies_of_objects_of_a_missing_job_are_reported():
     store = Store(CLUSTER_SETTINGS)
     store.put(pod("copy", None))
     leaving = pod("leaving", None)
@@ -116,7 +116,7 @@ def test_what_was_copied_from_a_job_that_is_not_there_is_told_and_what_is_being_
 
 
 @pytest.mark.parametrize("answer", ["found", "gone", "another", "of another job"])
-def test_the_batch_job_between_an_mpijob_and_its_launcher_is_asked_for_once(store: Store, answer: str):
+def test_batch_job_of_an_mpijob_is_read_once(store: Store, answer: str):
     store.put(child())
     store.put(pod("launcher", LAUNCHER))
     assert store.unresolved(ID) == {LAUNCHER}
@@ -144,13 +144,13 @@ def test_a_link_outlives_the_objects_that_showed_it(store: Store):
     for raw in (executor, driver, spark):
         store.put(raw)
     assert pods(store) == ["executor", DRIVER.name] or pods(store) == [DRIVER.name, "executor"]
-    store.gone("SparkApplication", "team", "demo-prepare-1")
-    store.gone("Pod", "team", DRIVER.name)
+    store.mark_deleted("SparkApplication", "team", "demo-prepare-1")
+    store.mark_deleted("Pod", "team", DRIVER.name)
     store.put(pod("executor", Owner("Pod", DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare"))
     assert pods(store) == ["executor"]
 
 
-def test_pods_whose_child_went_while_nobody_looked_are_the_jobs_own_by_its_name(store: Store):
+def test_pods_of_a_child_deleted_unseen_belong_to_the_job_by_name(store: Store):
     store.put(pod("worker", CHILD))
     assert pods(store) == ["worker"]
 
@@ -224,7 +224,7 @@ def predictor() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first", ["service", "deployment"])
-def test_servers_of_kserve_are_the_jobs_own_in_whatever_order_they_are_told(store: Store, first: str):
+def test_kserve_servers_belong_to_the_job_in_any_order_of_arrival(store: Store, first: str):
     made = (service(), predictor()) if first == "service" else (predictor(), service())
     store.put(made[0])
     store.put(pod("server", REPLICA_SET, stage="serve"))
@@ -232,7 +232,7 @@ def test_servers_of_kserve_are_the_jobs_own_in_whatever_order_they_are_told(stor
     store.resolve(ID, REPLICA_SET, {"metadata": metadata(REPLICA_SET.name, REPLICA_SET.uid, PREDICTOR, "serve")})
     assert (pods(store), foreign(store)) == (["server"], [])
     (found,) = store.endpoints(ID)
-    assert (found.ref.name, found.replicas, found.available, found.made) == (SERVICE.name, 2, 2, True)
+    assert (found.ref.name, found.replicas, found.available, found.has_deployment) == (SERVICE.name, 2, 2, True)
 
 
 def test_inference_service_that_the_job_does_not_control_serves_nothing_of_it(store: Store):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus, StageStatus
-from finetune_operator.reconcile.fleet_figures import Fleet
+from finetune_operator.reconcile.fleet_metrics import Fleet
 from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
@@ -26,7 +26,7 @@ from finetune_operator.shell.operator_options import LogFormat, LogLevel
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
 from finetune_operator.shell.serving import OperatorView
-from finetune_operator.shell.state import Hearing, OperatorState, ProgressBook
+from finetune_operator.shell.state import OperatorState, ProgressBook, ReportWindow
 from finetune_operator.shell.store import Store
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -74,23 +74,23 @@ def test_the_progress_of_an_attempt_is_that_attempts_alone():
     assert book.of("uid", Stage.EVALUATE, 2) is None
     book.note("uid", Stage.EVALUATE, 1, early, "", NOON)
     assert book.of("uid", Stage.EVALUATE, 1) == early
-    assert book.heard_of("uid") > 0
+    assert book.last_report_at("uid") > 0
     book.forget("uid")
-    assert (book.of("uid", Stage.EVALUATE, 1), book.heard_of("uid")) == (None, 0.0)
+    assert (book.of("uid", Stage.EVALUATE, 1), book.last_report_at("uid")) == (None, 0.0)
 
 
 def test_a_report_moves_when_its_mark_is_another_or_the_attempt_is():
     book, progress = ProgressBook(), ProgressStatus(step=1)
     told = [(1, "a", 0), (1, "a", 5), (1, "b", 7), (1, "b", 9), (2, "b", 11), (1, "c", 13)]
-    moved = []
+    last_progress_at = []
     for attempt, mark, second in told:
         book.note("uid", Stage.TRAIN, attempt, progress, mark, NOON + timedelta(seconds=second))
-        at = book.moved("uid", Stage.TRAIN, attempt)
-        moved.append(None if at is None else (at - NOON).seconds)
+        at = book.last_progress_at("uid", Stage.TRAIN, attempt)
+        last_progress_at.append(None if at is None else (at - NOON).seconds)
 
     # The last one is a late report of the attempt before.
-    assert moved == [0, 0, 7, 7, 11, None]
-    assert book.moved("uid", Stage.TRAIN, 2) == NOON + timedelta(seconds=11)
+    assert last_progress_at == [0, 0, 7, 7, 11, None]
+    assert book.last_progress_at("uid", Stage.TRAIN, 2) == NOON + timedelta(seconds=11)
 
 
 HEARING: dict[str, tuple[list[tuple[float, bool]], float | None]] = {
@@ -108,8 +108,8 @@ HEARING: dict[str, tuple[list[tuple[float, bool]], float | None]] = {
 @pytest.mark.parametrize("case", HEARING)
 def test_since_when_no_report_can_have_been_missed(case: str):
     looks, expected = HEARING[case]
-    hearing = Hearing()
-    answers = [hearing.since(able, NOON + timedelta(seconds=second)) for second, able in looks]
+    report_window = ReportWindow()
+    answers = [report_window.since(able, NOON + timedelta(seconds=second)) for second, able in looks]
 
     assert answers[-1] == (None if expected is None else NOON + timedelta(seconds=expected))
 
@@ -136,21 +136,21 @@ DEAF: dict[str, Callable[[OperatorState], object]] = {
 
 @pytest.mark.parametrize("case", DEAF)
 def test_reports_cannot_be_heard_when(case: str):
-    async def look() -> tuple[datetime | None, datetime | None]:
+    async def reconcile() -> tuple[datetime | None, datetime | None]:
         state = operator_state()
-        before = state.heard_since()
+        before = state.reports_complete_since()
         DEAF[case](state)
-        after = state.heard_since()
+        after = state.reports_complete_since()
         await state.kube.api.close()  # type: ignore[no-untyped-call]
         return before, after
 
-    before, after = asyncio.run(look())
+    before, after = asyncio.run(reconcile())
     assert before is not None
     assert after is None
 
 
 def test_the_fleet_is_what_the_store_holds_and_progress_is_what_moves():
-    async def look() -> tuple[Fleet, Fleet]:
+    async def reconcile() -> tuple[Fleet, Fleet]:
         state = operator_state()
         view = OperatorView(state)
         told = {
@@ -170,7 +170,7 @@ def test_the_fleet_is_what_the_store_holds_and_progress_is_what_moves():
         await state.kube.api.close()  # type: ignore[no-untyped-call]
         return before, after
 
-    before, after = asyncio.run(look())
+    before, after = asyncio.run(reconcile())
     assert before.phases == {"Pending": 1, "Training": 1}
     assert before.samples_per_second == {"train": 8}
     assert before.progress_age_seconds < 60

@@ -143,10 +143,10 @@ def test_new_jobs_come_first_and_others_are_not_forgotten():
 
 def test_it_is_calm_once_no_new_job_waits_or_after_a_while():
     async def work(queue: WorkQueue) -> None:
-        await queue.calm(60)
+        await queue.wait_for_new_jobs(60)
         queue.add(A, new=True)
-        await queue.calm(0.01)
-        waiting = asyncio.create_task(queue.calm(60))
+        await queue.wait_for_new_jobs(0.01)
+        waiting = asyncio.create_task(queue.wait_for_new_jobs(60))
         await asyncio.sleep(0)
         assert not waiting.done()
         assert await queue.take() == A
@@ -155,11 +155,11 @@ def test_it_is_calm_once_no_new_job_waits_or_after_a_while():
     queued(work)
 
 
-def test_who_waits_for_calm_can_be_cancelled_at_any_moment():
+def test_wait_for_calm_can_be_cancelled():
     async def work(queue: WorkQueue) -> None:
         async def wait() -> None:
             while True:
-                await queue.calm(60)
+                await queue.wait_for_new_jobs(60)
                 await asyncio.sleep(0)
 
         for turns in range(12):

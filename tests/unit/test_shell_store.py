@@ -8,7 +8,7 @@ import pytest
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.store import BURIED_SECONDS, Store, UnreadableError, key_of
+from finetune_operator.shell.store import TOMBSTONE_SECONDS, Store, UnreadableError, key_of
 
 KEY = JobKey("team", "demo")
 CREATED = "2026-01-01T00:00:00Z"
@@ -89,7 +89,7 @@ def replace_all(
 ) -> set[JobKey]:
     """Take over a list of the kind, as `sync.read_all` does, and return the jobs with changes."""
     touched = {entry.job for raw in raws if (entry := store.put(raw)) is not None}
-    return touched | store.keep(kind, {key_of(raw) for raw in raws}, version, namespaces)
+    return touched | store.retain_listed(kind, {key_of(raw) for raw in raws}, version, namespaces)
 
 
 def children(store: Store) -> list[tuple[str, str | None]]:
@@ -147,7 +147,7 @@ def test_a_late_answer_does_not_bring_back_what_was_deleted(store: Store):
     assert children(store) == []
 
 
-def test_a_deletion_that_is_told_before_the_create_was_answered_counts(store: Store):
+def test_deletion_reported_before_the_create_response_counts(store: Store):
     store.remove(child(8))
 
     assert store.put(child(5)) is None
@@ -171,9 +171,9 @@ def test_the_end_of_an_earlier_object_does_not_remove_a_later_one_of_the_same_na
     assert children(store) == [("demo-train-1", "new")]
 
 
-def test_what_the_api_server_does_not_find_is_gone_whatever_is_told_later(store: Store):
+def test_object_that_is_not_found_stays_deleted(store: Store):
     store.put(child(5))
-    store.gone("Job", "team", "demo-train-1")
+    store.mark_deleted("Job", "team", "demo-train-1")
 
     assert store.put(child(6)) is None
     assert children(store) == []
@@ -181,20 +181,20 @@ def test_what_the_api_server_does_not_find_is_gone_whatever_is_told_later(store:
 
 def test_that_another_object_is_gone_changes_nothing(store: Store):
     store.put(child(5, uid="new"))
-    store.gone("Job", "team", "demo-train-1", uid="old")
+    store.mark_deleted("Job", "team", "demo-train-1", uid="old")
 
     assert children(store) == [("demo-train-1", "new")]
 
 
 def test_deleted_objects_are_forgotten_after_a_while(store: Store, clock: Clock):
     store.remove(child(8))
-    clock.now += BURIED_SECONDS + 1
+    clock.now += TOMBSTONE_SECONDS + 1
     store.remove(child(9, uid="child-2", attempt="2"))
 
     assert store.put(child(7)) is not None
 
 
-def test_a_list_removes_what_it_does_not_name_and_tells_whose_it_was(store: Store):
+def test_list_removes_missing_objects_and_returns_their_jobs(store: Store):
     for raw in (child(5), child(6, uid="child-2", attempt="2"), pod(7)):
         store.put(raw)
 
@@ -230,7 +230,7 @@ def test_a_list_of_one_job_removes_its_missing_pods_only(store: Store):
     store.put(child(7))
     store.replace_of_job("Pod", ("team", "job-1"), [pod(5)], version=20)
 
-    assert [view.name for view in store.pods(("team", "job-1")) if not view.gone] == ["demo-train-1-0"]
+    assert [view.name for view in store.pods(("team", "job-1")) if not view.deleted] == ["demo-train-1-0"]
     assert len(children(store)) == 1
 
 
@@ -274,11 +274,11 @@ def test_only_news_breaks_the_silence(store: Store, clock: Clock):
     store.put(child(5))
     clock.now += 100
     store.put(child(5))
-    assert store.heard_of(("team", "job-1")) == 1000.0
+    assert store.last_change_at(("team", "job-1")) == 1000.0
 
     store.put(pod(6))
-    assert store.heard_of(("team", "job-1")) == 1100.0
-    assert store.heard_of(("team", "nobody")) == 0.0
+    assert store.last_change_at(("team", "job-1")) == 1100.0
+    assert store.last_change_at(("team", "nobody")) == 0.0
 
 
 @pytest.mark.parametrize("version", ["", "abc", "1.5", "-3"])
@@ -286,11 +286,11 @@ def test_a_version_that_cannot_be_compared_is_refused(store: Store, version: str
     raw = child(5)
     raw["metadata"]["resourceVersion"] = version
 
-    with pytest.raises(UnreadableError, match="whole numbers"):
+    with pytest.raises(UnreadableError, match="is not a whole number"):
         store.put(raw)
 
 
-def test_pods_of_an_earlier_job_of_the_name_are_told_until_they_are_gone(store: Store):
+def test_pods_of_an_earlier_job_of_the_name_are_listed_until_deleted(store: Store):
     store.put(job(10, uid="job-2"))
     store.put(pod(11))
     assert [found.name for found in store.pods_before(KEY, "job-2")] == ["demo-train-1-0"]
@@ -307,10 +307,10 @@ def last_state(version: int, phase: str) -> dict[str, Any]:
 
 
 def seen_of(store: Store) -> list[tuple[str, bool]]:
-    return [(view.phase, view.gone) for view in store.pods(("team", "job-1"))]
+    return [(view.phase, view.deleted) for view in store.pods(("team", "job-1"))]
 
 
-def test_the_last_state_of_a_pod_that_is_gone_is_kept_while_its_attempt_is_judged(store: Store):
+def test_last_state_of_a_deleted_pod_is_retained_during_its_attempt(store: Store):
     store.put(child(2))
     store.put(pod(3))
     store.remove(last_state(4, "Failed"))

@@ -65,9 +65,11 @@ def in_training_type(
     device: torch.device | str | None = None,
 ) -> None:
     """Move parameters to `device`, if one is given, and convert them there, one after the other: to fp32, or to the
-    type in `narrow`. Integers keep theirs.
+    type in `narrow`. Integers keep theirs. Weights in 4 bits stay: `Module.to` moves them with their scales.
     """
     for parameter in parameters:
+        if getattr(parameter, "quant_state", None) is not None:
+            continue
         parameter.data = parameter.data.to(device)
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(narrow.get(id(parameter), torch.float32))
@@ -87,6 +89,7 @@ def narrow_weights(model: nn.Module, precision: Precision) -> dict[int, torch.dt
         if len(getattr(module, "lora_magnitude_vector", ())):
             others.add(id(cast(Any, module).get_base_layer().weight))
         for name, parameter in module.named_parameters(recurse=False):
-            linear = isinstance(module, nn.Linear | Conv1D) and name == "weight" and parameter.is_floating_point()
+            whole = parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None
+            linear = isinstance(module, nn.Linear | Conv1D) and name == "weight" and whole
             (mine if linear and not parameter.requires_grad else others).add(id(parameter))
     return {} if computed_in is None else dict.fromkeys(mine - others, computed_in)

@@ -52,7 +52,7 @@ def render(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     """Return all objects of a job without failures: the shared ones, then the first attempt of each stage in order."""
     attempts = [Attempt(each, capacity=first_capacity(context.spec, each)) for each in plan.stages]
     stages = [stage(plan, context, attempt) for attempt in attempts]
-    return (*shared(plan, context), *(manifest for made in stages for manifest in made))
+    return (*shared(plan, context), *(manifest for objects in stages for manifest in objects))
 
 
 def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Manifest, ...]:
@@ -60,12 +60,14 @@ def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Mani
     if attempt.stage is Stage.SERVE:
         return endpoint_objects(plan, context).manifests
     if attempt.stage is Stage.TRAIN and plan.launcher not in TRAINING:
-        raise _refused("spec.launcher", plan.launcher, "it cannot be rendered", f"set launcher to {any_of(TRAINING)}")
+        raise _refused(
+            "spec.launcher", plan.launcher, "has no manifest in this version", f"set launcher to {any_of(TRAINING)}"
+        )
     pods = StagePods(plan, context, attempt)
     name = launcher_of(attempt.stage, plan.launcher, plan.engine_of(attempt.stage)).name
     return (config_map(pods), *MODULES[name].render(pods))
 
 
-def _refused(field: str, value: str, rule: str, way_out: str) -> PlanRefused:
+def _refused(field: str, value: str, rule: str, hint: str) -> PlanRefused:
     shown = describe_value(value, field.split("."))
-    return PlanRefused((Problem(field, shown, rule, way_out, reason="NotYetSupported"),))
+    return PlanRefused((Problem(field, shown, rule, hint, reason="NotYetSupported"),))

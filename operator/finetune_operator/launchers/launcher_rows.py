@@ -144,8 +144,8 @@ def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Laun
     """
     if stage == "train":
         return launcher(training)
-    asked = (each for each in SUPPORTED if stage in each.stages and engine == each.engine)
-    return next(asked, launcher("job"))
+    matching = (each for each in SUPPORTED if stage in each.stages and engine == each.engine)
+    return next(matching, launcher("job"))
 
 
 def to_come(fate: str, quote: str = "") -> str:

@@ -35,7 +35,7 @@ class NoReviewError(ValueError):
     """Error of a body that is no AdmissionReview."""
 
 
-class _Asked(BaseModel):
+class _Request(BaseModel):
     """Fields that are read from an AdmissionReview's request."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True)
@@ -54,7 +54,7 @@ class _Review(BaseModel):
 
     api_version: Literal["admission.k8s.io/v1"] = Field(alias="apiVersion")
     kind: Literal["AdmissionReview"]
-    request: _Asked
+    request: _Request
 
 
 def answer(
@@ -64,36 +64,41 @@ def answer(
     which launchers the cluster has. Raises NoReviewError.
     """
     try:
-        asked = _Review.model_validate(loads(review)).request
+        request = _Review.model_validate(loads(review)).request
     except ValueError as error:
-        raise NoReviewError("the body is no AdmissionReview of admission.k8s.io/v1") from error
-    problems, warnings = _verdict(asked, settings, jobs, served)
-    response: dict[str, JsonValue] = {"uid": asked.uid, "allowed": not problems}
+        raise NoReviewError("the body is not an AdmissionReview of admission.k8s.io/v1") from error
+    problems, warnings = _verdict(request, settings, jobs, served)
+    response: dict[str, JsonValue] = {"uid": request.uid, "allowed": not problems}
     if problems:
-        response["status"] = _status(asked, problems)
+        response["status"] = _status(request, problems)
     if warnings:
         response["warnings"] = list(warnings)
     return {"apiVersion": API_VERSION, "kind": KIND, "response": response}
 
 
 def _verdict(
-    asked: _Asked, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName]
+    request: _Request, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName]
 ) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
-    wanted = asked.object
-    if wanted is None or asked.sub_resource or asked.operation not in ("CREATE", "UPDATE") or _leaves(wanted):
+    document = request.object
+    if (
+        document is None
+        or request.sub_resource
+        or request.operation not in ("CREATE", "UPDATE")
+        or _is_being_deleted(document)
+    ):
         return (), ()
     # A job that was stored under other settings can still be labelled, suspended, given more time, and deleted.
-    if asked.old_object is not None and _work(asked.old_object) == _work(wanted):
+    if request.old_object is not None and _work(request.old_object) == _work(document):
         return (), ()
-    job, problems = validate_job(wanted, settings)
+    job, problems = validate_job(document, settings)
     if job is None:
         return tuple(problems), ()
     spec = job.spec
-    clashes = tuple(_clashes(asked, spec, jobs))
+    conflicts = tuple(_conflicts(request, spec, jobs))
     unserved = served and spec.launcher != "auto" and spec.launcher not in served
-    warning = f"launcher {spec.launcher} is not served by this cluster yet; the job waits until it is"
+    warning = f"spec.launcher: this cluster does not serve {spec.launcher} yet; the job waits until it does"
     warnings = (*notices(spec), *((warning,) if unserved else ()))
-    return clashes, (() if clashes else warnings)
+    return conflicts, (() if conflicts else warnings)
 
 
 def _work(job: Mapping[str, JsonValue]) -> JsonValue:
@@ -102,25 +107,25 @@ def _work(job: Mapping[str, JsonValue]) -> JsonValue:
     return {name: value for name, value in spec.items() if name != "runPolicy"} if isinstance(spec, dict) else spec
 
 
-def _leaves(wanted: Mapping[str, JsonValue]) -> bool:
-    metadata = wanted.get("metadata")
+def _is_being_deleted(document: Mapping[str, JsonValue]) -> bool:
+    metadata = document.get("metadata")
     return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
 
 
-def _clashes(asked: _Asked, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> Iterator[Problem]:
+def _conflicts(request: _Request, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> Iterator[Problem]:
     """Yield a problem for each place that another unfinished job writes to: one would overwrite the other's results."""
     written = dict(_written(spec))
     for other in jobs:
-        same = (other.namespace, other.name) == (asked.namespace, asked.name)
-        if same or other.namespace != asked.namespace or other.job is None or ended(other.status) is not None:
+        same = (other.namespace, other.name) == (request.namespace, request.name)
+        if same or other.namespace != request.namespace or other.job is None or ended(other.status) is not None:
             continue
-        theirs = {uri for _, uri in _written(other.job.spec)}
-        for path in [path for path, uri in written.items() if uri in theirs]:
+        written_by_other = {uri for _, uri in _written(other.job.spec)}
+        for path in [path for path, uri in written.items() if uri in written_by_other]:
             yield Problem(
                 path,
                 describe_value(written.pop(path)),
-                "is where another job of this namespace writes that has not ended",
-                "name another place, or wait until that job has ended",
+                "is written to by another unfinished job of this namespace",
+                "choose another location, or wait until that job has ended",
                 reason="Forbidden",
             )
 
@@ -133,7 +138,7 @@ def _written(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.checkpoints.uri", spec.checkpoints.uri
 
 
-def _status(asked: _Asked, problems: Iterable[Problem]) -> dict[str, JsonValue]:
+def _status(request: _Request, problems: Iterable[Problem]) -> dict[str, JsonValue]:
     """Return the Status that the API server has for a spec that its schema refuses: one cause for each field."""
     found = tuple(problems)
     causes: list[JsonValue] = [
@@ -145,5 +150,5 @@ def _status(asked: _Asked, problems: Iterable[Problem]) -> dict[str, JsonValue]:
         "code": 422,
         "reason": "Invalid",
         "message": problems_text(found),
-        "details": {"name": asked.name, "kind": "FineTuneJob", "causes": causes},
+        "details": {"name": request.name, "kind": "FineTuneJob", "causes": causes},
     }

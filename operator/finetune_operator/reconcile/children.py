@@ -37,15 +37,15 @@ def child_view(value: Mapping[str, JsonValue]) -> ChildView | None:
         verdict = module.read(value)
     except ValidationError:
         return None
-    said = verdict.said
+    condition = verdict.condition
     return ChildView(
         ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
         stage=attempt[0],
         attempt=attempt[1],
         created=raw.metadata.creation_timestamp,
         state=verdict.state,
-        reason=said.reason if said else "",
-        message=said.message if said else "",
+        reason=condition.reason if condition else "",
+        message=condition.message if condition else "",
         started=verdict.started,
         finished=verdict.finished,
         deleting=raw.metadata.deletion_timestamp is not None,

@@ -17,16 +17,15 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
 from finetune_operator.launchers.launcher_registry import stage
 from finetune_operator.planning.plan_types import PlanRefused
-from finetune_operator.reconcile.attempts import gone_after, settle
-from finetune_operator.reconcile.course import Course, Stalled, reference
-from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
+from finetune_operator.reconcile.attempt_outcomes import delay_seconds, give_up, refusal_cause
+from finetune_operator.reconcile.attempts import counts_as_deleted_at, settle
 from finetune_operator.reconcile.endpoint_phase import (
     SERVE,
+    remove_endpoint,
     reopened,
     serve,
     suspended,
     with_serve_stage,
-    withdraw,
     without_servers,
 )
 from finetune_operator.reconcile.planned import (
@@ -37,6 +36,7 @@ from finetune_operator.reconcile.planned import (
     problems_text,
     with_nodes,
 )
+from finetune_operator.reconcile.reconcile_state import ReconcileState, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
@@ -49,10 +49,17 @@ from finetune_operator.reconcile.reconcile_types import (
 )
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.results import CHECKPOINT_BYTES, with_report
-from finetune_operator.reconcile.spot import WAITING, bound_reached, clock_started, clock_stopped, next_capacity, words
+from finetune_operator.reconcile.spot import (
+    WAITING,
+    exceeded_limit,
+    next_capacity,
+    start_spot_clock,
+    stop_spot_clock,
+    words,
+)
 from finetune_operator.reconcile.status import complete, condition, ended
 from finetune_operator.reconcile.status_times import moment, stamp
-from finetune_operator.reconcile.usage import attempt_over
+from finetune_operator.reconcile.usage import count_usage
 from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.render_types import Attempt, Manifest, ProgressEndpoint
 
@@ -72,69 +79,71 @@ def decide(
     """Decide about `job` now. Equal values give an equal decision; once it is carried out, the next changes nothing."""
     if job.deleting or job.managed_by not in (None, "", MANAGER):
         return Decision(status=job.status)
-    course = reopened(Course(job, observed, now, settings, progress, job.status, end=ended(job.status)))
-    if course.end is not None:
-        return after_the_end(course).decision()
+    state = reopened(ReconcileState(job, observed, now, settings, progress, job.status, end=ended(job.status)))
+    if state.end is not None:
+        return clean_up_ended(state).decision()
     for phase in (
         accept,
         plan_ahead,
         settle,
-        meet_refusals,
-        keep_deadline,
-        keep_spot_bounds,
-        keep_cost,
-        hold,
-        withdraw,
+        handle_refusals,
+        enforce_deadline,
+        enforce_spot_limits,
+        enforce_cost_limit,
+        apply_suspension,
+        remove_endpoint,
         finish,
         proceed,
     ):
-        course = phase(course)
-        if course.over or course.end is not None:
+        state = phase(state)
+        if state.done or state.end is not None:
             break
-    return conclude(course).decision()
+    return conclude(state).decision()
 
 
 # ------------------------------------------------------------------------------------------------------------ the end
 
 
-def after_the_end(course: Course) -> Course:
+def clean_up_ended(state: ReconcileState) -> ReconcileState:
     """Delete all of an ended job that still runs; finished children stay for their logs. It never creates anything."""
-    left = [child for child in course.observed.children if child.state not in ("Succeeded", "Failed")]
-    course = withdraw(course.deleting(*left))
-    if course.status.observed_generation != course.job.generation:
-        seen = course.job.generation
-        conditions = tuple(one.model_copy(update={"observed_generation": seen}) for one in course.status.conditions)
-        course = course.with_status(observed_generation=seen, conditions=conditions)
-    finished, job = moment(course.status.completion_time), course.job.job
+    running = [child for child in state.observed.children if child.state not in ("Succeeded", "Failed")]
+    state = remove_endpoint(state.with_deletions(*running))
+    if state.status.observed_generation != state.job.generation:
+        generation = state.job.generation
+        conditions = tuple(
+            one.model_copy(update={"observed_generation": generation}) for one in state.status.conditions
+        )
+        state = state.with_status(observed_generation=generation, conditions=conditions)
+    finished, job = moment(state.status.completion_time), state.job.job
     if finished is None or job is None:
-        return course
+        return state
     own = job.spec.run_policy.ttl_seconds_after_finished
-    seconds = course.settings.defaults.ttl_seconds_after_finished if own is None else own
+    seconds = state.settings.defaults.ttl_seconds_after_finished if own is None else own
     if seconds is None:
-        return course
+        return state
     until = finished + timedelta(seconds=seconds)
-    return replace(course, delete_job=True) if until <= course.now else course.wake(until)
+    return replace(state, delete_job=True) if until <= state.now else state.requeue(until)
 
 
-def conclude(course: Course) -> Course:
+def conclude(state: ReconcileState) -> ReconcileState:
     """Complete the status, and add events for changed conditions of the spec and the plan."""
-    after = complete(course)
-    accepted, refusal = _turned(course, after, "Accepted"), _turned(course, after, "Planned")
+    after = complete(state)
+    accepted, refusal = _changed_condition(state, after, "Accepted"), _changed_condition(state, after, "Planned")
     if accepted is not None and accepted.status == "False":
-        course = course.tell("InvalidSpec", accepted.message, warning=True)
+        state = state.with_event("InvalidSpec", accepted.message, warning=True)
     elif accepted is not None:
-        course = replace(course, events=(EventNote("Normal", "JobAccepted", accepted.message), *course.events))
+        state = replace(state, events=(EventNote("Normal", "JobAccepted", accepted.message), *state.events))
     if refusal is not None and refusal.status == "False":
-        course = course.tell("PlanRefused", refusal.message, warning=True)
-    runs, ran = condition(after, "Running"), condition(course.job.status, "Running")
+        state = state.with_event("PlanRefused", refusal.message, warning=True)
+    runs, ran = condition(after, "Running"), condition(state.job.status, "Running")
     if runs is not None and runs.reason == WAITING and (ran is None or ran.reason != WAITING):
-        course = course.tell(WAITING, runs.message)
-    return replace(course, status=after)
+        state = state.with_event(WAITING, runs.message)
+    return replace(state, status=after)
 
 
-def _turned(course: Course, after: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
+def _changed_condition(state: ReconcileState, after: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
     """Return the condition if its status or message has changed."""
-    was, now = condition(course.job.status, kind), condition(after, kind)
+    was, now = condition(state.job.status, kind), condition(after, kind)
     if was is not None and now is not None and (was.status, was.message) == (now.status, now.message):
         return None
     return now
@@ -143,89 +152,91 @@ def _turned(course: Course, after: FineTuneJobStatus, kind: ConditionType) -> Co
 # -------------------------------------------------------------------------------------------------------- before stages
 
 
-def accept(course: Course) -> Course:
+def accept(state: ReconcileState) -> ReconcileState:
     """Stop at a spec that cannot be run. A running attempt is left alone: settings may have become stricter."""
-    if course.job.job is not None:
-        return course
-    if not course.started:
-        course = course.with_status(plan=None, stages=())
-    return replace(course, over=True, suspended=course.started and course.job.status.phase == "Suspended")
+    if state.job.job is not None:
+        return state
+    if not state.started:
+        state = state.with_status(plan=None, stages=())
+    return replace(state, done=True, suspended=state.started and state.job.status.phase == "Suspended")
 
 
-def plan_ahead(course: Course) -> Course:
+def plan_ahead(state: ReconcileState) -> ReconcileState:
     """Plan a job of which nothing has started, again in each reconcile: the spec or the cluster may have changed."""
-    if course.started and course.status.plan is not None:
+    if state.started and state.status.plan is not None:
         # Stages run in this order, whatever order is stored.
         order = [stage.value for stage in Stage]
-        stages = tuple(sorted(course.status.stages, key=lambda one: order.index(one.name)))
-        return without_servers(course.with_status(stages=with_serve_stage(course, stages)))
-    if not course.started:
-        course = with_nodes(course)
+        stages = tuple(sorted(state.status.stages, key=lambda one: order.index(one.name)))
+        return without_servers(state.with_status(stages=with_serve_stage(state, stages)))
+    if not state.started:
+        state = with_nodes(state)
     try:
-        made = plan_now(course)
+        job_plan = plan_now(state)
     except PlanRefused as problems:
         # Not kept: the plan of an earlier spec is not this one's.
-        plan = course.status.plan if course.started else None
-        return replace(course.with_status(plan=plan), refused=problems.problems, over=True)
-    after = plan_status(made)
-    if after != course.status.plan:
-        course = course.tell("Planned", f"Planned {plan_sentence(made)}")
-    stages = tuple(_found(course, name, made.stages[place:]) for place, name in enumerate(made.stages, start=1))
-    return course.with_status(plan=after, stages=stages)
+        plan = state.status.plan if state.started else None
+        return replace(state.with_status(plan=plan), plan_problems=problems.problems, done=True)
+    after = plan_status(job_plan)
+    if after != state.status.plan:
+        state = state.with_event("Planned", f"Planned {plan_sentence(job_plan)}")
+    stages = tuple(
+        _stage_status(state, name, job_plan.stages[place:]) for place, name in enumerate(job_plan.stages, start=1)
+    )
+    return state.with_status(plan=after, stages=stages)
 
 
-def _found(course: Course, name: Stage, later: Sequence[Stage]) -> StageStatus:
+def _stage_status(state: ReconcileState, name: Stage, later: Sequence[Stage]) -> StageStatus:
     """Return the stored stage, which may hold a refusal of the API server, or one before its first attempt.
 
     If the status was lost, a child of a later stage proves that this one succeeded, whose own child may be cleaned up.
     """
-    stored = course.stored(name.value)
+    stored = state.stored(name.value)
     if stored is not None:
         return stored
-    if not course.children(name.value) and any(course.children(after.value) for after in later):
+    if not state.children(name.value) and any(state.children(after.value) for after in later):
         return StageStatus(name=name.value, state="Succeeded", attempt=1)
     return StageStatus(name=name.value, state="Pending", attempt=0)
 
 
-def meet_refusals(course: Course) -> Course:
+def handle_refusals(state: ReconcileState) -> ReconcileState:
     """Handle the API server's refusal of the next attempt: it is final, or tried again."""
-    current = course.current
-    if current is None or current.state == "Running" or not course.observed.refusals or current.name == SERVE:
-        return course
-    refusal = course.observed.refusals[0]
-    what = f"{refusal.ref.kind} {refusal.ref.name}"
+    current = state.current
+    if current is None or current.state == "Running" or not state.observed.refusals or current.name == SERVE:
+        return state
+    refusal = state.observed.refusals[0]
+    name = f"{refusal.ref.kind} {refusal.ref.name}"
     cause: Cause | None = None
     if refusal.code == 409:
-        cause = refused(OperatorCause.NAME_TAKEN, what, refusal.message)
+        cause = refusal_cause(OperatorCause.NAME_TAKEN, name, refusal.message)
     elif refusal.code in (400, 405, 406, 413, 415, 422):
-        cause = refused(OperatorCause.REFUSED, what, refusal.message)
+        cause = refusal_cause(OperatorCause.REFUSED, name, refusal.message)
     if cause is not None:
-        return give_up(course, current, cause.told(Stage(current.name), current.attempt + 1))
-    return _tried_again(course, current, refusal, what)
+        return give_up(state, current, cause.to_failure_status(Stage(current.name), current.attempt + 1))
+    return _retry_refused(state, current, refusal, name)
 
 
-def _tried_again(course: Course, current: StageStatus, refusal: Refusal, what: str) -> Course:
+def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal, name: str) -> ReconcileState:
     """Retry with growing delay: others can fix a quota, rights, or a kind that is not served."""
     in_row = current.failures_in_row + 1
-    seconds = max(LEAST_REFUSED_SECONDS, delay_seconds(course.settings.limits, in_row))
-    held = current.model_copy(
+    seconds = max(LEAST_REFUSED_SECONDS, delay_seconds(state.settings.limits, in_row))
+    delayed = current.model_copy(
         update={
-            "next_attempt_time": stamp(course.now + timedelta(seconds=seconds)),
+            "next_attempt_time": stamp(state.now + timedelta(seconds=seconds)),
             "failures_in_row": in_row,
         }
     )
-    message = f"The API server refuses {what} for now: {refusal.message}"
-    course = replace(course.with_stage(held), stalled=Stalled("Refused", message))
-    before = condition(course.job.status, "Stalled")
+    message = f"The API server refuses {name}, and the operator retries: {refusal.message}"
+    state = replace(state.with_stage(delayed), stalled=Stalled("Refused", message))
+    before = condition(state.job.status, "Stalled")
     if before is None or before.reason != "Refused":
-        course = course.tell("Refused", f"{message} It is tried again.", warning=True)
-    return replace(course, delete=(*course.delete, *_made_before(course, current, refusal.ref)))
+        state = state.with_event("Refused", message, warning=True)
+    return replace(state, delete=(*state.delete, *_created_before(state, current, refusal.ref)))
 
 
-def _made_before(course: Course, current: StageStatus, ref: ObjectRef) -> tuple[ObjectRef, ...]:
+def _created_before(state: ReconcileState, current: StageStatus, ref: ObjectRef) -> tuple[ObjectRef, ...]:
     """Return the objects of the refused attempt that were created: they are recreated, as the spec may change."""
     try:
-        manifests = stage(plan_now(course), context(course), _next_attempt(course, current))
+        manifests = stage(plan_now(state), context(state), _next_attempt(state, current))
     except PlanRefused:
         return ()
     refs = [_ref(manifest) for manifest in manifests]
@@ -236,110 +247,110 @@ def _made_before(course: Course, current: StageStatus, ref: ObjectRef) -> tuple[
 # --------------------------------------------------------------------------------------------------------- between them
 
 
-def keep_deadline(course: Course) -> Course:
+def enforce_deadline(state: ReconcileState) -> ReconcileState:
     """End a job that has run longer than it may, counted as batch/v1 Job does: anew after each suspension.
 
     An endpoint has no deadline.
     """
-    seconds, began = course.spec.run_policy.active_deadline_seconds, moment(course.status.start_time)
-    current = course.current
+    seconds, began = state.spec.run_policy.active_deadline_seconds, moment(state.status.start_time)
+    current = state.current
     if seconds is None or began is None or current is None or current.name == SERVE:
-        return course
+        return state
     until = began + timedelta(seconds=seconds)
-    if course.now < until:
-        return course.wake(until)
+    if state.now < until:
+        return state.requeue(until)
     cause = Cause(
         OperatorCause.DEADLINE_EXCEEDED,
         "DeadlineExceeded",
-        f"The job has run for {seconds} s, which is all that runPolicy.activeDeadlineSeconds allows.",
+        f"The job has run for {seconds} s, the limit of runPolicy.activeDeadlineSeconds.",
         "Create a new job with a longer deadline; results in the workspace are kept.",
     )
-    return _stopped_for_good(course, current, cause)
+    return _fail_running(state, current, cause)
 
 
-def keep_spot_bounds(course: Course) -> Course:
+def enforce_spot_limits(state: ReconcileState) -> ReconcileState:
     """End a training that has run, or waited for spot nodes, for as long as it may."""
-    course, cause = bound_reached(course)
-    current = course.current
-    return course if cause is None or current is None else _stopped_for_good(course, current, cause)
+    state, cause = exceeded_limit(state)
+    current = state.current
+    return state if cause is None or current is None else _fail_running(state, current, cause)
 
 
-def keep_cost(course: Course) -> Course:
+def enforce_cost_limit(state: ReconcileState) -> ReconcileState:
     """End a job that has cost as much as the settings allow, including the use of the running attempt so far."""
-    most, current = course.settings.allow.max_cost, course.current
-    if most is None or current is None or current.name == SERVE:
-        return course
+    limit, current = state.settings.allow.max_cost, state.current
+    if limit is None or current is None or current.name == SERVE:
+        return state
     spent, later = (
-        _amount(attempt_over(course, current, at) if current.state == "Running" else course)
-        for at in (course.now, course.now + _HOUR)
+        _amount(count_usage(state, current, at) if current.state == "Running" else state)
+        for at in (state.now, state.now + _HOUR)
     )
-    if spent >= most:
+    if spent >= limit:
         cause = Cause(
             OperatorCause.COST_EXCEEDED,
             "CostExceeded",
-            f"The job has cost {spent:.2f} {course.settings.currency}, and the settings allow {most:g}.",
+            f"The job has cost {spent:.2f} {state.settings.currency}; allow.maxCost in the settings is {limit:g}.",
             "Ask the administrator for a higher allow.maxCost; checkpoints and results in the workspace are kept.",
         )
-        return _stopped_for_good(course, current, cause)
-    return course.wake(course.now + _HOUR * ((most - spent) / (later - spent))) if later > spent else course
+        return _fail_running(state, current, cause)
+    return state.requeue(state.now + _HOUR * ((limit - spent) / (later - spent))) if later > spent else state
 
 
-def _amount(course: Course) -> float:
+def _amount(state: ReconcileState) -> float:
     """Return the job's cost; 0 if its nodes have no price, as when prices were removed from the settings."""
-    cost = course.status.cost
+    cost = state.status.cost
     return 0.0 if cost is None or cost.amount is None else cost.amount
 
 
-def _stopped_for_good(course: Course, current: StageStatus, cause: Cause) -> Course:
+def _fail_running(state: ReconcileState, current: StageStatus, cause: Cause) -> ReconcileState:
     """Fail the job while an attempt may run: its use counts, and deleting it lets it save a checkpoint."""
     if current.state == "Running":
-        course = attempt_over(course, current, course.now)
-    return give_up(course, current, cause.told(Stage(current.name), current.attempt))
+        state = count_usage(state, current, state.now)
+    return give_up(state, current, cause.to_failure_status(Stage(current.name), current.attempt))
 
 
-def hold(course: Course) -> Course:
+def apply_suspension(state: ReconcileState) -> ReconcileState:
     """Stop for as long as `runPolicy.suspend` holds; the running attempt saves a checkpoint when it is deleted.
 
     It is deleted in the next reconcile, when the stored status records it: else a job that is resumed in the same
     moment would find its child deleted without a record of it.
     """
-    was = course.job.status.phase == "Suspended"
-    current = course.current
-    if not course.spec.run_policy.suspend:
-        return course.tell("Resumed", "The job goes on.") if was else course
+    already_suspended = state.job.status.phase == "Suspended"
+    current = state.current
+    if not state.spec.run_policy.suspend:
+        return state.with_event("Resumed", "The job resumes.") if already_suspended else state
     if current is None:
-        return course
-    course = replace(clock_stopped(course).with_status(start_time=None), suspended=True)
+        return state
+    state = replace(stop_spot_clock(state).with_status(start_time=None), suspended=True)
     if current.name == SERVE:
-        course, message = suspended(course, current), "Nothing is served: runPolicy.suspend is true."
+        state, message = suspended(state, current), "The endpoint is suspended: runPolicy.suspend is true."
     elif current.state == "Running":
-        course = attempt_over(course, current, course.now)
-        stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(course.now)})
-        course = course.with_stage(stopped)
+        state = count_usage(state, current, state.now)
+        stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(state.now)})
+        state = state.with_stage(stopped)
         message = f"Stage {current.name}, attempt {current.attempt}, is stopped: runPolicy.suspend is true."
     else:
-        message = "Nothing is started: runPolicy.suspend is true."
-    return course if was else course.tell("Suspended", message)
+        message = "The job does not start: runPolicy.suspend is true."
+    return state if already_suspended else state.with_event("Suspended", message)
 
 
-def finish(course: Course) -> Course:
+def finish(state: ReconcileState) -> ReconcileState:
     """Record the success of the job once all stages have succeeded."""
-    if course.current is not None:
-        return course
-    made = with_report(course.status.artifacts, course.spec, course.job.name)
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in list(made.metrics.items())[:MOST_FIGURES])
-    parts = [f"model at {made.model}"] if made.model is not None else []
+    if state.current is not None:
+        return state
+    artifacts = with_report(state.status.artifacts, state.spec, state.job.name)
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in list(artifacts.metrics.items())[:MOST_FIGURES])
+    parts = [f"model at {artifacts.model}"] if artifacts.model is not None else []
     parts += [figures] if figures else []
-    course = course.with_status(completion_time=stamp(course.now), failure=None, artifacts=made)
-    size = made.metrics.get(CHECKPOINT_BYTES)
-    if made.checkpoints is not None and size:
-        course = course.tell(
+    state = state.with_status(completion_time=stamp(state.now), failure=None, artifacts=artifacts)
+    size = artifacts.metrics.get(CHECKPOINT_BYTES)
+    if artifacts.checkpoints is not None and size:
+        state = state.with_event(
             "CheckpointsKept",
-            f"Checkpoints take {human_bytes(size)} at {made.checkpoints}; nothing needs them any more, and nobody else "
-            "deletes them.",
+            f"Checkpoints take {human_bytes(size)} at {artifacts.checkpoints}. They are no longer needed, and the "
+            "operator does not delete them.",
         )
     return replace(
-        course.tell("Succeeded", f"All stages have succeeded{': ' if parts else ''}{'; '.join(parts)}."),
+        state.with_event("Succeeded", f"All stages have succeeded{': ' if parts else ''}{'; '.join(parts)}."),
         end="Succeeded",
     )
 
@@ -347,95 +358,95 @@ def finish(course: Course) -> Course:
 # ------------------------------------------------------------------------------------------------------------- attempts
 
 
-def proceed(course: Course) -> Course:
+def proceed(state: ReconcileState) -> ReconcileState:
     """Start the next attempt, once nothing of the previous one runs any more and its delay is over."""
-    current = course.current
+    current = state.current
     assert current is not None, "finish comes first"
-    course = course.deleting(*_leftovers(course, current))
+    state = state.with_deletions(*_leftovers(state, current))
     if current.name == SERVE:
-        return serve(course)
+        return serve(state)
     if current.state == "Running":
-        return course
-    course = _deleting_told(course, current)
-    if course.suspended:
-        return course
-    waiting = _predecessor(course) or _still_running(course, current)
+        return state
+    state = _delete_recorded(state, current)
+    if state.suspended:
+        return state
+    waiting = _wait_for_earlier_job(state) or _wait_for_earlier_attempt(state, current)
     if waiting is not None:
-        return replace(waiting, stalled=course.stalled)
+        return replace(waiting, stalled=state.stalled)
     at = moment(current.next_attempt_time)
-    if at is not None and course.now < at:
-        return _delayed(course, current, at)
-    return _started(course, current)
+    if at is not None and state.now < at:
+        return _wait_for_delay(state, current, at)
+    return _start_attempt(state, current)
 
 
-def _leftovers(course: Course, current: StageStatus) -> Sequence[ChildView]:
+def _leftovers(state: ReconcileState, current: StageStatus) -> Sequence[ChildView]:
     """Return the children that should not run: of other stages, or older than the current attempt."""
     return [
         child
-        for child in course.observed.children
+        for child in state.observed.children
         if child.state not in ("Succeeded", "Failed")
         and (child.stage.value != current.name or child.attempt < current.attempt)
     ]
 
 
-def _deleting_told(course: Course, current: StageStatus) -> Course:
+def _delete_recorded(state: ReconcileState, current: StageStatus) -> ReconcileState:
     """Delete the children of an attempt whose end the stored status records; until then their pods are needed."""
-    stored = course.stored(current.name)
+    stored = state.stored(current.name)
     if stored is None or (stored.state, stored.attempt) != (current.state, current.attempt):
-        return course
-    return course.deleting(*(child for child in course.children(current.name) if child.attempt <= current.attempt))
+        return state
+    return state.with_deletions(*(child for child in state.children(current.name) if child.attempt <= current.attempt))
 
 
-def _predecessor(course: Course) -> Course | None:
+def _wait_for_earlier_job(state: ReconcileState) -> ReconcileState | None:
     """Wait for the end of a deleted job of this name, which writes to the same place; None if nothing of it runs."""
-    left = [pod for pod in course.observed.pods_before if not pod.over and not _gone(course, pod)]
-    if not left:
+    running = [pod for pod in state.observed.pods_before if not pod.over and not _counts_as_deleted(state, pod)]
+    if not running:
         return None
-    for pod in left:
-        course = course.wake(gone_after(pod))
-    names = ", ".join(pod.name for pod in left[:3])
-    return replace(course, waiting=f"Waiting for the end of an earlier job of this name, now deleted: {names}.")
+    for pod in running:
+        state = state.requeue(counts_as_deleted_at(pod))
+    names = ", ".join(pod.name for pod in running[:3])
+    return replace(state, waiting=f"Waiting for pods of a deleted job of this name to end: {names}.")
 
 
-def _gone(course: Course, pod: PodView) -> bool:
-    after = gone_after(pod)
-    return after is not None and after <= course.now
+def _counts_as_deleted(state: ReconcileState, pod: PodView) -> bool:
+    after = counts_as_deleted_at(pod)
+    return after is not None and after <= state.now
 
 
-def _still_running(course: Course, current: StageStatus) -> Course | None:
+def _wait_for_earlier_attempt(state: ReconcileState, current: StageStatus) -> ReconcileState | None:
     """Wait for the end of an earlier attempt, as two would write to one place; None if nothing of it runs."""
     pods = [
         pod
-        for pod in course.observed.pods
-        if pod.stage.value == current.name and not pod.over and not _gone(course, pod)
+        for pod in state.observed.pods
+        if pod.stage.value == current.name and not pod.over and not _counts_as_deleted(state, pod)
     ]
     children = [
         child
-        for child in course.children(current.name)
+        for child in state.children(current.name)
         if child.state not in ("Succeeded", "Failed") and not child.deleting
     ]
     if not pods and not children:
         return None
     for pod in pods:
-        course = course.wake(gone_after(pod))
+        state = state.requeue(counts_as_deleted_at(pod))
     left = [pod.name for pod in pods[:3]] or [child.ref.name for child in children]
     names = f"{', '.join(left)} still {'runs' if len(left) == 1 else 'run'}"
-    return replace(course, waiting=f"Waiting for the end of attempt {current.attempt}: {names}.")
+    return replace(state, waiting=f"Waiting for attempt {current.attempt} to end: {names}.")
 
 
-def _delayed(course: Course, current: StageStatus, at: datetime) -> Course:
+def _wait_for_delay(state: ReconcileState, current: StageStatus, at: datetime) -> ReconcileState:
     number = current.attempt + 1
-    words = f"Attempt {number} of stage {current.name} starts at {stamp(at)}"
-    failure = course.status.failure
-    because = f", after {failure.failure_class}: {failure.message}" if failure is not None else "."
-    before = condition(course.job.status, "Stalled")
-    if course.stalled is None and before is not None and before.reason == "Refused":
-        course = replace(course, stalled=Stalled(before.reason, before.message))
-    return replace(course.wake(at), waiting=f"{words}{because}")
+    start = f"Attempt {number} of stage {current.name} starts at {stamp(at)}"
+    failure = state.status.failure
+    reason = f", after {failure.failure_class}: {failure.message}" if failure is not None else "."
+    before = condition(state.job.status, "Stalled")
+    if state.stalled is None and before is not None and before.reason == "Refused":
+        state = replace(state, stalled=Stalled(before.reason, before.message))
+    return replace(state.requeue(at), waiting=f"{start}{reason}")
 
 
-def _next_attempt(course: Course, current: StageStatus) -> Attempt:
-    return Attempt(Stage(current.name), current.attempt + 1, current.avoided_nodes, next_capacity(course, current))
+def _next_attempt(state: ReconcileState, current: StageStatus) -> Attempt:
+    return Attempt(Stage(current.name), current.attempt + 1, current.avoided_nodes, next_capacity(state, current))
 
 
 def _ref(manifest: Manifest) -> ObjectRef:
@@ -444,26 +455,26 @@ def _ref(manifest: Manifest) -> ObjectRef:
     return ObjectRef(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
 
 
-def _started(course: Course, current: StageStatus) -> Course:
+def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileState:
     """Create the next attempt. The claim is created once: it holds the results, and a new one would hide their loss."""
-    attempt = _next_attempt(course, current)
+    attempt = _next_attempt(state, current)
     number, capacity = attempt.number, attempt.capacity
     try:
-        made = plan_now(course)
-        own = stage(made, context(course), attempt)
+        job_plan = plan_now(state)
+        objects = stage(job_plan, context(state), attempt)
     except PlanRefused as problems:
         cause = Cause(
             OperatorCause.PLAN_REFUSED,
             "PlanRefused",
             f"Attempt {number} cannot be planned: {problems_text(problems.problems)}",
-            "Create a new job with the change that the message names.",
+            "Create a new job with that change.",
         )
-        return give_up(course, current, cause.told(Stage(current.name), number))
-    child = _ref(own[-1])
-    now = stamp(course.now)
-    if (after := plan_status(made)) != course.status.plan:
+        return give_up(state, current, cause.to_failure_status(Stage(current.name), number))
+    child = _ref(objects[-1])
+    now = stamp(state.now)
+    if (after := plan_status(job_plan)) != state.status.plan:
         # Settings, prices or the operator may have changed since it was planned.
-        course = course.with_status(plan=after).tell("Planned", f"Planned anew: {plan_sentence(made)}")
+        state = state.with_status(plan=after).with_event("Planned", f"Replanned: {plan_sentence(job_plan)}")
     running = current.model_copy(
         update={
             "state": "Running",
@@ -481,14 +492,14 @@ def _started(course: Course, current: StageStatus) -> Course:
             "child": reference(child),
         }
     )
-    first = () if course.started else shared(made, context(course))
-    course = course.with_stage(running).with_status(start_time=course.status.start_time or now, progress=None)
-    course = clock_started(course, capacity, course.now)
+    first = () if state.started else shared(job_plan, context(state))
+    state = state.with_stage(running).with_status(start_time=state.status.start_time or now, progress=None)
+    state = start_spot_clock(state, capacity, state.now)
     return replace(
-        course.tell(
+        state.with_event(
             "StageStarted",
             f"Stage {current.name} runs as {child.kind} {child.name}, attempt {number}{words(capacity)}.",
         ),
-        create=(*course.create, *first, *own),
+        create=(*state.create, *first, *objects),
         waiting=f"Waiting for the pods of {child.name} to be created.",
     )

@@ -15,11 +15,24 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.types import ArtifactsStatus, EndpointStatus, StageStatus
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import PlanRefused
-from finetune_operator.reconcile.course import Course, Serves, Stalled, reference
-from finetune_operator.reconcile.endings import delay_seconds
-from finetune_operator.reconcile.endpoint_rollout import Rollout, asked, rollout, stopped, told, with_trouble
-from finetune_operator.reconcile.endpoint_trouble import WAITING, start_trouble, view_of, volume_deadline, why_not_ready
+from finetune_operator.reconcile.attempt_outcomes import delay_seconds
+from finetune_operator.reconcile.endpoint_problems import (
+    WAITING,
+    not_ready_reason,
+    start_problem,
+    view_of,
+    volume_deadline,
+)
+from finetune_operator.reconcile.endpoint_rollout import (
+    Rollout,
+    desired_endpoint,
+    rollout,
+    stopped,
+    with_rollout_events,
+    with_rollout_problem,
+)
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
+from finetune_operator.reconcile.reconcile_state import Readiness, ReconcileState, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.status import condition
@@ -40,228 +53,230 @@ LEAST_DELAY_SECONDS = 1.0
 """Least delay before a refused object is applied again, also where restarts have none."""
 
 
-def reopened(course: Course) -> Course:
+def reopened(state: ReconcileState) -> ReconcileState:
     """Reopen a job that has succeeded if it has got an endpoint since."""
-    if course.end != "Succeeded" or course.job.job is None or course.spec.endpoint is None:
-        return course
-    return replace(course, end=None).with_status(completion_time=None)
+    if state.end != "Succeeded" or state.job.job is None or state.spec.endpoint is None:
+        return state
+    return replace(state, end=None).with_status(completion_time=None)
 
 
-def with_serve_stage(course: Course, stages: tuple[StageStatus, ...]) -> tuple[StageStatus, ...]:
+def with_serve_stage(state: ReconcileState, stages: tuple[StageStatus, ...]) -> tuple[StageStatus, ...]:
     """Return the stages of a job that has begun, with the one that serves if the spec asks for an endpoint now."""
     others = tuple(one for one in stages if one.name != SERVE)
-    if course.spec.endpoint is None:
+    if state.spec.endpoint is None:
         return others
-    stored = course.stored(SERVE)
+    stored = state.stored(SERVE)
     return (*others, stored or StageStatus(name="serve", state="Pending", attempt=0))
 
 
-def withdraw(course: Course) -> Course:
+def remove_endpoint(state: ReconcileState) -> ReconcileState:
     """Delete the endpoint that the job should not have: it is no longer requested, or the job is suspended."""
-    wanted = course.job.job is not None and course.spec.endpoint is not None and course.end is None
-    if wanted and not course.suspended:
-        return course
-    artifacts, history = course.status.artifacts, course.status.endpoint
-    course = course.with_status(endpoint=stopped(history, course) if course.suspended else None)
+    has_endpoint = state.job.job is not None and state.spec.endpoint is not None and state.end is None
+    if has_endpoint and not state.suspended:
+        return state
+    artifacts, history = state.status.artifacts, state.status.endpoint
+    state = state.with_status(endpoint=stopped(history, state) if state.suspended else None)
     if artifacts is not None and artifacts.endpoint_url is not None:
-        course = course.with_status(artifacts=artifacts.model_copy(update={"endpoint_url": None}))
-        why = "runPolicy.suspend is true" if course.suspended else "spec.endpoint is not there any more"
-        course = course.tell("EndpointRemoved", f"The endpoint is removed: {why}.")
-    there = [one for one in course.observed.endpoints if not one.deleting]
-    if not there:
-        return course
+        state = state.with_status(artifacts=artifacts.model_copy(update={"endpoint_url": None}))
+        reason = "runPolicy.suspend is true" if state.suspended else "spec.endpoint was removed"
+        state = state.with_event("EndpointRemoved", f"The endpoint is deleted: {reason}.")
+    servers = [one for one in state.observed.endpoints if not one.deleting]
+    if not servers:
+        return state
     # The servers' owners are deleted last: as long as they exist, the objects before them are looked for again.
-    name = JobNames.of(course.job.name).endpoint
+    name = JobNames.of(state.job.name).endpoint
     beside = tuple(ObjectRef(*kind, name) for kind in SHARED_KINDS)
-    return replace(course, remove=(*beside, *(ref for one in there for ref in _own(one))))
+    return replace(state, remove=(*beside, *(ref for one in servers for ref in _revision_objects(one))))
 
 
-def _own(there: EndpointView) -> tuple[ObjectRef, ...]:
+def _revision_objects(servers: EndpointView) -> tuple[ObjectRef, ...]:
     """Return the objects of one revision, the owner of its servers last."""
-    return ObjectRef("v1", "ConfigMap", there.ref.name), there.ref
+    return ObjectRef("v1", "ConfigMap", servers.ref.name), servers.ref
 
 
-def without_servers(course: Course) -> Course:
+def without_servers(state: ReconcileState) -> ReconcileState:
     """Plan again, once, for a job whose endpoint was removed: its plan names no servers any more."""
-    if course.stored(SERVE) is None or course.spec.endpoint is not None:
-        return course
+    if state.stored(SERVE) is None or state.spec.endpoint is not None:
+        return state
     try:
-        return course.with_status(plan=plan_status(plan_now(course)))
+        return state.with_status(plan=plan_status(plan_now(state)))
     except PlanRefused:
-        return course
+        return state
 
 
-def suspended(course: Course, current: StageStatus) -> Course:
+def suspended(state: ReconcileState, current: StageStatus) -> ReconcileState:
     """Suspend the stage while the job is suspended."""
-    return course.with_stage(current.model_copy(update={"state": "Suspended", "next_attempt_time": None}))
+    return state.with_stage(current.model_copy(update={"state": "Suspended", "next_attempt_time": None}))
 
 
-def serve(course: Course) -> Course:
+def serve(state: ReconcileState) -> ReconcileState:
     """Keep the endpoint as the spec asks for it, and report its state."""
-    current = course.current
+    current = state.current
     assert current is not None, "finish comes first"
-    if course.suspended:
-        return course
-    want = asked(course)
-    asking = want.of(course)
+    if state.suspended:
+        return state
+    desired = desired_endpoint(state)
+    desired_state = desired.of(state)
     try:
-        made, surroundings = plan_now(asking), context(asking)
-        rolled = rollout(course, want, revision_digest(made, surroundings))
-        wanted = endpoint_objects(made, surroundings, rolled.running, rolled.target)
+        job_plan, surroundings = plan_now(desired_state), context(desired_state)
+        rolled = rollout(state, desired, revision_digest(job_plan, surroundings))
+        objects = endpoint_objects(job_plan, surroundings, rolled.running, rolled.target)
     except PlanRefused as refused:
-        return _said(_held_back(course, "PlanRefused", problems_text(refused.problems)))
-    if (after := plan_status(made)) != course.status.plan:
-        course = course.with_status(plan=after)
-    if course.observed.refusals:
-        return _said(_refused(course, current))
+        return _with_conditions(_with_stall(state, "PlanRefused", problems_text(refused.problems)))
+    if (after := plan_status(job_plan)) != state.status.plan:
+        state = state.with_status(plan=after)
+    if state.observed.refusals:
+        return _with_conditions(_refused(state, current))
     at = moment(current.next_attempt_time)
-    if at is not None and course.now < at:
-        before = condition(course.job.status, "Stalled")
+    if at is not None and state.now < at:
+        before = condition(state.job.status, "Stalled")
         stalled = None if before is None or before.status != "True" else Stalled(before.reason, before.message)
-        return _said(replace(course.wake(at), stalled=stalled))
-    if not course.started:
-        course = replace(course, create=shared(made, surroundings))
-    course = told(course, rolled, want).with_status(endpoint=rolled.status)
-    course = replace(course, remove=tuple(ref for one in rolled.leaving for ref in _own(one)))
-    return _said(_applied(course, current, rolled, wanted))
+        return _with_conditions(replace(state.requeue(at), stalled=stalled))
+    if not state.started:
+        state = replace(state, create=shared(job_plan, surroundings))
+    state = with_rollout_events(state, rolled, desired).with_status(endpoint=rolled.status)
+    state = replace(state, remove=tuple(ref for one in rolled.unneeded for ref in _revision_objects(one)))
+    return _with_conditions(_applied(state, current, rolled, objects))
 
 
-def _held_back(course: Course, reason: str, message: str) -> Course:
-    before = condition(course.job.status, "Stalled")
+def _with_stall(state: ReconcileState, reason: str, message: str) -> ReconcileState:
+    before = condition(state.job.status, "Stalled")
     if before is None or (before.reason, before.message) != (reason, message):
-        course = course.tell(reason, message, warning=True)
-    return replace(course, stalled=Stalled(reason, message))
+        state = state.with_event(reason, message, warning=True)
+    return replace(state, stalled=Stalled(reason, message))
 
 
-def _refused(course: Course, current: StageStatus) -> Course:
+def _refused(state: ReconcileState, current: StageStatus) -> ReconcileState:
     """Retry with growing delay after a refusal of an object of the endpoint, as others can fix it."""
-    refusal = course.observed.refusals[0]
+    refusal = state.observed.refusals[0]
     in_row = current.failures_in_row + 1
-    seconds = max(LEAST_DELAY_SECONDS, delay_seconds(course.settings.limits, in_row))
-    at = course.now + timedelta(seconds=seconds)
+    seconds = max(LEAST_DELAY_SECONDS, delay_seconds(state.settings.limits, in_row))
+    at = state.now + timedelta(seconds=seconds)
     held = current.model_copy(update={"next_attempt_time": stamp(at), "failures_in_row": in_row})
     reason = "NameTaken" if refusal.code == 409 else "Refused"
     message = f"The API server refuses {refusal.ref.kind} {refusal.ref.name} of the endpoint: {refusal.message}"
     if reason == "NameTaken":
         message = f"{message}. Delete or rename that object."
-    return _held_back(course.with_stage(held).wake(at), reason, message)
+    return _with_stall(state.with_stage(held).requeue(at), reason, message)
 
 
-def _applied(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
+def _applied(state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects) -> ReconcileState:
     """Create or change the objects of the wanted revision; all of the endpoint once the URL leads to it."""
-    there = rolled.there
-    scaled = there is not None and _scaled(there, wanted)
-    if rolled.leads != rolled.target:
+    servers = rolled.target_view
+    scaled = servers is not None and _scaled(servers, objects)
+    if rolled.serving_revision != rolled.target:
         # Until it takes over, the objects that all revisions share are those of the one that serves.
-        course = replace(course, apply=wanted.servers if there is None or scaled else ())
-        return _running(course, current, rolled, wanted)
-    if there is not None and not rolled.takes_over and there.digest == wanted.digest and not scaled:
-        return _running(course, current, rolled, wanted)
-    names, kinds = JobNames.of(course.job.name), {(one["apiVersion"], one["kind"]) for one in wanted.manifests}
+        state = replace(state, apply=objects.servers if servers is None or scaled else ())
+        return _running(state, current, rolled, objects)
+    if servers is not None and not rolled.takes_over and servers.digest == objects.digest and not scaled:
+        return _running(state, current, rolled, objects)
+    names, kinds = JobNames.of(state.job.name), {(one["apiVersion"], one["kind"]) for one in objects.manifests}
     unwanted = tuple(ObjectRef(*kind, names.endpoint) for kind in OPTIONAL_KINDS if kind not in kinds)
-    what = f"{RUNTIMES[wanted.runtime][1]} {names.servers(rolled.target)}"
-    if rolled.serving is None and there is None:
-        course, unwanted = course.tell("StageStarted", f"Stage serve runs as {what}."), ()
-    elif there is not None and not rolled.takes_over and there.digest == wanted.digest:
-        course = course.tell("EndpointUpdated", f"{what} is scaled to {wanted.replicas} as spec asks.")
+    name = f"{RUNTIMES[objects.runtime][1]} {names.servers(rolled.target)}"
+    if rolled.serving is None and servers is None:
+        state, unwanted = state.with_event("StageStarted", f"Stage serve runs as {name}."), ()
+    elif servers is not None and not rolled.takes_over and servers.digest == objects.digest:
+        state = state.with_event(
+            "EndpointUpdated", f"{name} is scaled to {objects.replicas} server{'s' * (objects.replicas > 1)}."
+        )
     elif not rolled.takes_over:
-        course = course.tell("EndpointUpdated", f"{what} follows the changed spec or settings.")
-    course = replace(course, remove=(*course.remove, *unwanted), apply=wanted.manifests)
-    return _running(course, current, rolled, wanted)
+        state = state.with_event("EndpointUpdated", f"{name} is updated to the changed spec or settings.")
+    state = replace(state, remove=(*state.remove, *unwanted), apply=objects.manifests)
+    return _running(state, current, rolled, objects)
 
 
-def _scaled(there: EndpointView, wanted: EndpointObjects) -> bool:
+def _scaled(servers: EndpointView, objects: EndpointObjects) -> bool:
     """Return whether the requested number of servers differs from that of their owner."""
-    if wanted.runtime == "kserve":
-        return (there.replicas, there.most) != (wanted.replicas, wanted.most)
-    return there.replicas != wanted.replicas
+    if objects.runtime == "kserve":
+        return (servers.replicas, servers.most) != (objects.replicas, objects.most)
+    return servers.replicas != objects.replicas
 
 
-def _running(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
-    """Return the course with the stage that runs the wanted revision."""
+def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects) -> ReconcileState:
+    """Return the state with the stage that runs the wanted revision."""
     new = current.state != "Running" or current.attempt != rolled.target or current.start_time is None
     running = current.model_copy(
         update={
             "state": "Running",
             "attempt": rolled.target,
-            "start_time": stamp(course.now) if new else current.start_time,
+            "start_time": stamp(state.now) if new else current.start_time,
             "completion_time": None,
             "next_attempt_time": None,
             "failures_in_row": 0,
             "child": reference(
-                ObjectRef(*RUNTIMES[wanted.runtime], JobNames.of(course.job.name).servers(rolled.target))
+                ObjectRef(*RUNTIMES[objects.runtime], JobNames.of(state.job.name).servers(rolled.target))
             ),
         }
     )
-    course = course.with_stage(running).with_status(start_time=course.status.start_time or stamp(course.now))
-    if len(course.status.stages) > 1:
-        course = course.with_status(artifacts=with_report(course.status.artifacts, course.spec, course.job.name))
-    return course
+    state = state.with_stage(running).with_status(start_time=state.status.start_time or stamp(state.now))
+    if len(state.status.stages) > 1:
+        state = state.with_status(artifacts=with_report(state.status.artifacts, state.spec, state.job.name))
+    return state
 
 
 # ------------------------------------------------------------------------------------------------------ how it is
 
 
-def _said(course: Course) -> Course:
-    """Return the course with the endpoint's state, and events when it became ready or stopped being so."""
-    status, url = course.status.endpoint, endpoint_url(course.job.name, course.job.namespace)
-    target = None if status is None else view_of(course, status.target)
-    serves = _serves(course, url)
-    course = replace(course.wake(volume_deadline(course)), serves=serves)
-    if not serves.ready:
-        course = replace(course, waiting=serves.message, waiting_reason=serves.reason)
-    elif course.stalled is None and target is not None and target.stuck is not None:
+def _with_conditions(state: ReconcileState) -> ReconcileState:
+    """Return the state with the endpoint's state, and events when it became ready or stopped being so."""
+    status, url = state.status.endpoint, endpoint_url(state.job.name, state.job.namespace)
+    target = None if status is None else view_of(state, status.target)
+    readiness = _readiness(state, url)
+    state = replace(state.requeue(volume_deadline(state)), readiness=readiness)
+    if not readiness.ready:
+        state = replace(state, waiting=readiness.message, waiting_reason=readiness.reason)
+    elif state.stalled is None and target is not None and target.stuck is not None:
         message = (
-            f"The newest revision does not become available, and the one before answers: {why_not_ready(course)[1]}"
+            f"The newest revision is not available, and the previous one keeps serving: {not_ready_reason(state)[1]}"
         )
-        course = _held_back(course, "RolloutStuck", message)
-    if serves.ready and status is not None and status.target != status.revision:
-        reason, message = why_not_ready(course)
+        state = _with_stall(state, "RolloutStuck", message)
+    if readiness.ready and status is not None and status.target != status.revision:
+        reason, message = not_ready_reason(state)
         if reason != WAITING:
-            course = with_trouble(course, reason, message)
-    if not serves.ready and course.stalled is None and target is not None and target.stuck is not None:
-        course = replace(course, stalled=Stalled(serves.reason, serves.message))
-    before = condition(course.job.status, "Ready")
+            state = with_rollout_problem(state, reason, message)
+    if not readiness.ready and state.stalled is None and target is not None and target.stuck is not None:
+        state = replace(state, stalled=Stalled(readiness.reason, readiness.message))
+    before = condition(state.job.status, "Ready")
     was = before is not None and before.status == "True" and before.reason == "EndpointReady"
-    if serves.ready:
-        artifacts = (course.status.artifacts or ArtifactsStatus()).model_copy(update={"endpoint_url": url})
-        course = course.with_status(artifacts=artifacts)
-        return course if was else course.tell("EndpointReady", serves.message)
+    if readiness.ready:
+        artifacts = (state.status.artifacts or ArtifactsStatus()).model_copy(update={"endpoint_url": url})
+        state = state.with_status(artifacts=artifacts)
+        return state if was else state.with_event("EndpointReady", readiness.message)
     if was:
-        return course.tell("EndpointNotReady", serves.message, warning=True)
-    said = (None, "") if before is None else (before.reason, before.message)
-    if serves.reason not in (WAITING, "WaitingForKServe", said[0]) and course.stalled is None:
-        course = course.tell("EndpointNotReady", serves.message, warning=True)
-    return course
+        return state.with_event("EndpointNotReady", readiness.message, warning=True)
+    previous = (None, "") if before is None else (before.reason, before.message)
+    if readiness.reason not in (WAITING, "WaitingForKServe", previous[0]) and state.stalled is None:
+        state = state.with_event("EndpointNotReady", readiness.message, warning=True)
+    return state
 
 
-def _serves(course: Course, url: str) -> Serves:
-    status = course.status.endpoint
-    there = None if status is None else view_of(course, status.revision)
-    if status is not None and there is not None and there.available > 0:
-        some = f"{there.available} of {there.replicas} server{'s' * (there.replicas > 1)}"
-        return Serves(
+def _readiness(state: ReconcileState, url: str) -> Readiness:
+    status = state.status.endpoint
+    servers = None if status is None else view_of(state, status.revision)
+    if status is not None and servers is not None and servers.available > 0:
+        count = f"{servers.available} of {servers.replicas} server{'s' * (servers.replicas > 1)}"
+        return Readiness(
             True,
             "EndpointReady",
-            f"The endpoint answers at {url}: {some} of revision {there.revision} available."
-            f"{_beside(course, there)}{_next(course, status)}",
+            f"The endpoint answers at {url}: {count} of revision {servers.revision} available."
+            f"{_serving_details(state, servers)}{_rollout_details(state, status)}",
         )
-    if course.stalled is not None:
-        return Serves(False, course.stalled.reason, course.stalled.message)
-    reason, message = why_not_ready(course)
-    return Serves(False, reason, message)
+    if state.stalled is not None:
+        return Readiness(False, state.stalled.reason, state.stalled.message)
+    reason, message = not_ready_reason(state)
+    return Readiness(False, reason, message)
 
 
-def _beside(course: Course, there: EndpointView) -> str:
+def _serving_details(state: ReconcileState, servers: EndpointView) -> str:
     """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
-    own = "" if there.url is None else f" KServe gives it the address {there.url}."
-    trouble = start_trouble(course, there.revision)
-    return own if trouble is None else f"{own} {trouble}"
+    own = "" if servers.url is None else f" KServe exposes it at {servers.url}."
+    problem = start_problem(state, servers.revision)
+    return own if problem is None else f"{own} {problem}"
 
 
-def _next(course: Course, status: EndpointStatus) -> str:
+def _rollout_details(state: ReconcileState, status: EndpointStatus) -> str:
     """Return a sentence on the revision that is to take over."""
     if status.target == status.revision:
         return "" if status.rolled_back_from is None else f" Revision {status.rolled_back_from} is rolled back."
-    reason, message = why_not_ready(course)
+    reason, message = not_ready_reason(state)
     return f" Revision {status.target} is not ready: {message}" if reason != WAITING else f" {message}"

@@ -18,31 +18,31 @@ from typing import Literal
 from pydantic import JsonValue, ValidationError
 
 from finetune_operator.api.types import EndpointSpec, EndpointStatus, RevisionStatus
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import EndpointView
 from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
-KEPT = 5
+MAX_HISTORY = 5
 """Revisions kept in the history, beside those that a rollback names and those that run."""
-MOST_TOLD = 1024
+MESSAGE_LIMIT = 1024
 _REQUEST = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
 
 
 @dataclass(frozen=True)
-class Asked:
+class DesiredEndpoint:
     """Endpoint that is to be served."""
 
     endpoint: EndpointSpec
     held_back: int | None = None
     """Revision of spec.endpoint that a rollback holds back."""
-    told: str | None = None
+    message: str | None = None
     """Message on the outcome of the annotation."""
 
-    def of(self, course: Course) -> Course:
-        """Return the course of a job whose spec asks for this."""
-        spec = course.spec.model_copy(update={"endpoint": self.endpoint})
-        return replace(course, job=replace(course.job, job=course.accepted.model_copy(update={"spec": spec})))
+    def of(self, state: ReconcileState) -> ReconcileState:
+        """Return the state of a job whose spec asks for this."""
+        spec = state.spec.model_copy(update={"endpoint": self.endpoint})
+        return replace(state, job=replace(state.job, job=state.accepted.model_copy(update={"spec": spec})))
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,26 @@ class Rollout:
     """Status after this reconcile."""
     target: int
     """Wanted revision."""
-    there: EndpointView | None
+    target_view: EndpointView | None
     """Its Deployment."""
     serving: EndpointView | None
     """Deployment that the URL leads to before this reconcile; None: there is none."""
-    leads: int
+    serving_revision: int
     """Revision that the URL leads to after this reconcile."""
-    leaving: tuple[EndpointView, ...]
+    unneeded: tuple[EndpointView, ...]
     """Deployments that are no longer needed."""
 
     @property
     def takes_over(self) -> bool:
         """True if the URL switches to the wanted revision."""
-        return self.leads == self.target != self.before.revision
+        return self.serving_revision == self.target != self.before.revision
 
     @property
     def running(self) -> int | None:
         """Number of running servers, which an autoscaler may have chosen; also of the revision that serves, as the
         wanted one takes over all of its requests at once.
         """
-        return max((one.replicas for one in (self.there, self.serving) if one is not None), default=None)
+        return max((one.replicas for one in (self.target_view, self.serving) if one is not None), default=None)
 
 
 def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:
@@ -84,67 +84,73 @@ def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:
     return kept
 
 
-def asked(course: Course) -> Asked:
+def desired_endpoint(state: ReconcileState) -> DesiredEndpoint:
     """Return the endpoint that spec.endpoint and the annotation ask for together."""
-    endpoint, text = course.spec.endpoint, course.job.rollback
+    endpoint, text = state.spec.endpoint, state.job.rollback
     assert endpoint is not None, "the job has an endpoint"
     if text is None:
-        return Asked(endpoint)
+        return DesiredEndpoint(endpoint)
     found = _REQUEST.fullmatch(text)
     if found is None:
-        return Asked(
+        return DesiredEndpoint(
             endpoint,
-            told=f'Annotation {ROLLBACK_ANNOTATION} has the value "{text}": it has to be two numbers of revisions, '
-            f"FROM:TO, e.g. 5:4; `finetune rollback {course.job.name}` writes it.",
+            message=f'Annotation {ROLLBACK_ANNOTATION} has the value "{text}": write two revision numbers as FROM:TO, '
+            f"e.g. 5:4, or run `finetune rollback {state.job.name}`.",
         )
-    bad, good = (int(one) for one in found.groups())
-    history = {} if course.status.endpoint is None else {one.number: one for one in course.status.endpoint.revisions}
-    if bad == good or bad not in history or history[bad].endpoint != content(endpoint):
-        return Asked(endpoint)
-    return _back(endpoint, bad, good, history)
+    from_number, to_number = (int(one) for one in found.groups())
+    history = {} if state.status.endpoint is None else {one.number: one for one in state.status.endpoint.revisions}
+    if from_number == to_number or from_number not in history or history[from_number].endpoint != content(endpoint):
+        return DesiredEndpoint(endpoint)
+    return _rolled_back(endpoint, from_number, to_number, history)
 
 
-def _back(endpoint: EndpointSpec, bad: int, good: int, history: Mapping[int, RevisionStatus]) -> Asked:
-    kept = ", ".join(str(number) for number in sorted(history) if number != bad)
-    if good not in history:
-        there = f"choose one of {kept}" if kept else "there is no other one"
-        return Asked(endpoint, told=f"Revision {good} that {ROLLBACK_ANNOTATION} names is not in the history: {there}.")
+def _rolled_back(
+    endpoint: EndpointSpec, from_number: int, to_number: int, history: Mapping[int, RevisionStatus]
+) -> DesiredEndpoint:
+    choices = ", ".join(str(number) for number in sorted(history) if number != from_number)
+    if to_number not in history:
+        target_view = f"choose one of {choices}" if choices else "there is no other revision"
+        return DesiredEndpoint(
+            endpoint,
+            message=f"Revision {to_number} of annotation {ROLLBACK_ANNOTATION} is not in the history: {target_view}.",
+        )
     numbers = endpoint.model_dump(mode="json", by_alias=True, include={"replicas", "max_replicas"})
     try:
-        earlier = EndpointSpec.model_validate_json(json.dumps({**history[good].endpoint, **numbers}))
+        earlier = EndpointSpec.model_validate_json(json.dumps({**history[to_number].endpoint, **numbers}))
     except ValidationError:
-        return Asked(
-            endpoint, told=f"Revision {good} has fields that this operator does not know: choose one of {kept}."
+        return DesiredEndpoint(
+            endpoint,
+            message=f"Revision {to_number} has fields that this operator does not support: choose one of {choices}.",
         )
-    return Asked(
+    return DesiredEndpoint(
         earlier,
-        bad,
-        f"Revision {good} is served in place of {bad}, until spec.endpoint changes or annotation "
+        from_number,
+        f"Revision {to_number} is served in place of {from_number}, until spec.endpoint changes or annotation "
         f"{ROLLBACK_ANNOTATION} is removed.",
     )
 
 
-def rollout(course: Course, want: Asked, made_of: str) -> Rollout:
-    """Return the revisions after this reconcile. `made_of`: digest of the wanted servers' pods."""
-    before = course.status.endpoint or EndpointStatus()
-    live = {one.revision: one for one in course.observed.endpoints if not one.deleting}
+def rollout(state: ReconcileState, desired: DesiredEndpoint, revision_digest: str) -> Rollout:
+    """Return the revisions after this reconcile. `revision_digest`: digest of the wanted servers' pods."""
+    before = state.status.endpoint or EndpointStatus()
+    live = {one.revision: one for one in state.observed.endpoints if not one.deleting}
     serving = _serving(before, live)
-    target = _number(before, course.observed.endpoints, made_of)
-    there = live.get(target)
-    leads = target if serving is None or _takes_over(there, serving) else serving.revision
-    needed = {target, leads} | ({serving.revision} if serving is not None else set())
+    target = _number(before, state.observed.endpoints, revision_digest)
+    target_view = live.get(target)
+    serving_revision = target if serving is None or _takes_over(target_view, serving) else serving.revision
+    needed = {target, serving_revision} | ({serving.revision} if serving is not None else set())
     status = before.model_copy(
         update={
-            "revision": leads,
+            "revision": serving_revision,
             "target": target,
-            "rolled_back_from": want.held_back,
-            "observed_rollback": course.job.rollback,
-            "rollback": None if want.told is None else want.told[:MOST_TOLD],
-            "revisions": _History(course, before, want, made_of).after(target, leads, there),
+            "rolled_back_from": desired.held_back,
+            "observed_rollback": state.job.rollback,
+            "rollback": None if desired.message is None else desired.message[:MESSAGE_LIMIT],
+            "revisions": _History(state, before, desired, revision_digest).after(target, serving_revision, target_view),
         }
     )
-    leaving = tuple(one for number, one in live.items() if number not in needed)
-    return Rollout(before, status, target, there, serving, leads, leaving)
+    unneeded = tuple(one for number, one in live.items() if number not in needed)
+    return Rollout(before, status, target, target_view, serving, serving_revision, unneeded)
 
 
 def _serving(before: EndpointStatus, live: Mapping[int, EndpointView]) -> EndpointView | None:
@@ -154,26 +160,30 @@ def _serving(before: EndpointStatus, live: Mapping[int, EndpointView]) -> Endpoi
     return max((one for one in live.values() if one.available), key=lambda one: one.revision, default=None)
 
 
-def _takes_over(there: EndpointView | None, serving: EndpointView) -> bool:
+def _takes_over(target_view: EndpointView | None, serving: EndpointView) -> bool:
     """Return whether the URL leads to the wanted revision from now on: all of its servers answer, or the first does
     where nothing else answers.
     """
-    if there is None:
+    if target_view is None:
         return False
-    return there.revision == serving.revision or there.ready or (there.available > 0 and not serving.available)
+    return (
+        target_view.revision == serving.revision
+        or target_view.ready
+        or (target_view.available > 0 and not serving.available)
+    )
 
 
-def _number(before: EndpointStatus, there: tuple[EndpointView, ...], made_of: str) -> int:
+def _number(before: EndpointStatus, target_view: tuple[EndpointView, ...], revision_digest: str) -> int:
     """Return the number of the wanted revision: of one that exists, of the last one if it was the same, or a new one.
     Numbers are never reused for another revision.
     """
-    same = [one.revision for one in there if not one.deleting and one.made_of == made_of]
+    same = [one.revision for one in target_view if not one.deleting and one.revision_digest == revision_digest]
     if same:
         return before.target if before.target in same else max(same)
-    taken = [one.revision for one in there]
+    taken = [one.revision for one in target_view]
     known = {one.number: one for one in before.revisions}
     for number in (before.revision, max(known, default=None)):
-        if number in known and known[number].digest == made_of and number not in taken:
+        if number in known and known[number].digest == revision_digest and number not in taken:
             return number
     return max([*known, *taken], default=0) + 1
 
@@ -182,100 +192,104 @@ def _number(before: EndpointStatus, there: tuple[EndpointView, ...], made_of: st
 class _History:
     """History of the revisions in the status."""
 
-    course: Course
+    state: ReconcileState
     before: EndpointStatus
-    want: Asked
-    made_of: str
+    desired: DesiredEndpoint
+    revision_digest: str
 
-    def after(self, target: int, leads: int, there: EndpointView | None) -> tuple[RevisionStatus, ...]:
+    def after(self, target: int, serving_revision: int, target_view: EndpointView | None) -> tuple[RevisionStatus, ...]:
         """Return the history after this reconcile."""
-        entries = {one.number: self._ended(one, target, leads) for one in self.before.revisions}
-        entries[target] = self._wanted(entries.get(target), target, leads, there)
-        keep = {*sorted(entries)[-KEPT:], target, leads, *self._named()}
+        entries = {one.number: self._ended(one, target, serving_revision) for one in self.before.revisions}
+        entries[target] = self._wanted(entries.get(target), target, serving_revision, target_view)
+        keep = {*sorted(entries)[-MAX_HISTORY:], target, serving_revision, *self._named()}
         return tuple(one for number, one in sorted(entries.items()) if number in keep)
 
     def _named(self) -> tuple[int, ...]:
         """Return the revisions that the annotation names: without them it could not be followed."""
-        found = _REQUEST.fullmatch(self.course.job.rollback or "")
+        found = _REQUEST.fullmatch(self.state.job.rollback or "")
         return () if found is None else tuple(int(one) for one in found.groups())
 
     def _wanted(
-        self, known: RevisionStatus | None, target: int, leads: int, there: EndpointView | None
+        self, known: RevisionStatus | None, target: int, serving_revision: int, target_view: EndpointView | None
     ) -> RevisionStatus:
-        now, artifacts = stamp(self.course.now), self.course.status.artifacts
+        now, artifacts = stamp(self.state.now), self.state.status.artifacts
         model = None if artifacts is None else artifacts.model
-        if known is None or known.digest != self.made_of:
+        if known is None or known.digest != self.revision_digest:
             known = RevisionStatus(
                 number=target,
                 state="Starting",
-                digest=self.made_of,
-                model=model or self.course.spec.model.uri,
-                endpoint=content(self.want.endpoint),
+                digest=self.revision_digest,
+                model=model or self.state.spec.model.uri,
+                endpoint=content(self.desired.endpoint),
                 start_time=now,
             )
         elif known.state == "Ended":
             again = {"state": "Starting", "end_time": None, "reason": None, "message": None}
-            known = known.model_copy(update={**again, "start_time": known.start_time if there is not None else now})
-        if leads != target or there is None or not there.available:
+            known = known.model_copy(
+                update={**again, "start_time": known.start_time if target_view is not None else now}
+            )
+        if serving_revision != target or target_view is None or not target_view.available:
             return known
         serving = {"state": "Serving", "ready_time": known.ready_time or now, "reason": None, "message": None}
         return known.model_copy(update=serving)
 
-    def _ended(self, one: RevisionStatus, target: int, leads: int) -> RevisionStatus:
-        if one.state == "Ended" or one.number in (target, leads):
+    def _ended(self, one: RevisionStatus, target: int, serving_revision: int) -> RevisionStatus:
+        if one.state == "Ended" or one.number in (target, serving_revision):
             return one
         served = one.state == "Serving"
         reason: Literal["RolledBack", "Superseded", "NeverReady"] = "Superseded" if served else "NeverReady"
-        if self.want.held_back is not None:
+        if self.desired.held_back is not None:
             reason = "RolledBack"
-        then = f"Revision {target} took over." if served else f"Revision {target} was wanted before it was ready."
-        ended = {"state": "Ended", "end_time": stamp(self.course.now), "reason": reason, "message": then}
+        then = f"Revision {target} took over." if served else f"Revision {target} replaced it before it was ready."
+        ended = {"state": "Ended", "end_time": stamp(self.state.now), "reason": reason, "message": then}
         return one.model_copy(update=ended)
 
 
-def stopped(status: EndpointStatus | None, course: Course) -> EndpointStatus | None:
+def stopped(status: EndpointStatus | None, state: ReconcileState) -> EndpointStatus | None:
     """Return the history of an endpoint whose servers are deleted while the job is suspended."""
     if status is None or all(one.state == "Ended" for one in status.revisions):
         return status
-    why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": stamp(course.now)}
+    why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": stamp(state.now)}
     revisions = tuple(
         one if one.state == "Ended" else one.model_copy(update={"state": "Ended", **why}) for one in status.revisions
     )
     return status.model_copy(update={"revisions": revisions})
 
 
-def told(course: Course, rolled: Rollout, want: Asked) -> Course:
-    """Return the course with the events of this reconcile."""
-    if want.told is not None and want.told[:MOST_TOLD] != rolled.before.rollback:
-        course = course.tell(
-            "RollbackIgnored" if want.held_back is None else "RolledBack", want.told, warning=want.held_back is None
+def with_rollout_events(state: ReconcileState, rolled: Rollout, desired: DesiredEndpoint) -> ReconcileState:
+    """Return the state with the events of this reconcile."""
+    if desired.message is not None and desired.message[:MESSAGE_LIMIT] != rolled.before.rollback:
+        state = state.with_event(
+            "RollbackIgnored" if desired.held_back is None else "RolledBack",
+            desired.message,
+            warning=desired.held_back is None,
         )
     serving = rolled.serving
     if serving is None or serving.revision == rolled.target:
-        return course
-    if rolled.there is None:
-        return course.tell(
+        return state
+    if rolled.target_view is None:
+        return state.with_event(
             "RevisionStarted",
-            f"Revision {rolled.target} of the endpoint starts; revision {serving.revision} answers until it is ready.",
+            f"Revision {rolled.target} of the endpoint starts; revision {serving.revision} serves until it is ready.",
         )
     if rolled.takes_over:
-        return course.tell(
+        return state.with_event(
             "RevisionServes", f"Revision {rolled.target} of the endpoint has taken over from {serving.revision}."
         )
-    return course
+    return state
 
 
-def with_trouble(course: Course, reason: str, message: str) -> Course:
-    """Return the course with the reason why the wanted revision does not take over; an event reports it once."""
-    status = course.status.endpoint
+def with_rollout_problem(state: ReconcileState, reason: str, message: str) -> ReconcileState:
+    """Return the state with the reason why the wanted revision does not take over; an event reports it once."""
+    status = state.status.endpoint
     assert status is not None, "a rollout goes on"
     (one,) = (one for one in status.revisions if one.number == status.target)
     if one.reason is None:
-        course = course.tell(
+        state = state.with_event(
             "RevisionNotReady",
-            f"Revision {one.number} is not ready, and revision {status.revision} answers: {message}",
+            f"Revision {one.number} is not ready; revision {status.revision} keeps serving: {message}",
             warning=True,
         )
-    changed = one.model_copy(update={"reason": reason, "message": message[:MOST_TOLD]})
+    changed = one.model_copy(update={"reason": reason, "message": message[:MESSAGE_LIMIT]})
     revisions = tuple(changed if each.number == one.number else each for each in status.revisions)
-    return course.with_status(endpoint=status.model_copy(update={"revisions": revisions}))
+    return state.with_status(endpoint=status.model_copy(update={"revisions": revisions}))

@@ -19,7 +19,7 @@ from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.rendering.render_types import ENDPOINT_ANNOTATION, REVISION_ANNOTATION
 
-_TOLD_CONDITIONS = ("PredictorReady", "IngressReady", "Ready")
+_REPORTED_CONDITIONS = ("PredictorReady", "IngressReady", "Ready")
 """Conditions in the order in which KServe reaches them (pkg/apis/serving/v1beta1/inference_service_status.go)."""
 
 
@@ -95,7 +95,7 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
         available=status.available_replicas or 0,
         updated=(status.updated_replicas or 0) if current else 0,
         digest=raw.metadata.annotations.get(ENDPOINT_ANNOTATION),
-        made_of=raw.metadata.annotations.get(REVISION_ANNOTATION),
+        revision_digest=raw.metadata.annotations.get(REVISION_ANNOTATION),
         stuck=stuck.message or stuck.reason if stuck is not None and current else None,
         deleting=raw.metadata.deletion_timestamp is not None,
     )
@@ -110,39 +110,39 @@ def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | Non
     revision = _revision(raw.metadata)
     if revision is None:
         return None
-    asked, annotations = raw.spec.predictor, raw.metadata.annotations
-    bad = {one.type: one for one in raw.status.conditions if _is_trouble(one)}
-    told = next((bad[name] for name in _TOLD_CONDITIONS if name in bad), None)
+    predictor, annotations = raw.spec.predictor, raw.metadata.annotations
+    bad = {one.type: one for one in raw.status.conditions if _is_problem(one)}
+    condition = next((bad[name] for name in _REPORTED_CONDITIONS if name in bad), None)
     return EndpointView(
         ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
         revision=revision,
         created=raw.metadata.creation_timestamp,
-        replicas=1 if asked.min_replicas is None else asked.min_replicas,
+        replicas=1 if predictor.min_replicas is None else predictor.min_replicas,
         runtime="kserve",
-        most=asked.max_replicas,
+        most=predictor.max_replicas,
         digest=annotations.get(ENDPOINT_ANNOTATION),
-        made_of=annotations.get(REVISION_ANNOTATION),
+        revision_digest=annotations.get(REVISION_ANNOTATION),
         deleting=raw.metadata.deletion_timestamp is not None,
-        made=False,
-        trouble=None if told is None else (told.reason or told.type, told.message),
+        has_deployment=False,
+        problem=None if condition is None else (condition.reason or condition.type, condition.message),
         url=raw.status.url,
     )
 
 
-def _is_trouble(told: RawCondition) -> bool:
+def _is_problem(condition: RawCondition) -> bool:
     """Return whether KServe reports that something cannot be done, and not only that servers are on their way."""
-    return told.status == "False" and bool(told.message) and told.reason != "MinimumReplicasUnavailable"
+    return condition.status == "False" and bool(condition.message) and condition.reason != "MinimumReplicasUnavailable"
 
 
 def joined(views: Iterable[EndpointView]) -> tuple[EndpointView, ...]:
     """Return the applied endpoints by revision: each InferenceService with the servers of its Deployment."""
-    ours, made = [], {}
+    ours, deployments = [], {}
     for view in views:
         if view.runtime == "kserve" and view.ref.kind != KSERVE_KIND:
-            made[view.revision] = view
+            deployments[view.revision] = view
         else:
             ours.append(view)
-    found = (_with_servers(one, made.get(one.revision)) if one.runtime == "kserve" else one for one in ours)
+    found = (_with_servers(one, deployments.get(one.revision)) if one.runtime == "kserve" else one for one in ours)
     return tuple(sorted(found, key=lambda view: (view.revision, view.ref.name)))
 
 
@@ -155,7 +155,7 @@ def _with_servers(service: EndpointView, deployment: EndpointView | None) -> End
     followed = deployment.digest == service.digest
     return replace(
         service,
-        made=True,
+        has_deployment=True,
         available=deployment.available,
         updated=deployment.updated if followed else 0,
         stuck=deployment.stuck if followed else None,

@@ -25,7 +25,7 @@ _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 """Exit code in the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
 _POD_NAME = re.compile(r"\b[Pp]od [^\s/]+/(\S+)")
 """Name of the pod in the same message."""
-_SECOND_HAND = frozenset({"UnexpectedError", "NoReport", "Killed", "KilledBySignal"})
+_UNSPECIFIC_REASONS = frozenset({"UnexpectedError", "NoReport", "Killed", "KilledBySignal"})
 """Reasons of reports that only state how a process ended: by an error that the trainer has no class for, or, as its
 launcher infers (`finetune_contract.causes.of_exit`), without a report. Any of these may follow from the loss of others.
 """
@@ -39,29 +39,29 @@ def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Caus
         return cause
     # Its log may be deleted with it, or be empty: then only those of the others can be read.
     # Deleted pods come last: their logs were read when their deletion began.
-    left = sorted(
-        (pod for pod in pods if (pod.phase == "Failed" or pod.gone) and pod is not cause.pod),
-        key=lambda pod: (pod.gone, _end(pod)),
+    others = sorted(
+        (pod for pod in pods if (pod.phase == "Failed" or pod.deleted) and pod is not cause.pod),
+        key=lambda pod: (pod.deleted, _end(pod)),
     )
-    return replace(cause, witnesses=tuple(left[:MOST_LOGS]))
+    return replace(cause, pods_to_read_logs_from=tuple(others[:MOST_LOGS]))
 
 
 def _first(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
-    failed = sorted((pod for pod in pods if _broke(pod)), key=_end)
+    failed = sorted((pod for pod in pods if _has_failed(pod)), key=_end)
     reports = sorted(_reported(stage, failed), key=lambda one: one[1].known_time)
-    own = [one for one in reports if one[1].failure_class not in ECHOES]
-    done_to_pods = [found for found in map(_done_to, failed) if found is not None]
-    for pod, report in own:
-        if not (done_to_pods and report.reason in _SECOND_HAND):
+    original = [one for one in reports if one[1].failure_class not in ECHOES]
+    by_infrastructure = [found for found in map(infrastructure_cause, failed) if found is not None]
+    for pod, report in original:
+        if not (by_infrastructure and report.reason in _UNSPECIFIC_REASONS):
             return _from_report(pod, report)
-    if done_to_pods:
-        return min(done_to_pods, key=lambda one: _weight(one))
-    heard = {pod.name for pod, _ in reports}
-    silent = [pod for pod in failed if pod.ended is not None and pod.name not in heard]
+    if by_infrastructure:
+        return min(by_infrastructure, key=lambda one: _weight(one))
+    reporting_pods = {pod.name for pod, _ in reports}
+    silent = [pod for pod in failed if pod.ended is not None and pod.name not in reporting_pods]
     by_code = [_from_exit_code(pod) for pod in silent]
-    telling = [one for one in by_code if one.cause not in ECHOES]
-    if telling:
-        return telling[0]
+    own_failures = [one for one in by_code if one.cause not in ECHOES]
+    if own_failures:
+        return own_failures[0]
     if (deleted := _deleted(pods, failed, reports)) is not None:
         return deleted
     if reports:
@@ -80,20 +80,24 @@ def _deleted(
     Times of deletions are whole seconds; a first report of class PREEMPTED proves the order without them. Of several
     deleted in one second, the first to end is why the others had to.
     """
-    asked = [(pod.deleting_since, _end(pod), pod) for pod in pods if pod.deleting_since and pod.phase != "Succeeded"]
-    if not asked:
+    deletions = [
+        (pod.deleting_since, _end(pod), pod) for pod in pods if pod.deleting_since and pod.phase != "Succeeded"
+    ]
+    if not deletions:
         return None
-    since, _, pod = min(asked, key=lambda one: one[:2])
-    told_to_stop = bool(reports) and reports[0][1].failure_class is FailureClass.PREEMPTED
-    broke = min((one.known_time for _, one in reports), default=min((_end(one)[0] for one in failed), default=math.inf))
-    if not told_to_stop and since.timestamp() + 1 > broke:
+    since, _, pod = min(deletions, key=lambda one: one[:2])
+    preemption_reported = bool(reports) and reports[0][1].failure_class is FailureClass.PREEMPTED
+    first_failure = min(
+        (one.known_time for _, one in reports), default=min((_end(one)[0] for one in failed), default=math.inf)
+    )
+    if not preemption_reported and since.timestamp() + 1 > first_failure:
         return None
-    words = next((f" {failure.message}" for told, failure in reports if told is pod), "")
+    detail = next((f" {failure.message}" for reporting_pod, failure in reports if reporting_pod is pod), "")
     return Cause(
         FailureClass.PREEMPTED,
         "PodDeleted",
-        f"Pod {pod.name} was deleted, and the operator did not delete it.{words}",
-        f"{_HINTS[FailureClass.PREEMPTED]} To stop a job for a while set runPolicy.suspend.",
+        f"Pod {pod.name} was deleted, and not by the operator.{detail}",
+        f"{_HINTS[FailureClass.PREEMPTED]} To pause a job, set runPolicy.suspend.",
         pod,
     )
 
@@ -103,7 +107,7 @@ def _weight(cause: Cause) -> int:
     return 0 if cause.cause is FailureClass.OUT_OF_MEMORY else 1
 
 
-def _broke(pod: PodView) -> bool:
+def _has_failed(pod: PodView) -> bool:
     return pod.phase == "Failed" or pod.disruption is not None or (pod.ended is not None and pod.ended.exit_code != 0)
 
 
@@ -140,8 +144,8 @@ def _from_report(pod: PodView, failure: FailureReport) -> Cause:
 # ---------------------------------------------------------------------------------------- pods ended by the cluster
 
 _MEMORY_HINT = (
-    "Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or offload more "
-    "under parallelism; a script has its own settings for all of that."
+    "Raise resources.memory, lower training.microBatchSize or preparation.maxLength, or shard or offload more under "
+    "parallelism. For a script, change its own settings."
 )
 _NODE_REASONS = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
 """`status.reason` of pods whose node was lost or shut down (kubelet, node lifecycle controller)."""
@@ -155,7 +159,7 @@ _LOW_ON_MEMORY = re.compile(r"low on resource: memory", re.IGNORECASE)
 _OVER_REQUEST = re.compile(r"was using \S+, request is \S+|consumption of memory", re.IGNORECASE)
 
 
-def _done_to(pod: PodView) -> Cause | None:
+def infrastructure_cause(pod: PodView) -> Cause | None:
     """Return the cause if the kubelet, the scheduler or a controller ended the pod; None: none of them did."""
     if pod.ended is not None and pod.ended.reason == "OOMKilled":
         return _out_of_memory(
@@ -165,14 +169,14 @@ def _done_to(pod: PodView) -> Cause | None:
         )
     if pod.status_reason == "Evicted":
         return _evicted(pod)
-    said = f": {pod.status_message}" if pod.status_message else "."
-    made_room = pod.status_reason in _ROOM_REASONS
-    if not made_room and (pod.status_reason in _NODE_REASONS or pod.disruption in _NODE_DISRUPTIONS):
+    detail = f": {pod.status_message}" if pod.status_message else "."
+    preempted = pod.status_reason in _ROOM_REASONS
+    if not preempted and (pod.status_reason in _NODE_REASONS or pod.disruption in _NODE_DISRUPTIONS):
         return Cause(
             OperatorCause.NODE_LOST,
             pod.disruption or pod.status_reason or "NodeLost",
-            f"Node {pod.node or 'unknown'} went away under pod {pod.name}{said}",
-            "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+            f"Node {pod.node or 'unknown'} was lost or shut down with pod {pod.name} on it{detail}",
+            "No action is needed: the stage resumes from its last checkpoint, on other nodes if there are any.",
             pod,
             node_at_fault=True,
         )
@@ -180,75 +184,75 @@ def _done_to(pod: PodView) -> Cause | None:
         return Cause(
             OperatorCause.POD_REJECTED,
             pod.status_reason or "Rejected",
-            f"Node {pod.node or 'unknown'} did not take pod {pod.name}{said}",
-            "If it happens again, look at the node's device plugin: a GPU may be broken or taken.",
+            f"Node {pod.node or 'unknown'} rejected pod {pod.name}{detail}",
+            "If it happens again, check the node's device plugin: a GPU may be broken or in use.",
             pod,
             node_at_fault=True,
         )
-    if pod.disruption is not None or made_room:
+    if pod.disruption is not None or preempted:
         return Cause(
             FailureClass.PREEMPTED,
-            (pod.status_reason if made_room else pod.disruption) or "Preempted",
-            f"Pod {pod.name} had to make room{said}",
-            "Nothing needs to be done: the stage goes on from its last checkpoint. A higher "
-            "runPolicy.priorityClassName is preempted less often.",
+            (pod.status_reason if preempted else pod.disruption) or "Preempted",
+            f"Pod {pod.name} was preempted or evicted{detail}",
+            "No action is needed: the stage resumes from its last checkpoint. With a higher priority "
+            "(runPolicy.priorityClassName) it is preempted less often.",
             pod,
         )
     if pod.ended is not None and pod.ended.reason == "ContainerStatusUnknown":
         return Cause(
             OperatorCause.NODE_LOST,
             "ContainerStatusUnknown",
-            f"Node {pod.node or 'unknown'} lost sight of the container of pod {pod.name}.",
-            "Nothing needs to be done: the stage goes on from its last checkpoint.",
+            f"Node {pod.node or 'unknown'} lost track of the container of pod {pod.name}.",
+            "No action is needed: the stage resumes from its last checkpoint.",
             pod,
             node_at_fault=True,
         )
-    return _not_begun(pod, said)
+    return _start_failure(pod, detail)
 
 
 _NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
 """Reasons of the kubelet for a container that its runtime could not start, with exit code 128."""
 
 
-def _not_begun(pod: PodView, said: str) -> Cause | None:
+def _start_failure(pod: PodView, detail: str) -> Cause | None:
     """Return the cause for a container that never ran for a reason in no list above, with the kubelet's message."""
     if pod.ended is not None and pod.ended.reason in _NOT_STARTED:
-        words = pod.ended.message or "the runtime does not say why"
+        message = pod.ended.message or "the runtime gives no reason"
         return Cause(
             OperatorCause.CHILD_FAILED,
             pod.ended.reason,
-            f"The container of pod {pod.name} could not be started: {words}",
-            "Check that the image is a trainer image, and on GPU nodes that their container runtime works.",
+            f"The container of pod {pod.name} could not be started: {message}",
+            "Check that the image is a trainer image and, on GPU nodes, that the container runtime works.",
             pod,
         )
     if pod.ended is None and pod.phase == "Failed" and pod.status_reason:
         return Cause(
             OperatorCause.CHILD_FAILED,
-            camel(pod.status_reason),
-            f"Pod {pod.name} failed before its container ran ({pod.status_reason}){said}",
-            "Change what the message names; often it is something under template.",
+            condition_reason(pod.status_reason),
+            f"Pod {pod.name} failed before its container ran ({pod.status_reason}){detail}",
+            "Correct this in a new job; the cause is often a field under template.",
             pod,
         )
     return None
 
 
 def _evicted(pod: PodView) -> Cause:
-    said = pod.status_message or "the kubelet gave no reason"
-    if _OWN_LIMIT.search(said):
+    detail = pod.status_message or "the kubelet gave no reason"
+    if _OWN_LIMIT.search(detail):
         return Cause(
             FailureClass.STORAGE_FULL,
             "Evicted",
-            f"Pod {pod.name} was evicted as it used more local storage than it may: {said}",
+            f"Pod {pod.name} was evicted for exceeding its local storage limit: {detail}",
             "Keep data in the workspace, or raise the limit under template or resources.sharedMemory.",
             pod,
         )
-    if _LOW_ON_MEMORY.search(said) and _OVER_REQUEST.search(said):
-        return _out_of_memory(pod, "EvictedForMemory", f"Pod {pod.name} was evicted for its use of memory: {said}")
+    if _LOW_ON_MEMORY.search(detail) and _OVER_REQUEST.search(detail):
+        return _out_of_memory(pod, "EvictedForMemory", f"Pod {pod.name} was evicted for its memory use: {detail}")
     return Cause(
         OperatorCause.EVICTED,
         "Evicted",
-        f"Pod {pod.name} was evicted from node {pod.node or 'unknown'}: {said}",
-        "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+        f"Pod {pod.name} was evicted from node {pod.node or 'unknown'}: {detail}",
+        "No action is needed: the stage resumes from its last checkpoint, on other nodes if there are any.",
         pod,
         node_at_fault=True,
     )
@@ -260,11 +264,11 @@ def _out_of_memory(pod: PodView | None, reason: str, message: str) -> Cause:
 
 # ------------------------------------------------------------------------------------------------- exit code, child
 
-_SEE_LOG = "The log's last lines are in logTail."
+_SEE_LOG = "See the end of the log in logTail."
 _HINTS: Mapping[CauseClass, str] = {
     FailureClass.OUT_OF_MEMORY: _MEMORY_HINT,
-    FailureClass.PREEMPTED: "Nothing needs to be done: the stage goes on from its last checkpoint.",
-    OperatorCause.KILLED: "The log's last lines are in logTail; a crash in a native library leaves its trace there.",
+    FailureClass.PREEMPTED: "No action is needed: the stage resumes from its last checkpoint.",
+    OperatorCause.KILLED: "See the end of the log in logTail; a crash in a native library leaves its stack there.",
 }
 """Hints for a cluster, where the operator retries by itself."""
 
@@ -278,7 +282,7 @@ def _from_exit_code(pod: PodView) -> Cause:
         return Cause(
             FailureClass.PREEMPTED,
             "Terminated",
-            f"Pod {pod.name} was told to end and was killed at the end of its grace period (exit code 137).",
+            f"Pod {pod.name} was terminated and then killed at the end of its grace period (exit code 137).",
             _HINTS[FailureClass.PREEMPTED],
             pod,
         )
@@ -293,19 +297,19 @@ def _hint(failure: FailureReport) -> str:
 
 
 def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
-    told = of_exit(code, who=f"The process {where}")
+    exit = of_exit(code, who=f"The process {where}")
     cause = CLASS_OF_EXIT_CODE.get(code) or (OperatorCause.KILLED if retryable(code) else FailureClass.PROGRAM)
-    return Cause(cause, told.reason, told.message, _HINTS.get(cause, _SEE_LOG), pod)
+    return Cause(cause, exit.reason, exit.message, _HINTS.get(cause, _SEE_LOG), pod)
 
 
 def _no_report(pod: PodView | None) -> Cause:
-    told = of_exit(EXIT_OK, who="The process" if pod is None else f"The process in pod {pod.name}")
+    exit = of_exit(EXIT_OK, who="The process" if pod is None else f"The process in pod {pod.name}")
     return Cause(
         OperatorCause.NO_REPORT,
-        told.reason,
-        told.message,
-        "Something inside the process ended it early, e.g. os._exit in a library, or the pod was deleted before its "
-        "last word could be read; see the log.",
+        exit.reason,
+        exit.message,
+        "The process may have exited early, e.g. by os._exit in a library, or its pod was deleted before the report "
+        "could be read; see the log.",
         pod,
     )
 
@@ -323,7 +327,7 @@ def without_report(pods: Sequence[PodView]) -> Cause:
 
 def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
     """Return the child's own reason, if no pod has a better one; a Job's pod failure policy repeats that of a pod."""
-    what = f"{child.ref.kind} {child.ref.name}"
+    object_name = f"{child.ref.kind} {child.ref.name}"
     if child.reason == "PodFailurePolicy":
         name = found[1] if (found := _POD_NAME.search(child.message)) else None
         # Its last known state may be from before its end: its report was deleted with it, or is on its way.
@@ -332,42 +336,44 @@ def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
             return Cause(
                 FailureClass.PREEMPTED,
                 "DisruptionTarget",
-                f"A pod of {what} had to go: {child.message}",
-                "Nothing needs to be done: the stage goes on from its last checkpoint.",
+                f"A pod of {object_name} was disrupted: {child.message}",
+                "No action is needed: the stage resumes from its last checkpoint.",
                 pod,
-                second_hand=True,
+                from_child_status=True,
             )
         if code := _EXIT_CODE.search(child.message):
-            cause = _by_code(int(code[1]), f"of {what}" if pod is None else f"in pod {pod.name}", pod)
-            return replace(cause, exit_code=int(code[1]), second_hand=True)
+            cause = _by_code(int(code[1]), f"of {object_name}" if pod is None else f"in pod {pod.name}", pod)
+            return replace(cause, exit_code=int(code[1]), from_child_status=True)
     if child.reason == "DeadlineExceeded":
         return Cause(
-            OperatorCause.DEADLINE_EXCEEDED, "DeadlineExceeded", f"{what} ran longer than it may: {child.message}",
+            OperatorCause.DEADLINE_EXCEEDED,
+            "DeadlineExceeded",
+            f"{object_name} exceeded its deadline: {child.message}",
             "Raise runPolicy.activeDeadlineSeconds.",
         )  # fmt: skip
     return Cause(
         OperatorCause.CHILD_FAILED,
-        camel(child.reason) or "ChildFailed",
-        f"{what} failed, and no pod says why. It says itself: {child.message or child.reason or 'nothing'}",
-        "The pods may have been deleted from outside; kubectl get events shows what happened to them.",
+        condition_reason(child.reason) or "ChildFailed",
+        f"{object_name} failed, and no pod reports a cause. Its status: {child.message or child.reason or 'no reason'}",
+        "The pods may have been deleted by another client; see kubectl get events.",
     )
 
 
-def camel(reason: str) -> str:
+def condition_reason(reason: str) -> str:
     """Return a reason without characters that Kubernetes does not allow in one (`BackoffLimitExceeded/Evicted`)."""
     return re.sub(r"[^A-Za-z0-9_]", "", reason)
 
 
 def on_node_lost(pod: PodView) -> Cause:
     """Return the cause for a pod that should have ended long ago: its node does not answer."""
-    known = _done_to(pod)
-    if known is not None:
-        return replace(known, node_at_fault=True)
+    cause = infrastructure_cause(pod)
+    if cause is not None:
+        return replace(cause, node_at_fault=True)
     return Cause(
         OperatorCause.NODE_LOST,
         "PodDoesNotEnd",
-        f"Pod {pod.name} was told to end and does not: node {pod.node or 'unknown'} does not answer.",
-        "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+        f"Pod {pod.name} does not terminate: node {pod.node or 'unknown'} does not respond.",
+        "No action is needed: the stage resumes from its last checkpoint, on other nodes if there are any.",
         pod,
         node_at_fault=True,
     )

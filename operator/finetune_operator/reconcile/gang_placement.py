@@ -14,17 +14,17 @@ from datetime import datetime, timedelta
 from finetune_contract.choices import Stage
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import StageStatus
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.status_times import stamp
-from finetune_operator.reconcile.usage import attempt_stopped
+from finetune_operator.reconcile.usage import stop_attempt
 
 INCOMPLETE = "GangIncomplete"
 """Reason of condition Running, and of the event when the attempt is stopped."""
 
 
 @dataclass(frozen=True)
-class HalfPlaced:
+class IncompleteGang:
     """A gang some of whose pods hold nodes while others find none."""
 
     pod: PodView
@@ -38,15 +38,17 @@ class HalfPlaced:
 
     @property
     def message(self) -> str:
-        """State and the scheduler's message."""
+        """State of the gang."""
         holds = "holds a node and waits" if self.placed == 1 else "hold nodes and wait"
-        return (
-            f"{self.placed} of {self.pods} pods {holds} for the others: pod {self.pod.name} finds no node "
-            f"({self.pod.unschedulable})"
-        )
+        return f"{self.placed} of {self.pods} pods {holds} for the others."
+
+    @property
+    def detail(self) -> str:
+        """The scheduler's message."""
+        return f"Pod {self.pod.name} is unschedulable: {self.pod.unschedulable}"
 
 
-def half_placed(stage: StageStatus, pods: Sequence[PodView]) -> HalfPlaced | None:
+def incomplete_gang(stage: StageStatus, pods: Sequence[PodView]) -> IncompleteGang | None:
     """Return how far the gang of a training is placed; None for one that is placed, or that holds nothing."""
     if stage.name != Stage.TRAIN.value:
         return None
@@ -60,47 +62,47 @@ def half_placed(stage: StageStatus, pods: Sequence[PodView]) -> HalfPlaced | Non
     first = min(pod.scheduled or pod.created for pod in placed)
     longest = min(waiting, key=lambda pod: (pod.created, pod.name))
     blocked = any(pod.waiting is not None for pod in living)
-    return HalfPlaced(longest, len(placed), len(ranks), max(first, longest.created), blocked)
+    return IncompleteGang(longest, len(placed), len(ranks), max(first, longest.created), blocked)
 
 
-def look_for_rest(course: Course, stage: StageStatus, pods: Sequence[PodView]) -> tuple[Course, bool]:
+def follow_gang(state: ReconcileState, stage: StageStatus, pods: Sequence[PodView]) -> tuple[ReconcileState, bool]:
     """Follow an attempt that is half placed: it waits and reports it, or is stopped. True: it was stopped, and nothing
     else is to be reported of it.
     """
-    gang, limit = half_placed(stage, pods), course.settings.limits.gang_seconds
+    gang, limit = incomplete_gang(stage, pods), state.settings.limits.gang_seconds
     # A fallback to any nodes ends the wait in a better way, and counts it from the creation of the attempt's pods.
-    falls_back = stage.capacity == "spot" and course.spec.spot.fallback_to_on_demand
+    falls_back = stage.capacity == "spot" and state.spec.spot.fallback_to_on_demand
     if gang is None or falls_back:
-        return course, False
+        return state, False
     until = gang.since + timedelta(seconds=limit) if limit else None
-    if until is not None and until <= course.now and not course.spec.run_policy.suspend:
-        return _stopped(course, stage, gang), True
-    course = course.wake(until)
+    if until is not None and until <= state.now and not state.spec.run_policy.suspend:
+        return _stopped(state, stage, gang), True
+    state = state.requeue(until)
     if gang.blocked:
-        return course, False
-    prospect = (
-        "" if until is None else f" At {stamp(until)} all are stopped and leave their nodes, and start again later."
+        return state, False
+    outcome = (
+        "" if until is None else f" At {stamp(until)} the attempt is stopped to release its nodes, and restarted later."
     )
-    return replace(course, waiting=f"{gang.message}.{prospect}", waiting_reason=INCOMPLETE), False
+    return replace(state, waiting=f"{gang.message}{outcome} {gang.detail}", waiting_reason=INCOMPLETE), False
 
 
-def _stopped(course: Course, stage: StageStatus, gang: HalfPlaced) -> Course:
+def _stopped(state: ReconcileState, stage: StageStatus, gang: IncompleteGang) -> ReconcileState:
     """Stop the attempt; the next one starts after a delay, in which another job may get all its nodes."""
-    seconds = _delay(course, stage)
-    held = human_seconds((course.now - gang.since).total_seconds())
-    following = stamp(course.now + timedelta(seconds=seconds))
-    return attempt_stopped(course, stage, next_attempt_time=following).tell(
+    seconds = _delay(state, stage)
+    held = human_seconds((state.now - gang.since).total_seconds())
+    following = stamp(state.now + timedelta(seconds=seconds))
+    return stop_attempt(state, stage, next_attempt_time=following).with_event(
         INCOMPLETE,
-        f"{gang.message}. After {held} attempt {stage.attempt} is stopped, as limits.gangSeconds says, so that others "
-        f"can have the nodes; attempt {stage.attempt + 1} starts in {human_seconds(seconds)}, which is no restart.",
+        f"{gang.message} After {held} (limits.gangSeconds) attempt {stage.attempt} is stopped to release its nodes; "
+        f"attempt {stage.attempt + 1} starts in {human_seconds(seconds)}, not counted as a restart. {gang.detail}",
         warning=True,
     )
 
 
-def _delay(course: Course, stage: StageStatus) -> float:
+def _delay(state: ReconcileState, stage: StageStatus) -> float:
     """Return the seconds until the next attempt: between the longest delay of a restart and twice that, by job and
     attempt, so that gangs that blocked each other do not come back together.
     """
-    longest = course.settings.limits.restart_delay_most_seconds
-    drawn = zlib.crc32(f"{course.job.uid}/{stage.attempt}".encode()) / 2**32
+    longest = state.settings.limits.restart_delay_most_seconds
+    drawn = zlib.crc32(f"{state.job.uid}/{stage.attempt}".encode()) / 2**32
     return float(round(longest * (1 + drawn)))

@@ -26,19 +26,19 @@ from finetune_operator.api.validation import validate_job
 from finetune_operator.launchers.kserve_kind import KSERVE_LABEL
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 from finetune_operator.reconcile.children import attempt_of
-from finetune_operator.reconcile.course import heard_by
 from finetune_operator.reconcile.failure_diagnosis import first_cause, reported_success, without_report
+from finetune_operator.reconcile.hang_detection import pods_to_read_logs_from, progress_gap
+from finetune_operator.reconcile.pod_replacement import current_pods, pods_with_cause
 from finetune_operator.reconcile.raw import RawPod
+from finetune_operator.reconcile.reconcile_state import with_own_report
 from finetune_operator.reconcile.reconcile_types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
-from finetune_operator.reconcile.replacing import standing, telling
-from finetune_operator.reconcile.silence import silence, witnesses
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """kubectl's copy of the whole object: its problems are reported once, for the object itself."""
-TOLD_PROBLEMS = 20
+MAX_PROBLEMS = 20
 LONGEST_PATH = 300
 LONGEST_ROLLBACK = 64
 _INDEX_LABELS = tuple(dict.fromkeys(each.index_label for each in SUPPORTED if each.index_label is not None))
@@ -82,14 +82,14 @@ def job_view(
         "metadata": metadata,
         "spec": value.get("spec"),
     }
-    if before is not None and _asks_the_same(meta, marks, before):
+    if before is not None and _is_unchanged(meta, marks, before):
         job, problems = before.job, before.problems
     else:
         try:
             job, found = (validate or validate_job)(document, settings)
         except Exception as error:
             # A bug that one object triggers must not keep the operator from all others.
-            job, found = None, [_not_judged(error)]
+            job, found = None, [_validation_failure(error)]
         problems = _kept(found)
         if job is not None:
             job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"annotations": {}})})
@@ -114,13 +114,13 @@ def _rollback(meta: Meta) -> str | None:
     return None if text is None else shortened(text, LONGEST_ROLLBACK)
 
 
-def asks_the_same(value: Mapping[str, JsonValue], before: JobView) -> bool:
+def is_unchanged(value: Mapping[str, JsonValue], before: JobView) -> bool:
     """Return whether `job_view` reuses the verdict of `before`. ValidationError as there."""
     meta = Meta.model_validate(value["metadata"])
-    return _asks_the_same(meta, _marks(meta), before)
+    return _is_unchanged(meta, _marks(meta), before)
 
 
-def _asks_the_same(meta: Meta, marks: str, before: JobView) -> bool:
+def _is_unchanged(meta: Meta, marks: str, before: JobView) -> bool:
     # Kubernetes counts the generation up with each change of a spec, but not with one of labels and annotations.
     return (before.uid, before.generation, before.marks) == (meta.uid, meta.generation, marks)
 
@@ -137,20 +137,20 @@ def _marks(meta: Meta) -> str:
 
 def _kept(found: Sequence[Problem]) -> tuple[Problem, ...]:
     """Return the first problems and the number of the others: as much as a condition shows."""
-    kept = [replace(problem, path=shortened(problem.path, LONGEST_PATH)) for problem in found[:TOLD_PROBLEMS]]
+    kept = [replace(problem, path=shortened(problem.path, LONGEST_PATH)) for problem in found[:MAX_PROBLEMS]]
     if more := len(found) - len(kept):
         rule = f"has {more} more problem{'s' * (more > 1)}{' or more' * (len(found) >= MOST_PROBLEMS)}"
-        kept.append(Problem("", None, rule, "finetune validate tells them"))
+        kept.append(Problem("", None, rule, "run finetune validate to list them"))
     return tuple(kept)
 
 
-def _not_judged(error: Exception) -> Problem:
+def _validation_failure(error: Exception) -> Problem:
     why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return Problem(
         "spec",
         None,
-        f"cannot be judged by this operator ({shortened(why, 200)})",
-        "run finetune validate on the job's file, and report what it says as a fault of the operator",
+        f"cannot be validated because of an error in the operator ({shortened(why, 200)})",
+        "run finetune validate on the job's file, and report its output as a bug of the operator",
     )
 
 
@@ -195,7 +195,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         lost_before=_lost_before(raw.metadata.annotations),
         node=raw.spec.node_name,
         scheduled=scheduled.last_transition_time if scheduled is not None and scheduled.holds else None,
-        began=_began(raw),
+        started_at=_started_at(raw),
         unschedulable=scheduled.message if scheduled is not None and unschedulable else None,
         waiting=_waiting(raw),
         ended=_ended(raw, attempt[0]),
@@ -256,7 +256,7 @@ def _ended(raw: RawPod, stage: Stage) -> Ended | None:
     return None
 
 
-def _began(raw: RawPod) -> datetime | None:
+def _started_at(raw: RawPod) -> datetime | None:
     """Return when the trainer's container started."""
     for container in raw.status.container_statuses:
         state = container.state
@@ -283,28 +283,30 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     if newest is None:
         return ()
     every = _pods_of(newest, job, observed)
-    own = telling(newest, every) if newest.state == "Failed" else standing(newest, every)
+    own = pods_with_cause(newest, every) if newest.state == "Failed" else current_pods(newest, every)
     # A deleted pod has no log to read.
     failed = sorted(
-        (pod for pod in own if pod.phase == "Failed" and not pod.gone), key=lambda pod: (_ended_at(pod), pod.name)
+        (pod for pod in own if pod.phase == "Failed" and not pod.deleted), key=lambda pod: (_ended_at(pod), pod.name)
     )
-    cause = _telling(newest, own)
-    first = [cause] if cause is not None and cause.over and not cause.gone else []
-    quiet = silence(job, observed, settings, newest.stage.value, newest.attempt)
-    hung = witnesses(own) if quiet is not None and quiet.until <= now else ()
+    cause = _pod_with_cause(newest, own)
+    first = [cause] if cause is not None and cause.over and not cause.deleted else []
+    gap = progress_gap(job, observed, settings, newest.stage.value, newest.attempt)
+    hung = pods_to_read_logs_from(own) if gap is not None and gap.until <= now else ()
     wanted = dict.fromkeys(pod.name for pod in (*first, *failed, *hung))
     known = {name for name, _ in observed.logs}
     return tuple(name for name in list(wanted)[:MOST_LOGS] if name not in known)
 
 
-def leaving(job: JobView, observed: Observed) -> tuple[str, ...]:
+def pods_being_deleted(job: JobView, observed: Observed) -> tuple[str, ...]:
     """Return the pods of the current attempt that are being deleted while they run, at most 3: their logs have to be
     read now. The operator did not delete them: it does so only after the status records an end.
     """
     newest = _newest(job, observed)
     if newest is None:
         return ()
-    own = [pod for pod in _pods_of(newest, job, observed) if pod.deleting_since is not None and pod.began is not None]
+    own = [
+        pod for pod in _pods_of(newest, job, observed) if pod.deleting_since is not None and pod.started_at is not None
+    ]
     first = sorted((pod for pod in own if not pod.over), key=lambda pod: (pod.deleting_since, pod.index or 0, pod.name))
     known = {name for name, _ in observed.last_logs}
     return tuple(pod.name for pod in first[:MOST_LOGS] if pod.name not in known)[: MOST_LOGS - len(known)]
@@ -316,18 +318,18 @@ def _newest(job: JobView, observed: Observed) -> ChildView | None:
         return None
     newest = max(observed.children, key=lambda child: (list(Stage).index(child.stage), child.attempt))
     for stage in job.status.stages:
-        told = stage.attempt >= newest.attempt and stage.state not in ("Pending", "Running")
-        if stage.name == newest.stage.value and told:
+        recorded = stage.attempt >= newest.attempt and stage.state not in ("Pending", "Running")
+        if stage.name == newest.stage.value and recorded:
             return None
     return newest
 
 
 def _pods_of(child: ChildView, job: JobView, observed: Observed) -> list[PodView]:
     same = (pod for pod in observed.pods if (pod.stage, pod.attempt) == (child.stage, child.attempt))
-    return [heard_by(pod, job.name) for pod in same]
+    return [with_own_report(pod, job.name) for pod in same]
 
 
-def kept_log(job: JobView, log: str) -> str:
+def redacted_log(job: JobView, log: str) -> str:
     """Return a pod's log tail as the status may hold it: without secrets, including those that the job names in plain.
     Not everybody who may read the job may read its Secrets.
     """
@@ -337,7 +339,7 @@ def kept_log(job: JobView, log: str) -> str:
     return redactor.text(log)[-LOG_LIMIT:]
 
 
-def _telling(child: ChildView, pods: Sequence[PodView]) -> PodView | None:
+def _pod_with_cause(child: ChildView, pods: Sequence[PodView]) -> PodView | None:
     """Return the pod whose end will be reported as the cause; None if nothing has failed, or no pod shows why."""
     if child.state == "Succeeded":
         return None if reported_success(pods) is not None else without_report(pods).pod

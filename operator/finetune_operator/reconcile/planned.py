@@ -24,7 +24,7 @@ from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.gpu_nodes import told_by
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesTold, PlanRefused
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
 from finetune_operator.rendering.render_types import Attempt, Owner, RenderContext
@@ -34,68 +34,68 @@ MOST_ADAPTATIONS = 32
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def plan_now(course: Course) -> JobPlan:
+def plan_now(state: ReconcileState) -> JobPlan:
     """Return the plan in force; PlanRefused as `plan` does.
 
     An endpoint may change while the job trains. Problems with it alone are reported when its turn comes.
     """
-    facts, adaptation = _facts(course), _adaptation(course)
+    facts, adaptation = _facts(state), _adaptation(state)
     try:
-        return plan(course.accepted, facts, course.settings, adaptation)
+        return plan(state.accepted, facts, state.settings, adaptation)
     except PlanRefused as refused:
-        current = course.current
+        current = state.current
         serves = current is None or current.name == Stage.SERVE.value
         about_endpoint = all(one.path.startswith("spec.endpoint") for one in refused.problems)
-        if not course.started or serves or not about_endpoint:
+        if not state.started or serves or not about_endpoint:
             raise
-    spec = course.spec.model_copy(update={"endpoint": None})
-    return plan(course.accepted.model_copy(update={"spec": spec}), facts, course.settings, adaptation)
+    spec = state.spec.model_copy(update={"endpoint": None})
+    return plan(state.accepted.model_copy(update={"spec": spec}), facts, state.settings, adaptation)
 
 
-def context(course: Course) -> RenderContext:
+def context(state: ReconcileState) -> RenderContext:
     """Return the surroundings that rendering needs."""
-    owner = Owner(course.job.name, course.job.uid)
-    return RenderContext(course.job.namespace, course.spec, course.settings, owner, course.endpoint)
+    owner = Owner(state.job.name, state.job.uid)
+    return RenderContext(state.job.namespace, state.spec, state.settings, owner, state.endpoint)
 
 
-def configuration(course: Course, attempt: Attempt) -> str:
+def configuration(state: ReconcileState, attempt: Attempt) -> str:
     """Return the sha256 of the configuration of an attempt's pods by the plan in force; PlanRefused as `plan` does."""
-    return fingerprint(stage_files(plan_now(course), context(course), attempt.stage))
+    return fingerprint(stage_files(plan_now(state), context(state), attempt.stage))
 
 
-def _facts(course: Course) -> Facts:
-    measured = course.status.measured or MeasuredStatus()
+def _facts(state: ReconcileState) -> Facts:
+    measured = state.status.measured or MeasuredStatus()
     return Facts(
         model=_read(ModelFacts, measured.model),
         data=_read(DataFacts, measured.data),
         nodes=_read(NodesTold, measured.nodes),
-        model_revision=None if course.status.artifacts is None else course.status.artifacts.model_revision,
-        served=_launchers(course),
-        kserve=course.observed.kserve,
-        runtime_there=_runtime_there(course),
-        prepared=_succeeded(course, Stage.PREPARE),
-        predicted=_succeeded(course, Stage.PREDICT),
+        model_revision=None if state.status.artifacts is None else state.status.artifacts.model_revision,
+        served=_launchers(state),
+        kserve=state.observed.kserve,
+        runtime_there=_runtime_there(state),
+        prepared=_succeeded(state, Stage.PREPARE),
+        predicted=_succeeded(state, Stage.PREDICT),
     )
 
 
-def _succeeded(course: Course, stage: Stage) -> bool:
-    return any((one.name, one.state) == (stage.value, "Succeeded") for one in course.status.stages)
+def _succeeded(state: ReconcileState, stage: Stage) -> bool:
+    return any((one.name, one.state) == (stage.value, "Succeeded") for one in state.status.stages)
 
 
-def _runtime_there(course: Course) -> EndpointRuntime | None:
+def _runtime_there(state: ReconcileState) -> EndpointRuntime | None:
     """Return the runtime of the servers that the URL leads to; of any revision if there are none."""
-    status = course.status.endpoint
-    there = [one for one in course.observed.endpoints if not one.deleting]
+    status = state.status.endpoint
+    there = [one for one in state.observed.endpoints if not one.deleting]
     leading = [one for one in there if status is not None and one.revision == status.revision]
     return next((one.runtime for one in (*leading, *there)), None)
 
 
-def _launchers(course: Course) -> tuple[LauncherName, ...]:
+def _launchers(state: ReconcileState) -> tuple[LauncherName, ...]:
     """Return the launchers of the plan: a job that has begun keeps its own, whatever is removed later."""
-    served = course.observed.served
-    if not course.started:
+    served = state.observed.served
+    if not state.started:
         return served
-    chosen = None if course.status.plan is None else course.status.plan.launcher
+    chosen = None if state.status.plan is None else state.status.plan.launcher
     return (*(tuple(name for name in TRAINING if name == chosen) or served), *ENGINES)
 
 
@@ -109,30 +109,30 @@ def _read(model: type[Model], value: dict[str, JsonValue] | None) -> Model | Non
         return None
 
 
-def _adaptation(course: Course) -> Adaptation:
-    told = course.status.adaptation
-    if told is None:
+def _adaptation(state: ReconcileState) -> Adaptation:
+    adaptation = state.status.adaptation
+    if adaptation is None:
         return Adaptation()
-    return Adaptation(told.micro_batch_limit, told.skipped_strategies, told.checkpoint_form)
+    return Adaptation(adaptation.micro_batch_limit, adaptation.skipped_strategies, adaptation.checkpoint_form)
 
 
-def with_nodes(course: Course) -> Course:
+def with_nodes(state: ReconcileState) -> ReconcileState:
     """Store the nodes' facts about their GPUs until the first stage begins: plans of later stages use the same ones."""
-    read, asked = course.observed.nodes, course.spec.resources.gpus_per_node
-    told: NodesTold | None = None
-    if asked == 0 or (read is None and not course.settings.nodes.read):
-        told = None
+    read, gpus = state.observed.nodes, state.spec.resources.gpus_per_node
+    nodes_facts: NodesTold | None = None
+    if gpus == 0 or (read is None and not state.settings.nodes.read):
+        nodes_facts = None
     elif read is None:
-        return course  # not requested yet
+        return state  # not requested yet
     elif read.failure is not None:
-        told = NodesTold(words=read.failure)
+        nodes_facts = NodesTold(words=read.failure)
     else:
-        told = told_by(read.nodes, course.spec, course.settings)
-    kept = None if told is None else told.model_dump(mode="json", by_alias=True, exclude_none=True)
-    before = course.status.measured
+        nodes_facts = told_by(read.nodes, state.spec, state.settings)
+    kept = None if nodes_facts is None else nodes_facts.model_dump(mode="json", by_alias=True, exclude_none=True)
+    before = state.status.measured
     if kept == (None if before is None else before.nodes):
-        return course
-    return course.with_status(measured=(before or MeasuredStatus()).model_copy(update={"nodes": kept}))
+        return state
+    return state.with_status(measured=(before or MeasuredStatus()).model_copy(update={"nodes": kept}))
 
 
 def measured_status(measured: MeasuredFacts, before: MeasuredStatus | None = None) -> MeasuredStatus:
@@ -145,43 +145,43 @@ def measured_status(measured: MeasuredFacts, before: MeasuredStatus | None = Non
     return MeasuredStatus(model=dumped(measured.model), data=dumped(measured.data), nodes=nodes)
 
 
-def plan_status(made: JobPlan) -> PlanStatus:
+def plan_status(job_plan: JobPlan) -> PlanStatus:
     """Return the part of a plan that the status shows."""
-    training, world, memory = made.trainer.training, made.trainer.world, made.memory
-    undecided = None if made.trainer.script is not None else 1
+    training, world, memory = job_plan.trainer.training, job_plan.trainer.world, job_plan.memory
+    undecided = None if job_plan.trainer.script is not None else 1
     terms = {} if memory is None else {term.name: term.bytes for term in memory.terms} | {"total": memory.total_bytes}
     return PlanStatus(
-        strategy=made.strategy,
-        launcher=made.launcher,
-        capacity=made.capacity,
+        strategy=job_plan.strategy,
+        launcher=job_plan.launcher,
+        capacity=job_plan.capacity,
         world_size=1 if world is None else world.size,
         micro_batch_size=undecided if training is None else training.batch.micro_batch_size,
         gradient_accumulation=undecided if training is None else training.batch.gradient_accumulation,
         data_parallel=None
         if training is None or training.strategy.replica_ranks == 1
         else training.batch.data_parallel,
-        predict_workers=made.predict_workers if made.predict_workers > 1 else None,
+        predict_workers=job_plan.predict_workers if job_plan.predict_workers > 1 else None,
         memory_per_device=terms,
         estimated=EstimateStatus(
-            duration_seconds=made.estimate.seconds, cost=made.estimate.cost, currency=made.estimate.currency
+            duration_seconds=job_plan.estimate.seconds, cost=job_plan.estimate.cost, currency=job_plan.estimate.currency
         ),
-        reasons=(*made.reasons, *made.assumptions)[:MOST_REASONS],
+        reasons=(*job_plan.reasons, *job_plan.assumptions)[:MOST_REASONS],
     )
 
 
-def plan_sentence(made: JobPlan) -> str:
+def plan_sentence(job_plan: JobPlan) -> str:
     """Return the plan in one sentence."""
-    stages = " -> ".join(stage.value for stage in made.stages)
-    training, world = made.trainer.training, made.trainer.world
+    stages = " -> ".join(stage.value for stage in job_plan.stages)
+    training, world = job_plan.trainer.training, job_plan.trainer.world
     if world is None:
         return f"{stages}: nothing is trained."
-    kind = "spot " if made.capacity == "spot" else ""
+    kind = "spot " if job_plan.capacity == "spot" else ""
     nodes = f"{world.nodes} {kind}node{'s' * (world.nodes > 1)} x {world.processes_per_node} process"
     nodes += "es" * (world.processes_per_node > 1)
     if training is None:
-        return f"{stages}: runs your program by {made.launcher} on {nodes}."
+        return f"{stages}: runs your program by {job_plan.launcher} on {nodes}."
     return (
-        f"{stages}: trains with {made.strategy} by {made.launcher} on {nodes}; "
+        f"{stages}: trains with {job_plan.strategy} by {job_plan.launcher} on {nodes}; "
         f"batch {batch_arithmetic(training.batch)}."
     )
 
@@ -193,37 +193,37 @@ def problems_text(problems: tuple[Problem, ...]) -> str:
 
 def _sentence(problem: Problem) -> str:
     value = "" if problem.value is None else f" (value {problem.value})"
-    rule, way = problem.rule.rstrip("."), problem.way_out.rstrip(".")
-    return f"{problem.path}{value}: {rule}; {way}." if problem.path else f"{rule}{value}; {way}."
+    rule, hint = problem.rule.rstrip("."), problem.way_out.rstrip(".")
+    return f"{problem.path}{value}: {rule}; {hint}." if problem.path else f"{rule}{value}; {hint}."
 
 
 class NothingLeftToAdapt(Exception):  # noqa: N818 - an answer, not a defect
     """Error with the reason that no plan needs less memory."""
 
 
-def _has_saved(course: Course, schedule: CheckpointSchedule) -> bool:
+def _has_saved(state: ReconcileState, schedule: CheckpointSchedule) -> bool:
     """Return whether the attempt that ran last got far enough that there is a checkpoint to resume from."""
-    progress, stage = course.status.progress, course.current
+    progress, stage = state.status.progress, state.current
     if not schedule.resume or progress is None or not progress.step or stage is None:
         return False
     minutes = schedule.every_minutes or schedule.within_minutes
     if schedule.every_minutes is None and progress.step >= schedule.every_steps:
         return True
-    return minutes is not None and seconds_since(stage.start_time, course.now) >= 60 * minutes
+    return minutes is not None and seconds_since(stage.start_time, state.now) >= 60 * minutes
 
 
-def adapt(course: Course, attempt: int) -> tuple[Course, str]:
-    """Return the course with a plan that needs less memory, and the sentence why; raises NothingLeftToAdapt."""
-    before = plan_now(course)
-    was = _adaptation(course)
+def adapt(state: ReconcileState, attempt: int) -> tuple[ReconcileState, str]:
+    """Return the state with a plan that needs less memory, and the sentence why; raises NothingLeftToAdapt."""
+    before = plan_now(state)
+    was = _adaptation(state)
     if before.trainer.training is None:
         raise NothingLeftToAdapt("nothing is trained, so there is no micro-batch to halve")
-    if was.checkpoint_form is None and _has_saved(course, before.trainer.training.checkpoints):
+    if was.checkpoint_form is None and _has_saved(state, before.trainer.training.checkpoints):
         was = replace(was, checkpoint_form=before.trainer.training.strategy.checkpoint_form)
     step = next_adaptation(before, was)
-    told = course.status.adaptation or AdaptationStatus()
-    changed = told.model_copy(update=asdict(step))
-    tried = course.with_status(adaptation=changed)
+    earlier = state.status.adaptation or AdaptationStatus()
+    changed = earlier.model_copy(update=asdict(step))
+    tried = state.with_status(adaptation=changed)
     try:
         after = plan_now(tried)
     except PlanRefused as refused:
@@ -232,8 +232,8 @@ def adapt(course: Course, attempt: int) -> tuple[Course, str]:
     batch = after.trainer.training.batch
     reason = (
         f"Attempt {attempt} of train ran out of memory with {before.strategy} and a micro-batch of "
-        f"{before.trainer.training.batch.micro_batch_size}: the next one takes {after.strategy}, batch "
+        f"{before.trainer.training.batch.micro_batch_size}: the next one uses {after.strategy}, batch "
         f"{batch_arithmetic(batch)}."
     )
-    final = changed.model_copy(update={"reasons": (*told.reasons, reason)[-MOST_ADAPTATIONS:]})
+    final = changed.model_copy(update={"reasons": (*earlier.reasons, reason)[-MOST_ADAPTATIONS:]})
     return tried.with_status(adaptation=final, plan=plan_status(after)), reason

@@ -122,7 +122,7 @@ class PodView:
     node: str | None = None
     scheduled: datetime | None = None
     """Time when it got its node."""
-    began: datetime | None = None
+    started_at: datetime | None = None
     """Start of the trainer's container."""
     unschedulable: str | None = None
     """The scheduler's message."""
@@ -143,16 +143,16 @@ class PodView:
     """Time when its deletion was requested, in whole seconds."""
     container: str = CONTAINER_NAME
     """Name of the trainer's container."""
-    gone: bool = False
+    deleted: bool = False
     """True if it no longer exists: this is its last known state."""
 
     @property
     def over(self) -> bool:
         """True if nothing of it runs any more."""
-        return self.gone or self.phase in ("Succeeded", "Failed")
+        return self.deleted or self.phase in ("Succeeded", "Failed")
 
     @property
-    def spare(self) -> bool:
+    def optional(self) -> bool:
         """True if its attempt ends well without it: the first pod of prepare or predict does the work that others
         leave.
         """
@@ -179,14 +179,14 @@ class EndpointView:
     """Pods with its current template; 0 while its controller has not seen its last change."""
     digest: str | None = None
     """Digest of all objects of the endpoint that were applied with it."""
-    made_of: str | None = None
+    revision_digest: str | None = None
     """Digest of the revision that its pods serve."""
     stuck: str | None = None
     """Message of its controller if its servers have not become available in time."""
     deleting: bool = False
-    made: bool = True
+    has_deployment: bool = True
     """True if there is a Deployment; False: KServe has not created it yet, or its controller does not run."""
-    trouble: tuple[str, str] | None = None
+    problem: tuple[str, str] | None = None
     """Reason and message of KServe if something cannot be done."""
     url: str | None = None
     """URL for clients outside of the cluster, as KServe reports it."""
@@ -227,7 +227,7 @@ class Observed:
     logs: tuple[tuple[str, str], ...] = ()
     """Name of a pod and its log tail, for pods that `wanted_logs` asked for; empty text: no log can be read."""
     last_logs: tuple[tuple[str, str], ...] = ()
-    """Same for pods that `leaving` named, read when their deletion began: a pod's log is deleted with it."""
+    """Same for pods that `pods_being_deleted` named, read when their deletion began: a pod's log is deleted with it."""
     served: tuple[LauncherName, ...] = BUILT_IN
     """Launchers whose kinds the API server serves, as `planning.plan_types.Facts.served` takes them."""
     nodes: NodesRead | None = None
@@ -240,15 +240,15 @@ class Observed:
     """Objects that serve the model, by revision."""
     kserve: bool = False
     """True if the API server serves InferenceServices."""
-    moved: datetime | None = None
+    last_progress_at: datetime | None = None
     """Time of the running attempt's last report with anything new; None: this operator has received none."""
 
     @property
-    def ends(self) -> tuple[tuple[str, str], ...]:
+    def log_tails(self) -> tuple[tuple[str, str], ...]:
         """Log tails that are known: one read after a pod's end replaces one read when its deletion began."""
         return tuple((dict(self.last_logs) | {name: text for name, text in self.logs if text}).items())
 
-    heard_since: datetime | None = None
+    reports_complete_since: datetime | None = None
     """Time since which no report can have been missed; None: reports cannot be received now."""
 
 
@@ -277,7 +277,7 @@ class Decision:
     apply: tuple[Manifest, ...] = ()
     """Objects in order, after those to create; each is created or changed, unless it belongs to somebody else."""
     events: tuple[EventNote, ...] = ()
-    wake_at: datetime | None = None
+    requeue_at: datetime | None = None
     """Time of the next reconcile even if nothing happens: the end of a delay or a time limit."""
     delete_job: bool = False
     """True if the job's time to live is over."""

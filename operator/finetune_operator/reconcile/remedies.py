@@ -113,9 +113,9 @@ class Cause:
     exit_code: int | None = None
     node_at_fault: bool = False
     """True if another attempt should avoid the pod's node."""
-    witnesses: tuple[PodView, ...] = ()
+    pods_to_read_logs_from: tuple[PodView, ...] = ()
     """Pods whose logs are shown if it is not known which one failed, or if that one has no log."""
-    second_hand: bool = False
+    from_child_status: bool = False
     """True if the cause comes from the child's status; the pod's own report may still follow."""
 
     @property
@@ -130,19 +130,21 @@ class Cause:
         if self.cause in (OperatorCause.NODE_LOST, OperatorCause.EVICTED, OperatorCause.POD_REJECTED):
             return True
         pod = self.pod
-        if self.second_hand or pod is None:
+        if self.from_child_status or pod is None:
             # Only of a deleted pod nothing but the child's status is left.
             return self.cause is FailureClass.PREEMPTED
         ended = None if pod.ended is None else pod.ended.finished
-        told_to_go = pod.deleting_since is not None and (ended is None or pod.deleting_since <= ended)
-        return pod.disruption is not None or pod.gone or told_to_go
+        deleted_before_end = pod.deleting_since is not None and (ended is None or pod.deleting_since <= ended)
+        return pod.disruption is not None or pod.deleted or deleted_before_end
 
     @property
-    def bad_node(self) -> str | None:
+    def node_to_avoid(self) -> str | None:
         """Node to avoid."""
         return self.pod.node if self.pod is not None and self.node_at_fault else None
 
-    def told(self, stage: Stage | None, attempt: int | None, logs: Sequence[tuple[str, str]] = ()) -> FailureStatus:
+    def to_failure_status(
+        self, stage: Stage | None, attempt: int | None, logs: Sequence[tuple[str, str]] = ()
+    ) -> FailureStatus:
         """Return the failure as the status holds it."""
         pod = self.pod
         ended = None if pod is None else pod.ended
@@ -165,12 +167,12 @@ class Cause:
     def _tail(self, logs: Mapping[str, str]) -> str | None:
         """Return the tail of the pod's log, or those of the witnesses if there is no such pod, or its log is empty."""
         own = "" if self.pod is None else logs.get(self.pod.name, "").rstrip()
-        return own[-LOG_LIMIT:] or _shares(self.witnesses, logs)
+        return own[-LOG_LIMIT:] or _joined_tails(self.pods_to_read_logs_from, logs)
 
 
-def _shares(pods: Sequence[PodView], logs: Mapping[str, str]) -> str | None:
+def _joined_tails(pods: Sequence[PodView], logs: Mapping[str, str]) -> str | None:
     """Return a share of each pod's log below a line with its name."""
-    told = [(pod.name, text) for pod in pods if (text := logs.get(pod.name, "").rstrip())]
-    share = LOG_LIMIT // max(1, len(told))
-    parts = [f"==> {name} <==\n{text[len(name) + len('==>  <==') + 2 - share :]}" for name, text in told]
+    tails = [(pod.name, text) for pod in pods if (text := logs.get(pod.name, "").rstrip())]
+    share = LOG_LIMIT // max(1, len(tails))
+    parts = [f"==> {name} <==\n{text[len(name) + len('==>  <==') + 2 - share :]}" for name, text in tails]
     return "\n".join(parts) or None

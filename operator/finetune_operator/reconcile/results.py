@@ -131,8 +131,8 @@ def nodes(spec: FineTuneJobSpec, plan: PlanStatus | None, stage: Stage) -> int:
 
 def gpus(spec: FineTuneJobSpec, stage: Stage) -> int:
     """Return the GPUs that a pod of `stage` takes; 0 if the job leaves their number open."""
-    asked = spec.resources.gpus_per_node
-    return gpus_of_stage(stage, 0 if asked == "auto" else asked)
+    gpus_per_node = spec.resources.gpus_per_node
+    return gpus_of_stage(stage, 0 if gpus_per_node == "auto" else gpus_per_node)
 
 
 def cost_after(
@@ -177,17 +177,17 @@ class PodPrice:
 
 def _price(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> PodPrice | None:
     """Return the price of a node, or of the share of it that goes with one of its GPUs in inference."""
-    asked = spec.resources.gpus_per_node
-    if asked == "auto":
+    gpus_per_node = spec.resources.gpus_per_node
+    if gpus_per_node == "auto":
         return None
-    if stage is Stage.PREPARE or asked == 0:
+    if stage is Stage.PREPARE or gpus_per_node == 0:
         return _share(find_price(settings, "cpu", 0), 1.0)
     product = spec.resources.accelerator.product
     if product is None:
         return None
     taken = gpus(spec, stage)
     node = find_price(settings, product, taken)
-    return _share(node, 1.0) or _share(find_price(settings, product, asked), taken / asked)
+    return _share(node, 1.0) or _share(find_price(settings, product, gpus_per_node), taken / gpus_per_node)
 
 
 def _share(price: Price | None, share: float) -> PodPrice | None:

@@ -20,8 +20,8 @@ from finetune_operator.api.types import (
     ProgressStatus,
     StageStatus,
 )
-from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.planned import problems_text
+from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.spot import words
 from finetune_operator.reconcile.status_times import stamp
 
@@ -40,7 +40,7 @@ _PHASES: Mapping[Stage, Phase] = {
 
 
 @dataclass(frozen=True)
-class Word:
+class ConditionContent:
     """Content of a condition."""
 
     status: Literal["True", "False", "Unknown"]
@@ -48,125 +48,131 @@ class Word:
     message: str
 
 
-def complete(course: Course) -> FineTuneJobStatus:
+def complete(state: ReconcileState) -> FineTuneJobStatus:
     """Return the status with all fields that derive from the others."""
-    words = {kind: say(course) for kind, say in _CONDITIONS.items()}
-    before = {one.type: one for one in course.job.status.conditions}
+    contents = {kind: build(state) for kind, build in _CONDITIONS.items()}
+    before = {one.type: one for one in state.job.status.conditions}
     conditions = tuple(
-        _condition(course, kind, word, before.get(kind)) for kind, word in words.items() if word is not None
+        _condition(state, kind, content, before.get(kind)) for kind, content in contents.items() if content is not None
     )
-    return course.status.model_copy(
+    return state.status.model_copy(
         update={
-            "observed_generation": course.job.generation,
-            "phase": phase(course),
-            "stage": _stage(course),
-            "progress": _known_progress(course),
+            "observed_generation": state.job.generation,
+            "phase": phase(state),
+            "stage": _stage(state),
+            "progress": _shown_progress(state),
             "conditions": conditions,
         }
     )
 
 
-def _known_progress(course: Course) -> ProgressStatus | None:
+def _shown_progress(state: ReconcileState) -> ProgressStatus | None:
     """Return the progress that was reported last, without time left for a job that has ended or is suspended."""
-    told = course.status.progress
-    if told is None or (course.end is None and not course.suspended):
-        return told
-    return told.model_copy(update={"remaining_seconds": None})
+    progress = state.status.progress
+    if progress is None or (state.end is None and not state.suspended):
+        return progress
+    return progress.model_copy(update={"remaining_seconds": None})
 
 
-def _condition(course: Course, kind: ConditionType, word: Word, before: Condition | None) -> Condition:
-    same = before is not None and before.status == word.status
+def _condition(
+    state: ReconcileState, kind: ConditionType, content: ConditionContent, before: Condition | None
+) -> Condition:
+    same = before is not None and before.status == content.status
     return Condition(
         type=kind,
-        status=word.status,
-        reason=word.reason,
-        message=word.message[:MESSAGE_LIMIT],
-        last_transition_time=before.last_transition_time if before is not None and same else stamp(course.now),
-        observed_generation=course.job.generation,
+        status=content.status,
+        reason=content.reason,
+        message=content.message[:MESSAGE_LIMIT],
+        last_transition_time=before.last_transition_time if before is not None and same else stamp(state.now),
+        observed_generation=state.job.generation,
     )
 
 
-def phase(course: Course) -> Phase:
+def phase(state: ReconcileState) -> Phase:
     """Return the job's phase."""
-    if course.end is not None:
-        return course.end
-    if course.suspended:
+    if state.end is not None:
+        return state.end
+    if state.suspended:
         return "Suspended"
-    current = course.current
-    if current is None or not course.started:
+    current = state.current
+    if current is None or not state.started:
         return "Pending"
-    queue = admitted(course)
+    queue = admitted(state)
     if current.state == "Running" and queue is not None and queue.status == "False":
         return "Queued"
     return _PHASES[Stage(current.name)]
 
 
-def _stage(course: Course) -> Stage | None:
+def _stage(state: ReconcileState) -> Stage | None:
     """Return the last of the stages that have begun."""
-    begun = [Stage(stage.name) for stage in course.status.stages if stage.attempt > 0]
-    return begun[-1] if begun else None
+    started = [Stage(stage.name) for stage in state.status.stages if stage.attempt > 0]
+    return started[-1] if started else None
 
 
 # ----------------------------------------------------------------------------------------------------------- conditions
 
 
-def accepted(course: Course) -> Word:
+def accepted(state: ReconcileState) -> ConditionContent:
     """Return condition Accepted: True if the spec can be read and is valid."""
-    if course.job.job is None:
-        return Word("False", "InvalidSpec", problems_text(course.job.problems))
-    return Word("True", "Accepted", "The spec is valid.")
+    if state.job.job is None:
+        return ConditionContent("False", "InvalidSpec", problems_text(state.job.problems))
+    return ConditionContent("True", "Accepted", "The spec is valid.")
 
 
-def planned(course: Course) -> Word:
+def planned(state: ReconcileState) -> ConditionContent:
     """Return condition Planned: True if there is a plan."""
-    if course.refused:
-        return Word("False", "PlanRefused", problems_text(course.refused))
-    plan = course.status.plan
+    if state.plan_problems:
+        return ConditionContent("False", "PlanRefused", problems_text(state.plan_problems))
+    plan = state.status.plan
     if plan is None:
-        return Word("Unknown", "NotPlanned", "There is no plan yet: the spec has to be accepted first.")
+        return ConditionContent("Unknown", "NotPlanned", "There is no plan yet: the spec has to be accepted first.")
     if plan.strategy == "none":
-        return Word("True", "Planned", "Nothing is trained.")
+        return ConditionContent("True", "Planned", "Nothing is trained.")
     processes = f"{plan.world_size} process{'es' * (plan.world_size > 1)}"
     micro, steps = plan.micro_batch_size, plan.gradient_accumulation
     if micro is None:
-        return Word("True", "Planned", f"Runs your program by {plan.launcher} on {processes}.")
-    return Word(
-        "True", "Planned", f"Trains with {plan.strategy} by {plan.launcher} on {processes}, each with {micro} "
-        f"row{'s' * (micro > 1)} x {steps} accumulation a step.",
+        return ConditionContent("True", "Planned", f"Runs your program by {plan.launcher} on {processes}.")
+    return ConditionContent(
+        "True", "Planned", f"Trains with {plan.strategy} by {plan.launcher} on {processes}, micro-batch {micro}, "
+        f"gradient accumulation {steps}.",
     )  # fmt: skip
 
 
-def admitted(course: Course) -> Word | None:
+def admitted(state: ReconcileState) -> ConditionContent | None:
     """Return condition Admitted: True if the queue has let the job run; None for jobs without a queue."""
-    if course.job.job is None or course.spec.run_policy.queue is None:
+    if state.job.job is None or state.spec.run_policy.queue is None:
         return None
-    current = course.current
-    child = None if current is None else next(iter(course.children(current.name)[-1:]), None)
+    current = state.current
+    child = None if current is None else next(iter(state.children(current.name)[-1:]), None)
     if child is None or child.state == "Suspended":
-        said = child.message if child is not None and child.message else "The queue has not admitted it yet."
-        return Word("False", "Waiting", said)
-    return Word("True", "Admitted", f"Queue {course.spec.run_policy.queue} has admitted {child.ref.name}.")
+        message = child.message if child is not None and child.message else "The queue has not admitted the job yet."
+        return ConditionContent("False", "Waiting", message)
+    return ConditionContent("True", "Admitted", f"Queue {state.spec.run_policy.queue} has admitted {child.ref.name}.")
 
 
-def running(course: Course) -> Word:
+def running(state: ReconcileState) -> ConditionContent:
     """Return condition Running: True if all pods of the current stage run."""
-    if course.end is not None:
-        return Word("False", course.end, "The job is over.")
-    if course.suspended:
-        return Word("False", "Suspended", "runPolicy.suspend is true; set it to false to go on.")
-    current = course.current
+    if state.end is not None:
+        return ConditionContent("False", state.end, "The job has ended.")
+    if state.suspended:
+        return ConditionContent("False", "Suspended", "runPolicy.suspend is true; set it to false to resume.")
+    current = state.current
     if current is None or current.state == "Pending":
-        return Word("False", "NotStarted" if not course.started else "Waiting", course.waiting or "Nothing runs yet.")
+        return ConditionContent(
+            "False", "NotStarted" if not state.started else "Waiting", state.waiting or "Nothing runs yet."
+        )
     if current.state != "Running":
-        return Word("False", "Restarting", course.waiting or f"Stage {current.name} is about to start again.")
-    if course.waiting:
-        return Word("False", course.waiting_reason, course.waiting)
-    if course.quiet:
-        return Word("True", NO_PROGRESS, f"Stage {current.name} runs{_as(current)}. {course.quiet}")
-    return Word("True", "StageRunning", f"Stage {current.name} runs{_as(current)}.")
+        return ConditionContent("False", "Restarting", state.waiting or f"Stage {current.name} is about to restart.")
+    if state.waiting:
+        return ConditionContent("False", state.waiting_reason, state.waiting)
+    if state.no_progress_message:
+        return ConditionContent(
+            "True", NO_PROGRESS, f"Stage {current.name} runs{_child_suffix(current)}. {state.no_progress_message}"
+        )
+    return ConditionContent("True", "StageRunning", f"Stage {current.name} runs{_child_suffix(current)}.")
 
 
-def _as(stage: StageStatus) -> str:
+def _child_suffix(stage: StageStatus) -> str:
     if stage.child is None:
         return ""
     if stage.name == Stage.SERVE.value:
@@ -174,55 +180,57 @@ def _as(stage: StageStatus) -> str:
     return f" as {stage.child.kind} {stage.child.name}, attempt {stage.attempt}{words(stage.capacity)}"
 
 
-def ready(course: Course) -> Word:
+def ready(state: ReconcileState) -> ConditionContent:
     """Return condition Ready: True if the job has succeeded, or its endpoint answers."""
-    match course.end:
+    match state.end:
         case "Succeeded":
-            return Word("True", "Succeeded", "All stages have succeeded.")
+            return ConditionContent("True", "Succeeded", "All stages have succeeded.")
         case "Failed":
-            return Word("False", "Failed", _failure(course))
-        case None if course.serves is not None:
-            return Word("True" if course.serves.ready else "False", course.serves.reason, course.serves.message)
+            return ConditionContent("False", "Failed", _failure(state))
+        case None if state.readiness is not None:
+            return ConditionContent(
+                "True" if state.readiness.ready else "False", state.readiness.reason, state.readiness.message
+            )
         case None:
-            return Word("False", "InProgress", _progress(course))
+            return ConditionContent("False", "InProgress", _progress(state))
 
 
-def _progress(course: Course) -> str:
-    done = [stage.name for stage in course.status.stages if stage.state == "Succeeded"]
-    total = len(course.status.stages)
-    return f"{len(done)} of {total} stages are done." if total else "The job has not begun."
+def _progress(state: ReconcileState) -> str:
+    done = [stage.name for stage in state.status.stages if stage.state == "Succeeded"]
+    total = len(state.status.stages)
+    return f"{len(done)} of {total} stages have succeeded." if total else "The job has not started."
 
 
-def stalled(course: Course) -> Word:
+def stalled(state: ReconcileState) -> ConditionContent:
     """Return condition Stalled: True if nothing moves until somebody acts."""
-    if course.end == "Failed":
-        return Word("True", "Failed", _failure(course))
-    if course.job.job is None:
-        return Word("True", "InvalidSpec", "The spec has to be corrected; condition Accepted tells how.")
-    if course.refused:
-        return Word("True", "PlanRefused", "The spec has to be changed; condition Planned tells how.")
-    if course.stalled is not None:
-        return Word("True", course.stalled.reason, course.stalled.message)
-    return Word("False", "Progressing" if course.end is None else course.end, "Nothing is in the way.")
+    if state.end == "Failed":
+        return ConditionContent("True", "Failed", _failure(state))
+    if state.job.job is None:
+        return ConditionContent("True", "InvalidSpec", "Correct the spec as condition Accepted describes.")
+    if state.plan_problems:
+        return ConditionContent("True", "PlanRefused", "Change the spec as condition Planned describes.")
+    if state.stalled is not None:
+        return ConditionContent("True", state.stalled.reason, state.stalled.message)
+    return ConditionContent("False", "Progressing" if state.end is None else state.end, "Nothing blocks the job.")
 
 
-def succeeded(course: Course) -> Word:
+def succeeded(state: ReconcileState) -> ConditionContent:
     """Return condition Succeeded: True if all stages have succeeded."""
-    if course.end == "Succeeded":
-        return Word("True", "Succeeded", "All stages have succeeded.")
-    return Word("False", course.end or "InProgress", _progress(course))
+    if state.end == "Succeeded":
+        return ConditionContent("True", "Succeeded", "All stages have succeeded.")
+    return ConditionContent("False", state.end or "InProgress", _progress(state))
 
 
-def failed(course: Course) -> Word:
+def failed(state: ReconcileState) -> ConditionContent:
     """Return condition Failed: True if the job has failed for good."""
-    if course.end == "Failed":
-        failure = course.status.failure
-        return Word("True", "Failed" if failure is None else failure.failure_class, _failure(course))
-    return Word("False", course.end or "InProgress", "The job has not failed.")
+    if state.end == "Failed":
+        failure = state.status.failure
+        return ConditionContent("True", "Failed" if failure is None else failure.failure_class, _failure(state))
+    return ConditionContent("False", state.end or "InProgress", "The job has not failed.")
 
 
-def _failure(course: Course) -> str:
-    failure = course.status.failure
+def _failure(state: ReconcileState) -> str:
+    failure = state.status.failure
     if failure is None:
         return "The job has failed."
     where = "" if failure.stage is None else f"Stage {failure.stage}, attempt {failure.attempt}: "
@@ -230,7 +238,7 @@ def _failure(course: Course) -> str:
     return f"{where}{failure.message}{hint}"
 
 
-_CONDITIONS: Mapping[ConditionType, Callable[[Course], Word | None]] = {
+_CONDITIONS: Mapping[ConditionType, Callable[[ReconcileState], ConditionContent | None]] = {
     "Accepted": accepted,
     "Planned": planned,
     "Admitted": admitted,

@@ -10,52 +10,52 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from finetune_operator.api.types import StageStatus
-from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.results import cost_after
 from finetune_operator.reconcile.status_times import earliest, seconds_since, stamp
 
 
-def seen(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:
+def with_pod_times(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:
     """Return the stage with the times that its attempt's pods report; times that are known already stay."""
-    placed = earliest(*(_placed(pod) for pod in pods))
-    began = [_began(pod) for pod in pods]
-    whole = None if None in began else max((one for one in began if one is not None), default=None)
+    placed = earliest(*(_scheduled_at(pod) for pod in pods))
+    began = [_started_at(pod) for pod in pods]
+    all_running = None if None in began else max((one for one in began if one is not None), default=None)
     return stage.model_copy(
         update={
             "nodes_since": stage.nodes_since or (None if placed is None else stamp(placed)),
-            "running_since": stage.running_since or (None if whole is None else stamp(whole)),
+            "running_since": stage.running_since or (None if all_running is None else stamp(all_running)),
         }
     )
 
 
-def _placed(pod: PodView) -> datetime | None:
+def _scheduled_at(pod: PodView) -> datetime | None:
     return None if pod.node is None else pod.scheduled or pod.created
 
 
-def _began(pod: PodView) -> datetime | None:
+def _started_at(pod: PodView) -> datetime | None:
     """Return when its container started; one that the runtime could not start reports the year 1970."""
-    if pod.began is not None and pod.began >= pod.created:
-        return pod.began
-    return _placed(pod) if pod.phase == "Running" or pod.ended is not None else None
+    if pod.started_at is not None and pod.started_at >= pod.created:
+        return pod.started_at
+    return _scheduled_at(pod) if pod.phase == "Running" or pod.ended is not None else None
 
 
-def attempt_over(course: Course, stage: StageStatus, at: datetime) -> Course:
+def count_usage(state: ReconcileState, stage: StageStatus, at: datetime) -> ReconcileState:
     """Count the usage of the attempt in `stage`, which has ended or is about to be stopped.
 
     It is counted at ends of attempts only: a figure that grows with the clock would be written for ever.
     """
-    stage = seen(stage, course.pods(stage.name, stage.attempt))
-    course = course.with_status(cost=cost_after(course.status, course.spec, course.settings, stage, at))
-    spot = course.status.spot
+    stage = with_pod_times(stage, state.pods(stage.name, stage.attempt))
+    state = state.with_status(cost=cost_after(state.status, state.spec, state.settings, stage, at))
+    spot = state.status.spot
     if spot is None or stage.capacity is None:
-        return course
+        return state
     ran = spot.ran_seconds + seconds_since(stage.running_since, at)
-    return course.with_status(spot=spot.model_copy(update={"ran_seconds": ran}))
+    return state.with_status(spot=spot.model_copy(update={"ran_seconds": ran}))
 
 
-def attempt_stopped(course: Course, stage: StageStatus, **changes: object) -> Course:
+def stop_attempt(state: ReconcileState, stage: StageStatus, **changes: object) -> ReconcileState:
     """End an attempt that has not failed, so that another one follows; `changes`: further fields of the stage."""
-    course = attempt_over(course, stage, course.now)
-    update = {"state": "Failed", "completion_time": stamp(course.now), "next_attempt_time": None, **changes}
-    return course.with_stage(stage.model_copy(update=update))
+    state = count_usage(state, stage, state.now)
+    update = {"state": "Failed", "completion_time": stamp(state.now), "next_attempt_time": None, **changes}
+    return state.with_stage(stage.model_copy(update=update))

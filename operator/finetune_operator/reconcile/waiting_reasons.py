@@ -30,15 +30,15 @@ CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError"
 _HINTS: dict[CauseClass, str] = {
     OperatorCause.IMAGE_PULL: "Check the name of the image (spec.image, or defaults.image in the operator's settings) "
     "and the pull secrets (template.imagePullSecrets).",
-    OperatorCause.CONTAINER_CONFIG: "Create the Secret or ConfigMap that the message names, in the job's namespace and "
-    "with that key, and apply the job anew.",
-    OperatorCause.UNSCHEDULABLE: "Ask for less under resources, loosen template.nodeSelector and tolerations, or give "
-    "the cluster more nodes.",
+    OperatorCause.CONTAINER_CONFIG: "Create that Secret or ConfigMap, with that key, in the job's namespace, and "
+    "recreate the job.",
+    OperatorCause.UNSCHEDULABLE: "Request less under resources, relax template.nodeSelector and tolerations, or add "
+    "nodes to the cluster.",
 }
 
 
 @dataclass(frozen=True)
-class Waits:
+class PodWait:
     """Wait of an attempt whose pods do not all run."""
 
     message: str
@@ -52,52 +52,52 @@ class Waits:
     """True if no work is done meanwhile."""
 
 
-def waits(
+def pod_wait(
     child: ChildView, pods: Sequence[PodView], now: datetime, limits: Limits, blocked_since: datetime | None = None
-) -> Waits | None:
+) -> PodWait | None:
     """Return the wait of the attempt; None if its pods run. `blocked_since` is that of the previous reconcile."""
     name = child.ref.name
-    pending = sorted((pod for pod in pods if pod.phase == "Pending"), key=lambda pod: pod.spare)
+    pending = sorted((pod for pod in pods if pod.phase == "Pending"), key=lambda pod: pod.optional)
     if not pods and child.state in ("Pending", "Suspended"):
-        return _without_pods(child, now)
+        return _wait_for_creation(child, now)
     if not pending:
         return None
     count = f"{len(pending)} pod{'s' * (len(pending) > 1)} of {name}"
-    since, idle = blocked_since or now, not pending[0].spare
-    told = [one for one in (_held(pod, now, limits, since) for pod in pending) if one is not None]
-    if not told:
-        return Waits(f"Waiting for {count} to start.", idle=idle)
-    overdue = next((one for one in told if one.cause is not None), None)
-    first = overdue or told[0]
-    ends = [one.until for one in told if one.until is not None]
-    blocked = next((one.blocked_since for one in told if one.blocked_since is not None), None)
-    return Waits(f"Waiting for {count}: {first.message}", first.cause, min(ends, default=None), blocked, idle)
+    since, idle = blocked_since or now, not pending[0].optional
+    blocked_pods = [one for one in (_blocked(pod, now, limits, since) for pod in pending) if one is not None]
+    if not blocked_pods:
+        return PodWait(f"Waiting for {count} to start.", idle=idle)
+    overdue = next((one for one in blocked_pods if one.cause is not None), None)
+    first = overdue or blocked_pods[0]
+    limits_at = [one.until for one in blocked_pods if one.until is not None]
+    blocked = next((one.blocked_since for one in blocked_pods if one.blocked_since is not None), None)
+    return PodWait(f"Waiting for {count}: {first.message}", first.cause, min(limits_at, default=None), blocked, idle)
 
 
-def _without_pods(child: ChildView, now: datetime) -> Waits:
+def _wait_for_creation(child: ChildView, now: datetime) -> PodWait:
     """Return the wait for pods; after a while with the command that shows the child's events, which have the reason."""
     kind, name = child.ref.kind, child.ref.name
-    said = f" {child.message}" if child.message else ""
+    detail = f" {child.message}" if child.message else ""
     until = child.created + timedelta(seconds=NO_PODS_SECONDS)
     if child.state == "Suspended" or now < until:
-        return Waits(
-            f"Waiting for the pods of {name} to be created.{said}", until=until if child.state == "Pending" else None
+        return PodWait(
+            f"Waiting for the pods of {name} to be created.{detail}", until=until if child.state == "Pending" else None
         )
-    return Waits(
+    return PodWait(
         f"No pod of {kind} {name} has been created in {NO_PODS_SECONDS} s: a quota, a policy or a missing service "
-        f"account may forbid it. kubectl describe {kind.lower()} {name} shows why.{said}"
+        f"account may prevent it. See kubectl describe {kind.lower()} {name}.{detail}"
     )
 
 
-def _held(pod: PodView, now: datetime, limits: Limits, blocked_since: datetime) -> Waits | None:
+def _blocked(pod: PodView, now: datetime, limits: Limits, blocked_since: datetime) -> PodWait | None:
     if pod.waiting is not None:
         kind = _kind(pod.waiting.reason)
         message = f"{pod.waiting.reason}: {pod.waiting.message}" if pod.waiting.message else pod.waiting.reason
         if kind is None:
-            return Waits(message)
+            return PodWait(message)
         seconds = limits.image_pull_seconds if kind is OperatorCause.IMAGE_PULL else limits.container_config_seconds
-        held = _bounded(pod, kind, pod.waiting.reason, message, blocked_since, seconds, now)
-        return replace(held, blocked_since=blocked_since)
+        wait = _bounded(pod, kind, pod.waiting.reason, message, blocked_since, seconds, now)
+        return replace(wait, blocked_since=blocked_since)
     if pod.unschedulable is not None:
         return _bounded(
             pod, OperatorCause.UNSCHEDULABLE, "Unschedulable", pod.unschedulable, pod.created,
@@ -114,13 +114,13 @@ def _kind(reason: str) -> OperatorCause | None:
 
 def _bounded(
     pod: PodView, kind: OperatorCause, reason: str, message: str, since: datetime, seconds: int | None, now: datetime
-) -> Waits:
-    if seconds is None or pod.spare:
-        return Waits(message)
+) -> PodWait:
+    if seconds is None or pod.optional:
+        return PodWait(message)
     until = since + timedelta(seconds=seconds)
     if now < until:
-        return Waits(message, until=until)
+        return PodWait(message, until=until)
     cause = Cause(
         kind, reason, f"Pod {pod.name} could not start for {seconds} s: {message}", _HINTS[kind], pod
     )  # fmt: skip
-    return Waits(message, cause)
+    return PodWait(message, cause)

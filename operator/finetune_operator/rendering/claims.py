@@ -40,12 +40,12 @@ class ClaimPath:
         """Parse `uri`, the value of `field`. Raise PlanRefused if it names no claim or leads out of it."""
         claim, _, path = uri.removeprefix(_SCHEME).partition("/")
         if not uri.startswith(_SCHEME) or not _CLAIM_NAME.fullmatch(claim):
-            raise _refused(uri, field, "it has to name a claim of the job's namespace")
+            raise _refused(uri, field, "it must name a claim in the job's namespace")
         if ".." in PurePosixPath(path).parts:
-            raise _refused(uri, field, "the path may not lead out of the claim")
+            raise _refused(uri, field, "the path must stay inside the claim")
         return cls(claim, path.strip("/"))
 
-    def below(self, folder: str) -> str:
+    def mounted_at(self, folder: str) -> str:
         """Return the path if the claim's root is mounted at `folder`."""
         return f"{folder}/{self.path}" if self.path else folder
 
@@ -85,12 +85,12 @@ def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
     if spec.storage.cache is not None:
         cache = ClaimPath.parse(spec.storage.cache, "spec.storage.cache")
         mounts.append(Mount(volumes.setdefault(cache.claim, "cache"), CACHE))
-        shared = cache.below(CACHE)
+        shared = cache.mounted_at(CACHE)
     for claim, writable in sorted(_claims_of(spec, stage).items()):
         name = volumes.setdefault(claim, f"claim-{len(volumes)}")
         mounts.append(Mount(name, f"{CLAIMS}/{claim}", read_only=not writable))
     return Storage(
-        workspace=workspace.below(WORKSPACE),
+        workspace=workspace.mounted_at(WORKSPACE),
         cache=shared,
         volumes=(
             *(() if claimed else (scratch_volume("workspace"),)),
@@ -102,8 +102,8 @@ def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
 
 def needs_workspace(spec: FineTuneJobSpec) -> bool:
     """Return whether a claim holds the job's folder; a job that only serves a model needs none."""
-    given = (spec.training, spec.evaluation, spec.predict, spec.storage.workspace)
-    return any(part is not None for part in given)
+    fields = (spec.training, spec.evaluation, spec.predict, spec.storage.workspace)
+    return any(part is not None for part in fields)
 
 
 def _claims_of(spec: FineTuneJobSpec, stage: Stage) -> dict[str, bool]:
@@ -132,7 +132,7 @@ def _in_claim(uri: str) -> bool:
     return uri.startswith(_SCHEME)
 
 
-def in_the_pod(job: TrainerJob) -> TrainerJob:
+def with_mounted_paths(job: TrainerJob) -> TrainerJob:
     """Return `job` with every `pvc://` URI replaced by the path at which its claim is mounted."""
     predict = job.predict
     if predict is not None:
@@ -158,4 +158,4 @@ def _mounted(uri: str, field: str) -> str:
     if not _in_claim(uri):
         return uri
     place = ClaimPath.parse(uri, field)
-    return f"file://{place.below(f'{CLAIMS}/{place.claim}')}"
+    return f"file://{place.mounted_at(f'{CLAIMS}/{place.claim}')}"

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Stage
 from finetune_operator.planning.plan_types import JobPlan
-from finetune_operator.rendering.claims import in_the_pod
+from finetune_operator.rendering.claims import with_mounted_paths
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from finetune_operator.rendering.render_types import RenderContext
 
@@ -37,7 +37,7 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
     run = None if context.owner is None else context.owner.uid
     # Other stages get no `serving`, so that an endpoint can change while an attempt runs.
     serving = plan.trainer.serving if stage is Stage.SERVE else None
-    trainer = in_the_pod(plan.trainer).model_copy(update={"run": run, "serving": serving})
+    trainer = with_mounted_paths(plan.trainer).model_copy(update={"run": run, "serving": serving})
     texts = files(plan.model_copy(update={"trainer": trainer}))
     if stage is not Stage.TRAIN:
         texts.pop(DEEPSPEED_FILE, None)

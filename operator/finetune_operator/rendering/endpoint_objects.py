@@ -103,29 +103,29 @@ def endpoint_objects(
     assert servers is not None, "a plan with the stage serve has servers"
     pods = StagePods(plan, context, Attempt(Stage.SERVE, revision))
     scales = servers.most > servers.replicas
-    told, beside = config_map(pods), _beside(pods, servers)
+    config, beside = config_map(pods), _shared_objects(pods, servers)
     # The digest leaves out a number that an autoscaler changes.
     replicas = servers.replicas if running is None or not scales else min(max(running, servers.replicas), servers.most)
-    made = revision_digest(plan, context)
+    pod_digest = revision_digest(plan, context)
     if servers.runtime == "kserve":
-        return _by_kserve(pods, servers, beside, made)
-    digest = _sha256([*beside, told, _deployment(pods, servers.replicas, {})])
-    annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: made}
-    own = (told, _deployment(pods, replicas, annotations))
+        return _by_kserve(pods, servers, beside, pod_digest)
+    digest = _sha256([*beside, config, _deployment(pods, servers.replicas, {})])
+    annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: pod_digest}
+    own = (config, _deployment(pods, replicas, annotations))
     return EndpointObjects(beside, own, digest, replicas, servers.most, "deployment")
 
 
-def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], made: str) -> EndpointObjects:
+def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], pod_digest: str) -> EndpointObjects:
     """Return the objects of an endpoint that KServe runs. It copies annotations to pods, so that a digest that depends
     on the number of servers would replace all pods.
     """
-    kept = [one for one in beside if (one["apiVersion"], one["kind"]) not in OPTIONAL_KINDS]
+    shared = [one for one in beside if (one["apiVersion"], one["kind"]) not in OPTIONAL_KINDS]
     fixed = servers.model_copy(update={"replicas": 1, "most": 1})
-    told = config_map(pods)
+    config = config_map(pods)
     busy: Manifest = {"busyPercent": BUSY_PERCENT}
-    digest = _sha256([*kept, told, busy, _inference_service(pods, fixed, {})])
-    annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: made}
-    own = (told, _inference_service(pods, servers, annotations))
+    digest = _sha256([*shared, config, busy, _inference_service(pods, fixed, {})])
+    annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: pod_digest}
+    own = (config, _inference_service(pods, servers, annotations))
     return EndpointObjects(beside, own, digest, servers.replicas, servers.most, "kserve")
 
 
@@ -133,23 +133,23 @@ def _sha256(value: JsonValue | list[Manifest]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _beside(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
+def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     """Return the objects that all revisions share; the Service selects this revision's pods."""
     context, everyone = pods.context, {**pods.identity}
     del everyone[ATTEMPT_LABEL]
     labels: JsonValue = {name: text for name, text in pods.labels.items() if name != ATTEMPT_LABEL}
     own: Manifest = {**metadata(pods, pods.names.endpoint), "labels": labels}
     selector: JsonValue = dict(everyone)
-    made = []
+    objects = []
     if context.settings.network_policy.enabled:
-        made.append(document("server_network", metadata=own, pods=selector, port=SERVE_PORT))
+        objects.append(document("server_network", metadata=own, pods=selector, port=SERVE_PORT))
     one: JsonValue = dict(pods.identity)
-    made.append(document("server_service", metadata=own, selector=one, port=SERVICE_PORT, target=SERVE_PORT))
+    objects.append(document("server_service", metadata=own, selector=one, port=SERVICE_PORT, target=SERVE_PORT))
     if servers.most > 1:
-        made.append(document("server_disruption", metadata=own, selector=selector))
+        objects.append(document("server_disruption", metadata=own, selector=selector))
     if servers.most > servers.replicas:
-        made.append(_scaling(pods, servers, own))
-    return tuple(made)
+        objects.append(_scaling(pods, servers, own))
+    return tuple(objects)
 
 
 def _scaling(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:

@@ -25,7 +25,7 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     policy = (_network_policy(plan, context),) if context.settings.network_policy.enabled else ()
     if context.spec.storage.workspace is not None or not needs_workspace(context.spec):
         return policy
-    asked, defaults = context.spec.storage, context.settings.defaults
+    requested, defaults = context.spec.storage, context.settings.defaults
     # A ReadWriteOnce claim would keep pods on other nodes from starting.
     world = plan.trainer.world
     beside = plan.launcher != "local" and launcher(plan.launcher).starter_pod is not None
@@ -41,8 +41,8 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
             "labels": {**MANAGED_BY, JOB_LABEL: plan.name},
         },
         access_modes=list(modes),
-        storage_class=asked.storage_class_name or defaults.storage_class_name,
-        size=asked.size,
+        storage_class=requested.storage_class_name or defaults.storage_class_name,
+        size=requested.size,
     )
     return (*policy, claim)
 
@@ -78,7 +78,7 @@ def _network_policy(plan: JobPlan, context: RenderContext) -> Manifest:
         "name": JobNames.of(plan.name).network_policy,
         "namespace": context.namespace,
         "labels": {**MANAGED_BY, **context.job_labels(plan.name)},
-        "annotations": {ALLOWS_ANNOTATION: rules.words},
+        "annotations": {ALLOWS_ANNOTATION: rules.summary},
         **owned(context),
     }
     return document("networkpolicy", metadata=metadata, pods=rules.pods, egress=list(rules.egress))

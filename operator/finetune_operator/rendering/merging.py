@@ -11,8 +11,8 @@ def merge(base: dict[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[st
     """Return `base` overridden by `added`, objects merged key by key."""
     merged = dict(base)
     for key, value in added.items():
-        below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        existing = merged.get(key)
+        merged[key] = merge(existing, value) if isinstance(existing, dict) and isinstance(value, dict) else value
     return merged
 
 
@@ -20,11 +20,11 @@ def join(base: Mapping[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[
     """Merge like `merge`, but append lists instead of replacing them: an affinity keeps our terms beside the user's."""
     joined = dict(base)
     for key, value in added.items():
-        below = joined.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            joined[key] = join(below, value)
-        elif isinstance(below, list) and isinstance(value, list):
-            joined[key] = [*below, *value]
+        existing = joined.get(key)
+        if isinstance(existing, dict) and isinstance(value, dict):
+            joined[key] = join(existing, value)
+        elif isinstance(existing, list) and isinstance(value, list):
+            joined[key] = [*existing, *value]
         else:
             joined[key] = value
     return joined

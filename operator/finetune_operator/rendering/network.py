@@ -49,34 +49,34 @@ class Rules:
     """Selector of the job's pods."""
     egress: tuple[Manifest, ...]
     """Egress rules beyond the job's own pods, which the template has."""
-    words: str
+    summary: str
 
 
 def rules_of(job: str, context: RenderContext) -> Rules:
     """Return the rules for the job called `job`."""
     settings = context.settings.network_policy
     egress: list[Manifest] = []
-    words = ["In: pods of this job. Out: pods of this job"]
+    summary = ["In: pods of this job. Out: pods of this job"]
     if settings.dns:
         egress.append({
             "to": _written(settings.dns),
             "ports": [_port(port, protocol) for port in _DNS_PORTS for protocol in ("UDP", "TCP")],
         })  # fmt: skip
-        words.append("DNS (port 53) of the resolvers that the operator's settings name")
+        summary.append("DNS (port 53) of the resolvers that the operator's settings name")
     if context.progress is not None:
-        for rule, said in _progress(context.progress, context.settings.progress.url):
+        for rule, description in _progress(context.progress, context.settings.progress.url):
             egress.append(rule)
-            words.append(said)
+            summary.append(description)
     if settings.egress_ports:
         ports = list(dict.fromkeys(settings.egress_ports))
         egress.append({"to": list(_WORLD), "ports": [_port(port) for port in ports]})
         listed = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
-        words.append(f"TCP {listed} of any address but the metadata services of clouds ({', '.join(_METADATA)})")
+        summary.append(f"TCP {listed} of any address but the metadata services of clouds ({', '.join(_METADATA)})")
     extra = _written(settings.extra_egress)
     if extra:
         egress += [rule for rule in extra if isinstance(rule, dict)]
-        words.append(f"{len(extra)} rule{'s' * (len(extra) > 1)} of the operator's settings, the last of those below")
-    return Rules({"matchLabels": {**context.job_labels(job)}}, tuple(egress), f"{'; '.join(words)}.")
+        summary.append(f"{len(extra)} rule{'s' * (len(extra) > 1)} of the operator's settings, the last of those below")
+    return Rules({"matchLabels": {**context.job_labels(job)}}, tuple(egress), f"{'; '.join(summary)}.")
 
 
 def _written(parts: Sequence[BaseModel]) -> list[JsonValue]:

@@ -197,7 +197,7 @@ class Container:
         return {
             "name": self.name,
             "image": self.image,
-            "command": [literal(word) for word in self.command],
+            "command": [literal(argument) for argument in self.command],
             "env": self._env(),
             "resources": self.resources.manifest(),
             "volumeMounts": [*(mount.manifest() for mount in self.mounts), *map(dict, self.user_mounts)],

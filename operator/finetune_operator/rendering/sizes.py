@@ -29,9 +29,9 @@ EFA_HUGE_PAGES = "5120Mi"
 
 def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:
     """Return the GPUs that the job takes on each node."""
-    asked = spec.resources.gpus_per_node
-    if asked != "auto":
-        return asked
+    requested = spec.resources.gpus_per_node
+    if requested != "auto":
+        return requested
     world = plan.trainer.world
     if world is None:
         return plan.hardware.gpus_per_node
@@ -75,10 +75,12 @@ def stage_resources(
     """Return the resources of one pod of `stage` (one worker of an MPIJob), with disk space if state is in files."""
     if stage is Stage.SERVE and plan.servers is not None:
         return Resources(plan.servers.requests, plan.servers.limits, plan.servers.ceilings)
-    gpus, asked = stage_gpus(plan, spec, stage), spec.resources
+    gpus, requested = stage_gpus(plan, spec, stage), spec.resources
     limits: dict[str, str] = {}
     if gpus == node_gpus(plan, spec):
-        limits = {name: text for name, text in (("cpu", asked.cpu), ("memory", asked.memory)) if text is not None}
+        limits = {
+            name: text for name, text in (("cpu", requested.cpu), ("memory", requested.memory)) if text is not None
+        }
     requests = {} if "memory" in limits else {"memory": memory_request(_expected_bytes(plan, stage))}
     if offloads_to_files and plan.memory is not None:
         requests["ephemeral-storage"] = memory_request(plan.memory.disk_bytes)

@@ -39,47 +39,47 @@ TemplateName: TypeAlias = (
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """YAML loader in C if available: it is about ten times as fast."""
-_TAKEN = "values_taken"
+_MARKED = "values_taken"
 """Key of a template's context for the values that its marks stand for."""
 _MARK = "value of the template, number "
 
 
 def document(template: TemplateName, **values: JsonValue) -> Manifest:
     """Render `template` with `values` to an object."""
-    taken: list[JsonValue] = []
-    text = _environment().get_template(f"{template}.yaml.jinja").render({**values, _TAKEN: taken})
-    made = _put_in(yaml.load(text, _Loader), taken)
-    if not isinstance(made, dict):
-        raise TypeError(f"the template {template} makes no object")
-    return made
+    marked: list[JsonValue] = []
+    text = _environment().get_template(f"{template}.yaml.jinja").render({**values, _MARKED: marked})
+    rendered = _replace_marks(yaml.load(text, _Loader), marked)
+    if not isinstance(rendered, dict):
+        raise TypeError(f"template {template} does not render an object")
+    return rendered
 
 
 @pass_context
 def _mark(context: Context, value: Any) -> str:
     """Store a value and return its mark: the filter `tojson`."""
-    taken: list[JsonValue] = context[_TAKEN]
+    marked: list[JsonValue] = context[_MARKED]
     # The round trip refuses non-JSON values and copies the rest, so that nothing is shared with the caller.
-    taken.append(json.loads(json.dumps(value, allow_nan=False, default=_no_json)))
-    return json.dumps(f"{_MARK}{len(taken) - 1}")
+    marked.append(json.loads(json.dumps(value, allow_nan=False, default=_no_json)))
+    return json.dumps(f"{_MARK}{len(marked) - 1}")
 
 
 def _no_json(value: object) -> NoReturn:
-    raise TypeError(f"{value} is no JSON value")  # A name without a value names itself when it becomes text.
+    raise TypeError(f"{value} is not a JSON value")  # A name without a value names itself when it becomes text.
 
 
-def _put_in(read: Any, taken: list[JsonValue]) -> JsonValue:
+def _replace_marks(read: Any, marked: list[JsonValue]) -> JsonValue:
     """Replace the marks in a parsed template by their values."""
     match read:
         case dict():
-            return {name: _put_in(inner, taken) for name, inner in read.items()}
+            return {name: _replace_marks(inner, marked) for name, inner in read.items()}
         case list():
-            return [_put_in(inner, taken) for inner in read]
+            return [_replace_marks(inner, marked) for inner in read]
         case str() if read.startswith(_MARK):
-            return taken[int(read.removeprefix(_MARK))]
+            return marked[int(read.removeprefix(_MARK))]
         case None | bool() | int() | float() | str():
             return read
         case _:
-            raise TypeError(f"a template holds {read!r}, which is no JSON value")
+            raise TypeError(f"a template holds {read!r}, which is not a JSON value")
 
 
 @functools.cache

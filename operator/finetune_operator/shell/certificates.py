@@ -185,12 +185,12 @@ def read(data: Mapping[str, str], names: tuple[str, ...], now: datetime) -> tupl
     authority, authority_key = _pair(data, "ca")
     _within_life("ca.crt", authority, now)
     if now >= _renew_at(authority):
-        raise UnusableError("ca.crt: the authority's time to be renewed has come")
+        raise UnusableError("ca.crt: due for renewal")
     try:
         leaf, leaf_key = _pair(data, "tls")
-        _good_leaf(leaf, authority, names, now)
+        _check_leaf(leaf, authority, names, now)
     except UnusableError as error:
-        log.info("The progress server gets a new certificate: %s.", error)
+        log.info("Issuing a new certificate for the progress server: %s.", error)
         return _signed(authority, authority_key, names, now), True
     found = Certificates(
         _pem(authority), _key_pem(authority_key), _pem(leaf), _key_pem(leaf_key), _renew_at(authority, leaf)
@@ -219,21 +219,21 @@ def _within_life(name: str, certificate: x509.Certificate, now: datetime) -> Non
         raise UnusableError(f"{name}: not valid now ({certificate.not_valid_before_utc:%Y-%m-%d} to {end:%Y-%m-%d})")
 
 
-def _good_leaf(leaf: x509.Certificate, authority: x509.Certificate, names: tuple[str, ...], now: datetime) -> None:
+def _check_leaf(leaf: x509.Certificate, authority: x509.Certificate, names: tuple[str, ...], now: datetime) -> None:
     try:
         leaf.verify_directly_issued_by(authority)
     except (InvalidSignature, ValueError, TypeError) as error:
         raise UnusableError("tls.crt: not signed by ca.crt") from error
     _within_life("tls.crt", leaf, now)
     if now >= _renew_at(leaf):
-        raise UnusableError("tls.crt: two thirds of its life are over")
+        raise UnusableError("tls.crt: due for renewal")
     try:
         has = set(leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except x509.ExtensionNotFound:
         has = set()
     missing = [name for name in names if _general_name(name) not in has]
     if missing:
-        raise UnusableError(f"tls.crt: not made out to {', '.join(missing)}")
+        raise UnusableError(f"tls.crt: not issued for {', '.join(missing)}")
 
 
 # ------------------------------------------------------------------------------------------------------------- keeping
@@ -289,7 +289,7 @@ class CertificateKeeper:
                 return found
             await asyncio.sleep(0.1 * 2**attempt)
         raise UnusableError(
-            f"Secret {self._namespace}/{SECRET_NAME} was changed by somebody else {_TRIES} times in a row; only the "
+            f"Secret {self._namespace}/{SECRET_NAME} was changed by another client {_TRIES} times in a row; only the "
             "operator may write it"
         )
 
@@ -304,7 +304,7 @@ class CertificateKeeper:
             found, changed = read(_decoded(there), self._names, now)
         except UnusableError as error:
             log.warning(
-                "Secret %s/%s is made anew (%s). Pods that run now report no progress until their next attempt.",
+                "Recreating Secret %s/%s (%s). Running pods report no progress until their next attempt.",
                 namespace, SECRET_NAME, error,
             )  # fmt: skip
             found, changed = make(self._names, now), True

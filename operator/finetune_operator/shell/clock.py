@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 SMALLEST = timedelta(seconds=2)
 """Smaller differences count as none: `Date` has whole seconds, and an answer takes a moment."""
-TOLD = timedelta(seconds=5)
+LOGGED = timedelta(seconds=5)
 """Smallest difference that is logged."""
 QUICK = timedelta(seconds=1)
 """Answers that took longer do not show when they were written."""
@@ -32,7 +32,7 @@ class ClusterClock:
     def __init__(self, local: Callable[[], datetime] = local_now) -> None:
         self._local = local
         self._offset = timedelta(0)
-        self._told = timedelta(0)
+        self._logged_offset = timedelta(0)
 
     def now(self) -> datetime:
         """Return the time of the API server."""
@@ -48,18 +48,18 @@ class ClusterClock:
         if date is None or not timedelta(0) <= received - sent <= QUICK:
             return
         try:
-            told = parsedate_to_datetime(date)
+            reported = parsedate_to_datetime(date)
         except ValueError:
             return
-        if told.tzinfo is None:
+        if reported.tzinfo is None:
             return
         # The header leaves out the part of a second that has passed: half of one on average.
-        difference = told + timedelta(seconds=0.5) - (sent + (received - sent) / 2)
+        difference = reported + timedelta(seconds=0.5) - (sent + (received - sent) / 2)
         self._offset = difference if abs(difference) >= SMALLEST else timedelta(0)
-        if abs(self._offset - self._told) >= TOLD:
-            self._told = self._offset
+        if abs(self._offset - self._logged_offset) >= LOGGED:
+            self._logged_offset = self._offset
             seconds = self._offset.total_seconds()
             log.warning(
-                "The clock of the API server is %.0f s %s that of this process, which goes by the API server's.",
-                abs(seconds), "before" if seconds > 0 else "behind",
+                "The API server's clock is %.0f s %s the clock of this process; the operator uses the API server's.",
+                abs(seconds), "ahead of" if seconds > 0 else "behind",
             )  # fmt: skip

@@ -25,11 +25,11 @@ from finetune_operator.shell.operator_options import (
     HttpPort,
     Kubeconfig,
     LeaderElection,
-    LeastLogged,
     Listen,
     LogForm,
     LogFormat,
     LogLevel,
+    LowestLevel,
     Namespaces,
     OwnNamespace,
     ProgressPort,
@@ -79,11 +79,11 @@ def _global(
 
 @app.command("check-settings")
 def check_settings(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The settings file, as run takes it.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Settings file, as for run --settings.")],
 ) -> None:
     """Check a settings file; needs no cluster.
 
-    All problems are told at once.
+    All problems are reported at once.
 
     \b
     Examples:
@@ -111,7 +111,7 @@ def run(
     webhook_clients: WebhookClients = None,
     webhook_client_name: WebhookClientNames = None,
     log_format: LogForm = LogFormat.TEXT,
-    log_level: LeastLogged = LogLevel.INFO,
+    log_level: LowestLevel = LogLevel.INFO,
 ) -> None:
     """Watch FineTuneJobs and run them, until SIGTERM or SIGINT.
 
@@ -143,7 +143,7 @@ def run(
     try:
         asyncio.run(run_operator(options, decide))
     except NoClusterError as error:
-        _fail(f"there is no cluster to be had: {error}", error)
+        _fail(f"no cluster can be used: {error}", error)
     except (ApiError, OSError) as error:
         _fail(str(error), error)
 
@@ -159,11 +159,13 @@ def _webhook_options(
     from finetune_operator.shell.webhook import WebhookOptions
 
     if port is None and any((configuration, certificate, clients, client_names)):
-        _usage("the options --webhook-... are for a webhook: give --webhook-port, too")
+        _usage("the options --webhook-... need --webhook-port")
     if client_names and clients is None:
-        _usage("--webhook-client-name needs --webhook-client-authorities: without a certificate nobody has a name")
+        _usage("--webhook-client-name needs --webhook-client-authorities: names are read from client certificates")
     if configuration is not None and certificate is not None:
-        _usage("--webhook-configuration and --webhook-certificate exclude each other: who makes the one tells of it")
+        _usage(
+            "--webhook-configuration and --webhook-certificate exclude each other: the operator writes only its own CA"
+        )
     return None if port is None else WebhookOptions(port, configuration, certificate, clients, client_names)
 
 

@@ -29,14 +29,14 @@ class Connection(web.RequestHandler):
         an answer was begun before.
         """
         if isinstance(exc, ConnectionError):
-            log.debug("a client went before its answer")
+            log.debug("a client disconnected before its answer")
         elif status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             log.error("a request was not handled", exc_info=exc)
         else:
-            log.debug("a request that could not be read (status %d)", status)
+            log.debug("a request could not be read (status %d)", status)
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer was begun before")
-        why = "this is no HTTP request" if status == HTTPStatus.BAD_REQUEST else "not handled"
+            raise ConnectionError("an answer was already started")
+        why = "this is not an HTTP request" if status == HTTPStatus.BAD_REQUEST else "not handled"
         answer = web.json_response({"error": why}, status=status)
         answer.force_close()
         return answer

@@ -24,8 +24,8 @@ class Discovery:
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self._asked = float("-inf")
-        self._asking = asyncio.Lock()
+        self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
         self.served = BUILT_IN
         self.kserve = False
         """True if InferenceServices are served."""
@@ -46,19 +46,19 @@ class Discovery:
 
     async def refresh(self) -> None:
         """Ask the API server, unless the answer is fresh."""
-        async with self._asking:
-            if time.monotonic() < self._asked + FRESH_SECONDS:
+        async with self._reading:
+            if time.monotonic() < self._read_at + FRESH_SECONDS:
                 return
             served, kserve = await self._kube.served_launchers(), await self._kube.serves(INFERENCE_SERVICE)
             if served != self.served:
                 log.info("the API server serves the launchers %s", ", ".join(served))
             if kserve != self.kserve:
-                log.info("the API server serves %s InferenceServices of KServe", "the" if kserve else "no")
+                log.info("the API server %s InferenceServices of KServe", "serves" if kserve else "no longer serves")
             if (served, kserve) != (self.served, self.kserve):
                 self.changed.set()
             self.served, self.kserve = served, kserve
-            self._asked = time.monotonic()
+            self._read_at = time.monotonic()
 
     def outdated(self) -> None:
         """Discard the answer: an object of such a kind was refused."""
-        self._asked = float("-inf")
+        self._read_at = float("-inf")

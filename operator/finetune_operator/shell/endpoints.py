@@ -2,7 +2,7 @@
 
 /healthz fails when a task that has to run for ever has ended, or when the event loop was more than a minute late: the
 kubelet then restarts the operator, which loses nothing. /readyz succeeds once all objects are known; a stand-by is
-ready too. Neither shows anything about jobs. The port is open to many: connections are limited (listening.py), so that
+ready too. Neither shows anything about jobs. The port is open to many: connections are limited (listener.py), so that
 the kubelet is served whoever else calls.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from finetune_operator.shell.listening import Bounds
+from finetune_operator.shell.listener import Bounds
 from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.sites import Site
 
@@ -43,8 +43,8 @@ class Health(Protocol):
 class Heartbeat:
     """Measures how late the event loop wakes up tasks."""
 
-    def __init__(self, tell: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
         self._clock = clock
         self._last = clock()
 
@@ -57,7 +57,7 @@ class Heartbeat:
         self._last = self._clock()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            self._tell(self.lag())
+            self._report(self.lag())
             self._last = self._clock()
 
 
@@ -109,5 +109,5 @@ class Endpoints:
         return web.Response(body=self._exposed, headers={"Content-Type": _TEXT})
 
 
-def _page(wrong: Sequence[str]) -> web.Response:
-    return web.Response(text="".join(f"{line}\n" for line in wrong) or "ok\n", status=503 if wrong else 200)
+def _page(problems: Sequence[str]) -> web.Response:
+    return web.Response(text="".join(f"{line}\n" for line in problems) or "ok\n", status=503 if problems else 200)

@@ -208,7 +208,7 @@ class Kube(KubernetesClient):
         try:
             await self.create(event, namespace)
         except AlreadyExistsError:
-            log.debug("%s/%s: event %s was told already", namespace, name, reason)
+            log.debug("%s/%s: event %s exists already", namespace, name, reason)
 
     # --------------------------------------------------------------------------------------- outcomes of requests
 

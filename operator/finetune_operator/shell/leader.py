@@ -94,16 +94,16 @@ class LeaseLock(BaseLock):
         """Create the Lease; return whether it is ours now."""
         metadata: dict[str, JsonValue] = {"name": name, "namespace": namespace}
         lease: Manifest = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata}
-        return await self._taken(self._kube.create({**lease, "spec": self._held(None)}, namespace))
+        return await self._acquired(self._kube.create({**lease, "spec": self._lease_spec(None)}, namespace))
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
         """Renew or take the Lease; return whether it is ours now, False also if somebody was faster."""
         if self._lease is None:
             return False
-        lease = {**self._lease, "spec": self._held(_spec(self._lease))}
-        return await self._taken(self._kube.replace(lease, namespace, name))
+        lease = {**self._lease, "spec": self._lease_spec(_spec(self._lease))}
+        return await self._acquired(self._kube.replace(lease, namespace, name))
 
-    async def give_back(self) -> None:
+    async def release(self) -> None:
         """Release the Lease, so that the next replica has it at once. ApiError."""
         lease = await self._within(self._kube.get(LEASE, self.namespace, LEASE_NAME))
         spec = _spec(lease)
@@ -111,7 +111,7 @@ class LeaseLock(BaseLock):
             free = {**lease, "spec": {**spec, "holderIdentity": ""}}
             await self._within(self._kube.replace(free, self.namespace, LEASE_NAME))
 
-    def _held(self, before: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
+    def _lease_spec(self, before: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         ours = before is not None and before.get("holderIdentity") == self.identity
         changes = 0 if before is None else before.get("leaseTransitions")
@@ -123,7 +123,7 @@ class LeaseLock(BaseLock):
             "leaseTransitions": (changes if isinstance(changes, int) else 0) + (before is not None and not ours),
         }
 
-    async def _taken(self, request: Awaitable[Manifest]) -> bool:
+    async def _acquired(self, request: Awaitable[Manifest]) -> bool:
         began = time.monotonic()
         try:
             await self._within(request)
@@ -194,9 +194,9 @@ class Leader:
         """Stop acting and release the Lease."""
         self._stop_acting()
         try:
-            await self._lock.give_back()
+            await self._lock.release()
         except ApiError as error:
-            log.info("the lease was not given back, and ends by itself: %s", error)
+            log.info("the Lease was not released and will expire: %s", error)
 
     async def _won(self) -> None:
         """Act while the Lease is ours: called when it is won, cancelled when it is lost."""
@@ -220,7 +220,7 @@ class Leader:
         try:
             await self._prepare()
         except Exception:
-            log.exception("this replica has the lease and cannot act yet; it will try again")
+            log.exception("this replica holds the Lease and cannot lead yet; retrying")
             return
         # The Lease may have run out meanwhile.
         if self._holding and self._fence is not None and not self._leading.is_set():
@@ -228,12 +228,12 @@ class Leader:
             self._leading.set()
             self._begin()
 
-    def _renewed(self, asked_at: float) -> None:
+    def _renewed(self, requested_at: float) -> None:
         """Note that the Lease is ours for a while, counted from before the request was sent."""
         if self._fence is not None:
             self._fence.cancel()
         loop = asyncio.get_running_loop()
-        self._fence = loop.call_later(asked_at + RENEW_SECONDS - time.monotonic(), self._stop_acting)
+        self._fence = loop.call_later(requested_at + RENEW_SECONDS - time.monotonic(), self._stop_acting)
         if self._holding and not self._leading.is_set():
             # The renewal came after the fence had fallen and before the election was given up, or taking over failed.
             self._begin_to_act()
@@ -244,4 +244,4 @@ class Leader:
             self._fence = None
         if self._leading.is_set():
             self._leading.clear()
-            log.warning("this replica leads no longer")
+            log.warning("this replica no longer leads")

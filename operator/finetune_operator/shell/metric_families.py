@@ -32,24 +32,24 @@ class Row:
     labels: Mapping[str, tuple[str, ...]]
     """Values of each label, in order."""
     meaning: str
-    most: int
+    max_series: int
     """Maximum number of series."""
 
 
 class Family(Generic[M]):
     """One metric."""
 
-    def __init__(self, made: M, labels: Mapping[str, tuple[str, ...]]) -> None:
-        self._made: M = made
+    def __init__(self, metric: M, labels: Mapping[str, tuple[str, ...]]) -> None:
+        self._metric: M = metric
         self.labels = labels
         """Values of each label."""
 
     def of(self, *values: str) -> M:
         """Return the child for these values of the labels, in their order."""
         if not self.labels and not values:
-            return self._made
+            return self._metric
         known = zip(values, self.labels.values(), strict=True)
-        return self._made.labels(*(value if value in words else OTHER for value, words in known))
+        return self._metric.labels(*(value if value in allowed else OTHER for value, allowed in known))
 
     def show(self, *rows: Sequence[str]) -> None:
         """Create these series from the start: a series that appears with its first count has no increase in a query."""
@@ -66,32 +66,32 @@ class Families:
 
     def counter(self, name: str, meaning: str, **labels: Collection[str]) -> Family[Counter]:
         """Add a counter; `name` without _total."""
-        words = _ordered(labels)
-        self.rows.append(Row(f"{name}_total", "counter", words, meaning, _combinations(words)))
-        return Family(Counter(name, meaning, list(words), registry=self.registry), words)
+        values = _ordered(labels)
+        self.rows.append(Row(f"{name}_total", "counter", values, meaning, _combinations(values)))
+        return Family(Counter(name, meaning, list(values), registry=self.registry), values)
 
     def gauge(self, name: str, meaning: str, **labels: Collection[str]) -> Family[Gauge]:
         """Add a gauge."""
-        words = _ordered(labels)
-        self.rows.append(Row(name, "gauge", words, meaning, _combinations(words)))
-        return Family(Gauge(name, meaning, list(words), registry=self.registry), words)
+        values = _ordered(labels)
+        self.rows.append(Row(name, "gauge", values, meaning, _combinations(values)))
+        return Family(Gauge(name, meaning, list(values), registry=self.registry), values)
 
     def histogram(
         self, name: str, meaning: str, buckets: Sequence[float], **labels: Collection[str]
     ) -> Family[Histogram]:
         """Add a histogram; `buckets` are upper bounds, to which the one without a bound is added."""
-        words = _ordered(labels)
+        values = _ordered(labels)
         # Beside the buckets: the one without a bound, the sum and the number.
-        self.rows.append(Row(name, "histogram", words, meaning, _combinations(words) * (len(buckets) + 3)))
-        made = Histogram(name, meaning, list(words), buckets=buckets, registry=self.registry)
-        return Family(made, words)
+        self.rows.append(Row(name, "histogram", values, meaning, _combinations(values) * (len(buckets) + 3)))
+        metric = Histogram(name, meaning, list(values), buckets=buckets, registry=self.registry)
+        return Family(metric, values)
 
 
 def _ordered(labels: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
     """Return the labels with `other` at the end of every set; sets without an order of their own are sorted."""
     return {
-        name: (*(one for one in (sorted(words) if isinstance(words, frozenset) else words) if one != OTHER), OTHER)
-        for name, words in labels.items()
+        name: (*(one for one in (sorted(values) if isinstance(values, frozenset) else values) if one != OTHER), OTHER)
+        for name, values in labels.items()
     }
 
 

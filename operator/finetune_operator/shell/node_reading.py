@@ -27,16 +27,16 @@ class NodeReading:
     def __init__(self, kube: Kube, allowed: bool) -> None:
         self._kube = kube
         self._allowed = allowed
-        self._asked = float("-inf")
-        self._asking = asyncio.Lock()
+        self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
         self.answer: NodesRead | None = None
 
     async def refresh(self) -> None:
         """Read the nodes, if allowed and not done recently. A failure keeps no job from being planned."""
         if not self._allowed:
             return
-        async with self._asking:
-            if time.monotonic() < self._asked + FRESH_SECONDS:
+        async with self._reading:
+            if time.monotonic() < self._read_at + FRESH_SECONDS:
                 return
             try:
                 self.answer = NodesRead(await self._read())
@@ -45,7 +45,7 @@ class NodeReading:
             except ApiError as error:
                 self._failed(f"the nodes could not be read: {error}")
                 return  # the next plan reads them again
-            self._asked = time.monotonic()
+            self._read_at = time.monotonic()
 
     async def _read(self) -> tuple[Node, ...]:
         found: list[Node] = []

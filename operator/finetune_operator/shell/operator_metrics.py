@@ -27,7 +27,7 @@ from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
 from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, LAUNCHER_RESOURCES, OPENID, RESOURCES
-from finetune_operator.reconcile.fleet_figures import CapacityWord, Fleet, estimate_ratio, used, wait_seconds
+from finetune_operator.reconcile.fleet_metrics import CapacityLabel, Fleet, estimate_ratio, usage_added, wait_seconds
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status import ended
@@ -56,7 +56,7 @@ NO_CAUSE = "none"
 
 _PHASES: tuple[str, ...] = get_args(Phase)
 _STAGES = tuple(stage.value for stage in Stage)
-_CAPACITIES: tuple[str, ...] = get_args(CapacityWord)
+_CAPACITIES: tuple[str, ...] = get_args(CapacityLabel)
 _CAUSES = (*(cause.value for cause in FailureClass), *(cause.value for cause in OperatorCause))
 _STAGE_BUCKETS = (10, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86_400, 3 * 86_400)
 """Seconds: a check of some rows takes half a minute, a training run days, and a wait for a full cluster as long."""
@@ -69,33 +69,33 @@ _RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 class _FleetGauges:
     """Gauges of all jobs at the moment that metrics are read."""
 
-    def __init__(self, made: Families, currency: str) -> None:
-        self._jobs = made.gauge("finetune_jobs", "FineTuneJobs by phase.", phase=_PHASES)
-        self._waiting = made.gauge(
+    def __init__(self, families: Families, currency: str) -> None:
+        self._jobs = families.gauge("finetune_jobs", "FineTuneJobs by phase.", phase=_PHASES)
+        self._waiting = families.gauge(
             "finetune_jobs_waiting",
-            "Jobs whose first pods do not run yet, and that only capacity, a queue or the operator holds up.",
+            "Jobs whose first pods do not run yet because of capacity, a queue or the operator.",
         )
-        self._oldest_waiting = made.gauge(
-            "finetune_oldest_waiting_seconds", "How long the one of them waits that has waited longest; 0: none waits."
+        self._oldest_waiting = families.gauge(
+            "finetune_oldest_waiting_seconds", "Longest wait of those jobs so far; 0: none waits."
         )
-        self._progress_age = made.gauge(
+        self._progress_age = families.gauge(
             "finetune_progress_age_seconds",
-            "Time since the running attempt that is silent for longest told a new step or figure, of those that have "
-            "told any; 0: there is none.",
+            "Longest time since a running attempt reported a new step or figure, of those that have reported any; "
+            "0: there is none.",
         )
-        self._samples = made.gauge(
+        self._samples = families.gauge(
             "finetune_samples_per_second",
-            "Rows a second of all running attempts, as they reported last.",
+            "Rows per second of all running attempts, by their latest reports.",
             stage=_STAGES,
         )
-        self._tokens = made.gauge(
+        self._tokens = families.gauge(
             "finetune_tokens_per_second",
-            "Tokens a second of all running attempts, as they reported last.",
+            "Tokens per second of all running attempts, by their latest reports.",
             stage=_STAGES,
         )
-        self._estimated_cost = made.gauge(
+        self._estimated_cost = families.gauge(
             "finetune_estimated_cost",
-            "Estimated cost of the trainings of all jobs that are not over.",
+            "Estimated cost of the trainings of all unfinished jobs.",
             currency=(currency,),
         )
 
@@ -112,59 +112,61 @@ class _FleetGauges:
 class _JobSums:
     """Sums over jobs, from the statuses that this process has written."""
 
-    def __init__(self, made: Families, currency: str) -> None:
-        self._ends = made.counter(
+    def __init__(self, families: Families, currency: str) -> None:
+        self._ends = families.counter(
             "finetune_job_ends",
-            "Jobs that came to their end, by the class of the failure; none: a success.",
+            "Jobs that have ended, by the class of the failure; none: a success.",
             outcome=("succeeded", "failed"),
             cause=(NO_CAUSE, *_CAUSES),
         )
         self._ends.show(("succeeded", NO_CAUSE), *product(["failed"], (*_CAUSES, OTHER)))
-        self._wait = made.histogram(
+        self._wait = families.histogram(
             "finetune_job_wait_seconds",
-            "Time from a job's creation until all pods of its first stage ran; from its first child when the spec was "
-            "edited before, as by resuming it.",
+            "Time from a job's creation until all pods of its first stage ran; from its first child if the spec was "
+            "edited before, e.g. to resume it.",
             _STAGE_BUCKETS,
         )
-        self._stages = made.histogram(
+        self._stages = families.histogram(
             "finetune_stage_seconds",
             "Duration of attempts at a stage, from the start of the child to its end.",
             _STAGE_BUCKETS,
             stage=_STAGES,
             outcome=("succeeded", "failed"),
         )
-        self._restarts = made.counter(
-            "finetune_restarts", "Attempts made anew, by the class of the failure before.", cause=_CAUSES
+        self._restarts = families.counter(
+            "finetune_restarts", "Restarts of attempts, by the class of the failure before.", cause=_CAUSES
         )
         self._restarts.show()
-        self._preemptions = made.counter("finetune_preemptions", "Attempts that ended as a spot node was taken away.")
-        self._node_seconds = made.counter(
+        self._preemptions = families.counter(
+            "finetune_preemptions", "Attempts that ended because a spot node was reclaimed."
+        )
+        self._node_seconds = families.counter(
             "finetune_node_seconds",
-            "Seconds in which pods had nodes, times the nodes, over attempts that are over; those are paid.",
+            "Seconds in which pods of ended attempts had nodes, times the nodes; these are billed.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
-        self._running_node_seconds = made.counter(
+        self._running_node_seconds = families.counter(
             "finetune_running_node_seconds",
-            "Seconds in which all pods of an attempt ran, times the nodes, over attempts that are over.",
+            "Seconds in which all pods of ended attempts ran, times the nodes.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
-        self._gpu_seconds = made.counter(
+        self._gpu_seconds = families.counter(
             "finetune_gpu_seconds",
-            "finetune_node_seconds_total times the GPUs of a node that the attempt took.",
+            "finetune_node_seconds_total times the GPUs that the attempt used on a node.",
             stage=_STAGES,
             capacity=_CAPACITIES,
         )
-        self._cost = made.counter(
-            "finetune_cost", "Cost of attempts that are over, as far as the settings have prices.", currency=(currency,)
+        self._cost = families.counter(
+            "finetune_cost", "Cost of ended attempts, as far as the settings have prices.", currency=(currency,)
         )
-        self._saved = made.counter(
-            "finetune_cost_saved", "What the same node seconds would have cost more on demand.", currency=(currency,)
+        self._saved = families.counter(
+            "finetune_cost_saved", "Additional cost of the same node seconds on demand.", currency=(currency,)
         )
-        self._estimates = made.histogram(
+        self._estimates = families.histogram(
             "finetune_estimate_ratio",
-            "Seconds that a training took over those that its plan expected; of those that succeeded in one attempt.",
+            "Duration of a training divided by the plan's estimate, for trainings that succeeded in one attempt.",
             _RATIO_BUCKETS,
         )
         for family in (self._node_seconds, self._running_node_seconds, self._gpu_seconds, self._cost, self._saved):
@@ -203,7 +205,7 @@ class _JobSums:
             self._stages.of(stage.name, stage.state.lower()).observe(seconds)
 
     def _count_usage(self, job: JobView, after: FineTuneJobStatus) -> None:
-        taken = used(job, after)
+        taken = usage_added(job, after)
         if taken is None:
             return
         where = (taken.stage.value, taken.capacity)
@@ -226,12 +228,12 @@ class Metrics:
         self._fleet: Callable[[], Fleet] = Fleet
         self._fleet_gauges = _FleetGauges(made, currency)
         self._job_sums = _JobSums(made, currency)
-        self._leading = made.gauge("finetune_leading", "1 where this replica acts, 0 where it stands by.")
+        self._leading = made.gauge("finetune_leading", "1 if this replica leads, 0 if it is a stand-by.")
         self._reconcile = made.histogram(
-            "finetune_reconcile_seconds", "Duration of one pass over one job, requests included.", _RECONCILE_BUCKETS
+            "finetune_reconcile_seconds", "Duration of one reconcile of a job, requests included.", _RECONCILE_BUCKETS
         )
         self._reconcile_errors = made.counter(
-            "finetune_reconcile_errors", "Passes that ended in an error and are made again."
+            "finetune_reconcile_errors", "Reconciles that ended in an error and are retried."
         )
         self._requests = made.counter(
             "finetune_api_requests",
@@ -242,16 +244,16 @@ class Metrics:
         )
         self._request_seconds = made.histogram(
             "finetune_api_request_seconds",
-            "Time until the API server had answered, by verb.",
+            "Duration of requests to the API server, by verb.",
             _RECONCILE_BUCKETS,
             verb=VERBS,
         )
         self._depth = made.gauge("finetune_queue_depth", "Jobs that wait for a worker.")
-        self._lag = made.gauge("finetune_event_loop_lag_seconds", "How much too late the event loop woke up last.")
+        self._lag = made.gauge("finetune_event_loop_lag_seconds", "Delay of the last wake-up of the event loop.")
         self._reviews = made.counter(
             "finetune_webhook_reviews",
-            "Questions of the API server whether a job may be stored, by the answer; failed: no such question, or a "
-            "client without the right certificate.",
+            "Admission reviews of jobs, by outcome; failed: an invalid review, or a client without a permitted "
+            "certificate.",
             outcome=("allowed", "refused", "failed"),
         )
         self._posts = made.counter(
@@ -259,12 +261,10 @@ class Metrics:
         )
         self._certificates = made.gauge(
             "finetune_certificate_expiration_timestamp_seconds",
-            "Unix time at which the certificate that a server shows comes to its end.",
+            "Unix time at which the certificate of a server expires.",
             server=SERVERS,
         )
-        self._resyncs = made.counter(
-            "finetune_resyncs", "Times that everything was listed again, by reason.", reason=RESYNC_REASONS
-        )
+        self._resyncs = made.counter("finetune_resyncs", "Relists of all objects, by reason.", reason=RESYNC_REASONS)
 
     def follow_jobs(self, fleet: Callable[[], Fleet]) -> None:
         """Ask `fleet` for all jobs whenever metrics are read."""
@@ -274,7 +274,7 @@ class Metrics:
         """Count the changes between the status in `job` and the one that replaced it."""
         self._job_sums.count(job, after)
 
-    def pass_done(self, seconds: float, outcome: str) -> None:
+    def reconcile_done(self, seconds: float, outcome: str) -> None:
         """Count one reconcile of a job."""
         self._reconcile.of().observe(seconds)
         if outcome == "failed":
@@ -306,7 +306,7 @@ class Metrics:
         """Ask `valid_until` for the end of a server's certificate whenever metrics are read."""
         self._certificates.of(server).set_function(lambda: valid_until().timestamp())
 
-    def resynced(self, reason: str) -> None:
+    def relisted(self, reason: str) -> None:
         """Count a list of everything."""
         self._resyncs.of(reason).inc()
 
@@ -318,18 +318,18 @@ class Metrics:
 
 def _cause(*statuses: FineTuneJobStatus) -> str:
     """Return the class of the first failure in these statuses."""
-    told = (status.failure.failure_class for status in statuses if status.failure is not None)
-    return next(told, OTHER)
+    classes = (status.failure.failure_class for status in statuses if status.failure is not None)
+    return next(classes, OTHER)
 
 
 def _set(family: Family[Gauge], values: Mapping[str, float]) -> None:
     """Set one gauge for each value of its only label; values that are not given are 0."""
-    (words,) = family.labels.values()
-    totals = dict.fromkeys(words, 0.0)
-    for word, value in values.items():
-        totals[word if word in totals else OTHER] += value
-    for word, value in totals.items():
-        family.of(word).set(value)
+    (labels,) = family.labels.values()
+    totals = dict.fromkeys(labels, 0.0)
+    for label, value in values.items():
+        totals[label if label in totals else OTHER] += value
+    for label, value in totals.items():
+        family.of(label).set(value)
 
 
 def reference() -> str:
@@ -337,22 +337,22 @@ def reference() -> str:
     rows = Metrics().families.rows
     labels: dict[str, dict[str, None]] = {}
     for row in rows:
-        for name, words in row.labels.items():
-            labels.setdefault(name, {}).update(dict.fromkeys(word for word in words if word != OTHER))
+        for name, values in row.labels.items():
+            labels.setdefault(name, {}).update(dict.fromkeys(value for value in values if value != OTHER))
     labels["currency"] = {"`currency` of the settings": None}
     lines = [
         "| metric | type | labels | series at most | meaning |",
         "|---|---|---|---|---|",
         *(
-            f"| `{row.name}` | {row.kind} | {', '.join(f'`{name}`' for name in row.labels)} | {row.most} "
+            f"| `{row.name}` | {row.kind} | {', '.join(f'`{name}`' for name in row.labels)} | {row.max_series} "
             f"| {row.meaning} |"
             for row in rows
         ),
         "",
-        f"A label whose value is in none of these sets says `{OTHER}`.",
+        f"A label value outside of these sets is counted as `{OTHER}`.",
         "",
         "| label | values |",
         "|---|---|",
-        *(f"| `{name}` | {', '.join(words)} |" for name, words in labels.items()),
+        *(f"| `{name}` | {', '.join(values)} |" for name, values in labels.items()),
     ]
     return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ import typer
 
 
 class LogFormat(StrEnum):
-    """Form of the log."""
+    """Format of the log."""
 
     TEXT = "text"
     JSON = "json"
@@ -27,14 +27,14 @@ class LogLevel(StrEnum):
 
 SettingsFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--settings", metavar="FILE", help="The administrator's settings. Left out: the defaults."),
+    typer.Option("--settings", metavar="FILE", help="The administrator's settings. Default: the built-in ones."),
 ]
 Namespaces: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--namespace",
         metavar="NS",
-        help="Run jobs of this namespace; repeatable. Left out: what the settings say, else all.",
+        help="Run jobs of this namespace; repeatable. Default: those of the settings, else all.",
     ),
 ]
 OwnNamespace: TypeAlias = Annotated[
@@ -42,31 +42,35 @@ OwnNamespace: TypeAlias = Annotated[
     typer.Option(
         "--own-namespace",
         metavar="NS",
-        help="Where the Lease and the progress server's certificate live. Left out: the pod's own.",
+        help="Namespace of the Lease and of the progress server's certificate. Default: the pod's.",
     ),
 ]
 Kubeconfig: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--kubeconfig", metavar="FILE", help="Left out: KUBECONFIG, else the cluster around this pod."),
+    typer.Option("--kubeconfig", metavar="FILE", help="Default: KUBECONFIG, else the cluster of this pod."),
 ]
 Context: TypeAlias = Annotated[
-    str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig. Left out: its current.")
+    str | None,
+    typer.Option("--context", metavar="NAME", help="Context of the kubeconfig. Default: its current context."),
 ]
 LeaderElection: TypeAlias = Annotated[
     bool,
     typer.Option(
-        "--leader-election/--no-leader-election", help="Act only while holding the Lease; no: for one process."
+        "--leader-election/--no-leader-election",
+        help="Act only while holding the Lease; disable it for a single process.",
     ),
 ]
-Workers: TypeAlias = Annotated[int, typer.Option("--workers", min=1, max=256, help="Jobs that are looked at at once.")]
+Workers: TypeAlias = Annotated[
+    int, typer.Option("--workers", min=1, max=256, help="Jobs that are reconciled in parallel.")
+]
 Listen: TypeAlias = Annotated[
-    str | None, typer.Option("--listen", metavar="ADDRESS", help="Address to serve on. Left out: all.")
+    str | None, typer.Option("--listen", metavar="ADDRESS", help="Address to serve on. Default: all.")
 ]
 HttpPort: TypeAlias = Annotated[
     int, typer.Option("--http-port", min=0, max=65535, help="Port of /healthz, /readyz, /metrics; 0: any.")
 ]
 ProgressPort: TypeAlias = Annotated[
-    int, typer.Option("--progress-port", min=0, max=65535, help="Port for the progress of pods; 0: any.")
+    int, typer.Option("--progress-port", min=0, max=65535, help="Port for progress reports of pods; 0: any.")
 ]
 WebhookPort: TypeAlias = Annotated[
     int | None,
@@ -74,7 +78,7 @@ WebhookPort: TypeAlias = Annotated[
         "--webhook-port",
         min=0,
         max=65535,
-        help="Answer the API server there whether a job may be stored (/validate); 0: any. Left out: not at all.",
+        help="Port of the validating webhook for jobs (/validate); 0: any. Default: no webhook.",
     ),
 ]
 WebhookConfiguration: TypeAlias = Annotated[
@@ -82,7 +86,7 @@ WebhookConfiguration: TypeAlias = Annotated[
     typer.Option(
         "--webhook-configuration",
         metavar="NAME",
-        help="ValidatingWebhookConfiguration that is told of the operator's own authority. Left out: none is.",
+        help="ValidatingWebhookConfiguration to write the operator's CA certificate to. Default: none.",
     ),
 ]
 WebhookCertificate: TypeAlias = Annotated[
@@ -90,7 +94,7 @@ WebhookCertificate: TypeAlias = Annotated[
     typer.Option(
         "--webhook-certificate",
         metavar="DIR",
-        help="Folder with the webhook's tls.crt and tls.key, as cert-manager keeps it. Left out: one of our own.",
+        help="Folder with the webhook's tls.crt and tls.key, e.g. from cert-manager. Default: the operator's own.",
     ),
 ]
 WebhookClients: TypeAlias = Annotated[
@@ -98,8 +102,8 @@ WebhookClients: TypeAlias = Annotated[
     typer.Option(
         "--webhook-client-authorities",
         metavar="FILE",
-        help="Authorities (PEM) by which clients of the webhook need a certificate; the API server shows one only "
-        "where its admission configuration names one. Left out: whoever reaches the port may ask.",
+        help="CA certificates (PEM) that sign the certificates of the webhook's clients; the API server presents one "
+        "only if its admission configuration names one. Default: clients need no certificate.",
     ),
 ]
 WebhookClientNames: TypeAlias = Annotated[
@@ -107,8 +111,8 @@ WebhookClientNames: TypeAlias = Annotated[
     typer.Option(
         "--webhook-client-name",
         metavar="NAME",
-        help="Common name of a client that may ask, by --webhook-client-authorities; repeatable. Left out: any.",
+        help="Common name of a permitted client, with --webhook-client-authorities; repeatable. Default: any.",
     ),
 ]
-LogForm: TypeAlias = Annotated[LogFormat, typer.Option("--log-format", help="Form of the log.")]
-LeastLogged: TypeAlias = Annotated[LogLevel, typer.Option("--log-level", help="The least that is logged.")]
+LogForm: TypeAlias = Annotated[LogFormat, typer.Option("--log-format", help="Format of the log.")]
+LowestLevel: TypeAlias = Annotated[LogLevel, typer.Option("--log-level", help="Lowest level that is logged.")]

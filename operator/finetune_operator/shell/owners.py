@@ -54,7 +54,7 @@ def expected_owners(job: str, stage: Stage, attempt: int) -> Iterable[str]:
     return child, *(f"{child}{suffix}" for suffix in (*JOBS_BETWEEN, *DRIVERS))
 
 
-class Links:
+class OwnedObjects:
     """Objects that are known to be one job's own, by uid. They stay known after their deletion: reports of pods are
     read after that.
     """
@@ -71,18 +71,18 @@ class Links:
         """Add an object that is the job's own."""
         self._own.add(uid)
 
-    def looked_up(self, owner: Owner, found: Mapping[str, JsonValue] | None) -> None:
+    def record_owner(self, owner: Owner, found: Mapping[str, JsonValue] | None) -> None:
         """Record the metadata that the API server has for `owner`; None: it does not exist."""
         if found is None:
             self._absent.add(owner)
             return
-        above = controller_of(found)
-        if found.get("uid") == owner.uid and above is not None and above.uid in self._own:
+        controller = controller_of(found)
+        if found.get("uid") == owner.uid and controller is not None and controller.uid in self._own:
             self._own.add(owner.uid)
         else:
             self._foreign.add(owner)
 
-    def open(self, owner: Owner) -> bool:
+    def is_unknown(self, owner: Owner) -> bool:
         """Return whether nothing is known about an owner yet."""
         return owner.uid not in self._own and owner not in self._foreign and owner not in self._absent
 

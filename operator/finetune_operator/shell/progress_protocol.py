@@ -71,7 +71,7 @@ def update_of(body: bytes) -> KubeflowStatus:
     except ValidationError as error:
         # Only places and rules: values are the sender's, and may be anything.
         problems = [f"{_place(item['loc'])}: {item['msg']}" for item in error.errors(include_input=False)[:5]]
-        raise BadBodyError("the body is no progress update: " + "; ".join(problems)) from error
+        raise BadBodyError("the body is not a progress update: " + "; ".join(problems)) from error
     return update.trainer_status
 
 
@@ -79,24 +79,24 @@ def _place(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location) or "body"
 
 
-def mark_of(told: KubeflowStatus) -> str:
+def mark_of(update: KubeflowStatus) -> str:
     """Return a mark that is equal for two updates without progress between them.
 
     Steps, figures and all other counts of a program are progress. Rates and remaining times are not: they change with
     the clock while nothing else does.
     """
-    figures = sorted((metric.name, metric.value) for metric in told.metrics if metric.name not in _RATES)
-    return hashlib.sha256(json.dumps([told.progress_percentage, figures]).encode()).hexdigest()
+    figures = sorted((metric.name, metric.value) for metric in update.metrics if metric.name not in _RATES)
+    return hashlib.sha256(json.dumps([update.progress_percentage, figures]).encode()).hexdigest()
 
 
-def progress_of(told: KubeflowStatus, now: datetime) -> ProgressStatus:
+def progress_of(update: KubeflowStatus, now: datetime) -> ProgressStatus:
     """Convert an update that arrived at `now` (UTC) to the terms of the status."""
-    values = {metric.name: metric.value for metric in told.metrics}
+    values = {metric.name: metric.value for metric in update.metrics}
     step, total = _steps(values, _STEP), _steps(values, _TOTAL)
-    percent = told.progress_percentage
+    percent = update.progress_percentage
     if percent is None and step is not None and total:
         percent = min(100, 100 * step // total)
-    remaining = told.estimated_remaining_seconds
+    remaining = update.estimated_remaining_seconds
     return ProgressStatus(
         step=step,
         total_steps=total,
@@ -134,7 +134,7 @@ def _first(values: Mapping[str, str], names: tuple[str, ...], least: float, most
     return None
 
 
-def later(before: ProgressStatus | None, now: ProgressStatus) -> ProgressStatus:
+def merged_progress(before: ProgressStatus | None, now: ProgressStatus) -> ProgressStatus:
     """Return `now`, with the fields that it leaves out as they were `before` in the same attempt.
 
     The last update of transformers' callback has 100 percent and no step.

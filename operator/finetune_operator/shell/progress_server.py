@@ -1,7 +1,7 @@
 """Server to which pods report their progress: HTTPS, in the protocol of Kubeflow Trainer.
 
 It accepts only cheap requests: a body of 64 KiB, one update a second from a pod, a connection of half a minute, and a
-limited number of connections at once (listening.py) and of unknown tokens of one pod or, where a token names no known
+limited number of connections at once (listener.py) and of unknown tokens of one pod or, where a token names no known
 pod, of one address. The sender is known from the token alone, and its pod has to be one of the attempt in the path.
 Losing an update disturbs nothing, so doubtful requests are refused; but the operator is notified, and then does not
 take a pod's silence for a sign that it hangs. Answers and logs hold our own text only: never a token, never a part of a
@@ -26,10 +26,9 @@ from aiohttp import web
 
 from finetune_operator.api.types import ProgressStatus
 from finetune_operator.rendering.render_types import PROGRESS_PORT
-from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import SERVICE_NAME, TlsContexts
 from finetune_operator.shell.connections import Server
-from finetune_operator.shell.listening import Bounds, Listener
+from finetune_operator.shell.listener import Bounds, Listener
 from finetune_operator.shell.progress_protocol import (
     BODY_LIMIT_BYTES,
     AttemptKey,
@@ -39,7 +38,8 @@ from finetune_operator.shell.progress_protocol import (
     progress_of,
     update_of,
 )
-from finetune_operator.shell.rates import Rate
+from finetune_operator.shell.rate_limit import Rate
+from finetune_operator.shell.request_bodies import Bodies, BodyError
 from finetune_operator.shell.tokens import (
     PodIdentity,
     RefusedToken,
@@ -113,7 +113,7 @@ class World(Protocol):
         """Take the pod's report; `mark` is the same for as long as there is no progress."""
         ...
 
-    def unheard(self) -> None:
+    def report_lost(self) -> None:
         """Note that a report of an honest pod may just have been rejected."""
         ...
 
@@ -168,7 +168,9 @@ class ProgressServer:
         )
         limits = self._limits
         bounds = Bounds(limits.connections, limits.connection_seconds, limits.handshake_seconds)
-        self._listener = Listener("progress", self._server, bounds, tls=self._tls.server, dropped=self._world.unheard)
+        self._listener = Listener(
+            "progress", self._server, bounds, tls=self._tls.server, dropped=self._world.report_lost
+        )
         return await self._listener.start(host, port)
 
     async def stop(self) -> None:
@@ -200,7 +202,7 @@ class ProgressServer:
             log.error("A progress report could not be handled: %s.", type(error).__name__)
             answer = _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the operator could not handle this report")
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._world.unheard()
+            self._world.report_lost()
         answer.force_close()
         self._counted(answer.status)
         return answer
@@ -228,7 +230,7 @@ class ProgressServer:
         if found is None:
             sender = self._rated(_address(request), token)
             if not (self._unknown.take(sender) and self._reviews.take("all")):
-                self._world.unheard()
+                self._world.report_lost()
                 raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "too many unknown tokens", Retry_After="5")
             try:
                 found = await self._tokens.check(token)
@@ -239,10 +241,12 @@ class ProgressServer:
             if isinstance(found, PodIdentity):
                 self._unknown.give_back(sender)
         if isinstance(found, RefusedToken):
-            raise _unauthorized(found.why)
+            raise _unauthorized(found.reason)
         if not self._pods.take(found.uid):
             rate = f"{self._limits.pod_per_second:g} update(s) a second, {self._limits.pod_burst} at once"
-            raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, f"too fast: a pod may send {rate}", Retry_After="1")
+            raise RefusedError(
+                HTTPStatus.TOO_MANY_REQUESTS, f"too many updates: a pod may send {rate}", Retry_After="1"
+            )
         return found
 
     def _rated(self, address: str, token: str) -> str:
@@ -260,14 +264,14 @@ class ProgressServer:
         """Return the stored pod of the sender, which has to be a pod of the attempt."""
         known = self._world.pod(sender.namespace, sender.name)
         if known is None or known.uid != sender.uid or known.attempt != key:
-            raise RefusedError(HTTPStatus.FORBIDDEN, "the token is not of a pod of this attempt")
+            raise RefusedError(HTTPStatus.FORBIDDEN, "the token does not belong to a pod of this attempt")
         return known
 
     async def _relayed(self, request: web.BaseRequest, token: str, body: bytes) -> web.Response:
         """Return the answer of the leader."""
         leader = self._world.leader()
         if leader is None or self._relay is None or RELAYED_FOR in request.headers or self._relays.locked():
-            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica takes reports now", Retry_After="5")
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica accepts reports now", Retry_After="5")
         host, port = leader
         headers = {
             "Authorization": f"Bearer {token}",
@@ -293,26 +297,26 @@ class ProgressServer:
         except (aiohttp.ClientError, OSError) as error:
             log.warning("A progress report could not be relayed to %s port %d: %s.", host, port, type(error).__name__)
             raise RefusedError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "the replica that takes reports cannot be reached", Retry_After="5"
+                HTTPStatus.SERVICE_UNAVAILABLE, "the leading replica cannot be reached", Retry_After="5"
             ) from None
 
 
 def _attempt(request: web.BaseRequest) -> AttemptKey:
     key = attempt_of(request.rel_url.raw_path)
     if key is None or request.query_string:
-        raise RefusedError(HTTPStatus.NOT_FOUND, "no such path; progress goes to the URL in the pod's environment")
+        raise RefusedError(HTTPStatus.NOT_FOUND, "no such path; send progress to the URL in the pod's environment")
     if request.method != "POST":
-        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "progress is sent by POST", Allow="POST")
+        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "send progress by POST", Allow="POST")
     return key
 
 
 def _bearer(request: web.BaseRequest) -> str:
     """Return the token, of which nothing is verified yet."""
-    given = request.headers.getall("Authorization", [])
-    scheme, _, token = (given[0] if len(given) == 1 else "").partition(" ")
+    values = request.headers.getall("Authorization", [])
+    scheme, _, token = (values[0] if len(values) == 1 else "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token.isascii() or not token.isprintable() or not token or " " in token:
-        raise _unauthorized("a bearer token is needed")
+        raise _unauthorized("a bearer token is required")
     return token
 
 

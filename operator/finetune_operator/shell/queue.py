@@ -35,27 +35,27 @@ class WorkQueue:
         self._waiting: deque[JobKey] = deque()
         self._new: deque[JobKey] = deque()
         self._new_in_a_row = 0
-        self._wanted: set[JobKey] = set()
-        self._in_hand: set[JobKey] = set()
+        self._queued: set[JobKey] = set()
+        self._in_progress: set[JobKey] = set()
         self._timers: dict[JobKey, asyncio.TimerHandle] = {}
         self._filled = asyncio.Event()
-        self._calm = asyncio.Event()
-        self._calm.set()
+        self._no_new_jobs = asyncio.Event()
+        self._no_new_jobs.set()
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._queued)
 
     def add(self, key: JobKey, new: bool = False) -> None:
         """Queue a job for as soon as its turn comes; `new`: nothing was done for this job yet."""
-        if key in self._wanted:
+        if key in self._queued:
             return
-        self._wanted.add(key)
-        if key not in self._in_hand:
+        self._queued.add(key)
+        if key not in self._in_progress:
             (self._new if new else self._waiting).append(key)
             self._filled.set()
             if new:
-                self._calm.clear()
+                self._no_new_jobs.clear()
 
     def add_after(self, key: JobKey, seconds: float) -> None:
         """Queue a job `seconds` from now; of several such times, only the earliest counts."""
@@ -66,9 +66,9 @@ class WorkQueue:
             if set_already.when() <= due:
                 return
             set_already.cancel()
-        self._timers[key] = loop.call_at(due, self._ring, key)
+        self._timers[key] = loop.call_at(due, self._timer_expired, key)
 
-    def _ring(self, key: JobKey) -> None:
+    def _timer_expired(self, key: JobKey) -> None:
         del self._timers[key]
         self.add(key)
 
@@ -88,8 +88,8 @@ class WorkQueue:
         key = self._next()
         if self._waiting or self._new:
             self._filled.set()
-        self._wanted.discard(key)
-        self._in_hand.add(key)
+        self._queued.discard(key)
+        self._in_progress.add(key)
         return key
 
     def _next(self) -> JobKey:
@@ -97,29 +97,29 @@ class WorkQueue:
             self._new_in_a_row += 1
             key = self._new.popleft()
             if not self._new:
-                self._calm.set()
+                self._no_new_jobs.set()
             return key
         self._new_in_a_row = 0
         return self._waiting.popleft()
 
     def done(self, key: JobKey) -> None:
         """Mark a key as no longer in progress."""
-        self._in_hand.discard(key)
-        if key in self._wanted:
+        self._in_progress.discard(key)
+        if key in self._queued:
             self._waiting.append(key)
             self._filled.set()
 
-    async def calm(self, seconds: float) -> None:
+    async def wait_for_new_jobs(self, seconds: float) -> None:
         """Wait until no new job waits, at most `seconds`: for work that new jobs go before."""
         # Not wait_for: until Python 3.12 it can swallow the cancellation of its caller, which then never ends.
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._calm.wait()
+                await self._no_new_jobs.wait()
 
     def close(self) -> None:
         """Hand out no more keys: a worker finishes the one that it has, a waiting one gets None."""
         self._closed = True
         self._filled.set()
-        self._calm.set()
+        self._no_new_jobs.set()
         for key in list(self._timers):
             self.forget(key)

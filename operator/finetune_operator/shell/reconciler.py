@@ -47,8 +47,8 @@ from finetune_operator.kubernetes_api.resources import (
     REPLICA_SET,
     resource_of,
 )
-from finetune_operator.reconcile.course import has_started
-from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
+from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
+from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
@@ -65,7 +65,7 @@ from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.owners import controller_of
 from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.rates import Rate
+from finetune_operator.shell.rate_limit import Rate
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import Entry, JobId
 
@@ -74,10 +74,10 @@ log = logging.getLogger(__name__)
 Decide: TypeAlias = Callable[[JobView, Observed, datetime, Settings, ProgressEndpoint | None], Decision]
 Outcome: TypeAlias = Literal["done", "refused", "conflict", "gone", "failed"]
 
-Rest: TypeAlias = Callable[[], Coroutine[Any, Any, Outcome]]
+StatusWrite: TypeAlias = Callable[[], Coroutine[Any, Any, Outcome]]
 """Remainder of a reconcile."""
 
-SILENT_SECONDS = 300.0
+STALE_SECONDS = 300.0
 """After this long without an update of a running attempt, the API server is asked once whether one was lost."""
 FIRST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
@@ -92,9 +92,9 @@ moment for the objects that an owner left behind.
 CLAIMS_BURST, CLAIMS_PER_SECOND = 10, 1 / 30
 """Events about such objects, for each namespace."""
 MOST_CLAIMS = 10_000
-TOLD = float("-inf")
+QUEUED = float("-inf")
 """Value in place of the time: the event was queued."""
-TAKEN = 409
+CONFLICT_CODE = 409
 """HTTP status of a create whose name is taken."""
 _STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT, INFERENCE_SERVICE))
 
@@ -110,12 +110,12 @@ class JobMemory:
     """Log tails by pod; read once."""
     last_logs: dict[str, str] = field(default_factory=dict)
     """Log tails by pod, read when its deletion began."""
-    told: set[tuple[str, str, str]] = field(default_factory=set)
+    queued: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were queued: version of the job that they were decided at, reason, message."""
     progress_written: float = float("-inf")
     """Time when the status was written last, on the monotonic clock."""
-    looked_up: float = float("-inf")
-    """Time of the last update before the silence that was looked into already."""
+    checked_update: float = float("-inf")
+    """Time of the last update after which the attempt was read again already."""
     failures: int = 0
     """Reconciles in a row that ended in an error."""
 
@@ -129,37 +129,37 @@ class Reconciler:
         self._nodes = nodes
         self._decide = decide
         self._memories: dict[JobKey, JobMemory] = {}
-        self._rests: asyncio.Queue[tuple[JobKey, Rest]] = asyncio.Queue()
-        self._untold: asyncio.Queue[tuple[Manifest, str, EventNote]] = asyncio.Queue()
+        self._status_writes: asyncio.Queue[tuple[JobKey, StatusWrite]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[Manifest, str, EventNote]] = asyncio.Queue()
         """Events to be created: the object that they are about, their salt, and the note."""
         self._claims: OrderedDict[str, float] = OrderedDict()
         """Time when an object that claims a job and is not its own was seen first, by uid."""
-        self._claims_told = Rate(burst=CLAIMS_BURST, per_second=CLAIMS_PER_SECOND)
+        self._claims_rate = Rate(burst=CLAIMS_BURST, per_second=CLAIMS_PER_SECOND)
 
     async def work(self) -> None:
         """Run one worker, until the queue is closed."""
         while (key := await self._state.queue.take()) is not None:
-            rest: Rest | None = None
+            status_write: StatusWrite | None = None
             try:
-                rest = await self.look(key)
+                status_write = await self.reconcile(key)
             finally:
-                if rest is None:
+                if status_write is None:
                     self._state.queue.done(key)
-            if rest is not None:
-                self._rests.put_nowait((key, rest))
+            if status_write is not None:
+                self._status_writes.put_nowait((key, status_write))
 
-    async def conclude(self) -> None:
+    async def write_statuses(self) -> None:
         """Write statuses after creations, for ever. The key stays in progress until then: no reconcile overlaps."""
         while True:
-            key, rest = await self._rests.get()
-            await self._state.queue.calm(YIELD_SECONDS)
+            key, status_write = await self._status_writes.get()
+            await self._state.queue.wait_for_new_jobs(YIELD_SECONDS)
             try:
-                await self._measured(key, rest())
+                await self._measured(key, status_write())
             finally:
                 self._state.queue.done(key)
-                self._rests.task_done()
+                self._status_writes.task_done()
 
-    async def look(self, key: JobKey) -> Rest | None:
+    async def reconcile(self, key: JobKey) -> StatusWrite | None:
         """Reconcile one job. Only the leader acts; a replica that gains leadership reconciles every job again.
 
         Return the remainder of a reconcile that has created something: when many jobs come at once, the children of all
@@ -167,9 +167,9 @@ class Reconciler:
         """
         if not self._state.leading.is_set():
             return None
-        return await self._measured(key, self._pass(key))
+        return await self._measured(key, self._reconcile(key))
 
-    async def _measured(self, key: JobKey, work: Coroutine[Any, Any, Outcome | Rest]) -> Rest | None:
+    async def _measured(self, key: JobKey, work: Coroutine[Any, Any, Outcome | StatusWrite]) -> StatusWrite | None:
         """Run it, count it, and ensure that an error is followed by another try."""
         began = time.monotonic()
         outcome: Outcome
@@ -185,10 +185,10 @@ class Reconciler:
             outcome = result
             if (memory := self._memories.get(key)) is not None:
                 memory.failures = 0
-        self._state.measurements.pass_done(time.monotonic() - began, outcome)
+        self._state.measurements.reconcile_done(time.monotonic() - began, outcome)
         return None
 
-    def _failed(self, key: JobKey, what: str, error: Exception | None) -> Outcome:
+    def _failed(self, key: JobKey, message: str, error: Exception | None) -> Outcome:
         """Log the first of several errors in a row, with its trace if it is a bug, and retry ever more slowly."""
         memory = self._memories.get(key)
         failures = 0 if memory is None else memory.failures
@@ -196,27 +196,29 @@ class Reconciler:
             memory.failures += 1
         delay = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** min(failures, 10)) * (0.75 + random.random() / 2)
         level = logging.ERROR if error is not None else logging.WARNING
-        log.log(level if failures == 0 else logging.DEBUG, "%s: will be tried again: %s", key, what, exc_info=error)
+        log.log(
+            level if failures == 0 else logging.DEBUG, "%s: retrying after an error: %s", key, message, exc_info=error
+        )
         self._state.queue.add_after(key, delay)
         return "failed"
 
     # ------------------------------------------------------------------------------------------------- one reconcile
 
-    async def _pass(self, key: JobKey) -> Outcome | Rest:
+    async def _reconcile(self, key: JobKey) -> Outcome | StatusWrite:
         job = self._state.store.job(key)
         if job is None:
             self.forget(key)
-            self._tell_claims(key)
+            self._report_claims(key)
             return "gone"
         memory = self._memory(key, job.uid)
         await self._resolve_owners(job.id)
-        self._tell_claims(key)
+        self._report_claims(key)
         if job.job is not None and (job.status.plan is None or self._state.store.lacks_servers(key)):
             await self._discovery.refresh()
         if job.job is not None and job.job.spec.resources.gpus_per_node != 0 and not has_started(job.status):
             await self._nodes.refresh()
         await self._read_logs(key, memory)
-        await self._break_silence(key, memory)
+        await self._read_stale_attempt(key, memory)
         # Read without awaiting in between: a view and the version that belongs to it.
         job, version = self._state.store.job(key), self._state.store.job_version(key)
         if job is None or version is None or job.uid != memory.uid:
@@ -229,19 +231,19 @@ class Reconciler:
             await self._delete(key.namespace, ref)
         for ref in decision.remove:
             await self._remove(job, ref)
-        if not await self._make(key, job, decision, memory):
+        if not await self._create_and_apply(key, job, decision, memory):
             return "refused"
-        rest = partial(self._write_down, key, job, version, observed, decision, memory)
-        return rest if decision.create or decision.apply else await rest()
+        status_write = partial(self._record, key, job, version, observed, decision, memory)
+        return status_write if decision.create or decision.apply else await status_write()
 
-    async def _write_down(
+    async def _record(
         self, key: JobKey, job: JobView, version: str, observed: Observed, decision: Decision, memory: JobMemory
     ) -> Outcome:
         """Write the status, then queue events, and schedule the next reconcile."""
         outcome = await self._write_status(key, job, version, decision, memory)
         if outcome != "done":
             return outcome
-        self._note(key, job, version, decision.events, memory)
+        self._queue_events(key, job, version, decision.events, memory)
         if decision.delete_job:
             await self._delete(key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid))
         if memory.refusals == observed.refusals:
@@ -257,12 +259,12 @@ class Reconciler:
                 resource = REPLICA_SET if owner.kind == REPLICA_SET.kind else JOB
                 found = await self._state.kube.get(resource, namespace, owner.name)
                 if resource is REPLICA_SET:
-                    await self._learn_deployment(namespace, found)
+                    await self._read_deployment(namespace, found)
             except NotFoundError:
                 found = None
             self._state.store.resolve(job, owner, found)
 
-    async def _learn_deployment(self, namespace: str, replica_set: Manifest) -> None:
+    async def _read_deployment(self, namespace: str, replica_set: Manifest) -> None:
         """Read the Deployment of a ReplicaSet if it is not known: KServe creates it, so that its pods may arrive first.
         NotFoundError.
         """
@@ -273,7 +275,7 @@ class Reconciler:
         if self._state.store.get(DEPLOYMENT.kind, namespace, owner.name) is None:
             self._state.store.put(await self._state.kube.get(DEPLOYMENT, namespace, owner.name))
 
-    def _tell_claims(self, key: JobKey) -> None:
+    def _report_claims(self, key: JobKey) -> None:
         """Queue events about objects that are labelled as a job's and are not: each on that object, not on the job."""
         now = time.monotonic()
         for entry in self._state.store.foreign(key):
@@ -282,29 +284,34 @@ class Reconciler:
                 self._claims.popitem(last=False)
             if now < first + CLAIM_SECONDS:
                 self._state.queue.add_after(key, first + CLAIM_SECONDS - now)
-            elif first != TOLD and self._claims_told.take(key.namespace):
-                self._claims[entry.uid] = TOLD
-                log.warning("%s %s/%s claims to be of FineTuneJob %s: passed over", entry.kind, *entry.key[1:], key)
-                self._untold.put_nowait((_involved(entry), entry.uid, _claim_note(key, entry)))
+            elif first != QUEUED and self._claims_rate.take(key.namespace):
+                self._claims[entry.uid] = QUEUED
+                log.warning(
+                    "ignoring %s %s/%s: its labels name FineTuneJob %s, its owners do not",
+                    entry.kind,
+                    *entry.key[1:],
+                    key,
+                )
+                self._events.put_nowait((_involved(entry), entry.uid, _claim_note(key, entry)))
 
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
         attempt = None if running is None else (job.uid, Stage(running.name), running.attempt)
-        book = self._state.progress
+        progress = self._state.progress
         return Observed(
             children=self._state.store.children(job.id),
             pods=self._state.store.pods(job.id),
             endpoints=self._state.store.endpoints(job.id),
             kserve=self._discovery.kserve,
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
-            progress=None if attempt is None else book.of(*attempt),
+            progress=None if attempt is None else progress.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
             nodes=self._nodes.answer,
             refusals=memory.refusals,
-            moved=None if attempt is None else book.moved(*attempt),
-            heard_since=self._state.heard_since(),
+            last_progress_at=None if attempt is None else progress.last_progress_at(*attempt),
+            reports_complete_since=self._state.reports_complete_since(),
         )
 
     async def _read_logs(self, key: JobKey, memory: JobMemory) -> None:
@@ -318,15 +325,15 @@ class Reconciler:
         there = {pod.name for pod in pods}
         memory.last_logs = {name: text for name, text in memory.last_logs.items() if name in there}
         observed = self._observed(job, memory)
-        for name in leaving(job, observed):
+        for name in pods_being_deleted(job, observed):
             memory.last_logs[name] = await self._log_end(job, name)
         for name in wanted_logs(job, observed, self._state.now(), self._state.settings):
             memory.logs[name] = await self._log_end(job, name)
 
     async def _log_end(self, job: JobView, pod: str) -> str:
-        return kept_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))
+        return redacted_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))
 
-    async def _make(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
+    async def _create_and_apply(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
         """Create and apply the objects of the decision; return False if one of them was refused."""
         steps = [*((self._create, one) for one in decision.create), *((self._apply, one) for one in decision.apply)]
         for step, manifest in steps:
@@ -349,32 +356,32 @@ class Reconciler:
     async def _delete(self, namespace: str, ref: ObjectRef) -> None:
         resource = resource_of(ref.api_version, ref.kind)
         try:
-            left = await self._state.kube.delete(resource, namespace, ref.name, ref.uid)
+            remaining = await self._state.kube.delete(resource, namespace, ref.name, ref.uid)
         except ConflictError:
             # Another object has the name: the one that was meant is deleted.
-            left = None
-        if left is None:
-            self._state.store.gone(ref.kind, namespace, ref.name, ref.uid)
+            remaining = None
+        if remaining is None:
+            self._state.store.mark_deleted(ref.kind, namespace, ref.name, ref.uid)
         else:
-            await self._state.put(left)
+            await self._state.put(remaining)
         log.info("%s: deleted %s %s", namespace, ref.kind, ref.name)
 
     async def _create(self, job: JobView, manifest: Manifest) -> Refusal | None:
         """Create the object, or adopt the existing one if it is this job's."""
         ref = _ref(manifest)
         try:
-            made = await self._state.kube.create(manifest, job.namespace)
+            stored = await self._state.kube.create(manifest, job.namespace)
         except AlreadyExistsError as error:
-            made = await self._existing(job, ref)
-            if not _is_ours(made, job):
-                taken = f'{ref.kind} "{ref.name}" is there already and does not belong to this job'
-                return Refusal(ref, TAKEN, taken)
-            if made.get("data") != manifest.get("data"):
+            stored = await self._existing(job, ref)
+            if not _is_ours(stored, job):
+                conflict = f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
+                return Refusal(ref, CONFLICT_CODE, conflict)
+            if stored.get("data") != manifest.get("data"):
                 # Left by a reconcile that ended early, before the spec was edited: nothing runs with it yet, or the
                 # child would exist.
-                await self._delete(job.namespace, replace(ref, uid=_uid(made)))
+                await self._delete(job.namespace, replace(ref, uid=_uid(stored)))
                 raise ConflictError(
-                    f"{ref.kind} {ref.name}", 409, "Conflict", "it was made of an earlier spec"
+                    f"{ref.kind} {ref.name}", 409, "Conflict", "it was created from an earlier spec"
                 ) from error
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
             # Not when the namespace is being deleted: the job is deleted with it, and its status needs nothing.
@@ -383,7 +390,7 @@ class Reconciler:
         else:
             log.info("%s/%s: created %s %s", job.namespace, job.name, ref.kind, ref.name)
         if ref.kind in _STORED_KINDS:
-            self._state.store.put(made)
+            self._state.store.put(stored)
         return None
 
     async def _apply(self, job: JobView, manifest: Manifest) -> Refusal | None:
@@ -391,25 +398,29 @@ class Reconciler:
         ref = _ref(manifest)
         found = await self._found(job, ref)
         if found is not None and not _is_ours(found, job):
-            if _is_leaving(found) or _left_behind(found, job):
-                raise ConflictError(f"{ref.kind} {ref.name}", 409, "Conflict", "one of that name is being deleted")
-            return Refusal(ref, TAKEN, f'{ref.kind} "{ref.name}" is there already and does not belong to this job')
+            if _is_being_deleted(found) or _is_of_earlier_job(found, job):
+                raise ConflictError(
+                    f"{ref.kind} {ref.name}", 409, "Conflict", "an object of that name is being deleted"
+                )
+            return Refusal(
+                ref, CONFLICT_CODE, f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
+            )
         try:
-            made = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
+            stored = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
         log.info("%s/%s: applied %s %s", job.namespace, job.name, ref.kind, ref.name)
         if ref.kind in _STORED_KINDS:
-            self._state.store.put(made)
+            self._state.store.put(stored)
         return None
 
     async def _remove(self, job: JobView, ref: ObjectRef) -> None:
         """Delete the object if it exists and is this job's."""
         found = await self._found(job, ref)
         if found is None:
-            self._state.store.gone(ref.kind, job.namespace, ref.name, ref.uid)
-        elif _is_ours(found, job) and not _is_leaving(found):
+            self._state.store.mark_deleted(ref.kind, job.namespace, ref.name, ref.uid)
+        elif _is_ours(found, job) and not _is_being_deleted(found):
             await self._delete(job.namespace, replace(ref, uid=_uid(found)))
 
     async def _found(self, job: JobView, ref: ObjectRef) -> Manifest | None:
@@ -421,15 +432,17 @@ class Reconciler:
 
     async def _existing(self, job: JobView, ref: ObjectRef) -> Manifest:
         """Return the object that has the name now. ConflictError while that is being deleted."""
-        what = f"{ref.kind} {ref.name}"
+        name = f"{ref.kind} {ref.name}"
         try:
             found = await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
         except NotFoundError as error:
-            raise ConflictError(what, 409, "Conflict", "it was there a moment ago") from error
-        if _is_leaving(found):
-            raise ConflictError(what, 409, "Conflict", "one of that name is still being deleted")
-        if _left_behind(found, job):
-            raise ConflictError(what, 409, "Conflict", "it is of a deleted job of this name, and will be collected")
+            raise ConflictError(name, 409, "Conflict", "it existed a moment ago") from error
+        if _is_being_deleted(found):
+            raise ConflictError(name, 409, "Conflict", "an object of that name is still being deleted")
+        if _is_of_earlier_job(found, job):
+            raise ConflictError(
+                name, 409, "Conflict", "it belongs to a deleted job of this name and will be garbage-collected"
+            )
         return found
 
     # -------------------------------------------------------------------------------------------------------- status
@@ -452,7 +465,7 @@ class Reconciler:
             self._state.queue.add_after(key, CONFLICT_SECONDS)
             return "conflict"
         except NotFoundError:
-            self._state.store.gone(FINETUNE_JOB.kind, key.namespace, key.name, job.uid)
+            self._state.store.mark_deleted(FINETUNE_JOB.kind, key.namespace, key.name, job.uid)
             self.forget(key)
             return "gone"
         memory.progress_written = time.monotonic()
@@ -469,11 +482,13 @@ class Reconciler:
         try:
             await self._state.put(await self._state.kube.get(FINETUNE_JOB, key.namespace, key.name))
         except NotFoundError:
-            self._state.store.gone(FINETUNE_JOB.kind, key.namespace, key.name)
+            self._state.store.mark_deleted(FINETUNE_JOB.kind, key.namespace, key.name)
 
-    def _note(self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory) -> None:
+    def _queue_events(
+        self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory
+    ) -> None:
         """Queue events. Jobs do not wait for them: three events a job are half of its requests."""
-        memory.told = {told for told in memory.told if told[0] == version}
+        memory.queued = {queued for queued in memory.queued if queued[0] == version}
         involved: Manifest = {
             "apiVersion": FINETUNE_JOB.api_version,
             "kind": FINETUNE_JOB.kind,
@@ -483,63 +498,63 @@ class Reconciler:
         }
         for note in notes:
             mark = (version, note.reason, note.message)
-            if mark not in memory.told:
-                memory.told.add(mark)
-                self._untold.put_nowait((involved, version, note))
+            if mark not in memory.queued:
+                memory.queued.add(mark)
+                self._events.put_nowait((involved, version, note))
 
-    async def tell(self) -> None:
+    async def write_events(self) -> None:
         """Create events in their order, for ever."""
         while True:
-            involved, salt, note = await self._untold.get()
-            await self._state.queue.calm(YIELD_SECONDS)
+            involved, salt, note = await self._events.get()
+            await self._state.queue.wait_for_new_jobs(YIELD_SECONDS)
             try:
                 await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=salt)
             except ApiError as error:
                 # The status has it all.
                 log.warning(
-                    "%s/%s: event %s was not told: %s", involved["namespace"], involved["name"], note.reason, error
+                    "%s/%s: event %s was not created: %s", involved["namespace"], involved["name"], note.reason, error
                 )
             finally:
-                self._untold.task_done()
+                self._events.task_done()
 
-    async def written_down(self) -> None:
+    async def statuses_written(self) -> None:
         """Wait until the status records everything that was created."""
-        await self._rests.join()
+        await self._status_writes.join()
 
-    async def told(self) -> None:
+    async def events_written(self) -> None:
         """Wait until all events are created."""
-        await self._untold.join()
+        await self._events.join()
 
     # ------------------------------------------------------------------------------------------------ times to come
 
     def _wake_later(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> None:
-        if decision.wake_at is not None:
-            self._state.queue.add_after(key, (decision.wake_at - self._state.now()).total_seconds())
-        heard = self._heard(job.id)
-        if self._underway(job.id) and memory.looked_up < heard:
-            self._state.queue.add_after(key, heard + SILENT_SECONDS - time.monotonic())
+        if decision.requeue_at is not None:
+            self._state.queue.add_after(key, (decision.requeue_at - self._state.now()).total_seconds())
+        last_update = self._last_update(job.id)
+        if self._underway(job.id) and memory.checked_update < last_update:
+            self._state.queue.add_after(key, last_update + STALE_SECONDS - time.monotonic())
 
     def _underway(self, job: JobId) -> tuple[ObjectRef, ...]:
         children = self._state.store.children(job)
         return tuple(child.ref for child in children if child.state in ("Pending", "Running", "Suspended"))
 
-    def _heard(self, job: JobId) -> float:
+    def _last_update(self, job: JobId) -> float:
         _, uid = job
-        return max(self._state.store.heard_of(job), self._state.progress.heard_of(uid))
+        return max(self._state.store.last_change_at(job), self._state.progress.last_report_at(uid))
 
-    async def _break_silence(self, key: JobKey, memory: JobMemory) -> None:
+    async def _read_stale_attempt(self, key: JobKey, memory: JobMemory) -> None:
         """Read an attempt again, once, after a long time without updates: a watch may have lost its end."""
         job_id = (key.namespace, memory.uid)
-        heard = self._heard(job_id)
+        last_update = self._last_update(job_id)
         underway = self._underway(job_id)
-        if not underway or heard <= memory.looked_up or time.monotonic() < heard + SILENT_SECONDS:
+        if not underway or last_update <= memory.checked_update or time.monotonic() < last_update + STALE_SECONDS:
             return
-        memory.looked_up = heard
+        memory.checked_update = last_update
         for ref in underway:
             try:
                 child = await self._state.kube.get(resource_of(ref.api_version, ref.kind), key.namespace, ref.name)
             except NotFoundError:
-                self._state.store.gone(ref.kind, key.namespace, ref.name, ref.uid)
+                self._state.store.mark_deleted(ref.kind, key.namespace, ref.name, ref.uid)
             else:
                 self._state.store.put(child)
         labels = f"{UID_LABEL}={memory.uid}"
@@ -586,7 +601,7 @@ def _uid(found: Mapping[str, JsonValue]) -> str:
     return str(metadata["uid"])
 
 
-def _is_leaving(found: Mapping[str, JsonValue]) -> bool:
+def _is_being_deleted(found: Mapping[str, JsonValue]) -> bool:
     metadata = found["metadata"]
     return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
 
@@ -619,13 +634,13 @@ def _claim_note(key: JobKey, entry: Entry) -> EventNote:
     return EventNote(
         "Warning",
         "NotOfThisJob",
-        f'The labels say that it belongs to FineTuneJob "{key.name}" (uid {shortened(entry.job_uid, 63)}), but its '
-        f"controllers do not lead to that job in this namespace: the operator passes over it. If it is a copy, remove "
-        f"the labels that begin with finetune.dev/.",
+        f'The operator ignores this object: its labels name FineTuneJob "{key.name}" (uid '
+        f"{shortened(entry.job_uid, 63)}), its owner references do not. If it is a copy, remove the labels that begin "
+        "with finetune.dev/.",
     )
 
 
-def _left_behind(found: Mapping[str, JsonValue], job: JobView) -> bool:
+def _is_of_earlier_job(found: Mapping[str, JsonValue], job: JobView) -> bool:
     """Return whether it belongs to an earlier job of the same name: it is not garbage-collected yet."""
     metadata = found.get("metadata")
     owners = metadata.get("ownerReferences") if isinstance(metadata, dict) else None
@@ -639,5 +654,5 @@ def _left_behind(found: Mapping[str, JsonValue], job: JobView) -> bool:
 
 def _log_transition(key: JobKey, old: FineTuneJobStatus, new: FineTuneJobStatus) -> None:
     if new.phase != old.phase:
-        why = f": {new.failure.failure_class}: {new.failure.reason}" if new.failure and new.phase == "Failed" else ""
-        log.info("%s: %s -> %s%s", key, old.phase or "new", new.phase, why)
+        detail = f": {new.failure.failure_class}: {new.failure.reason}" if new.failure and new.phase == "Failed" else ""
+        log.info("%s: %s -> %s%s", key, old.phase or "new", new.phase, detail)

@@ -24,7 +24,7 @@ from finetune_operator.kubernetes_api.errors import (
 )
 from finetune_operator.kubernetes_api.resources import POD, SECRET, TOKEN_REVIEW
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.reconcile.fleet_figures import Fleet, fleet
+from finetune_operator.reconcile.fleet_metrics import Fleet, fleet
 from finetune_operator.reconcile.reconcile_types import JobView, PodView
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 from finetune_operator.shell.certificates import (
@@ -40,7 +40,7 @@ from finetune_operator.shell.certificates import (
 from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.operator_metrics import Metrics
-from finetune_operator.shell.progress_protocol import AttemptKey, later
+from finetune_operator.shell.progress_protocol import AttemptKey, merged_progress
 from finetune_operator.shell.progress_server import PORT, KnownPod, ProgressServer
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.state import OperatorState
@@ -51,7 +51,7 @@ from finetune_operator.shell.webhook import (
     FolderCertificate,
     WebhookOptions,
     WebhookServer,
-    tell_authority,
+    write_authority,
 )
 
 log = logging.getLogger(__name__)
@@ -59,14 +59,13 @@ log = logging.getLogger(__name__)
 SOONEST = timedelta(minutes=1)
 """Shortest interval between two checks of the certificates, also if the API server gives no answer."""
 _WITHOUT_REVIEW = " Grant `create` on tokenreviews, or set progress.tokens to keys, which needs no right."
-_OTHER_WAY = "or grants `create` on tokenreviews, for progress.tokens review"
+_ALTERNATIVE = "or grant `create` on tokenreviews and set progress.tokens to review"
 _WITHOUT_DISCOVERY = (
-    "every service account may read them where the ClusterRoleBinding system:service-account-issuer-discovery is as "
-    f"Kubernetes makes it: an administrator of the cluster restores it, {_OTHER_WAY}"
+    "restore the ClusterRoleBinding system:service-account-issuer-discovery, by which Kubernetes lets all service "
+    f"accounts read them, {_ALTERNATIVE}"
 )
 _WITHOUT_ISSUER = (
-    "an API server publishes them when its --service-account-issuer is an https URL: an administrator of the cluster "
-    f"sets one, {_OTHER_WAY}"
+    f"set --service-account-issuer of the API server to an https URL, which publishing them requires, {_ALTERNATIVE}"
 )
 
 
@@ -181,13 +180,13 @@ class OperatorView:
         at = pod.attempt
         before = self._state.progress.of(pod.job_uid, at.stage, at.attempt)
         self._state.progress.note(
-            pod.job_uid, at.stage, at.attempt, later(before, progress), mark, self._state.now()
+            pod.job_uid, at.stage, at.attempt, merged_progress(before, progress), mark, self._state.now()
         )  # fmt: skip
         self._state.queue.add(JobKey(at.namespace, at.job))
 
-    def unheard(self) -> None:
+    def report_lost(self) -> None:
         """See `progress_server.World`."""
-        self._state.hearing.missed()
+        self._state.report_window.report_lost()
 
     def jobs(self) -> list[JobView]:
         """See `webhook.World`."""
@@ -203,11 +202,15 @@ class OperatorView:
 
     def fleet(self) -> Fleet:
         """Return the state of all jobs, as they are known here now."""
-        return fleet(self.jobs(), self._state.now(), self._moved)
+        return fleet(self.jobs(), self._state.now(), self._last_progress_at)
 
-    def _moved(self, job: JobView) -> datetime | None:
+    def _last_progress_at(self, job: JobView) -> datetime | None:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
-        return None if running is None else self._state.progress.moved(job.uid, Stage(running.name), running.attempt)
+        return (
+            None
+            if running is None
+            else self._state.progress.last_progress_at(job.uid, Stage(running.name), running.attempt)
+        )
 
     def faults(self) -> Sequence[str]:
         """See `endpoints.Health`."""
@@ -215,7 +218,7 @@ class OperatorView:
 
     def missing(self) -> Sequence[str]:
         """See `endpoints.Health`."""
-        return [] if self.synced() else ["not everything has been read from the API server yet"]
+        return [] if self.synced() else ["the objects have not all been listed from the API server yet"]
 
 
 class Servers:
@@ -258,15 +261,15 @@ class Servers:
         progress = state.settings.progress.enabled
         if progress and url is None and not state.namespace:
             log.warning(
-                "Progress is not served: without a namespace of the operator there is no Service that pods could call. "
-                "Set progress.url in the settings to the address at which pods reach this process."
+                "Progress is not served: the operator has no namespace, and so no Service for pods to call. Set "
+                "progress.url in the settings to the address at which pods reach this process."
             )
             progress = False
         if hook is not None and hook.certificate is not None:
-            theirs = FolderCertificate(hook.certificate)
-            await self._start_webhook(state, view, hook, theirs.context)
-            self._metrics.follow_certificate("webhook", lambda: theirs.valid_until)
-            self._keep(state, theirs.follow(), "renewal of the webhook's certificate")
+            external = FolderCertificate(hook.certificate)
+            await self._start_webhook(state, view, hook, external.context)
+            self._metrics.follow_certificate("webhook", lambda: external.valid_until)
+            self._keep(state, external.follow(), "renewal of the webhook's certificate")
         if not progress and (hook is None or hook.certificate is not None):
             return
         keeper = CertificateKeeper(
@@ -285,7 +288,7 @@ class Servers:
             await self._start_webhook(state, view, hook, tls.webhook)
             self._metrics.follow_certificate("webhook", lambda: tls.valid_until)
             if hook.configuration is not None:
-                users.append(_authority_teller(state.kube, hook.configuration))
+                users.append(_authority_writer(state.kube, hook.configuration))
         for use in users:
             await use(certificates)
         self._keep(state, _renew(keeper, certificates, tls, users), "renewal of the certificates")
@@ -303,10 +306,10 @@ class Servers:
         self._progress = ProgressServer(view, reviewer, tls, counted=self._metrics.progress_post)
         self.progress_port = await self._progress.start(self._host, self.progress_port)
 
-        async def tell(certificates: Certificates) -> None:
+        async def publish(certificates: Certificates) -> None:
             state.progress_endpoint = ProgressEndpoint(base_url, certificates.authority, state.namespace or None)
 
-        return tell
+        return publish
 
     async def _reviewer(self, state: OperatorState) -> TokenReviewer:
         """Return the reviewer that the settings name. There is no fallback: it would hide a missing right."""
@@ -327,7 +330,7 @@ class Servers:
         if options.clients is not None:
             authorities = ClientAuthorities(options.clients, tls)
             self._keep(state, authorities.follow(), "renewal of the authorities of the webhook's clients")
-            log.info("The webhook answers clients with a certificate by the authorities in %s only.", options.clients)
+            log.info("The webhook accepts only clients with a certificate signed by a CA in %s.", options.clients)
         self._webhook = WebhookServer(view, state.settings, tls, self._metrics.webhook_review, options.client_names)
         self.webhook_port = await self._webhook.start(self._host, options.port)
 
@@ -342,18 +345,20 @@ class Servers:
         self._renewing, self._webhook, self._progress, self._endpoints = [], None, None, None
 
 
-def _authority_teller(kube: Kube, configuration: str) -> Callable[[Certificates], Awaitable[None]]:
+def _authority_writer(kube: Kube, configuration: str) -> Callable[[Certificates], Awaitable[None]]:
     """Return a function that makes the configuration trust our authority. It logs errors: jobs run without it."""
 
-    async def tell(certificates: Certificates) -> None:
+    async def write(certificates: Certificates) -> None:
         try:
-            await tell_authority(kube, configuration, certificates.authority)
+            await write_authority(kube, configuration, certificates.authority)
         except ApiError as error:
             log.warning(
-                "ValidatingWebhookConfiguration %s could not be told of our authority: %s", configuration, error
+                "The operator's CA certificate was not written to ValidatingWebhookConfiguration %s: %s",
+                configuration,
+                error,
             )
 
-    return tell
+    return write
 
 
 async def _renew(
@@ -371,10 +376,10 @@ async def _renew(
         try:
             found = await keeper.load()
         except (ApiError, UnusableError) as error:
-            log.warning("The certificates could not be looked after: %s", error)
+            log.warning("The certificates could not be checked: %s", error)
             continue
         if found != certificates:
-            log.info("There are new certificates.")
+            log.info("Loaded new certificates.")
             tls.take(found)
             certificates = found
         for use in users:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from aiohttp import web
 
 from finetune_operator.shell.connections import Server
-from finetune_operator.shell.listening import Bounds, Listener
+from finetune_operator.shell.listener import Bounds, Listener
 
 STOP_SECONDS = 2.0
 """Time for requests in progress when the site stops."""

@@ -26,7 +26,6 @@ from finetune_operator.kubernetes_api.errors import TooManyRequestsError, Unavai
 from finetune_operator.rendering.render_types import FIELD_OWNER
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.endpoints import HTTP_PORT
-from finetune_operator.shell.following import Followers
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import Leader
 from finetune_operator.shell.node_reading import NodeReading
@@ -38,6 +37,7 @@ from finetune_operator.shell.serving import Servers
 from finetune_operator.shell.state import Measurements, OperatorState, ProgressBook, Service
 from finetune_operator.shell.store import Store
 from finetune_operator.shell.sync import Syncer
+from finetune_operator.shell.watches import Watchers
 from finetune_operator.shell.webhook import WebhookOptions
 
 log = logging.getLogger(__name__)
@@ -99,9 +99,9 @@ class Operator:
         self._reconciler = Reconciler(self.state, discovery, NodeReading(kube, options.settings.nodes.read), decide)
         self._leader: Leader | None = None
         self._workers: list[asyncio.Task[None]] = []
-        self._others: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
         if options.leader_election:
-            self._leader = Leader(kube, options.namespace, self.state.leading, self._prepare_to_lead, self._look_at_all)
+            self._leader = Leader(kube, options.namespace, self.state.leading, self._prepare_to_lead, self._requeue_all)
             self.state.leader_address = self._leader.leader_address
         kube.outage.on_end = lambda: self._syncer.request_all("outage")
 
@@ -111,34 +111,34 @@ class Operator:
         """Run until `stopping`."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
-            if not await _unless(stopping, self._reach()):
+            if not await _until_stopped(stopping, self._wait_for_api_server()):
                 return
             for service in services:
                 stack.push_async_callback(service.stop)
-                if not await _unless(stopping, service.start(self.state)):
+                if not await _until_stopped(stopping, service.start(self.state)):
                     return
             self._workers = [
                 asyncio.create_task(self._reconciler.work(), name=f"worker {number}")
                 for number in range(1, self._options.workers + 1)
             ]
-            self._others = [
+            self._background = [
                 asyncio.create_task(self._syncer.run(), name="resync"),
                 asyncio.create_task(self._syncer.launchers(), name="launchers"),
-                asyncio.create_task(Followers(self.state, self._discovery).run(), name="following"),
-                asyncio.create_task(self._reconciler.tell(), name="events"),
-                asyncio.create_task(self.state.listen(), name="listening"),
+                asyncio.create_task(Watchers(self.state, self._discovery).run(), name="following"),
+                asyncio.create_task(self._reconciler.write_events(), name="events"),
+                asyncio.create_task(self.state.check_reports(), name="listening"),
                 *(
-                    asyncio.create_task(self._reconciler.conclude(), name=f"statuses {number}")
+                    asyncio.create_task(self._reconciler.write_statuses(), name=f"statuses {number}")
                     for number in range(1, STATUS_WRITERS + 1)
                 ),
                 asyncio.create_task(self._lead(), name="leading"),
             ]
-            self.state.tasks += [*self._workers, *self._others]
+            self.state.tasks += [*self._workers, *self._background]
             for task in self.state.tasks:
-                task.add_done_callback(_tell_fault)
+                task.add_done_callback(_log_fault)
             await stopping.wait()
 
-    async def _reach(self) -> None:
+    async def _wait_for_api_server(self) -> None:
         """Wait for the API server; an outage at the start does not end the operator again and again."""
         while True:
             try:
@@ -154,22 +154,22 @@ class Operator:
         if self._leader is not None:
             await self._leader.run()
         self.state.leading.set()
-        self._look_at_all()
+        self._requeue_all()
         await asyncio.Event().wait()
 
     async def _end(self) -> None:
         """Stop in order: workers finish while everything that they need still runs, the Lease included."""
-        log.info("ending")
+        log.info("shutting down")
         self.state.queue.close()
         if self._workers:
             await asyncio.wait(self._workers, timeout=FINISH_SECONDS)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._reconciler.written_down(), FINISH_SECONDS)
+                await asyncio.wait_for(self._reconciler.statuses_written(), FINISH_SECONDS)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._reconciler.told(), EVENTS_SECONDS)
-        for task in (*self._workers, *self._others):
+                await asyncio.wait_for(self._reconciler.events_written(), EVENTS_SECONDS)
+        for task in (*self._workers, *self._background):
             task.cancel()
-        await asyncio.gather(*self._workers, *self._others, return_exceptions=True)
+        await asyncio.gather(*self._workers, *self._background, return_exceptions=True)
         self.state.leading.clear()
         if self._leader is not None:
             await self._leader.stop()
@@ -177,7 +177,7 @@ class Operator:
     async def _prepare_to_lead(self) -> None:
         await self._syncer.fill("leadership")
 
-    def _look_at_all(self) -> None:
+    def _requeue_all(self) -> None:
         for key in self.state.store.jobs():
             self.state.queue.add(key)
 
@@ -207,13 +207,13 @@ async def run(options: Options, decide: Decide) -> None:
         await api.close()  # type: ignore[no-untyped-call]
 
 
-def _tell_fault(task: asyncio.Task[None]) -> None:
+def _log_fault(task: asyncio.Task[None]) -> None:
     """Log a task that ended by itself: a bug, which /healthz reports too, so that the kubelet restarts the operator."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s has ended: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
+        log.error("task %s has ended: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
 
 
-async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+async def _until_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     """Return whether `work` ended before `stopping`; if not, it is cancelled."""
     task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
     await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)

@@ -19,7 +19,7 @@ from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
-from finetune_operator.shell.judging import Judge
+from finetune_operator.shell.job_validation import JobValidator
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.queue import JobKey, WorkQueue
 from finetune_operator.shell.store import JOB_KIND, Entry, Store, key_of
@@ -30,7 +30,7 @@ BREAK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Heard:
+class LatestReport:
     """The newest report of one attempt."""
 
     stage: Stage
@@ -38,7 +38,7 @@ class Heard:
     progress: ProgressStatus
     mark: str
     """Result of `progress_protocol.mark_of`."""
-    moved: datetime
+    last_progress_at: datetime
     """Time when the mark changed last."""
 
 
@@ -46,8 +46,8 @@ class Heard:
 class ProgressBook:
     """Newest progress of each job, of its latest attempt with any. Lost with the process; pods report again."""
 
-    _newest: dict[str, Heard] = field(default_factory=dict)
-    _heard: dict[str, float] = field(default_factory=dict)
+    _newest: dict[str, LatestReport] = field(default_factory=dict)
+    _reported_at: dict[str, float] = field(default_factory=dict)
 
     def note(
         self, job_uid: str, stage: Stage, attempt: int, progress: ProgressStatus, mark: str, now: datetime
@@ -57,52 +57,52 @@ class ProgressBook:
         if known is not None and known.stage is stage and known.attempt > attempt:
             return
         same = known is not None and (known.stage, known.attempt, known.mark) == (stage, attempt, mark)
-        moved = known.moved if known is not None and same else now
-        self._newest[job_uid] = Heard(stage, attempt, progress, mark, moved)
-        self._heard[job_uid] = time.monotonic()
+        last_progress_at = known.last_progress_at if known is not None and same else now
+        self._newest[job_uid] = LatestReport(stage, attempt, progress, mark, last_progress_at)
+        self._reported_at[job_uid] = time.monotonic()
 
     def of(self, job_uid: str, stage: Stage, attempt: int) -> ProgressStatus | None:
         """Return the newest progress of this attempt."""
         known = self._of(job_uid, stage, attempt)
         return None if known is None else known.progress
 
-    def moved(self, job_uid: str, stage: Stage, attempt: int) -> datetime | None:
+    def last_progress_at(self, job_uid: str, stage: Stage, attempt: int) -> datetime | None:
         """Return when this attempt last reported anything new."""
         known = self._of(job_uid, stage, attempt)
-        return None if known is None else known.moved
+        return None if known is None else known.last_progress_at
 
-    def _of(self, job_uid: str, stage: Stage, attempt: int) -> Heard | None:
+    def _of(self, job_uid: str, stage: Stage, attempt: int) -> LatestReport | None:
         known = self._newest.get(job_uid)
         return known if known is not None and (known.stage, known.attempt) == (stage, attempt) else None
 
-    def heard_of(self, job_uid: str) -> float:
+    def last_report_at(self, job_uid: str) -> float:
         """Return when the job's last report came, on the monotonic clock; 0.0: never."""
-        return self._heard.get(job_uid, 0.0)
+        return self._reported_at.get(job_uid, 0.0)
 
     def forget(self, job_uid: str) -> None:
         """Forget a deleted job."""
         self._newest.pop(job_uid, None)
-        self._heard.pop(job_uid, None)
+        self._reported_at.pop(job_uid, None)
 
 
 @dataclass
-class Hearing:
+class ReportWindow:
     """Time since which no report can have been missed. It is asked often, and a long interval between two calls is a
     break: the process stood still, or its clock was set, and reports in between may be missing.
     """
 
     _since: datetime | None = None
-    _asked: datetime | None = None
+    _checked_at: datetime | None = None
 
-    def missed(self) -> None:
+    def report_lost(self) -> None:
         """Restart the time: a report may just have been rejected."""
         self._since = None
 
     def since(self, able: bool, now: datetime) -> datetime | None:
         """Return the time; None while reports cannot be received. `able`: True if they can be now."""
-        passed = None if self._asked is None else now - self._asked
+        passed = None if self._checked_at is None else now - self._checked_at
         unbroken = passed is not None and timedelta(0) <= passed <= timedelta(seconds=BREAK_SECONDS)
-        self._asked = now
+        self._checked_at = now
         if not able:
             self._since = None
         elif self._since is None or not unbroken:
@@ -113,7 +113,7 @@ class Hearing:
 class Measurements(Protocol):
     """Counts about the operator itself."""
 
-    def pass_done(self, seconds: float, outcome: str) -> None:
+    def reconcile_done(self, seconds: float, outcome: str) -> None:
         """Count one reconcile of a job; `outcome` is done, refused, conflict, gone or failed."""
 
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
@@ -122,14 +122,14 @@ class Measurements(Protocol):
     def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
         """Count a status that replaced the one in `job`."""
 
-    def resynced(self, reason: str) -> None:
+    def relisted(self, reason: str) -> None:
         """Count a list of everything; `reason` is start, leadership, outage or relist."""
 
 
 class NoMeasurements:
     """Counts nothing."""
 
-    def pass_done(self, seconds: float, outcome: str) -> None:
+    def reconcile_done(self, seconds: float, outcome: str) -> None:
         """Do nothing."""
 
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
@@ -138,11 +138,11 @@ class NoMeasurements:
     def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
         """Do nothing."""
 
-    def resynced(self, reason: str) -> None:
+    def relisted(self, reason: str) -> None:
         """Do nothing."""
 
 
-async def nothing_known() -> Collection[LauncherName]:
+async def no_launchers() -> Collection[LauncherName]:
     """Return no launchers, as before the first discovery."""
     return ()
 
@@ -171,36 +171,36 @@ class OperatorState:
     """
     progress_endpoint: ProgressEndpoint | None = None
     """Address for progress reports of pods, once it is served; new attempts get it."""
-    hearing: Hearing = field(default_factory=Hearing)
-    served: Callable[[], Awaitable[Collection[LauncherName]]] = nothing_known
+    report_window: ReportWindow = field(default_factory=ReportWindow)
+    served: Callable[[], Awaitable[Collection[LauncherName]]] = no_launchers
     """Launchers that the cluster has; empty: not known. ApiError."""
 
     def __post_init__(self) -> None:
-        self.judge = Judge(self.settings)
+        self.validator = JobValidator(self.settings)
 
     async def put(self, raw: Manifest) -> Entry | None:
         """Put an object into the store, as `Store.put` does; a job is validated off the event loop before."""
         kind, namespace, name = key_of(raw)
         if kind != JOB_KIND:
             return self.store.put(raw)
-        return self.store.put(raw, await self.judge.view(raw, self.store.job(JobKey(namespace, name))))
+        return self.store.put(raw, await self.validator.view(raw, self.store.job(JobKey(namespace, name))))
 
-    def heard_since(self) -> datetime | None:
+    def reports_complete_since(self) -> datetime | None:
         """Return the time since which no report of progress can have been missed; None: they cannot be received now.
 
         A replica that does not lead accepts none; without the API server tokens cannot be checked.
         """
         serving = self.progress_endpoint is not None and self.leading.is_set() and self.synced.is_set()
-        return self.hearing.since(serving and not self.kube.outage.down, self.now())
+        return self.report_window.since(serving and not self.kube.outage.down, self.now())
 
     def now(self) -> datetime:
         """Return the time by which everything about jobs is judged: the API server's."""
         return self.kube.clock.now()
 
-    async def listen(self) -> None:
+    async def check_reports(self) -> None:
         """Keep checking whether reports can be received, for ever."""
         while True:
-            self.heard_since()
+            self.reports_complete_since()
             await asyncio.sleep(LISTEN_SECONDS)
 
 

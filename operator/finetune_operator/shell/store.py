@@ -29,13 +29,13 @@ from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_s
 from finetune_operator.reconcile.observed import job_view, pod_view
 from finetune_operator.reconcile.reconcile_types import ChildView, EndpointView, JobView, PodView
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
-from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, Links, Owner, controller_of, expected_owners
+from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, OwnedObjects, Owner, controller_of, expected_owners
 from finetune_operator.shell.queue import JobKey
 
 JOB_KIND = "FineTuneJob"
-BURIED_SECONDS = 600.0
+TOMBSTONE_SECONDS = 600.0
 """Life of the tombstone of a deleted object; no request takes longer than a fraction of it."""
-NEVER_AGAIN = 2**64
+DELETED_VERSION = 2**64
 """Version of a tombstone for an object that is known to be deleted: every update below it is late."""
 
 View: TypeAlias = JobView | ChildView | EndpointView | PodView
@@ -64,7 +64,7 @@ class Entry:
     job_uid: str
     view: View | None
     """Parsed object; None: it has our label, but is not ours by its other labels."""
-    heard: float
+    changed_at: float
     """Time when it changed last for us, on the monotonic clock."""
     owner: Owner | None = None
     """Its controller."""
@@ -89,11 +89,11 @@ class Store:
         self._of_job: dict[JobId, dict[Key, Entry]] = {}
         self._uids: dict[JobKey, Counter[str]] = {}
         """Uids of the jobs that had a name, by name, with the number of their objects."""
-        self._buried: dict[str, tuple[int, float]] = {}
+        self._tombstones: dict[str, tuple[int, float]] = {}
         """Tombstones by uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
-        self._links: dict[JobId, Links] = {}
+        self._owned: dict[JobId, OwnedObjects] = {}
         """Objects that are known to be a job's own, as long as any of its objects exists."""
-        self._departed: dict[JobId, dict[str, PodView]] = {}
+        self._deleted_pods: dict[JobId, dict[str, PodView]] = {}
         """Deleted pods while the object that runs their attempt exists, by job, then by uid. A deletion would otherwise
         take the cause of the attempt's failure with it.
         """
@@ -137,7 +137,7 @@ class Store:
     def pods(self, job: JobId) -> tuple[PodView, ...]:
         """Return the job's pods, the oldest first, also deleted ones as long as their attempt is judged by them."""
         views = [entry.view for entry in self._own(job) if isinstance(entry.view, PodView)]
-        views += self._departed.get(job, {}).values()
+        views += self._deleted_pods.get(job, {}).values()
         return tuple(sorted(views, key=lambda view: (view.created, view.name)))
 
     def pods_before(self, key: JobKey, job_uid: str) -> tuple[PodView, ...]:
@@ -149,33 +149,37 @@ class Store:
         """Return one object."""
         return self._entries.get((kind, namespace, name))
 
-    def heard_of(self, job: JobId) -> float:
+    def last_change_at(self, job: JobId) -> float:
         """Return when any of the job's children or pods changed last, on the monotonic clock; 0.0: never."""
-        return max((entry.heard for entry in self._own(job)), default=0.0)
+        return max((entry.changed_at for entry in self._own(job)), default=0.0)
 
     # ----------------------------------------------------------------------------------------------------- ownership
 
     def belongs(self, entry: Entry) -> bool:
         """Return whether the object is its job's own, and not only labelled so."""
-        return entry.uid in self._links.get(entry.job_id, ()) or entry in self._own(entry.job_id)
+        return entry.uid in self._owned.get(entry.job_id, ()) or entry in self._own(entry.job_id)
 
     def unresolved(self, job: JobId) -> set[Owner]:
         """Return the controllers of pods that claim the job and are not known here: batch Jobs between a child and its
         launcher, ReplicaSets of its Deployment, or nothing of the kind. The API server has to be asked for them
         (`resolve`).
         """
-        links = self._links.get(job)
-        if links is None:
+        owned = self._owned.get(job)
+        if owned is None:
             return set()
         claims = self._claims(job)
-        return {entry.owner for entry in claims if entry.owner and _between(entry) and links.open(entry.owner)}
+        return {
+            entry.owner
+            for entry in claims
+            if entry.owner and _has_intermediate_owner(entry) and owned.is_unknown(entry.owner)
+        }
 
     def resolve(self, job: JobId, owner: Owner, found: Raw | None) -> None:
         """Record the API server's answer about `owner`; None: it does not exist."""
-        links = self._links.get(job)
-        if links is not None:
+        owned = self._owned.get(job)
+        if owned is not None:
             self._own(job)  # with objects that were put in since
-            links.looked_up(owner, None if found is None else _metadata(found))
+            owned.record_owner(owner, None if found is None else _metadata(found))
 
     def foreign(self, key: JobKey) -> list[Entry]:
         """Return the objects that claim a job of that name and are not its own, except those that may still turn out to
@@ -198,89 +202,89 @@ class Store:
 
     def _own(self, job: JobId) -> list[Entry]:
         """Return the job, its children and its pods."""
-        links = self._links.get(job)
-        if links is None:
+        owned = self._owned.get(job)
+        if owned is None:
             return []
-        own, open_ = [], []
+        own, undecided = [], []
         for entry in self._of_job.get(job, {}).values():
-            if isinstance(entry.view, JobView) or entry.uid in links:
+            if isinstance(entry.view, JobView) or entry.uid in owned:
                 own.append(entry)
             elif isinstance(entry.view, PodView | EndpointView):
-                open_.append(entry)
+                undecided.append(entry)
         # One pod may control others, in whatever order they came, and an InferenceService a Deployment.
-        while found := [entry for entry in open_ if self._controlled(entry, links)]:
+        while found := [entry for entry in undecided if self._controlled(entry, owned)]:
             for entry in found:
-                links.add(entry.uid)
+                owned.add(entry.uid)
             own += found
-            open_ = [entry for entry in open_ if entry.uid not in links]
+            undecided = [entry for entry in undecided if entry.uid not in owned]
         return own
 
-    def _controlled(self, entry: Entry, links: Links) -> bool:
+    def _controlled(self, entry: Entry, owned: OwnedObjects) -> bool:
         """Return whether a pod's controller is the job's own. A deleted one, as that of a pod which outlives it for a
         moment while the operator starts, is known by its name.
         """
         owner, view = entry.owner, entry.view
         if isinstance(view, EndpointView):
-            return owner is not None and owner.kind == INFERENCE_SERVICE.kind and owner.uid in links
+            return owner is not None and owner.kind == INFERENCE_SERVICE.kind and owner.uid in owned
         assert isinstance(view, PodView)
         names = tuple(expected_owners(entry.job.name, view.stage, view.attempt))
         if owner is None:
             # Without its webhook, the Spark Operator does not name itself in a driver.
             kinds = [kind for suffix, kind in DRIVERS.items() if names and entry.name == f"{names[0]}{suffix}"]
             children = [self._entries.get((kind, entry.namespace, names[0])) for kind in kinds]
-            return any(child is not None and child.uid in links for child in children)
-        if owner.uid in links or owner.uid == entry.job_uid:
+            return any(child is not None and child.uid in owned for child in children)
+        if owner.uid in owned or owner.uid == entry.job_uid:
             return True
         if owner.name not in names:
             return False
-        if _between(entry):
-            return links.absent(owner)
-        there = self._entries.get((owner.kind, entry.namespace, owner.name))
-        if there is not None:
+        if _has_intermediate_owner(entry):
+            return owned.absent(owner)
+        owner_entry = self._entries.get((owner.kind, entry.namespace, owner.name))
+        if owner_entry is not None:
             return False
-        others = [other.view for other in self._of_job[entry.job_id].values() if other.uid in links]
+        others = [other.view for other in self._of_job[entry.job_id].values() if other.uid in owned]
         running = [(one.stage, one.attempt) for one in others if isinstance(one, ChildView)]
         return owner.name != names[0] or (view.stage, view.attempt) not in running
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def put(self, raw: Raw, judged: JobView | None = None) -> Entry | None:
-        """Store an object. Return the entry if it is news, None if it is old or was deleted since. `judged`: the view
+    def put(self, raw: Raw, parsed: JobView | None = None) -> Entry | None:
+        """Store an object. Return the entry if it is news, None if it is old or was deleted since. `parsed`: the view
         of a job, if it was parsed before.
         """
         version, uid = _version(raw), _text(_metadata(raw), "uid")
-        buried = self._buried.get(uid)
-        if buried is not None and version <= buried[0]:
+        tombstone = self._tombstones.get(uid)
+        if tombstone is not None and version <= tombstone[0]:
             return None
         key = key_of(raw)
         known = self._entries.get(key)
         if known is not None and version <= known.version:
             return None
-        entry = self._entry(key, uid, version, raw, judged)
+        entry = self._entry(key, uid, version, raw, parsed)
         if known is not None:
             self._drop(known)
         self._entries[key] = entry
         self._of_job.setdefault(entry.job_id, {})[key] = entry
-        links = self._links.setdefault(entry.job_id, Links())
+        owned = self._owned.setdefault(entry.job_id, OwnedObjects())
         runs = isinstance(entry.view, ChildView | EndpointView)
         if runs and entry.owner is not None and entry.owner.uid == entry.job_uid:
-            links.add(entry.uid)
+            owned.add(entry.uid)
         self._uids.setdefault(entry.job, Counter())[entry.job_uid] += 1
         return entry
 
     def remove(self, raw: Raw) -> Entry | None:
         """Remove an object that a watch reports as deleted, with its last state. Return its entry, if there was one."""
         uid, last = _text(_metadata(raw), "uid"), None if _text(raw, "kind") != "Pod" else pod_view(raw)
-        return self._bury(key_of(raw), uid, _version(raw), last)
+        return self._tombstone(key_of(raw), uid, _version(raw), last)
 
-    def gone(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
+    def mark_deleted(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
         """Remove an object that the API server no longer has; with `uid`, only this very one."""
         key = (kind, namespace, name)
         known = self._entries.get(key)
         uid = uid or (known.uid if known is not None else None)
-        return None if uid is None else self._bury(key, uid, NEVER_AGAIN)
+        return None if uid is None else self._tombstone(key, uid, DELETED_VERSION)
 
-    def keep(
+    def retain_listed(
         self, kind: str, listed: Collection[Key], version: int, namespaces: Collection[str] | None = None
     ) -> set[JobKey]:
         """Remove the objects of the kind that a list, read at `version` from `namespaces` (None: from all), does not
@@ -289,21 +293,21 @@ class Store:
         touched = set()
         for entry in [one for one in self._entries.values() if one.kind == kind and one.key not in listed]:
             if entry.version <= version and (namespaces is None or entry.namespace in namespaces):
-                self._bury(entry.key, entry.uid, version)
+                self._tombstone(entry.key, entry.uid, version)
                 touched.add(entry.job)
         return touched
 
     def replace_of_job(self, kind: str, job: JobId, raws: Iterable[Raw], version: int) -> None:
-        """Put the listed objects of one job, and remove its others of the kind as `keep` does."""
+        """Put the listed objects of one job, and remove its others of the kind as `retain_listed` does."""
         listed = set()
         for raw in raws:
             listed.add(key_of(raw))
             self.put(raw)
         for entry in list(self._of_job.get(job, {}).values()):
             if entry.kind == kind and entry.key not in listed and entry.version <= version:
-                self._bury(entry.key, entry.uid, version)
+                self._tombstone(entry.key, entry.uid, version)
 
-    def _entry(self, key: Key, uid: str, version: int, raw: Raw, judged: JobView | None) -> Entry:
+    def _entry(self, key: Key, uid: str, version: int, raw: Raw, parsed: JobView | None) -> Entry:
         kind, namespace, name = key
         labels = _metadata(raw).get("labels")
         labels = labels if isinstance(labels, dict) else {}
@@ -311,7 +315,7 @@ class Store:
         match kind:
             case "FineTuneJob":
                 view, job, job_uid = (
-                    judged or job_view(raw, self._settings, self.job(JobKey(namespace, name))),
+                    parsed or job_view(raw, self._settings, self.job(JobKey(namespace, name))),
                     name,
                     uid,
                 )
@@ -328,40 +332,42 @@ class Store:
         of_job = JobKey(namespace, job)
         return Entry(kind, namespace, name, uid, version, of_job, job_uid, view, self._clock(), owner, deleting)
 
-    def _bury(self, key: Key, uid: str, version: int, last: PodView | None = None) -> Entry | None:
+    def _tombstone(self, key: Key, uid: str, version: int, last: PodView | None = None) -> Entry | None:
         now = self._clock()
-        while self._buried:
-            oldest = next(iter(self._buried))
-            if self._buried[oldest][1] > now - BURIED_SECONDS:
+        while self._tombstones:
+            oldest = next(iter(self._tombstones))
+            if self._tombstones[oldest][1] > now - TOMBSTONE_SECONDS:
                 break
-            del self._buried[oldest]
-        earlier = self._buried.pop(uid, (0, 0.0))[0]
-        self._buried[uid] = (max(version, earlier), now)
+            del self._tombstones[oldest]
+        earlier = self._tombstones.pop(uid, (0, 0.0))[0]
+        self._tombstones[uid] = (max(version, earlier), now)
         known = self._entries.get(key)
-        if known is None or known.uid != uid or known.version > self._buried[uid][0]:
+        if known is None or known.uid != uid or known.version > self._tombstones[uid][0]:
             return None
         own = self.belongs(known)
         self._drop(known)
         if own:
-            self._mourn(known, last)
+            self._retain_last_state(known, last)
         if known.job_id not in self._of_job:
-            self._links.pop(known.job_id, None)
+            self._owned.pop(known.job_id, None)
         return known
 
-    def _mourn(self, known: Entry, last: PodView | None) -> None:
+    def _retain_last_state(self, known: Entry, last: PodView | None) -> None:
         """Keep the last state of a pod that ran for as long as the object that runs its attempt exists."""
         view = last or known.view
-        departed = self._departed.get(known.job_id, {})
+        deleted_pods = self._deleted_pods.get(known.job_id, {})
         if isinstance(view, PodView):
             attempts = {(child.stage, child.attempt) for child in self.children(known.job_id)}
             if view.phase != "Pending" and (view.stage, view.attempt) in attempts:
-                self._departed.setdefault(known.job_id, {})[view.uid] = replace(view, gone=True)
+                self._deleted_pods.setdefault(known.job_id, {})[view.uid] = replace(view, deleted=True)
         elif isinstance(view, ChildView):
-            left = {uid: pod for uid, pod in departed.items() if (pod.stage, pod.attempt) != (view.stage, view.attempt)}
+            left = {
+                uid: pod for uid, pod in deleted_pods.items() if (pod.stage, pod.attempt) != (view.stage, view.attempt)
+            }
             if left:
-                self._departed[known.job_id] = left
+                self._deleted_pods[known.job_id] = left
             else:
-                self._departed.pop(known.job_id, None)
+                self._deleted_pods.pop(known.job_id, None)
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]
@@ -384,7 +390,7 @@ def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
     return metadata
 
 
-def _between(pod: Entry) -> bool:
+def _has_intermediate_owner(pod: Entry) -> bool:
     """Return whether a pod's controller can be the batch Job between an MPIJob and its launcher, or the ReplicaSet
     between a Deployment and its servers.
     """
@@ -403,7 +409,7 @@ def key_of(raw: Raw) -> Key:
 def _version(raw: Raw) -> int:
     written = _text(_metadata(raw), "resourceVersion")
     if not written.isdecimal():
-        raise UnreadableError(f'resourceVersion "{written}": versions have to be whole numbers to be compared')
+        raise UnreadableError(f'resourceVersion "{written}" is not a whole number')
     return int(written)
 
 

@@ -1,7 +1,7 @@
 """Fill the store by one list per kind, and again whenever a watch may have missed something.
 
 Objects that vanished while a watch was interrupted are in no event. So a list is read again after an outage, and before
-a watch that cannot resume where it ended (following.py).
+a watch that cannot resume where it ended (watches.py).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Syncer:
     def __init__(self, state: OperatorState, discovery: Discovery) -> None:
         self._state = state
         self._discovery = discovery
-        self._wanted: dict[str, str] = {}
+        self._requests: dict[str, str] = {}
         """Kinds to be listed again, with the reason."""
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._listing = asyncio.Lock()
 
     async def fill(self, reason: str) -> None:
@@ -50,7 +50,7 @@ class Syncer:
                 await self._discovery.refresh()
                 await self._list(self._resources(), reason)
             except ApiError as error:
-                log.warning("cannot read the state of the cluster, will try again: %s", error)
+                log.warning("cannot list the objects of the cluster, retrying: %s", error)
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
             self._state.synced.set()
@@ -58,8 +58,8 @@ class Syncer:
 
     def request(self, kind: str, reason: str) -> None:
         """Have a kind listed again soon."""
-        self._wanted.setdefault(kind, reason)
-        self._asked.set()
+        self._requests.setdefault(kind, reason)
+        self._requested.set()
 
     def request_all(self, reason: str) -> None:
         """Have all kinds listed again soon."""
@@ -69,16 +69,16 @@ class Syncer:
     async def run(self) -> None:
         """Serve requests, for ever."""
         while True:
-            await self._asked.wait()
+            await self._requested.wait()
             await asyncio.sleep(QUIET_SECONDS)
-            self._asked.clear()
-            wanted, self._wanted = self._wanted, {}
-            resources = [resource for resource in self._resources() if resource.kind in wanted]
+            self._requested.clear()
+            requests, self._requests = self._requests, {}
+            resources = [resource for resource in self._resources() if resource.kind in requests]
             try:
-                await self._list(resources, *set(wanted.values()))
+                await self._list(resources, *set(requests.values()))
             except ApiError as error:
-                log.warning("cannot read the state of the cluster, will try again: %s", error)
-                for kind, reason in wanted.items():
+                log.warning("cannot list the objects of the cluster, retrying: %s", error)
+                for kind, reason in requests.items():
                     self.request(kind, reason)
                 await asyncio.sleep(AGAIN_SECONDS)
 
@@ -101,7 +101,7 @@ class Syncer:
             try:
                 await self._discovery.refresh()
             except ApiError as error:
-                log.debug("cannot ask what is served, will try again: %s", error)
+                log.debug("cannot discover the served kinds, retrying: %s", error)
                 continue
             if self._discovery.resources != known:
                 known = self._discovery.resources
@@ -117,10 +117,10 @@ class Syncer:
                 for namespace in self._state.settings.namespaces or (None,):
                     await read_all(self._state, resource, namespace)
         for reason in reasons:
-            self._state.measurements.resynced(reason)
+            self._state.measurements.relisted(reason)
 
 
-class Turn:
+class TimeSlice:
     """Share of the event loop for work that never waits: many objects in a row must not hold up a probe."""
 
     def __init__(self) -> None:
@@ -140,27 +140,27 @@ async def read_all(state: OperatorState, resource: Resource, namespace: str | No
     labels = None if resource is FINETUNE_JOB else JOB_LABEL
     listed: set[Key] = set()
     version = 0
-    turn = Turn()
+    time_slice = TimeSlice()
     async for page in state.kube.pages(resource, namespace, labels):
         if page.first:
             listed.clear()
         version = page.version
         for raw in page.items:
-            await turn.shared()
-            await take(state, resource, raw)
+            await time_slice.shared()
+            await store_object(state, resource, raw)
             with suppress(UnreadableError):
                 listed.add(key_of(raw))
-    for key in state.store.keep(resource.kind, listed, version, None if namespace is None else {namespace}):
+    for key in state.store.retain_listed(resource.kind, listed, version, None if namespace is None else {namespace}):
         state.queue.add(key)
     return version
 
 
-async def take(state: OperatorState, resource: Resource, raw: Manifest, *, gone: bool = False) -> None:
+async def store_object(state: OperatorState, resource: Resource, raw: Manifest, *, deleted: bool = False) -> None:
     """Put an object that was read into the store, and queue its job if it is news."""
     try:
-        entry = state.store.remove(raw) if gone else await state.put(raw)
+        entry = state.store.remove(raw) if deleted else await state.put(raw)
     except UnreadableError as error:
-        log.warning("passed over a %s that cannot be read: %s", resource.kind, error)
+        log.warning("ignoring a %s that cannot be read: %s", resource.kind, error)
         return
     if entry is not None:
         # Jobs for which nothing was done yet come first.

@@ -80,7 +80,7 @@ class IssuerKeys:
         issuer, found = description.get("issuer"), key_set.get("keys")
         keys = {key.key_id: key for key in map(_key, found if isinstance(found, list) else ()) if key and key.key_id}
         if not isinstance(issuer, str) or not issuer or not keys:
-            raise KeysUnavailableError("the API server names no issuer, or no key that can be used here")
+            raise KeysUnavailableError("the API server publishes no issuer or no supported key")
         return cls(issuer, keys)
 
 
@@ -130,11 +130,11 @@ class KeyReviewer:
         known = self._usable()
         try:
             return _verified(token, known, audience)
-        except _StrangerError:
+        except _UnknownKeyError:
             renewed = await self._renewed(known)
         try:
             return _verified(token, renewed, audience)
-        except _StrangerError:
+        except _UnknownKeyError:
             return RefusedToken("the token is not signed by a key of this cluster")
 
     def _usable(self) -> IssuerKeys:
@@ -160,19 +160,21 @@ class KeyReviewer:
         try:
             found = IssuerKeys.of(*await self._source.read_issuer())
         except KeysUnavailableError as error:
-            log.warning("Public keys, by which tokens of progress reports are verified, cannot be read: %s.", error)
+            log.warning("The public keys that verify tokens of progress reports cannot be read: %s.", error)
             if self._known is None or self._stale():
                 log.warning("Until they can be read, all progress reports are answered with 503.")
             return
         if self._known is None or (self._known.issuer, set(self._known.keys)) != (found.issuer, set(found.keys)):
-            log.info("Tokens of progress reports are those of %s; public keys: %d.", found.issuer, len(found.keys))
+            log.info(
+                "Tokens of progress reports are verified for issuer %s; public keys: %d.", found.issuer, len(found.keys)
+            )
         self._known, self._known_at, self._failed = found, self._clock(), False
 
 
 # ------------------------------------------------------------------------------------------------------- one token
 
 
-class _StrangerError(Exception):
+class _UnknownKeyError(Exception):
     """The token's key or issuer is not a known one."""
 
 
@@ -201,14 +203,14 @@ class _Claims(BaseModel):
 
 
 def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
-    """Return the verdict on the token's claims, if one of the keys has signed it. Raises _StrangerError."""
+    """Return the verdict on the token's claims, if one of the keys has signed it. Raises _UnknownKeyError."""
     try:
         key_id = jwt.get_unverified_header(token).get("kid")
         if not isinstance(key_id, str):
             return not_valid(audience)
         key = known.keys.get(key_id)
         if key is None:
-            raise _StrangerError
+            raise _UnknownKeyError
         claims = jwt.decode(
             token,
             key,
@@ -219,7 +221,7 @@ def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
             options={"require": _REQUIRED},
         )
     except jwt.InvalidIssuerError as error:
-        raise _StrangerError from error
+        raise _UnknownKeyError from error
     except jwt.ExpiredSignatureError:
         return RefusedToken("the token has expired")
     except jwt.ImmatureSignatureError:
@@ -232,10 +234,10 @@ def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
 
 def _identity(claims: Mapping[str, Any]) -> Verdict:
     try:
-        said = _Claims.model_validate(claims)
+        parsed = _Claims.model_validate(claims)
     except ValidationError:
         return NOT_BOUND
-    place = said.place
-    if said.sub != f"{ACCOUNT}{place.namespace}:{place.serviceaccount.name}":
+    place = parsed.place
+    if parsed.sub != f"{ACCOUNT}{place.namespace}:{place.serviceaccount.name}":
         return NOT_BOUND
     return PodIdentity(place.namespace, place.pod.name, place.pod.uid)

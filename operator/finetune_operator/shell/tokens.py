@@ -45,7 +45,7 @@ class PodIdentity:
 class RefusedToken:
     """Reason that a token is refused."""
 
-    why: str
+    reason: str
 
 
 Verdict: TypeAlias = PodIdentity | RefusedToken
@@ -63,7 +63,7 @@ class TokenReviewer(Protocol):
         ...
 
 
-NOT_BOUND = RefusedToken("the token is not bound to a pod; use the one that is mounted into the pod")
+NOT_BOUND = RefusedToken("the token is not bound to a pod; use the token mounted into the pod")
 
 
 def not_valid(audience: str) -> RefusedToken:
@@ -124,33 +124,33 @@ class TokenChecker:
     ) -> None:
         self._reviewer = reviewer
         self._clock = clock
-        self._good = _Memory(remember, clock)
+        self._accepted = _Memory(remember, clock)
         self._refused = _Memory(remember_refused, clock)
-        self._asking: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._reviewing: dict[bytes, asyncio.Task[Verdict]] = {}
 
     def remembered(self, token: str) -> Verdict | None:
         """Return the verdict, if it is known without a review."""
         key = _key(token)
-        return self._good.get(key) or self._refused.get(key)
+        return self._accepted.get(key) or self._refused.get(key)
 
     async def check(self, token: str) -> Verdict:
         """Return the verdict. Raises ReviewUnavailableError."""
         if (known := self.remembered(token)) is not None:
             return known
         key = _key(token)
-        task = self._asking.get(key)
+        task = self._reviewing.get(key)
         if task is None:
-            task = self._asking[key] = asyncio.create_task(self._ask(key, token), name="token-review")
-            task.add_done_callback(lambda done: self._answered(key, done))
+            task = self._reviewing[key] = asyncio.create_task(self._review(key, token), name="token-review")
+            task.add_done_callback(lambda done: self._reviewed(key, done))
         # A waiter that is cancelled must not cancel the review for the others.
         return await asyncio.shield(task)
 
-    def _answered(self, key: bytes, task: asyncio.Task[Verdict]) -> None:
-        self._asking.pop(key, None)
+    def _reviewed(self, key: bytes, task: asyncio.Task[Verdict]) -> None:
+        self._reviewing.pop(key, None)
         if not task.cancelled():
             task.exception()  # retrieved, also if nobody waits for it any more
 
-    async def _ask(self, key: bytes, token: str) -> Verdict:
+    async def _review(self, key: bytes, token: str) -> Verdict:
         try:
             async with asyncio.timeout(REVIEW_SECONDS):
                 found = await self._reviewer.review_token(token, PROGRESS_AUDIENCE)
@@ -163,7 +163,7 @@ class TokenChecker:
             end = expiry(token)
             # A token that names no end is reviewed again soon.
             until = now + (REMEMBER_REFUSED_SECONDS if end is None else REMEMBER_SECONDS)
-            self._good.put(key, found, until if end is None else min(until, end))
+            self._accepted.put(key, found, until if end is None else min(until, end))
         return found
 
 

@@ -33,10 +33,10 @@ from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.admission import NoReviewError, answer
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest
-from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import Kube
-from finetune_operator.shell.listening import TELL_SECONDS, Bounds
+from finetune_operator.shell.listener import LOG_INTERVAL_SECONDS, Bounds
+from finetune_operator.shell.request_bodies import Bodies, BodyError
 from finetune_operator.shell.sites import Site
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class WebhookServer:
         world: World,
         settings: Settings,
         tls: ssl.SSLContext,
-        counted: Callable[[str], None] = lambda word: None,
+        counted: Callable[[str], None] = lambda outcome: None,
         client_names: Collection[str] = (),
     ) -> None:
         """`counted` is called with each answer: `allowed`, `refused`, or `failed` for a request that is no review.
@@ -107,7 +107,7 @@ class WebhookServer:
         self._site: Site | None = None
         self._bodies = Bodies(BODY_LIMIT_BYTES, BODY_SECONDS)
         self._at_once = asyncio.Semaphore(AT_ONCE)
-        self._told_refused = float("-inf")
+        self._refusal_logged_at = float("-inf")
 
     async def start(self, host: str | None, port: int) -> int:
         """Listen on `host` (None: all addresses); return the port. OSError if it is in use."""
@@ -136,7 +136,7 @@ class WebhookServer:
         named = any(kind == "commonName" and name in self._client_names for kind, name in pairs)
         return bool(shown) and (named or not self._client_names)
 
-    def _may_ask(self, request: web.BaseRequest) -> bool:
+    def _is_permitted(self, request: web.BaseRequest) -> bool:
         return not self._client_names or (request.transport is not None and self._trusted(request.transport))
 
     def _client_refused(self, why: str) -> None:
@@ -144,23 +144,23 @@ class WebhookServer:
         users do not notice under `failurePolicy: Ignore`.
         """
         self._counted("failed")
-        if time.monotonic() > self._told_refused + TELL_SECONDS:
+        if time.monotonic() > self._refusal_logged_at + LOG_INTERVAL_SECONDS:
             log.warning(
-                "Webhook: a client was refused: %s. If it is the API server, its admission configuration names the "
-                "wrong certificate or none.",
+                "Webhook: a client was refused: %s. If it is the API server, correct the client certificate in its "
+                "admission configuration.",
                 why,
             )
-            self._told_refused = time.monotonic()
+            self._refusal_logged_at = time.monotonic()
 
     async def _review(self, request: web.BaseRequest) -> web.Response:
-        if not self._may_ask(request):
-            self._client_refused("its certificate has none of the names that may ask")
-            message = "the client's certificate is none of those that may ask here"
+        if not self._is_permitted(request):
+            self._client_refused("its certificate has none of the permitted names")
+            message = "the client's certificate is not permitted here"
             return web.json_response({"message": message}, status=HTTPStatus.FORBIDDEN)
         try:
-            asked, served = await self._bodies.read(request), await self._world.served()
+            body, served = await self._bodies.read(request), await self._world.served()
             async with self._at_once:
-                told = await asyncio.to_thread(answer, asked, self._settings, tuple(self._world.jobs()), served)
+                review = await asyncio.to_thread(answer, body, self._settings, tuple(self._world.jobs()), served)
         except (NoReviewError, BodyError) as error:
             self._counted("failed")
             status = error.status if isinstance(error, BodyError) else HTTPStatus.BAD_REQUEST
@@ -168,16 +168,16 @@ class WebhookServer:
         if self._site is not None:
             # The API server keeps its connections for many reviews.
             self._site.renew(request.transport)
-        response = told["response"]
+        response = review["response"]
         assert isinstance(response, dict), "an answer has a response"
         self._counted("allowed" if response["allowed"] else "refused")
-        return web.json_response(told)
+        return web.json_response(review)
 
 
 # ------------------------------------------------------------------------------------------------------- our authority
 
 
-async def tell_authority(kube: Kube, name: str, authority: str) -> bool:
+async def write_authority(kube: Kube, name: str, authority: str) -> bool:
     """Return whether the configuration `name` now trusts `authority` (PEM). False if it does not exist, or was changed
     in the same moment: the next check will see. ApiError.
     """
@@ -185,24 +185,25 @@ async def tell_authority(kube: Kube, name: str, authority: str) -> bool:
         configuration = await kube.get(WEBHOOK, None, name)
     except NotFoundError:
         log.warning(
-            "There is no ValidatingWebhookConfiguration %s that could be told of the webhook's authority.", name
+            "ValidatingWebhookConfiguration %s does not exist: the webhook's CA certificate cannot be written to it.",
+            name,
         )
         return False
-    changed, told = with_authority(configuration, authority)
+    changed, updated = with_authority(configuration, authority)
     if not changed:
         return True
     try:
-        await kube.replace(told, None, name)
+        await kube.replace(updated, None, name)
     except (ConflictError, NotFoundError):
         return False
-    log.info("ValidatingWebhookConfiguration %s trusts the operator's authority.", name)
+    log.info("Wrote the operator's CA certificate to ValidatingWebhookConfiguration %s.", name)
     return True
 
 
 def with_authority(configuration: Manifest, authority: str) -> tuple[bool, Manifest]:
     """Return whether anything changes, and the configuration with our authority first in each of its bundles."""
     hooks, changed = configuration.get("webhooks"), False
-    told: list[JsonValue] = []
+    hooks_after: list[JsonValue] = []
     for hook in hooks if isinstance(hooks, list) else []:
         assert isinstance(hook, dict), "a webhook is an object"
         client = hook.get("clientConfig")
@@ -211,8 +212,8 @@ def with_authority(configuration: Manifest, authority: str) -> tuple[bool, Manif
         after = [authority, *(one for one in before if one.strip() != authority.strip())][:AUTHORITIES]
         changed = changed or [one.strip() for one in before] != [one.strip() for one in after]
         bundle = base64.b64encode("".join(f"{one.strip()}\n" for one in after).encode()).decode()
-        told.append({**hook, "clientConfig": {**client, "caBundle": bundle}})
-    return changed, {**configuration, "webhooks": told}
+        hooks_after.append({**hook, "clientConfig": {**client, "caBundle": bundle}})
+    return changed, {**configuration, "webhooks": hooks_after}
 
 
 def _certificates(bundle: JsonValue) -> list[str]:
@@ -224,10 +225,10 @@ def _certificates(bundle: JsonValue) -> list[str]:
 # --------------------------------------------------------------------------------------- files that somebody else keeps
 
 
-async def _now_and_then(look: Callable[[], None]) -> None:
+async def _repeat(action: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
-        look()
+        action()
 
 
 # ------------------------------------------------------------------------------------------------------------- clients
@@ -240,29 +241,29 @@ class ClientAuthorities:
         """Admit nobody through `context` without such a certificate. OSError for a file that cannot be used."""
         self._file = file
         self._context = context
-        self._seen = 0
-        self._take()
+        self._modified = 0
+        self._load()
         context.verify_mode = ssl.CERT_REQUIRED
 
-    def _take(self) -> None:
-        seen = self._file.stat().st_mtime_ns
-        if seen != self._seen:
+    def _load(self) -> None:
+        modified = self._file.stat().st_mtime_ns
+        if modified != self._modified:
             try:
                 self._context.load_verify_locations(cafile=self._file)
             except ssl.SSLError as error:
-                raise OSError(f"{self._file} holds no certificates of authorities (PEM): {error.reason}") from error
-            self._seen = seen
+                raise OSError(f"{self._file} contains no CA certificates (PEM): {error.reason}") from error
+            self._modified = modified
 
     async def follow(self) -> None:
         """Trust authorities that are added, for ever. A removed one stays trusted until the process ends."""
-        await _now_and_then(self.look)
+        await _repeat(self.reload_if_changed)
 
-    def look(self) -> None:
+    def reload_if_changed(self) -> None:
         """Reload the file if it has changed since the last check."""
         try:
-            self._take()
+            self._load()
         except OSError as error:
-            log.warning("The authorities of the webhook's clients could not be read again: %s", error)
+            log.warning("The CA certificates of the webhook's clients could not be reloaded: %s", error)
 
 
 # ---------------------------------------------------------------------------------------------------- somebody else's
@@ -276,13 +277,13 @@ class FolderCertificate:
         self._folder = folder
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._seen = self._stamp()
-        self._take()
+        self._modified = self._stamp()
+        self._load()
 
     def _stamp(self) -> tuple[int, ...]:
         return tuple((self._folder / name).stat().st_mtime_ns for name in ("tls.crt", "tls.key"))
 
-    def _take(self) -> None:
+    def _load(self) -> None:
         with tempfile.TemporaryDirectory() as copies:
             for name in ("tls.crt", "tls.key"):
                 shutil.copy(self._folder / name, copies)
@@ -294,16 +295,16 @@ class FolderCertificate:
 
     async def follow(self) -> None:
         """Reload renewed certificates, for ever; open connections stay."""
-        await _now_and_then(self.look)
+        await _repeat(self.reload_if_changed)
 
-    def look(self) -> None:
+    def reload_if_changed(self) -> None:
         """Reload the files if they have changed since the last check."""
         try:
             now = self._stamp()
-            if now != self._seen:
-                self._take()
-                self._seen = now
-                log.info("The webhook has a new certificate.")
+            if now != self._modified:
+                self._load()
+                self._modified = now
+                log.info("Loaded a new certificate of the webhook.")
         except OSError as error:
             # The renewal may be half done; the next check will see the rest.
-            log.warning("The webhook's certificate could not be taken over: %s", error)
+            log.warning("The webhook's certificate could not be reloaded: %s", error)

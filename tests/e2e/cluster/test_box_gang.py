@@ -58,7 +58,7 @@ def test_half_of_a_gang_is_reported_and_leaves_its_node_and_the_whole_one_trains
         lambda status: running(status).get("message") if running(status).get("reason") == "GangIncomplete" else None,
         "half placed",
     )
-    assert message.startswith("1 of 2 pods holds a node and waits for the others: pod ")
+    assert message.startswith("1 of 2 pods holds a node and waits for the others. ")
     assert "nodes are available" in message
 
     def stopped(status: Object) -> Object | None:

@@ -45,7 +45,7 @@ class ChunkedLoss:
         self._loss: torch.Tensor | None = None
         self.chunks = 0
         """Chunks of the last loss; 0: it was computed from all logits."""
-        head.forward = self._head  # type: ignore[method-assign,assignment]
+        head.forward = self._head
         model.loss_function = self._loss_function
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
@@ -67,7 +67,7 @@ class ChunkedLoss:
         self.chunks = 0
         if labels is None or labels.numel() <= tokens or hidden.shape[:-1].numel() != labels.numel():
             return cast(torch.Tensor, self._given_head(hidden))
-        parts = list(zip(hidden.flatten(0, 1).split(tokens), labels.split(tokens), strict=True))
+        parts = list(zip(torch.split(hidden.flatten(0, 1), tokens), torch.split(labels, tokens), strict=True))
         self.chunks = len(parts)
         sums = [checkpoint(self._sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         self._loss = torch.stack(sums).sum() / labels.ne(NOT_LEARNT).sum()

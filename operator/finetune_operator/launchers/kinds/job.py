@@ -77,14 +77,14 @@ def read(value: Mapping[str, JsonValue]) -> Verdict:
     """
     raw = _Job.model_validate(value)
     return replace(
-        _judged(raw),
+        _verdict(raw),
         started=raw.status.start_time,
         configuration=raw.spec.template.configuration,
         replaces_pods=bool(raw.spec.backoff_limit_per_index),
     )
 
 
-def _judged(raw: _Job) -> Verdict:
+def _verdict(raw: _Job) -> Verdict:
     status = raw.status
     if done := status.condition("Complete") or status.condition("SuccessCriteriaMet"):
         return Verdict("Succeeded", done, status.completion_time or done.last_transition_time)

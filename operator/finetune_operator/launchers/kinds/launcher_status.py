@@ -19,7 +19,7 @@ class Verdict:
     """State of an object as its own controller reports it."""
 
     state: ChildState
-    said: RawCondition | None = None
+    condition: RawCondition | None = None
     """Condition that the state follows from."""
     finished: datetime | None = None
     started: datetime | None = None

@@ -57,10 +57,10 @@ def _size(pods: StagePods) -> dict[str, JsonValue]:
     """
     if pods.stage is Stage.PREPARE:
         return {"cpu": None, "python_memory": "2g"}
-    asked = stage_pod(pods).container.resources
-    limit = asked.limits.get("memory")
-    count = 2 * parse_quantity(asked.requests["memory"]) if limit is None else parse_quantity(limit)
-    return {"cpu": asked.limits.get("cpu"), "python_memory": f"{math.ceil(count / MIB)}m"}
+    requested = stage_pod(pods).container.resources
+    limit = requested.limits.get("memory")
+    count = 2 * parse_quantity(requested.requests["memory"]) if limit is None else parse_quantity(limit)
+    return {"cpu": requested.limits.get("cpu"), "python_memory": f"{math.ceil(count / MIB)}m"}
 
 
 class _Driver(Raw):
@@ -94,22 +94,22 @@ def read(value: Mapping[str, JsonValue]) -> Verdict:
     SUCCEEDING and FAILING precede the last check of the driver.
     """
     raw = _Application.model_validate(value)
-    verdict = _judged(raw.status)
+    verdict = _verdict(raw.status)
     started, configuration = raw.status.last_submission_attempt_time, raw.spec.driver.template.configuration
     return replace(verdict, started=started, configuration=configuration)
 
 
-def _judged(status: _Status) -> Verdict:
-    told = status.application_state
-    said = RawCondition(type=told.state, status="True", reason=told.state, message=told.error_message)
-    match told.state:
+def _verdict(status: _Status) -> Verdict:
+    state = status.application_state
+    condition = RawCondition(type=state.state, status="True", reason=state.state, message=state.error_message)
+    match state.state:
         case "COMPLETED":
-            return Verdict("Succeeded", said, status.termination_time)
+            return Verdict("Succeeded", condition, status.termination_time)
         case "FAILED":
-            return Verdict("Failed", said, status.termination_time)
+            return Verdict("Failed", condition, status.termination_time)
         case "RUNNING" | "SUCCEEDING" | "FAILING":
-            return Verdict("Running", said)
+            return Verdict("Running", condition)
         case "SUSPENDING" | "SUSPENDED":
-            return Verdict("Suspended", said)
+            return Verdict("Suspended", condition)
         case _:
-            return Verdict("Pending", said if told.state else None)
+            return Verdict("Pending", condition if state.state else None)

@@ -10,7 +10,7 @@ import pytest
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.reconcile.reconcile_types import JobView
-from finetune_operator.shell.judging import THREADS, Judge
+from finetune_operator.shell.job_validation import THREADS, JobValidator
 from suite_plugins.patience import patient
 
 SPEC = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "hf://c/d"}, "training": {}}
@@ -52,10 +52,10 @@ def test_a_job_is_judged_in_another_thread_and_once_while_it_asks_for_the_same(r
     watched = Watched(released)
 
     async def go() -> list[JobView]:
-        judge = Judge(CLUSTER_SETTINGS, validate=watched)
-        views = [await judge.view(job("a"), None)]
+        validator = JobValidator(CLUSTER_SETTINGS, validate=watched)
+        views = [await validator.view(job("a"), None)]
         for raw in (job("a"), job("a", generation=2), job("a", generation=2, team="x")):
-            views.append(await judge.view(raw, views[-1]))
+            views.append(await validator.view(raw, views[-1]))
         return views
 
     views = asyncio.run(go())
@@ -63,21 +63,21 @@ def test_a_job_is_judged_in_another_thread_and_once_while_it_asks_for_the_same(r
     assert watched.judged == [("a", False)] * 3
 
 
-def test_a_job_that_cannot_be_judged_in_time_is_refused_and_all_others_are_judged(released: threading.Event) -> None:
+def test_job_that_cannot_be_validated_in_time_is_refused_alone(released: threading.Event) -> None:
     watched = Watched(released)
     slow = [f"slow-{number}" for number in range(THREADS + 1)]
 
     async def go() -> dict[str, JobView]:
         validate_job(job("first"), CLUSTER_SETTINGS)
-        judge = Judge(CLUSTER_SETTINGS, validate=watched, limit_seconds=patient(1.5))
+        validator = JobValidator(CLUSTER_SETTINGS, validate=watched, limit_seconds=patient(1.5))
         names = [*slow, "a", "b"]
-        views = await asyncio.gather(*(judge.view(job(name), None) for name in names))
+        views = await asyncio.gather(*(validator.view(job(name), None) for name in names))
         return dict(zip(names, views, strict=True))
 
     views = asyncio.run(go())
     assert {name for name, view in views.items() if view.job is None} == set(slow)
     for name in slow:
         (problem,) = views[name].problems
-        assert "TooSlowError: it took longer than" in problem.rule
+        assert "TooSlowError: validation took longer than" in problem.rule
         assert "finetune validate" in problem.way_out
     assert views["a"].problems == views["b"].problems == ()

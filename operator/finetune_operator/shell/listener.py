@@ -28,7 +28,7 @@ SHUTDOWN_SECONDS = 2.0
 """Limit for the end of TLS."""
 AGAIN_SECONDS = 0.5
 """Delay before the next try when nothing can be accepted, as for want of file descriptors."""
-TELL_SECONDS = 60.0
+LOG_INTERVAL_SECONDS = 60.0
 """Interval between two log lines about evicted connections."""
 _NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
@@ -76,8 +76,8 @@ class Listener:
         self._by_transport: dict[asyncio.BaseTransport, _Connection] = {}
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._told = float("-inf")
-        self._untold = 0
+        self._logged_at = float("-inf")
+        self._dropped_unlogged = 0
 
     async def start(self, host: str | None, port: int) -> int:
         """Listen on `host` (None: all addresses); return the port, which is chosen if `port` is 0. OSError if it is in
@@ -145,13 +145,13 @@ class Listener:
             try:
                 accepted, peer = await loop.sock_accept(listening)
             except OSError as error:
-                log.warning("%s: no connection can be accepted: %s", self._name, error)
+                log.warning("%s: cannot accept connections: %s", self._name, error)
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
             # Accepting connections that wait already never yields to other tasks.
             await asyncio.sleep(0)
             address = network_of(str(peer[0]))
-            if len(self) >= self._bounds.connections and not self._made_room():
+            if len(self) >= self._bounds.connections and not self._evicted_one():
                 accepted.close()
                 continue
             connection = _Connection(self, address, self._handler())
@@ -159,24 +159,24 @@ class Listener:
             connection.live(self._bounds.seconds)
             connection.opening = asyncio.create_task(self._open(connection, accepted), name=f"opening for {self._name}")
 
-    def _made_room(self) -> bool:
+    def _evicted_one(self) -> bool:
         """Evict a connection for a new one; return whether there was one, else the new one is closed."""
         self._dropped()
-        self._tell()
+        self._log_dropped()
         if not self._of_address:
             return False
         most = max(self._of_address.values(), key=len)
         next(iter(most)).drop()
         return True
 
-    def _tell(self) -> None:
-        self._untold += 1
-        if time.monotonic() > self._told + TELL_SECONDS:
+    def _log_dropped(self) -> None:
+        self._dropped_unlogged += 1
+        if time.monotonic() > self._logged_at + LOG_INTERVAL_SECONDS:
             log.warning(
-                "%s: %d connections at once, as many as there may be; %d had to go for others",
-                self._name, self._bounds.connections, self._untold,
+                "%s: the limit of %d connections is reached; %d were closed for new ones",
+                self._name, self._bounds.connections, self._dropped_unlogged,
             )  # fmt: skip
-            self._told, self._untold = time.monotonic(), 0
+            self._logged_at, self._dropped_unlogged = time.monotonic(), 0
 
     async def _open(self, connection: _Connection, accepted: socket.socket) -> None:
         try:
@@ -261,7 +261,7 @@ def _certificate_fault(error: OSError) -> str | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError) and error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return "it showed no certificate"
+        return "it presented no certificate"
     return None
 
 
@@ -284,16 +284,16 @@ def _listening(host: str | None, port: int) -> list[socket.socket]:
     try:
         for family, address in hosts:
             try:
-                made = socket.create_server((address, port), family=family, backlog=BACKLOG)
+                created = socket.create_server((address, port), family=family, backlog=BACKLOG)
             except OSError as error:
                 if sockets and error.errno in _NO_IPV6:
                     continue
                 raise
-            made.setblocking(False)
-            sockets.append(made)
-            port = made.getsockname()[1]
+            created.setblocking(False)
+            sockets.append(created)
+            port = created.getsockname()[1]
     except OSError:
-        for made in sockets:
-            made.close()
+        for created in sockets:
+            created.close()
         raise
     return sockets

@@ -1,6 +1,6 @@
 """State of a job that passes through the phases of one decision.
 
-Each phase takes a course and returns a richer one: the new status, the objects to delete and to create, the events, and
+Each phase takes a state and returns a richer one: the new status, the objects to delete and to create, the events, and
 the time of the next reconcile. A phase reads neither clock nor network: everything it knows is in here.
 """
 
@@ -47,7 +47,7 @@ class Stalled:
 
 
 @dataclass(frozen=True)
-class Serves:
+class Readiness:
     """Readiness of the endpoint, with its reason."""
 
     ready: bool
@@ -56,7 +56,7 @@ class Serves:
 
 
 @dataclass(frozen=True)
-class Course:
+class ReconcileState:
     """State of a job on its way to a decision."""
 
     job: JobView
@@ -65,7 +65,7 @@ class Course:
     settings: Settings
     endpoint: ProgressEndpoint | None
     status: FineTuneJobStatus
-    refused: tuple[Problem, ...] = ()
+    plan_problems: tuple[Problem, ...] = ()
     """Reasons that there is no plan."""
     end: Literal["Succeeded", "Failed"] | None = None
     """Outcome of a job that has ended, in this reconcile or long ago."""
@@ -74,19 +74,19 @@ class Course:
     """Message on the wait of the current attempt, or of the next one."""
     waiting_reason: str = "WaitingForPods"
     """Reason of that wait, while an attempt runs."""
-    quiet: str = ""
+    no_progress_message: str = ""
     """Message on a running attempt that reports nothing new."""
     stalled: Stalled | None = None
-    serves: Serves | None = None
+    readiness: Readiness | None = None
     """Readiness of the endpoint, in the stage that serves."""
-    over: bool = False
+    done: bool = False
     """True if the later phases have nothing to do."""
     delete: tuple[ObjectRef, ...] = ()
     create: tuple[Manifest, ...] = ()
     remove: tuple[ObjectRef, ...] = ()
     apply: tuple[Manifest, ...] = ()
     events: tuple[EventNote, ...] = ()
-    wake_at: datetime | None = None
+    requeue_at: datetime | None = None
     delete_job: bool = field(default=False)
 
     @property
@@ -105,7 +105,7 @@ class Course:
         return has_started(self.status)
 
     @property
-    def begun(self) -> bool:
+    def started_when_stored(self) -> bool:
         """True if any stage has begun in the stored status, which the API server goes by."""
         return has_started(self.job.status)
 
@@ -126,7 +126,7 @@ class Course:
     def pods(self, stage: str, attempt: int) -> tuple[PodView, ...]:
         """Return the pods of one attempt, without reports that are of another job or stage."""
         own = (pod for pod in self.observed.pods if pod.stage.value == stage and pod.attempt == attempt)
-        return tuple(heard_by(pod, self.job.name) for pod in own)
+        return tuple(with_own_report(pod, self.job.name) for pod in own)
 
     def with_status(self, **changes: object) -> Self:
         """Return a copy with these fields of the status changed, by their Python names."""
@@ -137,16 +137,16 @@ class Course:
         stages = tuple(stage if one.name == stage.name else one for one in self.status.stages)
         return self.with_status(stages=stages)
 
-    def tell(self, reason: str, message: str, warning: bool = False) -> Self:
+    def with_event(self, reason: str, message: str, warning: bool = False) -> Self:
         """Return a copy with one more event."""
         note = EventNote("Warning" if warning else "Normal", reason, message)
         return replace(self, events=(*self.events, note))
 
-    def wake(self, at: datetime | None) -> Self:
+    def requeue(self, at: datetime | None) -> Self:
         """Return a copy that is reconciled again at that time, or sooner."""
-        return replace(self, wake_at=earliest(self.wake_at, at))
+        return replace(self, requeue_at=earliest(self.requeue_at, at))
 
-    def deleting(self, *children: ChildView) -> Self:
+    def with_deletions(self, *children: ChildView) -> Self:
         """Return a copy that deletes those of the children that are not being deleted already."""
         refs = tuple(child.ref for child in children if not child.deleting and child.ref not in self.delete)
         return replace(self, delete=(*self.delete, *refs))
@@ -160,12 +160,12 @@ class Course:
             remove=self.remove,
             apply=self.apply,
             events=self.events,
-            wake_at=self.wake_at,
+            requeue_at=self.requeue_at,
             delete_job=self.delete_job,
         )
 
 
-def heard_by(pod: PodView, job: str) -> PodView:
+def with_own_report(pod: PodView, job: str) -> PodView:
     """Return the pod, with its report only if that is of this job and of the pod's stage."""
     ended = pod.ended
     if ended is None or ended.report is None or (ended.report.job, ended.report.stage) == (job, pod.stage):
@@ -173,7 +173,7 @@ def heard_by(pod: PodView, job: str) -> PodView:
     return replace(pod, ended=replace(ended, report=None))
 
 
-Phase: TypeAlias = Callable[[Course], Course]
+Phase: TypeAlias = Callable[[ReconcileState], ReconcileState]
 
 
 def reference(ref: ObjectRef) -> ChildReference:

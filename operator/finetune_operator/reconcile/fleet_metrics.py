@@ -24,16 +24,16 @@ FRESH_SECONDS = 600.0
 minutes.
 """
 
-CapacityWord: TypeAlias = Literal["spot", "onDemand", "any"]
+CapacityLabel: TypeAlias = Literal["spot", "onDemand", "any"]
 """`any`: the job does not ask for spot nodes."""
 
 
 @dataclass(frozen=True)
-class Used:
+class Usage:
     """Usage by attempts that are over."""
 
     stage: Stage
-    capacity: CapacityWord
+    capacity: CapacityLabel
     node_seconds: float
     """Time in which pods had nodes; it is paid."""
     running_node_seconds: float
@@ -70,11 +70,11 @@ def wait_seconds(job: JobView, after: FineTuneJobStatus) -> float | None:
     if _has_run(job.status):
         return None
     first = next((stage for stage in after.stages if stage.running_since is not None), None)
-    since, ran = _waits_since(job, after), None if first is None else moment(first.running_since)
+    since, ran = _waiting_since(job, after), None if first is None else moment(first.running_since)
     return None if since is None or ran is None else max(0.0, (ran - since).total_seconds())
 
 
-def used(job: JobView, after: FineTuneJobStatus) -> Used | None:
+def usage_added(job: JobView, after: FineTuneJobStatus) -> Usage | None:
     """Return the usage that this status adds to the job's; it grows at ends of attempts only."""
     then, now = job.status.cost or CostStatus(), after.cost
     if now is None or now.billable_seconds <= then.billable_seconds:
@@ -83,15 +83,15 @@ def used(job: JobView, after: FineTuneJobStatus) -> Used | None:
     if stage is None:
         return None
     kind, held = Stage(stage.name), now.billable_seconds - then.billable_seconds
-    return Used(
+    return Usage(
         stage=kind,
         capacity=stage.capacity or "any",
         node_seconds=held,
         running_node_seconds=max(0.0, now.node_seconds - then.node_seconds),
         gpu_seconds=0.0 if job.job is None else held * gpus(job.job.spec, kind),
         currency=now.currency,
-        cost=_more(then.amount, now.amount),
-        saved=_more(then.saved, now.saved),
+        cost=_increase(then.amount, now.amount),
+        saved=_increase(then.saved, now.saved),
     )
 
 
@@ -116,7 +116,7 @@ def estimate_ratio(job: JobView, after: FineTuneJobStatus) -> float | None:
     return max(0.0, (over - began).total_seconds()) / expected
 
 
-def _more(then: float | None, now: float | None) -> float:
+def _increase(then: float | None, now: float | None) -> float:
     """Return the increase; 0 if a part has no price."""
     return 0.0 if now is None else max(0.0, now - (then or 0.0))
 
@@ -124,8 +124,8 @@ def _more(then: float | None, now: float | None) -> float:
 # ------------------------------------------------------------------------------------------------------------ all jobs
 
 
-def fleet(jobs: Iterable[JobView], now: datetime, moved: Callable[[JobView], datetime | None]) -> Fleet:
-    """Return the state of all jobs at `now`; `moved`: last progress of a job's running attempt, None if not known."""
+def fleet(jobs: Iterable[JobView], now: datetime, last_progress_at: Callable[[JobView], datetime | None]) -> Fleet:
+    """Return the state of all jobs at `now`; `last_progress_at`: last progress of a running attempt, if known."""
     phases = Counter[str]()
     costs, samples, tokens = (
         defaultdict[str, float](float),
@@ -142,20 +142,20 @@ def fleet(jobs: Iterable[JobView], now: datetime, moved: Callable[[JobView], dat
         estimated = None if status.plan is None else status.plan.estimated
         if estimated is not None and estimated.cost is not None and estimated.currency is not None:
             costs[estimated.currency] += estimated.cost
-        if _waits(job):
+        if _is_waiting(job):
             waiting += 1
-            waits.append(_age(_waits_since(job, status), now))
-        stage, told = _running(status), status.progress
-        if stage is None or told is None:
+            waits.append(_age(_waiting_since(job, status), now))
+        stage, progress = _running(status), status.progress
+        if stage is None or progress is None:
             continue
-        silent.append(_age(moved(job) or moment(told.last_update_time), now))
-        if seconds_since(told.last_update_time, now) <= FRESH_SECONDS:
-            samples[stage.name] += told.samples_per_second or 0.0
-            tokens[stage.name] += told.tokens_per_second or 0.0
+        silent.append(_age(last_progress_at(job) or moment(progress.last_update_time), now))
+        if seconds_since(progress.last_update_time, now) <= FRESH_SECONDS:
+            samples[stage.name] += progress.samples_per_second or 0.0
+            tokens[stage.name] += progress.tokens_per_second or 0.0
     return Fleet(phases, waiting, max(waits), max(silent), samples, tokens, costs)
 
 
-def _waits(job: JobView) -> bool:
+def _is_waiting(job: JobView) -> bool:
     """Return whether its first pods are still to run. A job that is refused or suspended waits for its owner."""
     status, ours = job.status, job.managed_by in (None, "", MANAGER)
     stalled = condition(status, "Stalled")
@@ -163,7 +163,7 @@ def _waits(job: JobView) -> bool:
     return ours and not job.deleting and job.job is not None and not held and not _has_run(status)
 
 
-def _waits_since(job: JobView, status: FineTuneJobStatus) -> datetime | None:
+def _waiting_since(job: JobView, status: FineTuneJobStatus) -> datetime | None:
     """Return its creation; the first child's start if the spec was changed since, as a job that was suspended or
     refused was in no queue until then.
     """

@@ -15,8 +15,8 @@ from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, ProgressStatus
 from finetune_operator.reconcile.decide import decide
+from finetune_operator.reconcile.hang_detection import MOST_LOGS
 from finetune_operator.reconcile.remedies import LOG_LIMIT
-from finetune_operator.reconcile.silence import MOST_LOGS
 from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import NOON, SPEC, World, report
 from suite_plugins.fuzz import examples
@@ -33,7 +33,7 @@ def training(nodes: int = 2, launcher: str = "job", **changes: Any) -> World:
     """Return a training job that has reported step 7 of 20; the operator receives every report."""
     world = World(served=("job", launcher), **changes)  # type: ignore[arg-type]
     world.spec = {**SPEC, "resources": {"nodes": nodes}, "runPolicy": {"progressDeadlineSeconds": LIMIT}}
-    world.heard_since = NOON
+    world.reports_complete_since = NOON
     world.settle()
     world.succeed()
     world.settle()
@@ -44,7 +44,7 @@ def training(nodes: int = 2, launcher: str = "job", **changes: Any) -> World:
 
 
 def tell(world: World, step: int) -> None:
-    world.progress, world.moved = at(step), world.now
+    world.progress, world.last_progress_at = at(step), world.now
     world.settle()
 
 
@@ -59,10 +59,10 @@ def failure_of(world: World) -> FailureStatus:
 
 def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpoint():
     world = training()
-    assert world.decide().wake_at == NOON + timedelta(seconds=HALF)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=HALF)
     world.wait(LIMIT - 1)
     assert world.stage("train") == ("Running", 1)
-    assert world.decide().wake_at == NOON + timedelta(seconds=LIMIT)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=LIMIT)
     world.logs = {"reviews-train-1-0": "stack of rank 0\n", "reviews-train-1-1": "stack of rank 1\n"}
     world.now += timedelta(seconds=1)
     world.step()
@@ -70,9 +70,9 @@ def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpo
     assert failure_of(world) == FailureStatus(
         failure_class="NoProgress",
         reason="Hung",
-        message="Stage train has shown no progress for 10 min, since 2026-01-01T12:00:00Z (step 7 of 20), and was "
+        message="Stage train made no progress for 10 min, since 2026-01-01T12:00:00Z (step 7 of 20), and was "
         "stopped. "
-        "Which of its ranks hangs cannot be seen from outside.",
+        "The reports do not show which rank hangs.",
         hint=failure_of(world).hint,
         stage="train",
         attempt=1,
@@ -85,7 +85,7 @@ def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpo
     assert world.stage("train") == ("Running", 2)
     status = world.job().status
     assert (status.restarts, status.counted_restarts, status.progress) == (1, 1, None)
-    assert world.told()[-4:] == ["ProgressStopped", "StageFailed", "Restarting", "StageStarted"]
+    assert world.event_reasons()[-4:] == ["ProgressStopped", "StageFailed", "Restarting", "StageStarted"]
 
 
 def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
@@ -95,7 +95,7 @@ def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
         "preparation": {"engine": "job", "workers": 3},
         "runPolicy": {"progressDeadlineSeconds": LIMIT},
     }
-    world.heard_since = NOON
+    world.reports_complete_since = NOON
     world.settle()
     world.start()
     assert len(world.pods_of("reviews-prepare-1")) == 3
@@ -105,28 +105,28 @@ def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
     world.wait(LIMIT)
     found = failure_of(world)
     assert (found.failure_class, found.stage, found.rank, found.pod) == ("NoProgress", "prepare", None, None)
-    assert "Which of its ranks hangs cannot be seen from outside." in (found.message or "")
+    assert "The reports do not show which rank hangs." in (found.message or "")
 
 
-def test_people_are_told_after_half_of_the_time_and_once():
+def test_missing_progress_is_reported_once_after_half_of_the_limit():
     world = training()
     world.wait(HALF - 1)
-    assert world.said("Running")[:2] == ("True", "StageRunning")
+    assert world.job_condition("Running")[:2] == ("True", "StageRunning")
     writes = world.writes
     for _ in range(5):
         world.wait(1)
-    assert world.said("Running") == (
+    assert world.job_condition("Running") == (
         "True",
         "NoProgress",
-        "Stage train runs as Job reviews-train-1, attempt 1. No progress since 2026-01-01T12:00:00Z (step 7 of 20): it "
-        "is stopped at 2026-01-01T12:10:00Z.",
+        "Stage train runs as Job reviews-train-1, attempt 1. No progress since 2026-01-01T12:00:00Z (step 7 of 20); "
+        "the attempt is stopped at 2026-01-01T12:10:00Z.",
     )
-    assert world.said("Stalled")[0] == "False"
-    assert (world.told().count("ProgressStopped"), world.writes) == (1, writes + 1)
+    assert world.job_condition("Stalled")[0] == "False"
+    assert (world.event_reasons().count("ProgressStopped"), world.writes) == (1, writes + 1)
     tell(world, 8)
-    assert world.said("Running")[:2] == ("True", "StageRunning")
+    assert world.job_condition("Running")[:2] == ("True", "StageRunning")
     world.wait(HALF)
-    assert world.told().count("ProgressStopped") == 2
+    assert world.event_reasons().count("ProgressStopped") == 2
 
 
 def test_movement_puts_the_end_off():
@@ -142,19 +142,19 @@ def test_restarts_for_silence_are_bounded():
     world.edit(maxRestarts=1)
     for _ in range(2):
         world.wait(LIMIT)
-        world.progress = world.moved = None
+        world.progress = world.last_progress_at = None
         world.wait(3 * MINUTE)
         if world.phase == "Failed":
             break
         world.start()
         tell(world, 7)
     assert (world.phase, failure_of(world).failure_class) == ("Failed", "NoProgress")
-    assert (failure_of(world).hint or "").startswith("runPolicy.maxRestarts (1) restarts are used up.")
+    assert (failure_of(world).hint or "").startswith("The limit runPolicy.maxRestarts (1) is reached.")
 
 
 @pytest.mark.parametrize("stage", ["prepare", "evaluate", "predict"])
 def test_every_stage_that_tells_is_watched_and_alone_its_pod_is_named(stage: str):
-    world = World(heard_since=NOON)
+    world = World(reports_complete_since=NOON)
     world.settle()
     while world.job().status.stages[[one.name for one in world.job().status.stages].index(stage)].attempt == 0:
         world.succeed()
@@ -202,7 +202,7 @@ def test_a_pass_that_falls_into_the_very_moment_reads_the_logs_first():
     unread = replace(world.observed(), logs=())
     first = decide(world.job(), unread, world.now, world.settings)
     assert first.status.failure is None
-    assert first.wake_at == world.now + timedelta(seconds=1)
+    assert first.requeue_at == world.now + timedelta(seconds=1)
     assert decide(world.job(), world.observed(), world.now, world.settings).status.failure is not None
 
 
@@ -210,22 +210,22 @@ def test_a_pass_that_falls_into_the_very_moment_reads_the_logs_first():
 
 
 def silent_for_ever(world: World) -> None:
-    world.progress = world.moved = None
+    world.progress = world.last_progress_at = None
     world.status["progress"] = None
 
 
 def deaf(world: World) -> None:
-    world.heard_since = None
+    world.reports_complete_since = None
 
 
 def begun_anew(world: World) -> None:
     """Another replica leads since a moment ago: it has no reports, and the status has the earlier ones."""
-    world.progress = world.moved = None
-    world.heard_since = NOON + timedelta(seconds=LIMIT - 1)
+    world.progress = world.last_progress_at = None
+    world.reports_complete_since = NOON + timedelta(seconds=LIMIT - 1)
 
 
 def away_for_a_while(world: World) -> None:
-    world.heard_since = NOON + timedelta(seconds=LIMIT - 1)
+    world.reports_complete_since = NOON + timedelta(seconds=LIMIT - 1)
 
 
 def a_pod_waits(world: World) -> None:
@@ -249,14 +249,14 @@ def test_an_attempt_is_left_alone(case: str):
     NOT_STOPPED[case](world)
     world.wait(2)
     assert world.job().status.failure is None
-    assert world.told().count("StageFailed") == 0
+    assert world.event_reasons().count("StageFailed") == 0
 
 
 def test_silence_counts_from_when_the_operator_can_hear_again():
     world = training()
     world.wait(MINUTE)
     begun_anew(world)
-    again = world.heard_since
+    again = world.reports_complete_since
     assert again is not None
     world.now = again
     world.settle()
@@ -267,11 +267,11 @@ def test_silence_counts_from_when_the_operator_can_hear_again():
     assert "since 2026-01-01T12:09:59Z (step 7 of 20)" in failure_of(world).message
 
 
-def test_what_an_earlier_attempt_has_told_is_not_said_of_the_next():
+def test_progress_of_an_earlier_attempt_is_not_kept():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
-    world.progress = world.moved = None
+    world.progress = world.last_progress_at = None
     world.wait(MINUTE)
     assert world.stage("train") == ("Running", 2)
     world.start()
@@ -290,14 +290,14 @@ def test_what_an_earlier_attempt_has_told_is_not_said_of_the_next():
     ],
 )
 def test_the_time_is_the_jobs_or_the_settings(policy: dict[str, int], limits: dict[str, int], expected: int | None):
-    world = World(settings=Settings.model_validate({"limits": limits}), heard_since=NOON)
+    world = World(settings=Settings.model_validate({"limits": limits}), reports_complete_since=NOON)
     world.spec["runPolicy"] = policy
     world.settle()
     world.start()
     tell(world, 7)
     if expected is None:
         world.wait(10**7)
-        assert (world.stage("prepare"), world.decide().wake_at) == (("Running", 1), None)
+        assert (world.stage("prepare"), world.decide().requeue_at) == (("Running", 1), None)
         return
     world.wait(expected - 1)
     assert world.stage("prepare") == ("Running", 1)
@@ -314,7 +314,7 @@ WALK = st.lists(
 
 @examples(40, suppress_health_check=list(HealthCheck))
 @given(walk=WALK)
-def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(walk: list[tuple[str, int]]):
+def test_attempt_with_possible_or_timely_progress_is_not_stopped(walk: list[tuple[str, int]]):
     world = training()
     quiet_since: datetime = NOON
     for act, number in walk:
@@ -323,12 +323,12 @@ def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(wa
                 tell(world, number % 20)
                 quiet_since = world.now
             case "restart":
-                world.progress = world.moved = None
-                world.heard_since = quiet_since = world.now
+                world.progress = world.last_progress_at = None
+                world.reports_complete_since = quiet_since = world.now
             case "away":
-                world.heard_since = None
+                world.reports_complete_since = None
                 world.wait(number)
-                world.heard_since = quiet_since = world.now
+                world.reports_complete_since = quiet_since = world.now
             case "crash":
                 world.step(crash_after=0)
             case _:

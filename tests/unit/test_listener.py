@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from finetune_operator.shell.bodies import SMALL_BYTES, Bodies, BodyError
 from finetune_operator.shell.certificates import TlsContexts, make, server_names
 from finetune_operator.shell.endpoints import BOUNDS, Endpoints
-from finetune_operator.shell.listening import Bounds, Listener, network_of
+from finetune_operator.shell.listener import Bounds, Listener, network_of
 from finetune_operator.shell.operator_metrics import Metrics
+from finetune_operator.shell.request_bodies import SMALL_BYTES, Bodies, BodyError
 from suite_plugins.patience import patient
 
 CERTIFICATES = make(server_names("ops", None), datetime.now(UTC))
@@ -201,7 +201,7 @@ def test_an_ipv6_address_counts_with_its_network(address: str, network: str) -> 
     assert network_of(address) == network
 
 
-def test_the_kubelet_is_heard_while_somebody_fills_the_port_of_metrics() -> None:
+def test_probes_are_answered_while_a_client_fills_the_port() -> None:
     class Health:
         def faults(self) -> list[str]:
             return []

@@ -53,7 +53,7 @@ class Bodies:
             why = f"the body did not arrive within {self.seconds:g} s"
             raise BodyError(HTTPStatus.REQUEST_TIMEOUT, why) from None
         except (aiohttp.ClientPayloadError, aiohttp.http_exceptions.HttpProcessingError, web.RequestPayloadError):
-            raise BodyError(HTTPStatus.BAD_REQUEST, "the body is not what its headers say") from None
+            raise BodyError(HTTPStatus.BAD_REQUEST, "the body does not match its headers") from None
         finally:
             self._reading.pop(task, None)
         return bytes(body)

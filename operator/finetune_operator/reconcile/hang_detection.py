@@ -21,7 +21,7 @@ from finetune_operator.reconcile.status_times import stamp
 
 
 @dataclass(frozen=True)
-class Silence:
+class ProgressGap:
     """Silence of an attempt: its start, and the seconds that it may last."""
 
     since: datetime
@@ -29,7 +29,7 @@ class Silence:
     last: ProgressStatus
 
     @property
-    def told_at(self) -> datetime:
+    def warn_at(self) -> datetime:
         """Time of the warning, before anything is done: after half of the limit."""
         return self.since + timedelta(seconds=self.seconds / 2)
 
@@ -39,9 +39,11 @@ class Silence:
         return self.since + timedelta(seconds=self.seconds)
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """Message for the condition."""
-        return f"No progress since {stamp(self.since)}{_where(self.last)}: it is stopped at {stamp(self.until)}."
+        return (
+            f"No progress since {stamp(self.since)}{_where(self.last)}; the attempt is stopped at {stamp(self.until)}."
+        )
 
 
 def _where(last: ProgressStatus) -> str:
@@ -50,43 +52,46 @@ def _where(last: ProgressStatus) -> str:
     return f" (step {last.step}{'' if last.total_steps is None else f' of {last.total_steps}'})"
 
 
-def silence(job: JobView, observed: Observed, settings: Settings, stage: str, attempt: int) -> Silence | None:
+def progress_gap(job: JobView, observed: Observed, settings: Settings, stage: str, attempt: int) -> ProgressGap | None:
     """Return the silence of a running attempt; None if it does not count."""
-    told = any((one.name, one.state, one.attempt) == (stage, "Running", attempt) for one in job.status.stages)
-    if job.job is None or not told or observed.heard_since is None:
+    recorded = any((one.name, one.state, one.attempt) == (stage, "Running", attempt) for one in job.status.stages)
+    if job.job is None or not recorded or observed.reports_complete_since is None:
         return None
     seconds = settings.progress_deadline(job.job.spec.run_policy)
     # Stored progress is of this attempt: the start of each attempt removes that of the one before.
     last = observed.progress or job.status.progress
     if not seconds or last is None:
         return None
-    since = observed.heard_since if observed.moved is None else max(observed.moved, observed.heard_since)
-    return Silence(since, seconds, last)
+    since = (
+        observed.reports_complete_since
+        if observed.last_progress_at is None
+        else max(observed.last_progress_at, observed.reports_complete_since)
+    )
+    return ProgressGap(since, seconds, last)
 
 
-def witnesses(pods: Sequence[PodView]) -> tuple[PodView, ...]:
+def pods_to_read_logs_from(pods: Sequence[PodView]) -> tuple[PodView, ...]:
     """Return the pods whose logs may show where an attempt hangs: an MPIJob's launcher has the output of all ranks."""
     launchers = [pod for pod in pods if pod.index is None]
     ranked = sorted(pods, key=lambda pod: (pod.index or 0, pod.name))
     return tuple(launchers[:1] or ranked[:MOST_LOGS])
 
 
-def no_progress(quiet: Silence, stage: Stage, pods: Sequence[PodView], processes: int) -> Cause:
+def hang_cause(gap: ProgressGap, stage: Stage, pods: Sequence[PodView], processes: int) -> Cause:
     """Return the cause; `pods` are those of the attempt, `processes` its ranks. The rank that hangs is named only if
     there is just one: the reports of the others look the same whichever it is.
     """
-    step = _where(quiet.last)
+    step = _where(gap.last)
     alone = pods[0] if len(pods) == 1 else None
-    which = "" if processes == 1 else " Which of its ranks hangs cannot be seen from outside."
+    which = "" if processes == 1 else " The reports do not show which rank hangs."
     return Cause(
         OperatorCause.NO_PROGRESS,
         "Hung",
-        f"Stage {stage} has shown no progress for {human_seconds(quiet.seconds)}, since {stamp(quiet.since)}{step}, "
+        f"Stage {stage} made no progress for {human_seconds(gap.seconds)}, since {stamp(gap.since)}{step}, "
         f"and was stopped.{which}",
-        "logTail shows where its processes stood: after half of that time the trainer's write their Python stacks into "
-        "the log, and a rank that waits in no collective operation holds up the others. If it was at work all the "
-        "time, set runPolicy.progressDeadlineSeconds higher.",
+        "logTail has the Python stacks that the trainer's processes log after half of that time: a rank outside of a "
+        "collective operation blocks the others. If the stage was busy, raise runPolicy.progressDeadlineSeconds.",
         alone,
         rank=0 if processes == 1 else None,
-        witnesses=witnesses(pods),
+        pods_to_read_logs_from=pods_to_read_logs_from(pods),
     )

@@ -18,7 +18,7 @@ from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, POD, Resour
 from finetune_operator.rendering.render_types import JOB_LABEL
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.state import OperatorState
-from finetune_operator.shell.sync import Turn, read_all, take
+from finetune_operator.shell.sync import TimeSlice, read_all, store_object
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ AGAIN_SECONDS = 1.0
 """Delay before a broken watch is resumed, give or take a half: many would otherwise come back at once."""
 
 
-class Followers:
+class Watchers:
     """One follower for each kind and namespace; a kind that is served later gets its own then."""
 
     def __init__(self, state: OperatorState, discovery: Discovery) -> None:
@@ -43,12 +43,12 @@ class Followers:
                         if (resource, namespace) not in following:
                             following.add((resource, namespace))
                             name = f"following {resource.plural}"
-                            tasks.create_task(_Follower(self._state, resource, namespace).run(), name=name)
+                            tasks.create_task(_Watcher(self._state, resource, namespace).run(), name=name)
                 await self._discovery.changed.wait()
                 self._discovery.changed.clear()
 
 
-class _Follower:
+class _Watcher:
     """Keeps the store's view of one kind, in one namespace or in all."""
 
     def __init__(self, state: OperatorState, resource: Resource, namespace: str | None) -> None:
@@ -69,14 +69,14 @@ class _Follower:
                     # The server ends a watch in order now and then. A pod that is created meanwhile may report at once.
                     continue
             except TimeoutError:
-                log.debug("following %s is begun again: the API server was away", self._resource.plural)
+                log.debug("restarting the watch of %s: the API server did not answer", self._resource.plural)
             except GoneError:
                 # The server has dropped the events since: after a restart, or a long silence.
                 self._version = None
-                self._state.measurements.resynced("relist")
+                self._state.measurements.relisted("relist")
                 continue
             except ApiError as error:
-                log.debug("following %s is begun again: %s", self._resource.plural, error)
+                log.debug("restarting the watch of %s: %s", self._resource.plural, error)
             await asyncio.sleep(AGAIN_SECONDS * (0.5 + random.random()))
 
     async def _watch(self, version: int) -> None:
@@ -84,12 +84,12 @@ class _Follower:
         labels = None if self._resource is FINETUNE_JOB else JOB_LABEL
         events = self._state.kube.watch(self._resource, version, self._namespace, labels)
         async with self._state.kube.outage.until_end(), aclosing(events):
-            turn = Turn()
+            time_slice = TimeSlice()
             async for event in events:
                 await self._take(event)
-                await turn.shared()
+                await time_slice.shared()
 
     async def _take(self, event: WatchEvent) -> None:
         if event.type != "BOOKMARK":
-            await take(self._state, self._resource, event.object, gone=event.type == "DELETED")
+            await store_object(self._state, self._resource, event.object, deleted=event.type == "DELETED")
         self._version = event.version

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from finetune_contract.causes import ECHOES
 from finetune_operator.api.types import StageStatus
 from finetune_operator.launchers.launcher_rows import SUPPORTED
-from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.failure_diagnosis import first_cause
+from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 
-_WITH_DRIVERS = tuple(each.kind for each in SUPPORTED if each.driver is not None)
+_DRIVER_KINDS = tuple(each.kind for each in SUPPORTED if each.driver is not None)
 
 
-def standing(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
+def current_pods(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
     """Return the pods of `child` without those that its controller has replaced."""
     if not child.replaces_pods:
         return tuple(pods)
@@ -27,57 +27,61 @@ def standing(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
     return tuple(pod for pod in pods if pod.index is None or newest[pod.index] is pod)
 
 
-def telling(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
+def pods_with_cause(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
     """Return the pods of a failed `child` that show the cause: the current ones, or all if these only show echoes.
 
     A pod may have been replaced, after it had reported a failure, before the others noticed it and ended.
     """
-    left = standing(child, pods)
-    return tuple(pods) if first_cause(child.stage, child, left).cause in ECHOES else left
+    current = current_pods(child, pods)
+    return tuple(pods) if first_cause(child.stage, child, current).cause in ECHOES else current
 
 
-def tell_replaced(
-    course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]
-) -> tuple[Course, StageStatus]:
+def report_replaced_pods(
+    state: ReconcileState, stage: StageStatus, child: ChildView, pods: Sequence[PodView]
+) -> tuple[ReconcileState, StageStatus]:
     """Add an event for each of the attempt's `pods` that was replaced since the status was written."""
-    if child.ref.kind in _WITH_DRIVERS:
-        return _tell_executors(course, stage, child)
+    if child.ref.kind in _DRIVER_KINDS:
+        return _report_replaced_executors(state, stage, child)
     newest = _newest(pods)
     count = sum(pod.lost_before for pod in newest.values())
     if not child.replaces_pods or count <= stage.replaced_pods:
-        return course, stage
+        return state, stage
     later = sorted((pod for pod in pods if pod.index is not None and pod.lost_before), key=lambda pod: pod.created)
     for pod in later[stage.replaced_pods - count :]:
-        lost = _before(pod, pods)
-        cause = first_cause(child.stage, child, [lost]).message if lost else f"The pod of index {pod.index} is gone."
+        lost = _replaced_pod(pod, pods)
+        cause = (
+            first_cause(child.stage, child, [lost]).message if lost else f"The pod of index {pod.index} was deleted."
+        )
         message = (
             f"Stage {stage.name}, attempt {stage.attempt}: {cause} {child.ref.kind} {child.ref.name} has "
-            f"created pod {pod.name} in its place; what is finished is kept."
+            f"created pod {pod.name} in its place; finished work is kept."
         )
-        course = course.tell("PodReplaced", message, warning=True)
+        state = state.with_event("PodReplaced", message, warning=True)
     stage = stage.model_copy(update={"replaced_pods": count})
-    return course.with_stage(stage), stage
+    return state.with_stage(stage), stage
 
 
-def _before(pod: PodView, pods: Sequence[PodView]) -> PodView | None:
+def _replaced_pod(pod: PodView, pods: Sequence[PodView]) -> PodView | None:
     """Return the pod that `pod` replaced; None if it was deleted before anybody looked."""
     same = (other for other in pods if other.index == pod.index and other.lost_before < pod.lost_before)
     return max(same, key=lambda other: other.created, default=None)
 
 
-def _tell_executors(course: Course, stage: StageStatus, child: ChildView) -> tuple[Course, StageStatus]:
+def _report_replaced_executors(
+    state: ReconcileState, stage: StageStatus, child: ChildView
+) -> tuple[ReconcileState, StageStatus]:
     """Add an event for the executors that a driver has replaced since the status was written."""
-    progress = course.observed.progress
+    progress = state.observed.progress
     count = 0 if progress is None or progress.replaced_pods is None else progress.replaced_pods
     more = count - stage.replaced_pods
     if more <= 0:
-        return course, stage
+        return state, stage
     message = (
         f"Stage {stage.name}, attempt {stage.attempt}: the driver of {child.ref.kind} {child.ref.name} has replaced "
-        f"{more} lost executor{'s' if more > 1 else ''}; what is finished is kept."
+        f"{more} lost executor{'s' if more > 1 else ''}; finished work is kept."
     )
     stage = stage.model_copy(update={"replaced_pods": count})
-    return course.tell("PodReplaced", message, warning=True).with_stage(stage), stage
+    return state.with_event("PodReplaced", message, warning=True).with_stage(stage), stage
 
 
 def _newest(pods: Sequence[PodView]) -> dict[int, PodView]:

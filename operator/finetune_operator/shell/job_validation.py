@@ -15,7 +15,7 @@ from typing import NoReturn
 from pydantic import JsonValue
 
 from finetune_operator.api.settings import Settings
-from finetune_operator.reconcile.observed import Validate, asks_the_same, job_view
+from finetune_operator.reconcile.observed import Validate, is_unchanged, job_view
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest
 
@@ -30,7 +30,7 @@ class TooSlowError(Exception):
     """A job could not be validated in time."""
 
 
-class Judge:
+class JobValidator:
     """See the module."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Judge:
 
     async def view(self, raw: Manifest, before: JobView | None) -> JobView:
         """Return the job as `observed.job_view` does."""
-        if before is not None and asks_the_same(raw, before):
+        if before is not None and is_unchanged(raw, before):
             return job_view(raw, self._settings, before)
         async with self._free:
             threads = self._threads
@@ -58,11 +58,11 @@ class Judge:
                 # One of its threads hangs; the other finishes its work.
                 self._threads = _threads()
                 threads.shutdown(wait=False)
-        log.error("a FineTuneJob could not be judged within %g s: it is refused", self._limit)
+        log.error("a FineTuneJob could not be validated within %g s and is refused", self._limit)
         return job_view(raw, self._settings, before, self._too_slow)
 
     def _too_slow(self, value: JsonValue, settings: Settings) -> NoReturn:
-        raise TooSlowError(f"it took longer than {self._limit:g} s")
+        raise TooSlowError(f"validation took longer than {self._limit:g} s")
 
     def close(self) -> None:
         """Validate no more jobs."""
