@@ -46,7 +46,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import labels_of_model, predict_part
 from finetune_trainer.data.row_shards import RowSource, row_source
 from finetune_trainer.data.shards import Encoder
-from finetune_trainer.inference.answering import Answerer, Asked
+from finetune_trainer.inference.answering import Answerer, RequestedColumns
 from finetune_trainer.inference.optimization.choosing import agreement, largest_difference
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable
 from finetune_trainer.inference.optimization.rungs import rung_by_name, rungs_of
@@ -160,7 +160,7 @@ class Bench:
         coding = Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
         model = task.load_model(job, str(self.model_folder), {}, torch.float32).eval()
         labels = labels_of_model(job, task, model.config)
-        asked = Asked(part.columns, part.setting, {})
+        asked = RequestedColumns(part.columns, part.setting, {})
         self.answerer = Answerer(job, Encoder(task, coding, packing=False), model, labels, means, asked)
 
     @property

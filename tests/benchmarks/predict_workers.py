@@ -77,7 +77,7 @@ def one() -> None:
 
     folder = Path(sys.argv[2])
     row_shards.LEAST_BYTES = int(sys.argv[3])
-    claims, loaded = prediction_workers.Taker._claims, predict._answerer
+    claims, loaded = prediction_workers.ShardClaimer._claims, predict._answerer
     started: list[float] = []
 
     def counted(self: Any, name: str, generation: int) -> bool:
@@ -92,7 +92,7 @@ def one() -> None:
         started.append(cpu_seconds())
         return answerer
 
-    prediction_workers.Taker._claims = counted  # type: ignore[method-assign]
+    prediction_workers.ShardClaimer._claims = counted  # type: ignore[method-assign]
     predict._answerer = measured
     job, workspace = folder / "job.json", folder / "w"
     code = run(["predict", "--job", str(job), "--workspace", str(workspace)])

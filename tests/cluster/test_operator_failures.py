@@ -110,7 +110,7 @@ def test_when_every_pod_of_an_attempt_is_deleted_its_log_is_told_all_the_same(wo
 
 def test_of_pods_that_prepare_the_one_that_failed_is_told_with_its_rank(world: World) -> None:
     world.kubelet.playbook.set("third", "prepare", WRONG_COLUMN, index=2)
-    echo = fails(FailureClass.COLLECTIVE, "PodFailed", "Pod 2 of the 3 that prepare has failed", lasts=None)
+    echo = fails(FailureClass.COLLECTIVE, "PodFailed", "Pod 2 of 3 of stage prepare failed", lasts=None)
     world.kubelet.playbook.set("third", "prepare", echo, index=0)
     short(world, "third", {"preparation": {"engine": "job", "workers": 3}})
     failure = world.wait_phase("third", "Failed")["failure"]

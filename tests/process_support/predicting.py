@@ -101,7 +101,7 @@ def _settle(one: Predictor) -> None:
     prediction_workers.BEAT_SECONDS = 0.2
     prediction_workers.STRAGGLER_SECONDS, prediction_workers.SILENT_SECONDS = one.straggler_seconds, one.silent_seconds
     claims, answers, joined = (
-        prediction_workers.Taker._claims,
+        prediction_workers.ShardClaimer._claims,
         answering.Answerer.answers,
         prediction_parts.Parts.joined,
     )
@@ -146,7 +146,7 @@ def _settle(one: Predictor) -> None:
         hang()
         return joined(self, *given)
 
-    prediction_workers.Taker._claims = counted  # type: ignore[method-assign]
+    prediction_workers.ShardClaimer._claims = counted  # type: ignore[method-assign]
     match one.trouble:
         case "hangs in a shard":
             answering.Answerer.answers = after(hang)  # type: ignore[method-assign]

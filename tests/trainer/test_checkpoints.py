@@ -67,7 +67,7 @@ def break_manifest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (damage_content, "weights.pt has other content"),
+        (damage_content, "weights.pt has changed since"),
         (cut, "weights.pt has 1 bytes instead of 1010"),
         (remove, "weights.pt is missing"),
         (remove_manifest, "manifest.json is missing"),
@@ -88,7 +88,7 @@ def test_a_damaged_one_is_skipped_and_the_file_named(
     assert named in caplog.records[0].getMessage()
 
 
-def test_when_all_are_damaged_the_run_does_not_silently_start_anew(tmp_path: Path):
+def test_run_does_not_restart_silently_when_all_checkpoints_are_damaged(tmp_path: Path):
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 5)
     cut(tmp_path / "step-5")
@@ -97,7 +97,7 @@ def test_when_all_are_damaged_the_run_does_not_silently_start_anew(tmp_path: Pat
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CHECKPOINT, "NoWholeCheckpoint")
 
 
-def test_what_an_interrupted_attempt_left_is_never_a_checkpoint(tmp_path: Path):
+def test_leftovers_of_an_interrupted_attempt_are_no_checkpoint(tmp_path: Path):
     store = CheckpointStore(tmp_path, keep=2)
     assert store.newest() is None
     store.begin(5)

@@ -77,7 +77,7 @@ def test_padding_of_real_reviews_is_a_small_part_of_the_batches():
     assert padded_tokens(words, order) < 0.5 * order.size * 128
 
 
-def test_steps_of_any_rows_are_like_the_data_and_their_micro_batches_are_of_like_length():
+def test_steps_are_like_the_data_and_micro_batches_have_similar_lengths():
     lengths = np.random.default_rng(3).geometric(0.03, 20_000).astype(np.int64)
 
     def order(grouped: bool) -> np.ndarray:

@@ -68,11 +68,11 @@ def test_labels_lengths_and_long_rows_are_counted(tmp_path: Path) -> None:
     (split,) = found.splits
     assert split.labels == {"-1": 2, "4": 2}
     assert (split.words["text"].longest, split.tokens.longest, split.longer) == (9, 11, 2)  # type: ignore[union-attr]
-    assert "are taken as names" in found.notes[0]
+    assert "are used as names" in found.notes[0]
     assert found.long_rows == "are cut"
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"txt": "a", "label": 1}])
     (tmp_path / "test.csv").write_bytes("text,label\ncafé,1\n".encode("cp1252"))
     job = a_job(tmp_path, {"text": "text", "label": "label"}, model={"uri": "file:///no/model"})

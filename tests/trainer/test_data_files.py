@@ -43,12 +43,12 @@ def rows_of(split: RawSplit) -> list[tuple[str, ...]]:
     [
         ("a.csv", content(","), ""),
         ("a.csv", "\ufeff" + content(","), ""),
-        ("a.csv", content(";"), "semicolons separate the columns"),
-        ("a.csv", "\ufeff" + content(";"), "semicolons separate the columns"),
-        ("a.csv", content("\t"), "tabs separate the columns"),
-        ("a.csv", content("|"), "vertical bars separate the columns"),
+        ("a.csv", content(";"), "read with semicolons as separators"),
+        ("a.csv", "\ufeff" + content(";"), "read with semicolons as separators"),
+        ("a.csv", content("\t"), "read with tabs as separators"),
+        ("a.csv", content("|"), "read with vertical bars as separators"),
         ("a.tsv", content("\t"), ""),
-        ("a.tsv", content(","), "commas separate the columns"),
+        ("a.tsv", content(","), "read with commas as separators"),
     ],
     ids=["usual", "BOM", "semicolons", "BOM and semicolons", "tabs", "bars", "tsv", "tsv with commas"],
 )

@@ -196,14 +196,14 @@ def test_the_failure_of_another_pod_ends_pod_0_and_is_the_cause(gang: Gang):
     assert leader is not None
     assert (leader.reason, leader.message) == (
         "PodFailed",
-        "Pod 2 of the 3 that prepare has failed (BadRow): Row 77 cannot be encoded.",
+        "Pod 2 of 3 of stage prepare failed (BadRow): Row 77 cannot be encoded.",
     )
     assert gang.nothing_looks_done
     assert gang.names() == [".prepare.lock", "state"]
 
 
 @pytest.mark.parametrize("when", ["hangs before it orders", "hangs in a shard"])
-def test_after_a_killed_pod_0_nothing_looks_done_the_others_end_and_the_next_attempt_prepares(gang: Gang, when):
+def test_next_attempt_prepares_after_pod_0_was_killed(gang: Gang, when):
     all_pods = gang.pods(2)
     all_pods[0] = all_pods[0].other(trouble=when)
     if when == "hangs before it orders":
@@ -236,7 +236,7 @@ def test_pod_0_does_the_work_of_one_that_never_comes_and_that_finds_nothing_to_d
     all_pods = gang.pods(3)
     all_pods[0] = all_pods[0].other(silent_seconds=0.5)
     assert ends(gang.start(all_pods[:2])) == [0, 0], said(all_pods)
-    assert "Pod 2 of 3 is silent; pod 0 writes shard 2 itself." in said(all_pods[:1])
+    assert "Pod 2 of 3 sends no heartbeat; pod 0 writes shard 2 itself." in said(all_pods[:1])
     assert files_of(gang.paths) == gang.built_in()
     assert ends(gang.start(all_pods[2:])) == [0], said(all_pods)
     assert reports_of(all_pods[2:])[0].metrics == {"rows": 0}
@@ -312,7 +312,9 @@ def test_a_pod_does_not_run_what_a_forged_order_holds(gang: Gang, tmp_path: Path
     marker, place = tmp_path / "it ran", gang.paths.root / "prepared.tmp-forged" / "raw" / "exchange"
     place.mkdir(parents=True)
     (place / "order-1.json").write_bytes(pickle.dumps(Marks(marker)))
-    word = prepare_pods.Word(attempt="attempt-1", state="ordered", orders=str(place.relative_to(gang.paths.root)))
+    word = prepare_pods.LeaderStatus(
+        attempt="attempt-1", state="ordered", orders=str(place.relative_to(gang.paths.root))
+    )
     gang.paths.state.mkdir()
     (gang.paths.state / "prepare.pods.json").write_text(word.to_json(), encoding="utf-8")
     obeying = gang.pods(2)[1:]
@@ -329,7 +331,7 @@ def test_a_word_that_leads_out_of_the_jobs_folder_is_not_heard(orders: str, gang
     gang.paths.state.mkdir(parents=True)
     forged = {"attempt": "attempt-1", "state": "ordered", "orders": orders}
     pod.place.write_text(json.dumps(forged), encoding="utf-8")
-    assert pod.word() is None
+    assert pod.leader_status() is None
 
 
 def test_orders_do_not_grow_with_the_rows(gang: Gang):

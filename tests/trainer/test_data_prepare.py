@@ -326,7 +326,7 @@ def test_long_rows_are_cut_and_counted(data, paths):
     assert lengths.tolist() == [min(8, each) for each in whole]
     assert facts.splits["train"].truncated_rows == sum(each > 8 for each in whole) > 0
     assert facts.notes[0].startswith(f"{sum(each > 8 for each in whole)} of 6 rows of train (")
-    assert "are longer than 8 tokens and lose text" in facts.notes[0]
+    assert "exceed 8 tokens and are truncated" in facts.notes[0]
 
 
 def test_shards_are_joined_in_the_order_of_their_names(tmp_path, paths):

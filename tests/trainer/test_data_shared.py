@@ -94,15 +94,15 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
 
 
-def test_a_second_job_takes_what_the_first_has_prepared(workspace: Workspace, caplog):
+def test_second_job_uses_the_data_prepared_by_the_first(workspace: Workspace, caplog):
     caplog.set_level(logging.INFO, "finetune_trainer")
     first, slowly = workspace.prepared("one")
     assert len(slowly) >= 1
-    assert "Taken from" not in caplog.text
+    assert "Using the data in" not in caplog.text
     second, at_once = workspace.prepared("two")
     assert second == first
     assert at_once == [(50, 50)]
-    assert "Taken from" in caplog.text
+    assert "Using the data in" in caplog.text
     assert workspace.linked("one", "two")
     assert len(PreparedData.open(workspace.paths("two")).split("train")) == first.splits["train"].rows
     assert sorted(path.name for path in workspace.paths("two").root.iterdir()) == [".prepare.lock", "prepared"]
@@ -161,7 +161,7 @@ def test_an_emptied_cache_takes_nothing_from_a_job(workspace: Workspace):
 
 
 @pytest.mark.parametrize("damage", ["content", "size", "gone", "manifest"])
-def test_what_was_changed_is_not_taken(damage: str, workspace: Workspace, caplog):
+def test_changed_data_are_not_reused(damage: str, workspace: Workspace, caplog):
     facts, _ = workspace.prepared("one")
     files = workspace.paths("one").prepared
     shard = next(iter(sorted(files.glob("train-*.arrow"))))
@@ -207,7 +207,7 @@ def test_the_environment_names_another_cache(tmp_path: Path, workspace: Workspac
 
 
 @pytest.mark.parametrize("why", ["no folder", "full"])
-def test_a_cache_that_cannot_be_used_is_told_and_the_job_goes_on(why: str, workspace: Workspace, caplog, monkeypatch):
+def test_unusable_cache_is_logged_and_the_job_continues(why: str, workspace: Workspace, caplog, monkeypatch):
     if why == "no folder":
         workspace.shared.folder.parent.mkdir(parents=True)
         workspace.shared.folder.write_text("a file")
@@ -241,17 +241,17 @@ def test_without_locks_both_prepare_and_the_later_one_finds_the_entry_there(work
             workspace.prepared("job")
             one.give(workspace.paths("job").prepared)
             one.give(workspace.paths("job").prepared)
-    assert caplog.text.count("has no locks") == 3
+    assert caplog.text.count("does not support locks") == 3
     assert not warnings(caplog)
     assert not list(workspace.shared.folder.glob("*/tmp-*"))
 
 
-def test_what_runs_code_of_its_own_is_not_shared(workspace: Workspace):
+def test_data_of_models_with_own_code_are_not_shared(workspace: Workspace):
     workspace.prepared("one", workspace.job(remote_code=True))
     assert not workspace.shared.folder.exists()
 
 
-def test_what_nobody_took_for_long_is_removed_and_what_was_taken_stays(workspace: Workspace, caplog):
+def test_unused_data_are_removed_and_used_ones_stay(workspace: Workspace, caplog):
     caplog.set_level(logging.INFO, "finetune_trainer")
     workspace.prepared("one")
     workspace.prepared("short", workspace.job(length=16))
@@ -262,7 +262,7 @@ def test_what_nobody_took_for_long_is_removed_and_what_was_taken_stays(workspace
     workspace.prepared("two")
     assert workspace.linked("one", "two")
     assert len(workspace.entries()) == 1
-    assert "is removed" in caplog.text
+    assert "Removing" in caplog.text
     assert len(PreparedData.open(workspace.paths("short")).split("train")) > 0
     workspace.prepared("other", workspace.job(length=8))
     assert len(workspace.entries()) == 2  # using it has counted
@@ -311,7 +311,7 @@ def test_two_jobs_at_once_prepare_once(workspace: Workspace):
     told = [process.communicate(timeout=patient(300))[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert "done" in told[0]
-    assert "Taken from" in told[1]
+    assert "Using the data in" in told[1]
     assert "prepares\n" not in told[1]
     assert workspace.linked("one", "two")
 

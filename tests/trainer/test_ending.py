@@ -90,7 +90,7 @@ def test_a_thread_that_waits_holds_nobody_up(sleeping: None, monkeypatch: pytest
     assert slept
 
 
-def test_exit_waits_for_threads_and_calls_what_is_registered():
+def test_exit_waits_for_threads_and_calls_registered_functions():
     program = (
         "import atexit, threading, time\n"
         "from finetune_trainer import __main__ as trainer\n"

@@ -130,7 +130,7 @@ def test_these_are_all_of_them() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FITTED_LOCALLY)
-def test_an_example_runs_to_its_end_and_is_measured_and_predicts_as_it_says(name, models, tmp_path, finetune):
+def test_example_trains_evaluates_and_predicts(name, models, tmp_path, finetune):
     spec = example_document(name)["spec"]
     if spec["model"].get("adapter", {}).get("method") == "qlora":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (finetune-trainer[qlora])")

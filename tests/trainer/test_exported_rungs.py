@@ -211,7 +211,7 @@ def test_absent_package_is_named(rung: str, monkeypatch: pytest.MonkeyPatch) -> 
     there = onnx_graph.importlib.util.find_spec
     monkeypatch.setattr(onnx_graph.importlib.util, "find_spec", lambda name: None if name == missing else there(name))
     assert RUNGS[rung].unavailable(bert(), Machine(bf16=True)) == (
-        f"the package {missing} is not installed: the image for CPUs has it, as has finetune-trainer[fast-inference]"
+        f"the package {missing} is not installed: it is in the image for CPUs and in finetune-trainer[fast-inference]"
     )
 
 
@@ -223,7 +223,9 @@ def test_bfloat16_needs_units() -> None:
 
 def test_model_that_writes_texts_is_not_exported() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=1, n_head=2))
-    assert ONNX.unavailable(model, Machine(bf16=True)) == "the model writes texts: a graph answers one forward pass"
+    assert (
+        ONNX.unavailable(model, Machine(bf16=True)) == "the model generates text, and a graph computes one forward pass"
+    )
 
 
 class Reading(BertForSequenceClassification):

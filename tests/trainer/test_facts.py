@@ -53,7 +53,7 @@ def test_minilm_has_the_shape_that_its_paper_and_config_say():
 
 
 @pytest.mark.parametrize(("family", "fused"), [("gemma", True), ("gemma2", False), ("gpt_neo", False)])
-def test_attention_that_keeps_its_scores_is_told(family: str, fused: bool, tmp_path: Path):
+def test_attention_that_keeps_its_scores_is_reported(family: str, fused: bool, tmp_path: Path):
     config = AutoConfig.for_model(family, vocab_size=90)
     config.save_pretrained(tmp_path)
     model = JOB.model.model_copy(update={"uri": f"file://{tmp_path}"})

@@ -64,7 +64,7 @@ def test_a_world_of_another_size_is_refused_before_anything_is_imported(finished
     assert (failure.failure_class, failure.reason) == (FailureClass.WORLD_SIZE, "WorldSizeMismatch"), ended.output
     assert ended.exit_code == EXIT_CODES[FailureClass.WORLD_SIZE]
     assert contents(finished.paths.root) == before
-    assert "3 processes run (told by environment), the plan counts on 1" in failure.message
+    assert "3 processes run (started by environment), and the plan has 1" in failure.message
     imported = set(re.findall(r"^import time:.*\| +(\w+)", ended.output, re.MULTILINE))
     assert "finetune_trainer" in imported
     assert not imported & {"torch", "transformers", "datasets"}
@@ -75,7 +75,12 @@ def test_a_world_of_another_size_is_refused_before_anything_is_imported(finished
     [
         pytest.param({"learning_rat": 1.0}, "UnknownArgument", "Did you mean learning_rate?", id="an unknown field"),
         pytest.param({"fp16": True}, "OwnedByPlan", "Set training.precision instead.", id="a field that the plan owns"),
-        pytest.param({"adam_beta1": "big"}, "WrongType", "Write it without quotes", id="a value of the wrong type"),
+        pytest.param(
+            {"adam_beta1": "big"},
+            "WrongType",
+            "Write numbers and booleans without quotes",
+            id="a value of the wrong type",
+        ),
         pytest.param({"logging_steps": 5}, "FixedByTrainer", "Leave it out.", id="a field without effect"),
     ],
 )
@@ -122,7 +127,7 @@ def test_a_deepspeed_file_of_another_stage_is_a_strategy_that_is_not_in_effect(f
     before = contents(run.paths.root)
     config = run.deepspeed_config(stage=1)
     report = refused(run, before, FailureClass.STRATEGY_NOT_IN_EFFECT, "WrongZeroStage", deepspeed=config)
-    assert "runs ZeRO stage 1, asked for was 2" in report.failure.message
+    assert "runs ZeRO stage 1, requested was 2" in report.failure.message
 
 
 def test_a_deepspeed_file_that_contradicts_the_job_is_refused(finished):
@@ -183,7 +188,7 @@ def test_out_of_memory_is_told_apart(finished, tmp_path: Path):
     assert "microBatchSize" in report.failure.hint
 
 
-def test_the_report_is_written_from_what_the_stages_left_and_damage_is_an_error_that_keeps_the_old_one(finished):
+def test_report_uses_results_of_stages_and_survives_damaged_ones(finished):
     def write() -> subprocess.CompletedProcess[str]:
         job, workspace = finished.paths.root / "job.json", finished.workspace
         job.write_text(finished.job.to_json(), encoding="utf-8")

@@ -10,7 +10,7 @@ from finetune_trainer.files import discard, temporary_folder
 FILES = 500
 
 
-def test_a_temporary_folder_is_gone_although_somebody_writes_into_it_while_it_is_removed(tmp_path: Path):
+def test_temporary_folder_is_deleted_despite_concurrent_writes(tmp_path: Path):
     """A pod whose leader has ended writes so: it has the folder's path, and puts one file after another there."""
     refused = threading.Event()
 
@@ -33,7 +33,7 @@ def test_a_temporary_folder_is_gone_although_somebody_writes_into_it_while_it_is
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_there_is_not_discarded(tmp_path: Path):
+def test_missing_folder_is_not_discarded(tmp_path: Path):
     assert not discard(tmp_path / "nothing", tmp_path, "tmp-")
     (tmp_path / "folder" / "below").mkdir(parents=True)
     assert discard(tmp_path / "folder", tmp_path, "tmp-")

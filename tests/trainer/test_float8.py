@@ -161,7 +161,7 @@ KEPT = {
         lambda: tiny("llama", num_attention_heads=8, num_key_value_heads=1),
         10,
         {
-            "with a side that is no multiple of 16": tuple(
+            "with a dimension that is not a multiple of 16": tuple(
                 f"model.layers.{block}.self_attn.{which}_proj" for block in range(2) for which in "kv"
             ),
             "outside of the blocks": ("score",),
@@ -183,12 +183,12 @@ def test_layers_that_cannot_or_should_not_stay_as_they_are_and_the_log_says_why(
     assert (len(converted.layers), converted.left) == (count, left)
     assert all(type(model.get_submodule(name)) is torch.nn.Linear for names in left.values() for name in names)
     total = count + sum(map(len, left.values()))
-    said = "".join(f"; not those {why} ({len(names)}, e.g. {names[0]})" for why, names in left.items())
+    said = "".join(f"; except those {why} ({len(names)}, e.g. {names[0]})" for why, names in left.items())
     assert str(converted) == f"{count} of {total} linear layers multiply in fp8{said}"
 
 
 @needs_torchao
-def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_under_both():
+def test_routers_stay_and_a_layer_with_two_names_is_converted_under_both():
     import torch
     from torch.nn import Linear, ModuleDict, ModuleList
 
@@ -200,7 +200,7 @@ def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_unde
     model = ModuleDict({"blocks": ModuleList(blocks)})
     converted = convert(model)
     assert converted.layers == ("blocks.0.shared", "blocks.1.shared")
-    assert len(converted.left["that choose experts"]) == 3
+    assert len(converted.left["that route to experts"]) == 3
     assert model["blocks"][0]["shared"].weight is model["blocks"][1]["shared"].weight
     converted.assert_in_effect(model)
     model["blocks"][1]["shared"] = torch.nn.Linear(32, 32)
@@ -212,8 +212,8 @@ def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_unde
 @pytest.mark.parametrize(
     ("family", "sizes", "why"),
     [
-        ("gpt2", {}, r"not those of the kind Conv1D \(8, "),
-        ("bert", {"hidden_size": 40}, r"no multiple of 16 \(12, "),
+        ("gpt2", {}, r"except those of type Conv1D \(8, "),
+        ("bert", {"hidden_size": 40}, r"not a multiple of 16 \(12, "),
     ],
 )
 def test_a_model_of_which_nothing_would_be_in_fp8_is_refused(family: str, sizes: dict[str, int], why: str):
@@ -261,7 +261,7 @@ def kept_in_bf16(model: Any) -> None:
     [
         (as_loaded, "1 layers are in another precision than planned"),
         (emulated, "model.layers.0.mlp.up_proj rounds as in"),
-        (kept_in_bf16, r"the weight of model.layers.0.mlp.up_proj is kept in torch.bfloat16"),
+        (kept_in_bf16, r"the weight of model.layers.0.mlp.up_proj is stored in torch.bfloat16"),
     ],
 )
 def test_a_layer_that_does_not_multiply_in_fp8_fails_the_stage(spoil: Any, found: str):
@@ -323,8 +323,8 @@ def test_weights_are_not_taken_for_activations_when_these_are_offloaded():
 @pytest.mark.parametrize(
     ("device", "capability", "found"),
     [
-        ("cpu", None, "a CPU has no units for it, as GPUs have from compute capability 8.9 on"),
-        ("cuda", (8, 6), "NVIDIA A10G, of compute capability 8.6, has no units for it"),
+        ("cpu", None, "a CPU has no fp8 units; GPUs have them from compute capability 8.9 on"),
+        ("cuda", (8, 6), "NVIDIA A10G, of compute capability 8.6, has no fp8 units"),
         ("cuda", (8, 9), None),
         ("cuda", (9, 0), None),
     ],
@@ -411,7 +411,7 @@ STEPS = {"max_steps": 24, "learning_rate": 1e-2, "warmup_steps": 1, "precision":
 
 @needs_torchao
 @pytest.mark.slow
-def test_a_decoder_learns_in_fp8_about_as_in_bf16_and_what_is_saved_is_an_ordinary_model(tmp_path: Path):
+def test_decoder_learns_in_fp8_as_in_bf16_and_saves_an_ordinary_model(tmp_path: Path):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -461,7 +461,7 @@ def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_p
         codes, output = fork_server().run({**case, **call})
         assert codes == [0, 0], output
         assert (
-            "12 of 14 linear layers multiply in fp8; not those outside of the blocks (2, e.g. bert.pooler.dense)"
+            "12 of 14 linear layers multiply in fp8; except those outside of the blocks (2, e.g. bert.pooler.dense)"
             in output
         )
         # Each process takes scales from its own rows: measured 0.0002 over these steps. With fsdp, norms and the loss

@@ -58,9 +58,7 @@ def in_precision(bench: Any, precision: str) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("bf16", 2e-2)])
-def test_gradients_are_those_of_a_model_with_the_rounded_weights_also_after_an_evaluation(
-    family: str, precision: str, bound: float, bench
-):
+def test_gradients_equal_those_of_a_model_with_rounded_weights(family: str, precision: str, bound: float, bench):
     """bitsandbytes' own layer has no gradients after an evaluation on a CPU with bf16 units."""
     needs_four_bits()
     import torch
@@ -183,7 +181,7 @@ def test_a_layer_whose_weights_cannot_be_packed_is_named():
     from finetune_trainer.four_bits import hold
 
     model = torch.nn.ModuleDict({"odd": torch.nn.Linear(6, 2)})
-    with pytest.raises(StageError, match="odd has 12 weights, no multiple of 8") as error:
+    with pytest.raises(StageError, match="odd has 12 weights, not a multiple of 8") as error:
         hold(model, ["odd"], "fp32")
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "OddWeight")
 

@@ -116,7 +116,7 @@ def assert_older_one_is_taken(
         (links_the_checkpoint_to_its_copy_elsewhere, "step-10 is a symbolic link"),
         (puts_a_pipe_in_place_of_a_file, "weights.pt is not a regular file"),
         (names_a_file_outside, "manifest.json cannot be read"),
-        (is_an_older_checkpoint_under_a_newer_name, "manifest.json is that of step 5"),
+        (is_an_older_checkpoint_under_a_newer_name, "manifest.json belongs to step 5"),
     ],
 )
 def test_a_checkpoint_that_leads_elsewhere_is_skipped(
@@ -180,7 +180,7 @@ def test_best_weights_that_somebody_replaced_are_not_the_result(tmp_path: Path):
     resumed.restore(json.loads(json.dumps(first.state())))
     assert resumed.best_weights() == first.best_weights()
     torch.save({"weight": torch.zeros(2)}, tmp_path / "best" / "step-3.pt")
-    with pytest.raises(StageError, match="has other content than was written") as error:
+    with pytest.raises(StageError, match="has changed since it was written") as error:
         resumed.best_weights()
     assert error.value.reason == "BestWeightsChanged"
 

@@ -128,21 +128,21 @@ def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answe
     assert [each > 160 for each in tried] == [True, True, *[False] * (len(tried) - 2)]
     told = [record.getMessage() for record in caplog.records if "do not fit" in record.getMessage()]
     assert len(told) == 2
-    assert told[0].endswith("rows at once do not fit the GPU's memory: batches are half as large from here on.")
+    assert told[0].endswith("rows at once do not fit the GPU's memory: halving the batch size from here on.")
 
 
-def test_a_row_that_the_memory_does_not_hold_by_itself_is_told_with_a_way_out(model, data, paths):
+def test_row_too_long_for_the_memory_is_reported_with_a_hint(model, data, paths):
     job, network, split = ready(model, data, paths)
     small_memory(network, 8)
     with pytest.raises(StageError) as caught:
         answers_of(Stage.PREDICT, job, network, split, **SMALL, progress=NoProgress())
     told = caught.value
     assert (told.failure_class, told.reason) == (FailureClass.OUT_OF_MEMORY, "RowTooLong")
-    assert "A row of 26 tokens by itself does not fit" in told.message
+    assert "A single row of 26 tokens does not fit" in told.message
     assert "preparation.maxLength" in told.hint
 
 
-def test_evaluation_counts_what_a_plain_loop_counts(model, data, paths):
+def test_evaluation_equals_a_plain_loop(model, data, paths):
     job = a_job(model, data)
     prepare(job, paths, NoProgress())
     merge_metrics(paths, {"train": {"loss_first": 1.0}})
@@ -179,7 +179,7 @@ def test_evaluation_needs_no_raw_data(model, data, paths):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that the plan counts on")
 @pytest.mark.parametrize(("stage", "run"), [("evaluation", evaluate), ("predict", predict)])
-def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_never_computed_on_the_cpu(model, data, paths, stage, run):
+def test_plan_for_a_gpu_is_refused_without_one(model, data, paths, stage, run):
     job = a_job(model, data, **{stage: {**SMALL, "device": "cuda"}})
     prepare(job, paths, NoProgress())
     with pytest.raises(StageError) as caught:
@@ -348,7 +348,7 @@ def test_rows_that_cannot_be_answered_are_set_aside_and_all_others_are_answered(
     ]
     assert all(row["file"] == str(data) for row in bad)
     assert "column 'text' is 3; the column is of type int64, not text" in bad[2]["message"]
-    assert "1 of 8 rows are longer than" in caplog.text
+    assert "1 of 8 rows exceed" in caplog.text
     assert one_by_one(model, ["word 1"])[0].argmax() == LABELS.index(rows[0]["label"])
 
 

@@ -168,9 +168,7 @@ def test_each_task_is_evaluated_and_predicts_in_bf16_about_as_in_fp32(
         np.testing.assert_allclose(numbers["bf16"], numbers["fp32"], atol=0.05, rtol=0.05)
 
 
-def test_weights_are_in_the_dtype_that_is_asked_for_and_so_are_those_of_the_reference(
-    rows: Path, tmp_path: Path, paths: JobPaths
-):
+def test_weights_and_reference_have_the_requested_dtype(rows: Path, tmp_path: Path, paths: JobPaths):
     model = write_decoder(tmp_path / "model")
     job = task_job("preference-tuning", model, rows, TASKS["preferences"][2], training=training_of(steps=1))
     trained(job, paths)

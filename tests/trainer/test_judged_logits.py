@@ -18,7 +18,7 @@ from finetune_contract.trainer_job import Preference
 from finetune_trainer.tasks import writing
 from finetune_trainer.tasks.preference_tuning import PreferenceTuning
 from finetune_trainer.tasks.text_generation import TextGeneration
-from finetune_trainer.tasks.writing import judged, surprises
+from finetune_trainer.tasks.writing import judged, token_nlls
 
 NOT_LEARNT = -100
 
@@ -44,14 +44,14 @@ def allocated(profile: torch.profiler.profile, folder: Path) -> list[int]:
 def test_a_long_row_is_judged_in_pieces_as_it_would_be_at_once(dtype: torch.dtype):
     logits, labels = long_row(32_768, 1.3, dtype)
     nothing = torch.full_like(labels, NOT_LEARNT)
-    one, none = surprises([(torch.stack([logits, logits]), torch.stack([labels, nothing]))])
+    one, none = token_nlls([(torch.stack([logits, logits]), torch.stack([labels, nothing]))])
     learnt = labels != NOT_LEARNT
     whole = torch.nn.functional.cross_entropy(logits[learnt].float(), labels[learnt], reduction="none")
     assert len(whole) * 32_768 > JUDGED_LOGITS
-    np.testing.assert_array_equal(one["surprise"], whole.numpy())
+    np.testing.assert_array_equal(one["nll"], whole.numpy())
     np.testing.assert_array_equal(one["hit"], (logits[learnt].argmax(-1) == labels[learnt]).numpy())
-    assert [none[name].shape for name in ("surprise", "hit")] == [(0,), (0,)]
-    assert (none["surprise"].dtype, none["hit"].dtype) == (np.float32, np.bool_)
+    assert [none[name].shape for name in ("nll", "hit")] == [(0,), (0,)]
+    assert (none["nll"].dtype, none["hit"].dtype) == (np.float32, np.bool_)
 
 
 def test_pieces_are_of_bounded_size_but_where_gradients_keep_all_of_them():
@@ -71,7 +71,7 @@ def test_judging_takes_no_more_memory_than_the_plan_counts_however_long_the_row(
     logits, labels = long_row(65_536, 3.2, torch.bfloat16)
     batch = logits[None], labels[None]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        surprises([batch])
+        token_nlls([batch])
     totals = allocated(profile, tmp_path)
     assert len(totals) > 10
     assert sum(later > before for before, later in pairwise(totals)) >= 8, "two tensors or more for each of four pieces"
@@ -142,22 +142,20 @@ def rows_to_read(sizes: Sequence[int], prompt: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decoder_reads_long_rows_once_and_says_in_parts_what_it_says_at_once(
-    family: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_decoder_reads_long_rows_once_and_gives_the_same_in_parts(family: str, monkeypatch: pytest.MonkeyPatch):
     model, task = decoder(family), TextGeneration()
     batch = task.collate(rows_to_read([50, 41, 3], prompt=20), pad_token_id=0)
     heard = Heard(model)
     with torch.inference_mode():
         whole = task.answer(model, batch, [])
         assert (heard.read, heard.asked) == (1, [3 * 50 * VOCABULARY])
-        monkeypatch.setattr(writing, "ASKED_LOGITS", 3 * 8 * VOCABULARY + 5)
+        monkeypatch.setattr(writing, "REQUESTED_LOGITS", 3 * 8 * VOCABULARY + 5)
         parts = task.answer(model, batch, [])
     # None of the prompts' logits, where no row has a label; the last token predicts nothing.
     assert (heard.read, heard.asked[1:]) == (2, [3 * 8 * VOCABULARY] * 3 + [3 * 6 * VOCABULARY])
-    assert [len(answer["surprise"]) for answer in parts] == [30, 21, 0]
+    assert [len(answer["nll"]) for answer in parts] == [30, 21, 0]
     for one, other in zip(parts, whole, strict=True):
-        np.testing.assert_allclose(one["surprise"], other["surprise"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one["nll"], other["nll"], rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(one["hit"], other["hit"])
     again = task.collate(rows_to_read([9], prompt=2), pad_token_id=0)
     with torch.inference_mode():
@@ -174,7 +172,7 @@ def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.Monke
     batch, heard = task.collate(features, pad_token_id=0), Heard(model)
     with torch.inference_mode():
         whole = task.answer(model, batch, [])
-        monkeypatch.setattr(writing, "ASKED_LOGITS", 4 * 8 * VOCABULARY)
+        monkeypatch.setattr(writing, "REQUESTED_LOGITS", 4 * 8 * VOCABULARY)
         parts = task.answer(model, batch, [])
     assert (heard.read, len(heard.asked)) == (2, 1 + 4)
     assert [list(answer) for answer in parts] == [["chosen", "rejected"]] * 2
@@ -184,16 +182,16 @@ def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.Monke
 
 def test_rows_without_a_label_are_read_and_have_nothing_to_tell(monkeypatch: pytest.MonkeyPatch):
     model, task = decoder("llama"), TextGeneration()
-    monkeypatch.setattr(writing, "ASKED_LOGITS", 1)
+    monkeypatch.setattr(writing, "REQUESTED_LOGITS", 1)
     with torch.inference_mode():
         answers = task.answer(model, task.collate(rows_to_read([7, 5], prompt=7), pad_token_id=0), [])
-    assert [answer["surprise"].shape for answer in answers] == [(0,), (0,)]
+    assert [answer["nll"].shape for answer in answers] == [(0,), (0,)]
 
 
 def test_processes_that_may_share_a_model_ask_it_once_however_long_the_rows(monkeypatch: pytest.MonkeyPatch):
     model, task = decoder("llama"), TextGeneration()
     batch, heard = task.collate(rows_to_read([50, 41], prompt=0), pad_token_id=0), Heard(model)
-    monkeypatch.setattr(writing, "ASKED_LOGITS", 1)
+    monkeypatch.setattr(writing, "REQUESTED_LOGITS", 1)
     with torch.no_grad():
         task.answer(model, batch, [])
     assert (heard.read, heard.asked) == (1, [2 * 50 * VOCABULARY])
@@ -203,7 +201,7 @@ def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path:
     words, tokens, asked = 65_536, 4097, 1 << 26
     model = decoder("llama", vocab_size=words, hidden_size=16, intermediate_size=16).to(torch.bfloat16)
     batch = TextGeneration().collate(rows_to_read([tokens], prompt=1), pad_token_id=0)
-    monkeypatch.setattr(writing, "ASKED_LOGITS", asked)
+    monkeypatch.setattr(writing, "REQUESTED_LOGITS", asked)
     with (
         torch.inference_mode(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
@@ -211,7 +209,7 @@ def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path:
         (answer,) = TextGeneration().answer(model, batch, [])
     totals = allocated(profile, tmp_path)
     peak, counted = max(totals) - min(totals), 2 * 2 * asked + (2 + 8) * JUDGED_LOGITS
-    assert len(answer["surprise"]) == tokens - 1
+    assert len(answer["nll"]) == tokens - 1
     # The activations of a tiny model come on top.
     assert 0.5 * counted < peak < 1.05 * counted
     assert counted < 0.7 * (2 * tokens * words + (2 + 8) * JUDGED_LOGITS), "a row that is long enough to tell"

@@ -48,12 +48,12 @@ class Case:
 
 CASES = {
     "class ids from 0": Case([1, 0, 2], ("0", "1", "2"), [1, 0, 2]),
-    "stars from 1 to 5": Case([5, 1, 2, 3, 4], ("1", "2", "3", "4", "5"), [4, 0, 1, 2, 3], note="are taken as names"),
-    "stars in CSV": Case(["5", "1", "2", "3", "4"], ("1", "2", "3", "4", "5"), [4, 0, 1, 2, 3], note="taken as names"),
+    "stars from 1 to 5": Case([5, 1, 2, 3, 4], ("1", "2", "3", "4", "5"), [4, 0, 1, 2, 3], note="are used as names"),
+    "stars in CSV": Case(["5", "1", "2", "3", "4"], ("1", "2", "3", "4", "5"), [4, 0, 1, 2, 3], note="used as names"),
     "numbers in CSV are sorted by size": Case(["10", "9"], ("9", "10"), [1, 0], note="the labels 9, 10"),
     "-1 and 1": Case([1, -1, 1], ("-1", "1"), [1, 0, 1], note='{"-1": NAME, "1": NAME}'),
-    "against, neutral and for": Case([-1, 0, 1], ("-1", "0", "1"), [0, 1, 2], note="taken as names"),
-    "0 and 4, as Sentiment140 has": Case([4, 0], ("0", "4"), [1, 0], note="taken as names"),
+    "against, neutral and for": Case([-1, 0, 1], ("-1", "0", "1"), [0, 1, 2], note="used as names"),
+    "0 and 4, as Sentiment140 has": Case([4, 0], ("0", "4"), [1, 0], note="used as names"),
     "words": Case(["pos", "neg"], ("neg", "pos"), [1, 0]),
     "named numbers": Case([1, -1], ("negative", "positive"), [1, 0], OPINIONS),
     "named numbers in CSV": Case(["1", "-1"], ("negative", "positive"), [1, 0], OPINIONS),
@@ -74,7 +74,7 @@ CASES = {
     "named numbers in lists": Case(
         [[7], [7, 9], []], ("seven", "nine"), [[1, 0], [1, 1], [0, 0]], {"7": "seven", "9": "nine"}
     ),
-    "lists of numbers from 1": Case([[1], [1, 2], []], ("1", "2"), [[1, 0], [1, 1], [0, 0]], note="taken as names"),
+    "lists of numbers from 1": Case([[1], [1, 2], []], ("1", "2"), [[1, 0], [1, 1], [0, 0]], note="used as names"),
 }  # fmt: skip
 
 

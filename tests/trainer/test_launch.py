@@ -200,9 +200,7 @@ def read_until(pod: Pod, holds: Callable[[str], bool]) -> list[str]:
     raise AssertionError("\n".join(lines))
 
 
-def test_a_rank_that_hangs_is_seen_in_the_stacks_and_gone_at_the_end_of_the_grace_period(
-    bench, cluster_of, tmp_path: Path
-):
+def test_hanging_rank_shows_in_stacks_and_ends_with_the_grace_period(bench, cluster_of, tmp_path: Path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
     cluster = cluster_of(spread_over_nodes(bench, steps=100_000))
@@ -352,12 +350,12 @@ def test_mpirun_gets_the_names_of_what_the_ranks_need_and_nothing_else():
     ],
 )
 def test_mpiruns_words_tell_how_ranks_ended(words: str, ends: Mapping[int, int]):
-    from finetune_trainer.launching.mpi import ends_told
+    from finetune_trainer.launching.mpi import ends_of_ranks
 
-    assert ends_told(words) == ends
+    assert ends_of_ranks(words) == ends
 
 
-def test_a_stage_that_cannot_report_is_told_of_by_its_last_words(bench, cluster_of, tmp_path: Path):
+def test_stage_without_a_report_is_reported_with_its_last_output(bench, cluster_of, tmp_path: Path):
     package = tmp_path / "site" / "finetune_trainer"
     cluster = cluster_of(bench)
     (tmp_path / "site").mkdir()
@@ -423,9 +421,9 @@ def test_the_program_and_all_it_has_started_are_gone_at_the_end_of_the_grace_per
     )
     parent += "; time.sleep(600)"
     program = (
-        "import os, sys; from finetune_trainer.launching.below import Below; "
-        f"end = Below(grace_seconds=0.5).run([sys.executable, '-c', {parent!r}], os.environ); "
-        "import psutil; print(end.code, end.asked_at is not None, psutil.Process().children(recursive=True))"
+        "import os, sys; from finetune_trainer.launching.child_supervisor import ChildSupervisor; "
+        f"end = ChildSupervisor(grace_seconds=0.5).run([sys.executable, '-c', {parent!r}], os.environ); "
+        "import psutil; print(end.code, end.stop_requested_at is not None, psutil.Process().children(recursive=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE)
     wait_until(marker.exists, "the program's child has started")
@@ -440,8 +438,9 @@ def attached(below: str, folder: Path) -> tuple[subprocess.Popen[str], list[psut
     child = f"import os, time; open({str(file)!r}, 'w').close(); time.sleep(600)"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]{below}).wait()"
     program = (
-        "import os, sys; from finetune_trainer.launching.below import Below; "
-        f"end = Below(attached=True).run([sys.executable, '-c', {parent!r}], os.environ); print(end.code, end.asked_at)"
+        "import os, sys; from finetune_trainer.launching.child_supervisor import ChildSupervisor; "
+        f"end = ChildSupervisor(attached=True).run([sys.executable, '-c', {parent!r}], os.environ); "
+        "print(end.code, end.stop_requested_at)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -464,7 +463,7 @@ def test_attached_launcher_kills_everything_when_its_standard_input_ends(tmp_pat
 
 
 def test_ranks_end_with_an_attached_launcher_that_is_killed(tmp_path: Path):
-    tied = ", preexec_fn=__import__('finetune_trainer.launching.below', fromlist=['']).end_with_parent"
+    tied = ", preexec_fn=__import__('finetune_trainer.launching.child_supervisor', fromlist=['']).end_with_parent"
     process, below = attached(tied, tmp_path)
     assert len(below) == 2
     process.kill()

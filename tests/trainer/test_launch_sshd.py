@@ -107,7 +107,7 @@ def test_a_session_finds_the_programs_of_the_image_and_no_secret(server, key: Pa
     assert "Permission denied (publickey)" in errors
 
 
-def test_at_its_end_ranks_are_told_first_and_nothing_is_left(server, tmp_path: Path):
+def test_ranks_are_stopped_first_and_no_process_is_left(server, tmp_path: Path):
     process, run = server
     saved, started = tmp_path / "saved", tmp_path / "started"
     program = f"import pathlib, signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(pathlib.Path({str(saved)!r})"

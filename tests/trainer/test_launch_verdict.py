@@ -9,7 +9,7 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_trainer.launching.below import End
+from finetune_trainer.launching.child_supervisor import End
 from finetune_trainer.launching.verdict import verdict
 
 WELL = "well"
@@ -99,7 +99,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_pod_says_one_thing(case: Case):
+def test_a_pod_reports_one_cause(case: Case):
     reports = []
     for rank, said in case.said.items():
         failure = None

@@ -108,7 +108,7 @@ def test_of_each_short_text_one_token_at_least_is_asked_for(model, word: str) ->
     assert (labels[1] == -100).all()
 
 
-def test_training_draws_anew_in_each_epoch_and_alike_in_every_process(model, data, paths) -> None:
+def test_training_draws_new_masks_each_epoch_and_the_same_in_every_process(model, data, paths) -> None:
     job = task_job("masked-lm", model, data, ["text"], training=training_of(steps=1))
     prepare(job, paths, NoProgress())
     prepared = PreparedData.open(paths)
@@ -142,22 +142,22 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(model, data, paths) -> No
     measured = evaluate(job, paths, NoProgress())["evaluate"]
     network = AutoModelForMaskedLM.from_pretrained(paths.model).eval()
     prepared = PreparedData.open(paths)
-    surprise = []
+    nlls = []
     for at in range(len(prepared.lengths("test"))):
         batch = TASK.collate(prepared.features("test", [at]), pad_token_id=0)
         with torch.no_grad():
             logits = network(input_ids=batch["input_ids"]).logits[0]
         asked = batch["labels"][0] != -100
         right = batch["labels"][0][asked]
-        surprise += torch.nn.functional.cross_entropy(logits[asked], right, reduction="none").tolist()
-    assert measured["loss"] == pytest.approx(np.mean(surprise), rel=1e-4)
+        nlls += torch.nn.functional.cross_entropy(logits[asked], right, reduction="none").tolist()
+    assert measured["loss"] == pytest.approx(np.mean(nlls), rel=1e-4)
     assert evaluate(job, paths, NoProgress())["evaluate"] == measured
     samples = json.loads((paths.root / "samples.json").read_text(encoding="utf-8"))
     assert samples[0]["score"] == max(each["score"] for each in samples) > 1
     assert measured["accuracy"] > 0.5  # five words of a known pattern, an animal of three
 
 
-def test_what_fits_is_what_the_pipeline_says(model, data, paths, tmp_path) -> None:
+def test_filled_words_equal_those_of_the_pipeline(model, data, paths, tmp_path) -> None:
     write_lines(
         tmp_path / "blanks" / "rows.jsonl",
         [{"text": "the [MASK] sees a house"}, {"text": "the cat"}, {"text": "a [MASK] hears the [MASK] " * 12}],

@@ -46,7 +46,7 @@ def test_layers_are_dealt_out_by_cost(layers, stages, ends, cuts):
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="2 layers cannot be dealt out to 3 stages"):
+    with pytest.raises(ValueError, match="2 layers cannot be divided among 3 stages"):
         balance([1, 1], 3)
 
 
@@ -163,7 +163,7 @@ def test_the_stages_one_after_the_other_answer_what_the_whole_model_answers(name
 
 
 @pytest.mark.parametrize("family", PIPELINE_FAMILIES)
-def test_a_family_that_auto_cuts_is_laid_out_in_a_known_way_with_the_head_of_every_task(family: str):
+def test_families_that_auto_splits_have_a_known_layout_for_every_head(family: str):
     from transformers.models.auto import modeling_auto
 
     heads = {
@@ -181,7 +181,7 @@ def test_a_family_that_auto_cuts_is_laid_out_in_a_known_way_with_the_head_of_eve
 
 
 @pytest.mark.parametrize(("family", "stages"), [("bert", 2), ("gpt2", 4), ("llama", 3)])
-def test_what_stages_keep_adds_up_to_the_model_under_the_same_names(family: str, stages: int):
+def test_parts_of_all_stages_add_up_to_the_model(family: str, stages: int):
     whole = {name: value.shape for name, value in tiny(family).state_dict().items()}
     kept: list[str] = []
     for stage in range(stages):
@@ -225,7 +225,7 @@ def test_more_stages_than_the_model_has_layers_are_refused():
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_model_without_a_tensor_parallel_plan_is_refused_with_the_families_that_have_one(family: str):
+def test_model_without_tensor_parallel_plan_is_refused(family: str):
     with pytest.raises(StageError) as refused:
         tensor_plan(tiny(family), 2)
     assert (refused.value.failure_class, refused.value.reason) == (FailureClass.CONFIG, "NoTensorPlan")
@@ -239,7 +239,7 @@ def test_heads_that_the_degree_does_not_divide_are_refused():
         tensor_plan(tiny("llama", num_key_value_heads=2), 4)
 
 
-def test_a_plan_names_what_is_split_and_whose_gradients_are_parts():
+def test_plan_names_split_weights_and_partial_gradients():
     plan = tensor_plan(tiny("qwen3", num_key_value_heads=2, head_dim=4), 2)
     assert "model.layers.3.self_attn.o_proj.weight" in split_weights(plan)
     norms = [f"model.layers.{layer}.self_attn.{which}_norm.weight" for layer in range(4) for which in "qk"]
@@ -285,7 +285,7 @@ def test_micro_batches_that_do_not_fill_whole_passes_are_refused(bench):
     run = bench.spread("ddp", 1, micro=4).with_training(
         strategy=Strategy(name="ddp", pipeline=Pipeline(degree=2, micro_batches=3))
     )
-    with pytest.raises(StageError, match="a step has 4 micro-batches, which is no multiple of it"):
+    with pytest.raises(StageError, match="a step has 4 micro-batches, not a multiple of it"):
         strategy_for(run.job.training, None, run.paths.offload)
 
 
@@ -340,7 +340,7 @@ def test_an_answer_that_changes_when_the_model_is_spread_is_an_error(two_ranks, 
     assert (error.value.failure_class, error.value.reason) == (FailureClass.STRATEGY_NOT_IN_EFFECT, "OtherAnswers")
 
 
-def test_a_body_that_does_more_to_embeddings_than_its_layout_tells_would_answer_otherwise():
+def test_body_that_does_more_to_embeddings_than_its_layout_is_detected():
     model = tiny("granite", "AutoModelForCausalLM", embedding_multiplier=3.0)
     with torch.no_grad():
         assert not torch.allclose(chained(model, 2).logits, model(**ROWS).logits)

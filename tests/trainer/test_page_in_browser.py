@@ -227,7 +227,7 @@ def test_entities_are_marked_where_they_are_behind_characters_of_two_halves(view
         expect(view.locator("#answer")).to_contain_text("No entities in this text.")
 
 
-def test_answer_is_marked_in_its_paragraph_and_none_is_told(view: Page) -> None:
+def test_answer_is_marked_in_its_paragraph_and_its_absence_is_shown(view: Page) -> None:
     with serving(MODELS["answers"], ANSWER) as state:
         ask_example(view, state)
         expect(view.locator("#answer mark")).to_have_text("1830")
@@ -247,7 +247,7 @@ def test_text_and_gaps(view: Page) -> None:
         assert "<mask>" in state.asked[0][2]["inputs"]
 
 
-def test_chat_streams_goes_on_and_begins_anew(view: Page) -> None:
+def test_chat_streams_continues_and_restarts(view: Page) -> None:
     with serving(CHAT, stream=STREAM) as state:
         state.hold = threading.Event()
         view.goto(state.url)
@@ -307,7 +307,7 @@ def test_markup_of_the_model_and_of_the_user_stays_text(view: Page) -> None:
     assert view.locator("main img, main script").count() == 0
 
 
-def test_refusals_are_told_with_what_to_do(view: Page) -> None:
+def test_refusals_are_shown_with_a_hint(view: Page) -> None:
     with serving(MODELS["classes"], {"error": "The queue of 256 rows is full."}) as state:
         state.status, state.headers = 429, {"Retry-After": "7"}
         view.goto(state.url)
@@ -319,7 +319,7 @@ def test_refusals_are_told_with_what_to_do(view: Page) -> None:
         view.get_by_role("button", name="Send").click()
         expect(view.get_by_role("alert")).to_contain_text("429: The queue of 256 rows is full. Try again in 7 s.")
     view.get_by_role("button", name="Send").click()
-    expect(view.get_by_role("alert")).to_contain_text("no connection")
+    expect(view.get_by_role("alert")).to_contain_text("Cannot connect")
 
 
 def test_token_is_asked_for_and_kept_nowhere(view: Page) -> None:

@@ -57,7 +57,7 @@ def url(tmp_path: Path, tiny_bert: Callable[..., Path]) -> Iterator[str]:
     thread.join(patient(30))
 
 
-def test_page_shows_what_the_server_answers(url: str) -> None:
+def test_page_shows_the_answer_of_the_server(url: str) -> None:
     text = "the soup was good"
     body = json.dumps({"inputs": text}).encode()
     asked = urllib.request.Request(url, body, {"Authorization": f"Bearer {TOKEN}"})

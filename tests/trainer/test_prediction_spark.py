@@ -22,7 +22,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference import answering, prediction_spark, prediction_workers
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.prediction_spark import Work, predict_by_spark
-from finetune_trainer.inference.prediction_workers import WORD, Word
+from finetune_trainer.inference.prediction_workers import STATUS_FILE, CrewStatus
 from finetune_trainer.progress import NoProgress
 from process_support.command_lines import command_of
 from suite_plugins.waiting import wait_until
@@ -189,7 +189,7 @@ def tasks_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Context]:
     return begin
 
 
-def test_what_fails_in_an_executor_and_would_fail_in_others_is_the_stages_own_failure(
+def test_failure_that_would_repeat_in_other_executors_fails_the_stage(
     tasks_here: Callable[..., Context], model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = tasks_here()
@@ -199,7 +199,7 @@ def test_what_fails_in_an_executor_and_would_fail_in_others_is_the_stages_own_fa
     def refuse(self: Any, *given: Any) -> Any:
         if threading.current_thread().name == "tasks":
             raise StageError(FailureClass.DATA, "BadRow", "Row 77 cannot be encoded.", "Correct it.")
-        wait_until((paths.root / WORD).exists, "an executor has failed")
+        wait_until((paths.root / STATUS_FILE).exists, "an executor has failed")
         return answers(self, *given)
 
     monkeypatch.setattr(answering.Answerer, "answers", refuse)
@@ -212,7 +212,7 @@ def test_what_fails_in_an_executor_and_would_fail_in_others_is_the_stages_own_fa
         "Row 77 cannot be encoded.",
         "Correct it.",
     )
-    assert Word.model_validate_json((paths.root / WORD).read_bytes()).worker in (1, 2)
+    assert CrewStatus.model_validate_json((paths.root / STATUS_FILE).read_bytes()).worker in (1, 2)
     assert len(context.cancelled) == 1
 
 
@@ -228,7 +228,7 @@ def test_stage_fails_when_spark_gives_up_its_executors(
         predict_by_spark(job_of(model, data, workers=3, engine="spark"), JobPaths(tmp_path / "job"), NoProgress())
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.COLLECTIVE, "ExecutorsLost")
     assert caught.value.message == (
-        "Spark has given up the 2 executors that predict beside the driver: An executor does not see the job's folder "
+        "Spark gave up on the 2 executors that predict beside the driver: An executor does not see the job's folder "
         "/w/job."
     )
 
@@ -248,7 +248,7 @@ def test_task_that_another_executor_could_do_is_left_to_spark(
     monkeypatch.setattr(answering.Answerer, "answers", lost)
     with pytest.raises(StageError, match="did not answer"):
         work(1)
-    assert not (tmp_path / "job" / WORD).exists()
+    assert not (tmp_path / "job" / STATUS_FILE).exists()
 
 
 def test_stage_predict_takes_the_engine_of_the_job(

@@ -14,7 +14,7 @@ from finetune_trainer.inference.prediction_workers import (
     CHOOSING_SECONDS,
     SILENT_SECONDS,
     Beat,
-    Taker,
+    ShardClaimer,
     Wait,
     Worker,
     beat_name,
@@ -57,7 +57,7 @@ class Incarnation:
 
     worker: Worker
     name: str
-    taker: Taker
+    taker: ShardClaimer
     number: int = 0
     """Shard that it passes next."""
     answers: int | None = None
@@ -89,7 +89,7 @@ class Play:
         name = f"{index}-{self._order}"
         self.now = max(self.now, at)
         self._beat(worker, name, 1)
-        self._running[name] = Incarnation(worker, name, Taker(worker, PARTS, self.files, name))
+        self._running[name] = Incarnation(worker, name, ShardClaimer(worker, PARTS, self.files, name))
         self._turn(at, name)
         return name
 
@@ -197,7 +197,7 @@ def test_killed_workers_cost_one_shard_each_and_a_replaced_one_goes_on():
     assert 0 <= claims - 200 <= kills
 
 
-def test_a_worker_that_is_killed_and_not_replaced_is_left_behind_when_it_is_silent_or_slow():
+def test_killed_worker_without_replacement_is_left_behind():
     play = Play(3, 9)
     running = [play.start(index) for index in range(3)]
     play.run(until=5)
@@ -255,9 +255,9 @@ class Choosers:
         self.folder = Worker(0, 3, "attempt").folder(PARTS)
         self.takers = [self.begin(index) for index in range(3)]
 
-    def begin(self, index: int, incarnation: str = "a") -> Taker:
+    def begin(self, index: int, incarnation: str = "a") -> ShardClaimer:
         self.beat(index, 1, incarnation)
-        return Taker(Worker(index, 3, "attempt"), PARTS, self.files, f"{index}-{incarnation}")
+        return ShardClaimer(Worker(index, 3, "attempt"), PARTS, self.files, f"{index}-{incarnation}")
 
     def beat(self, index: int, beat: int, incarnation: str = "a", *, ended: bool = False) -> None:
         text = Beat(incarnation=f"{index}-{incarnation}", beat=beat, ended=ended).to_json()

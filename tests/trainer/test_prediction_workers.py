@@ -25,7 +25,7 @@ from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.prediction_parts import Parts, PartsManifest
-from finetune_trainer.inference.prediction_workers import WORD, Word
+from finetune_trainer.inference.prediction_workers import STATUS_FILE, CrewStatus
 from finetune_trainer.progress import NoProgress
 from process_support.predicting import Predictor, Trouble
 from suite_plugins.patience import patient
@@ -206,7 +206,7 @@ def test_the_shard_of_a_stopped_worker_is_taken_over_and_it_ends_well_later(crew
     assert crew.is_left_clean()
 
 
-def test_worker_0_that_is_killed_while_joining_is_replaced_and_no_shard_is_answered_again(crew: Crew):
+def test_killed_worker_0_is_replaced_and_no_shard_is_answered_again(crew: Crew):
     workers = crew.workers(2)
     workers[0] = workers[0].other(trouble="hangs while joining")
     processes = crew.start(workers)
@@ -237,7 +237,7 @@ def test_a_worker_that_fails_ends_all_and_is_the_cause(crew: Crew):
     assert (cause.rank, cause.failure.reason) == (2, "BadRow")
     failure = report_of(workers[0]).failure
     assert failure is not None
-    assert failure.message == "Pod 2 of the 3 that predict has failed (BadRow): Row 77 cannot be encoded."
+    assert failure.message == "Pod 2 of 3 of stage predict failed (BadRow): Row 77 cannot be encoded."
     assert not crew.paths.predictions_jsonl.exists()
     anew = crew.workers(3, attempt="attempt-2")
     assert ends(crew.start(anew)) == [0, 0, 0], said(anew)
@@ -261,9 +261,9 @@ def test_a_preempted_worker_ends_alone_and_its_shards_are_answered_by_others(cre
 
 def test_a_worker_that_comes_after_the_end_of_its_attempt_answers_nothing(crew: Crew):
     """Worker 0 may be killed after the parts are joined and before its report is written."""
-    word = Word(attempt="a", state="done", worker=0, result={"rows": 300, "path": "predictions.jsonl"})
+    word = CrewStatus(attempt="a", state="done", worker=0, result={"rows": 300, "path": "predictions.jsonl"})
     crew.paths.state.mkdir(parents=True)
-    (crew.paths.root / WORD).write_text(word.to_json())
+    (crew.paths.root / STATUS_FILE).write_text(word.to_json())
     parts = crew.paths.root / "predictions.parts" / "key"
     parts.mkdir(parents=True)
     told = [

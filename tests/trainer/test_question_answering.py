@@ -160,9 +160,7 @@ def test_metrics_are_those_of_squad_on_a_thousand_rows() -> None:
 # ---------------------------------------------------------------------------------------------------------- windows
 
 
-def test_every_answer_is_in_a_window_that_points_to_it_and_other_windows_point_to_none(
-    model: Path, data: Path, paths: JobPaths
-) -> None:
+def test_every_answer_is_in_a_window_that_points_to_it(model: Path, data: Path, paths: JobPaths) -> None:
     prepare(a_job(model, data, max_length=32), paths, NoProgress())
     split, rows = PreparedData.open(paths).of("test"), questions(40, 2)
     tokenizer = load_tokenizer(a_job(model, data))

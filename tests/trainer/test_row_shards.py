@@ -125,24 +125,24 @@ def test_any_cut_through_a_file_of_lines_gives_each_line_once(tmp_path_factory, 
     assert len(whole) == len([line for line in content.split(b"\n") if line]) + content.split(b"\n")[:-1].count(b"")
 
 
-def test_lines_that_cannot_be_read_are_set_aside_with_their_place(tmp_path):
+def test_unreadable_lines_become_bad_rows_with_their_line_number(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "cut\n\n[1]\n{"text": "\xff"}\n{"text": "b"}\n')
     [(_, rows)] = shards_of(path)
     assert texts([("", rows)]) == ["a", "b"]
     assert (rows.count, rows.numbers.tolist()) == (5, [0, 4])
-    assert [(row.number, row.line) for row in rows.aside] == [(1, 2), (2, 4), (3, 5)]
-    assert "not a JSON object" in rows.aside[0].message
-    assert "where each line must be an object" in rows.aside[1].message
-    assert "not UTF-8" in rows.aside[2].message
+    assert [(row.number, row.line) for row in rows.bad_rows] == [(1, 2), (2, 4), (3, 5)]
+    assert "not a JSON object" in rows.bad_rows[0].message
+    assert "where each line must be an object" in rows.bad_rows[1].message
+    assert "not UTF-8" in rows.bad_rows[2].message
 
 
-def test_records_of_csv_that_cannot_be_read_are_set_aside(tmp_path):
+def test_unreadable_csv_records_become_bad_rows(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text('text,more\na,1\nonly one\n"x"y,2\nb,2\n')
     [(_, rows)] = shards_of(path)
     assert texts([("", rows)]) == ["a", "b"]
-    assert [(row.number, row.line) for row in rows.aside] == [(1, 3), (2, 4)]
+    assert [(row.number, row.line) for row in rows.bad_rows] == [(1, 3), (2, 4)]
 
 
 def test_shards_of_one_row_group_decode_it_once(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization import choosing
-from finetune_trainer.inference.optimization.choosing import Chosen, Sample, Wish, by_name, choose, worst_metric
+from finetune_trainer.inference.optimization.choosing import Chosen, RungRequest, Sample, by_name, choose, worst_metric
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
 from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN
 
@@ -99,8 +99,8 @@ class Bench:
         metric_tolerance: float | None = None,
         remaining: int = 100_000,
     ) -> Chosen:
-        wish = Wish(optimization, tolerance, metric_tolerance)
-        return choose(wish, MODEL, self.sample(), remaining, Path(), MACHINE)
+        request = RungRequest(optimization, tolerance, metric_tolerance)
+        return choose(request, MODEL, self.sample(), remaining, Path(), MACHINE)
 
 
 def whys(chosen: Chosen) -> dict[str, str]:
@@ -139,7 +139,7 @@ def test_plain_model_is_timed_after_the_rungs_of_the_first_round(monkeypatch: py
 def test_without_a_gain_the_plain_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Bench(monkeypatch, FakeRung("slow", PLAIN_SECONDS + 1)).choose()
     assert (chosen.name, chosen.forward) == ("none", None)
-    assert chosen.table.reason == "no rung that is right enough was faster on 100 rows"
+    assert chosen.table.reason == "no rung that is accurate enough was faster on 100 rows"
 
 
 def test_a_rung_whose_labels_may_differ_needs_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,17 +178,17 @@ def test_a_small_job_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rung = FakeRung("fast", 0.1)
     chosen = Bench(monkeypatch, rung).choose(remaining=ROWS)
     assert (chosen.name, rung.prepared) == ("none", 0)
-    assert chosen.table.reason == "the plain model ends within 10 s, which measuring would not shorten"
+    assert chosen.table.reason == "the plain model ends within 10 s, too short to gain from measuring"
 
 
 def test_measuring_ends_when_it_has_taken_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     costly, next_one = FakeRung("costly", 9.0, setup=200.0), FakeRung("next", 1.0)
     chosen = Bench(monkeypatch, costly, next_one).choose(remaining=10_000)
     assert (chosen.name, next_one.prepared) == ("costly", 0)
-    assert whys(chosen)["next"].startswith("not measured: measuring had taken 209 s of the 1000 s")
+    assert whys(chosen)["next"].startswith("not measured: measuring has taken 209 s of the 1000 s")
 
 
-def test_what_cannot_be_had_says_why_and_the_next_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_rung_gives_its_reason_and_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     absent, broken = FakeRung("absent", 1.0, why_not="no units"), FakeRung("broken", 1.0, fails="no operator")
     chosen = Bench(monkeypatch, absent, broken, FakeRung("good", 5.0)).choose()
     assert chosen.name == "good"
@@ -201,7 +201,7 @@ def test_what_cannot_be_had_says_why_and_the_next_one_is_measured(monkeypatch: p
 
 
 @pytest.mark.parametrize("rung", [FakeRung("x", 1.0, why_not="no units"), FakeRung("x", 1.0, fails="no units")])
-def test_what_was_asked_by_name_is_had_or_refused(monkeypatch: pytest.MonkeyPatch, rung: FakeRung) -> None:
+def test_rung_requested_by_name_is_used_or_refused(monkeypatch: pytest.MonkeyPatch, rung: FakeRung) -> None:
     bench = Bench(monkeypatch, rung)
     with pytest.raises(StageError, match="no units") as refused:
         bench.choose("x")
@@ -210,7 +210,7 @@ def test_what_was_asked_by_name_is_had_or_refused(monkeypatch: pytest.MonkeyPatc
         by_name("x", MODEL, bench.sample(), Path(), MACHINE)
 
 
-def test_what_was_asked_by_name_is_taken_although_slower_and_judged_where_a_tolerance_is_set(
+def test_rung_requested_by_name_is_used_although_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(monkeypatch, FakeRung("x", PLAIN_SECONDS * 2, lossy=True, wrong=3))
@@ -222,10 +222,10 @@ def test_what_was_asked_by_name_is_taken_although_slower_and_judged_where_a_tole
     assert refused.value.reason == "RungNotRightEnough"
 
 
-def test_the_table_of_a_way_by_name_says_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_a_rung_by_name_reports_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rung = FakeRung("x", 1.0, setup=3.0)
     table = Bench(monkeypatch, rung).choose("x").table
-    assert (table.chosen, table.reason, rung.prepared) == ("x", "asked for by name", 1)
+    assert (table.chosen, table.reason, rung.prepared) == ("x", "requested by name", 1)
     rows = {row.name: row for row in table.rungs}
     assert (rows["x"].chosen, rows["x"].setup_seconds) == (True, 3.0)
     for row in rows.values():
@@ -287,6 +287,6 @@ def test_label_with_a_score_that_is_no_number_does_not_agree() -> None:
 
 def test_a_rung_that_another_image_has_chosen_is_refused_by_name() -> None:
     sample = Sample(0, [], lambda _: [])
-    with pytest.raises(StageError, match="this image does not know it") as refused:
+    with pytest.raises(StageError, match="this image does not have it") as refused:
         by_name("of-a-later-image", MODEL, sample, Path(), MACHINE)
     assert refused.value.reason == "RungNotAvailable"

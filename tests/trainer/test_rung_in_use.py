@@ -84,15 +84,15 @@ def test_a_rung_by_name_computes_and_the_result_names_it(model: Path, data: Path
     assert table(paths).chosen == "onnx"
 
 
-def test_a_small_job_takes_the_plain_model_and_says_why(
+def test_small_job_uses_the_plain_model_and_gives_the_reason(
     model: Path, data: Path, paths: JobPaths, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="finetune_trainer")
     assert predict(a_job(model, data, optimization="measured"), paths, NoProgress())["optimization"] == "none"
-    assert "which measuring would not shorten" in table(paths).reason
-    assert "which measuring would not shorten" in caplog.text
+    assert "too short to gain from measuring" in table(paths).reason
+    assert "too short to gain from measuring" in caplog.text
     write_report(a_job(model, data), None, paths)
-    assert "which measuring would not shorten" in paths.report.read_text(encoding="utf-8")
+    assert "too short to gain from measuring" in paths.report.read_text(encoding="utf-8")
 
 
 def test_a_later_prediction_by_the_plain_model_leaves_no_table_of_an_earlier_one(
@@ -182,7 +182,7 @@ def test_metric_on_labelled_rows_judges_a_rung(
     assert missing.value.reason == "NoLabels"
 
 
-def test_what_was_asked_by_name_is_never_replaced(
+def test_rung_requested_by_name_is_never_replaced(
     model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "here", lambda: Machine())
@@ -219,9 +219,9 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
     monkeypatch.setattr(prediction_workers, "POLL_SECONDS", 0.02)
     began: list[RungInUse] = []
     waits = threading.Event()
-    first = prediction_workers.Taker.first
+    first = prediction_workers.ShardClaimer.first
 
-    def seen(taker: prediction_workers.Taker, name: str, now: float) -> bool:
+    def seen(taker: prediction_workers.ShardClaimer, name: str, now: float) -> bool:
         mine = first(taker, name, now)
         if not mine:
             waits.set()
@@ -235,7 +235,7 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
                 raise StageError(FailureClass.PREEMPTED, "Preempted", "The node goes.", "None is needed.")
         return "none"
 
-    monkeypatch.setattr(prediction_workers.Taker, "first", seen)
+    monkeypatch.setattr(prediction_workers.ShardClaimer, "first", seen)
     monkeypatch.setattr(RungInUse, "choose", choose)
     monkeypatch.setattr(row_shards, "LEAST_BYTES", 200)
     job = a_job(model, data, optimization="measured", workers=2)

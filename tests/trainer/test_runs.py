@@ -85,7 +85,7 @@ def test_a_later_stage_refuses_a_folder_of_another_run_and_leaves_it_alone(files
 
 def test_without_a_run_nothing_is_claimed_and_nothing_counts_as_done(tmp_path: Path):
     paths, job = JobPaths.of(tmp_path, "j"), JOB.model_copy(update={"run": None})
-    given = runs.Given.of(job, None)
+    given = runs.RecordedSettings.of(job, None)
     runs.claim(paths, Stage.PREPARE, job)
     assert content(tmp_path) == {}
     runs.mark_complete(paths, Stage.PREPARE, given, REPORT)
@@ -96,17 +96,20 @@ def test_without_a_run_nothing_is_claimed_and_nothing_counts_as_done(tmp_path: P
 def test_a_stage_is_done_only_for_the_same_run_with_the_same_settings(tmp_path: Path):
     paths, deepspeed = JobPaths.of(tmp_path, "j"), tmp_path / "deepspeed.json"
     deepspeed.write_text('{"zero_optimization": {"stage": 2}}')
-    runs.mark_complete(paths, Stage.TRAIN, runs.Given.of(JOB, deepspeed), REPORT)
-    assert runs.finished(paths, Stage.TRAIN, runs.Given.of(JOB, deepspeed)) == REPORT
-    assert runs.finished(paths, Stage.EVALUATE, runs.Given.of(JOB, deepspeed)) is None
+    runs.mark_complete(paths, Stage.TRAIN, runs.RecordedSettings.of(JOB, deepspeed), REPORT)
+    assert runs.finished(paths, Stage.TRAIN, runs.RecordedSettings.of(JOB, deepspeed)) == REPORT
+    assert runs.finished(paths, Stage.EVALUATE, runs.RecordedSettings.of(JOB, deepspeed)) is None
     for change in ({"run": "uid-2"}, {"seed": 1}):
-        assert runs.finished(paths, Stage.TRAIN, runs.Given.of(JOB.model_copy(update=change), deepspeed)) is None
+        assert (
+            runs.finished(paths, Stage.TRAIN, runs.RecordedSettings.of(JOB.model_copy(update=change), deepspeed))
+            is None
+        )
     deepspeed.write_text('{"zero_optimization": {"stage": 3}}')
-    assert runs.finished(paths, Stage.TRAIN, runs.Given.of(JOB, deepspeed)) is None
+    assert runs.finished(paths, Stage.TRAIN, runs.RecordedSettings.of(JOB, deepspeed)) is None
 
 
 def test_a_stage_that_was_run_again_takes_the_marks_of_the_later_ones_away(tmp_path: Path):
-    paths, given = JobPaths.of(tmp_path, "j"), runs.Given.of(JOB, None)
+    paths, given = JobPaths.of(tmp_path, "j"), runs.RecordedSettings.of(JOB, None)
     for stage in (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE, Stage.TRAIN):
         runs.mark_complete(paths, stage, given, REPORT)
     done = [stage for stage in Stage if runs.finished(paths, stage, given) is not None]
@@ -161,9 +164,7 @@ def cluster_job(tiny_data: Path, tiny_bert, tmp_path: Path) -> TrainerJob:
     )
 
 
-def test_the_stages_of_a_cluster_leave_the_claims_alone_measure_report_and_are_not_run_twice(
-    cluster_job: TrainerJob, tmp_path: Path
-):
+def test_stages_of_a_cluster_run_once_and_report(cluster_job: TrainerJob, tmp_path: Path):
     paths, claims = JobPaths.of(tmp_path / "w", "tiny"), tmp_path / "claims"
     read_only = {name: state_of(claims / name) for name in ("models", "data")}
     home = {"HF_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}
@@ -190,7 +191,7 @@ def test_the_stages_of_a_cluster_leave_the_claims_alone_measure_report_and_are_n
     output.unlink()
     again, words = launch(Stage.PREDICT, cluster_job, tmp_path, **home)
     assert again == predicted
-    assert "was done before" in words
+    assert "is done with the same settings" in words
     assert not output.exists()
 
     other = cluster_job.model_copy(update={"run": "uid-2"})

@@ -418,7 +418,7 @@ def test_the_newest_whole_checkpoint_is_offered(pods_of):
     assert pods.seen()["environment"]["FINETUNE_RESUME_FROM"] == str(whole.absolute())
 
 
-def test_without_resume_checkpoints_go_and_with_it_those_of_another_program_are_refused(pods_of):
+def test_checkpoints_of_another_program_are_deleted_or_refused(pods_of):
     pods = pods_of(TELLTALE_FILES)
     put_code(pods)
     leave_checkpoint(pods, 3)
@@ -483,13 +483,13 @@ REFUSED: dict[str, tuple[Mapping[str, Any], FailureClass, str, str, str]] = {
         {"ref": "0123abc"}, FailureClass.CONFIG, "GitRefNotFound", "no such branch", "a commit needs all its 40 digits",
     ),
     "a commit that is not there": (
-        {"ref": "0123456789" * 4}, FailureClass.CONFIG, "GitRefNotFound", "no such branch", "Name one of them",
+        {"ref": "0123456789" * 4}, FailureClass.CONFIG, "GitRefNotFound", "no such branch", "Use one of them",
     ),
     "an option of git": (
-        {"ref": "--upload-pack=touch pwned"}, FailureClass.CONFIG, "GitRefNotFound", "which no branch", "Name one",
+        {"ref": "--upload-pack=touch pwned"}, FailureClass.CONFIG, "GitRefNotFound", "not a name of a branch", "Use",
     ),
     "two refs in one": (
-        {"ref": "main:refs/heads/x"}, FailureClass.CONFIG, "GitRefNotFound", "which no branch", "Name one",
+        {"ref": "main:refs/heads/x"}, FailureClass.CONFIG, "GitRefNotFound", "not a name of a branch", "Use",
     ),
     "no such folder": (
         {"path": "sub"}, FailureClass.CONFIG, "FolderNotFound", "It has subs.", "Did you mean subs?",
@@ -499,7 +499,7 @@ REFUSED: dict[str, tuple[Mapping[str, Any], FailureClass, str, str, str]] = {
         "It has subs/other.py, train.py.", "Did you mean train.py?",
     ),
     "a folder in place of a file": (
-        {"entry_point": "subs"}, FailureClass.CONFIG, "EntryPointNotFound", "'subs'", "Name one of them",
+        {"entry_point": "subs"}, FailureClass.CONFIG, "EntryPointNotFound", "'subs'", "Use one of them",
     ),
     "a file outside": (
         {"entry_point": "../code.json"}, FailureClass.CONFIG, "LeadsOut", "'../code.json'", "inside",
@@ -508,10 +508,10 @@ REFUSED: dict[str, tuple[Mapping[str, Any], FailureClass, str, str, str]] = {
         {"entry_point": "/etc/passwd"}, FailureClass.CONFIG, "LeadsOut", "'/etc/passwd'", "inside",
     ),
     "a link that leads out": (
-        {"entry_point": "link.py"}, FailureClass.CONFIG, "LeadsOut", "'link.py'", "links have to stay inside",
+        {"entry_point": "link.py"}, FailureClass.CONFIG, "LeadsOut", "'link.py'", "links must stay inside",
     ),
     "a folder by a link that leads out": (
-        {"path": "outside"}, FailureClass.CONFIG, "LeadsOut", "'outside'", "links have to stay inside",
+        {"path": "outside"}, FailureClass.CONFIG, "LeadsOut", "'outside'", "links must stay inside",
     ),
     "no TLS": (
         {"url": "http://git.example.com/tree"}, FailureClass.CONFIG, "BadUri", "https:// only", "HTTPS",
@@ -523,7 +523,7 @@ REFUSED: dict[str, tuple[Mapping[str, Any], FailureClass, str, str, str]] = {
         {"url": "https://git.example.com/none"}, FailureClass.CONFIG, "GitRepositoryNotFound", "not found", "Check",
     ),
     "a repository behind a password": (
-        {"url": "https://git.example.com/private"}, FailureClass.CONFIG, "GitNotOpen", "Username", "without a password",
+        {"url": "https://git.example.com/private"}, FailureClass.CONFIG, "GitNotOpen", "Username", "public",
     ),
     "a redirect": (
         {"url": "https://git.example.com/moved"}, FailureClass.CONFIG, "GitRedirect", "301", ".git at its end",
@@ -643,7 +643,7 @@ class Told:
         """Do nothing: nothing is open."""
 
 
-def test_without_a_server_transformers_own_callback_reaches_the_progress_of_the_stage(monkeypatch: pytest.MonkeyPatch):
+def test_callback_of_transformers_reaches_the_progress_without_a_server(monkeypatch: pytest.MonkeyPatch):
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from transformers.integrations import KubeflowCallback
 

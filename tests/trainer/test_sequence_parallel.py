@@ -288,7 +288,7 @@ def test_a_task_whose_rows_stay_whole_is_refused_by_name(bench, tmp_path: Path) 
     ended = run.run(processes=2)
     failure = ended.first_failure.failure
     assert (failure.failure_class, failure.reason) == (FailureClass.CONFIG, "NotCombined")
-    assert "divides rows of text-generation only" in failure.message
+    assert "splits rows of text-generation only" in failure.message
 
 
 def model_of(family: str, **config: Any) -> Any:
@@ -309,8 +309,8 @@ def model_of(family: str, **config: Any) -> Any:
             "llama", {"attn_implementation": "eager"}, 2, "NoSlicedAttention", "its attention is eager", id="eager"
         ),
         pytest.param("gemma2", {}, 2, "NoSlicedAttention", "its attention is eager", id="a family without sdpa"),
-        pytest.param("bloom", {}, 2, "NoSlicedAttention", "it takes no positions", id="no positions"),
-        pytest.param("gpt_neo", {}, 2, "NoSlicedAttention", "lets be replaced", id="attention of its own"),
+        pytest.param("bloom", {}, 2, "NoSlicedAttention", "it accepts no positions", id="no positions"),
+        pytest.param("gpt_neo", {}, 2, "NoSlicedAttention", "cannot replace its attention", id="attention of its own"),
     ],
 )
 def test_a_model_that_cannot_read_slices_is_refused_by_name(family, config, degree, reason, words) -> None:
@@ -323,9 +323,7 @@ def test_a_model_that_cannot_read_slices_is_refused_by_name(family, config, degr
 
 
 @pytest.mark.slow
-def test_known_families_read_slices_as_whole_rows_and_one_that_mixes_tokens_elsewhere_is_found_out(
-    bench_of, tmp_path: Path
-) -> None:
+def test_known_families_read_slices_as_whole_rows_and_others_are_detected(bench_of, tmp_path: Path) -> None:
     training = divided(bench_of(Case("llama")), Case("llama")).job.training.model_dump(mode="json", by_alias=True)
     families, told = [*SEQUENCE_FAMILIES, "lfm2"], tmp_path / "told.json"
     codes, output = fork_server().run(

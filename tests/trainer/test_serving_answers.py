@@ -121,7 +121,7 @@ def test_open_inference_answers_equal_predict(bench: Bench) -> None:
             assert close(value if isinstance(wanted, (str, float)) else json.loads(value), wanted), name
 
 
-def test_hugging_face_client_gets_what_predict_writes(bench: Bench) -> None:
+def test_hugging_face_client_gets_the_answers_of_predict(bench: Bench) -> None:
     client = InferenceClient(model=bench.server.url)
     row, wanted = bench.rows[-1], bench.expected[-1]
 
@@ -168,7 +168,7 @@ def events(content: bytes) -> list[Any]:
 
 
 @pytest.mark.parametrize("bench", ["text-generation"], indirect=True)
-def test_openai_completions_write_what_predict_writes_streamed_or_not(bench: Bench) -> None:
+def test_openai_completions_equal_predict_streamed_or_not(bench: Bench) -> None:
     row, wanted = bench.rows[0], bench.expected[0]
     asked = {"model": "tiny", "prompt": row["text"], "max_tokens": 5}
 

@@ -223,7 +223,7 @@ def test_server_is_alive_and_not_ready_while_it_loads(
     assert refused[0].headers["retry-after"] == "1"
 
 
-def test_request_whose_time_is_over_gets_504_and_leaves_the_queue(server: Served) -> None:
+def test_request_that_times_out_gets_504_and_leaves_the_queue(server: Served) -> None:
     hold = threading.Event()
     engine, answer = server.state.engine, server.state.engine.answer
     engine.answer = lambda *given: (hold.wait(patient(30)), answer(*given))[1]  # type: ignore[method-assign]

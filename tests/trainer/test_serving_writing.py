@@ -13,7 +13,7 @@ import pytest
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
-from finetune_trainer.serving.turns import Turns
+from finetune_trainer.serving.fair_lock import FairLock
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 from trainer_support.served import Reply, Served, served
@@ -72,7 +72,7 @@ def plainly(server: Served, tokens: int) -> Any:
     return said[0, given["input_ids"].shape[1] :]
 
 
-def test_chat_writes_what_transformers_writes_behind_the_template(chatting: Served) -> None:
+def test_chat_writes_the_text_of_transformers_with_the_template(chatting: Served) -> None:
     asked = {"model": "tiny", "messages": CONVERSATION, "max_tokens": 5}
     tokens = plainly(chatting, 5)
     text = chatting.state.engine.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -127,7 +127,7 @@ def test_text_ends_before_a_stop_streamed_or_not(chatting: Served) -> None:
     assert [several["choices"][at]["text"] for at in (0, 2)] == [text[:end]] * 2
 
 
-def test_seed_decides_what_is_drawn_also_beside_others(chatting: Served) -> None:
+def test_seed_decides_the_sample_independent_of_other_rows(chatting: Served) -> None:
     asked = {"prompt": "the dog", "max_tokens": 30, "temperature": 1.0}
 
     def text(**changes: Any) -> str:
@@ -142,7 +142,7 @@ def test_seed_decides_what_is_drawn_also_beside_others(chatting: Served) -> None
     assert first != other
 
 
-def test_stream_tells_its_usage_when_asked(chatting: Served) -> None:
+def test_stream_reports_its_usage_on_request(chatting: Served) -> None:
     asked = {"messages": CONVERSATION, "max_completion_tokens": 5}
     usage = chatting.ask("/v1/chat/completions", asked).json["usage"]
 
@@ -280,7 +280,7 @@ def test_short_requests_are_written_while_a_long_stream_is(chatting: Served) -> 
 
 
 def test_turns_go_round() -> None:
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
     inside, may_go = threading.Event(), threading.Event()
 
     def write(name: str) -> None:

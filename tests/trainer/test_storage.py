@@ -31,7 +31,7 @@ def test_a_known_size_is_compared_with_the_space_that_was_left(small_volume: Pat
     )
 
 
-def test_what_torch_does_not_explain_is_told_as_well(small_volume: Path) -> None:
+def test_full_volume_is_reported_for_unexplained_errors_of_torch(small_volume: Path) -> None:
     folder = small_volume / "step-1"
     folder.mkdir()
     with pytest.raises(StageError) as caught, storage_errors_named(folder, "the checkpoint"):
@@ -46,7 +46,7 @@ def test_other_errors_stay_as_they_are(error: Exception, tmp_path: Path) -> None
     assert caught.value is error
 
 
-def test_prepare_on_a_full_volume_says_where_and_leaves_nothing(small_volume: Path, tmp_path: Path, tiny_bert) -> None:
+def test_prepare_on_a_full_volume_names_it_and_leaves_no_files(small_volume: Path, tmp_path: Path, tiny_bert) -> None:
     model = tiny_bert(tmp_path / "m", words=["a", "b"])
     rows = [{"text": "a b " * 2000, "label": i % 2} for i in range(1500)]
     data = write_lines(tmp_path / "data" / "train.jsonl", rows)

@@ -229,7 +229,7 @@ def test_other_optimizers_agree_with_one_process(optimizer, rate, strategy, sett
     assert difference(run, alone, without="key.bias" if optimizer == "adafactor" else " ") <= 1e-5
 
 
-def test_training_learns_and_keeps_what_the_validation_says(whole_run, spread_of):
+def test_training_learns_and_keeps_the_validation_metrics(whole_run, spread_of):
     run, ended = whole_run(spread_of("single", processes=1))
     assert ended.exit_code == 0, ended.output
     history = [json.loads(line) for line in run.paths.history.read_text().splitlines()]

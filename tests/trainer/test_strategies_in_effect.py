@@ -219,7 +219,7 @@ def test_files_of_offloaded_state_go_to_the_folder_of_the_plan_or_of_the_job(tmp
             "AsyncIOBuilder",
             {"offload_optimizer": "nvme"},
             {"offload_optimizer": {"device": "nvme"}},
-            "parallelism.offload with nvme needs DeepSpeed's AsyncIO operator, which is not to be had here: no libaio.",
+            "parallelism.offload with nvme needs DeepSpeed's AsyncIO operator, which is not available here: no libaio.",
             id="state in files",
         ),
         pytest.param(

@@ -111,7 +111,7 @@ def test_each_token_of_a_long_text_is_learnt_once_in_windows_that_share_tokens()
         ("cat", "dog " * 20, "cat " + "dog " * 15, ". " + "dog " * 15, 1),
     ],
 )
-def test_of_a_prompt_what_follows_is_learnt_and_the_prompt_loses_its_beginning(source, target, ids, wanted, cut):
+def test_only_the_reply_is_learnt_and_the_prompt_is_truncated_at_its_start(source, target, ids, wanted, cut):
     found = encoded({"source": [source]}, [target])
     assert found.features["input_ids"] == [ids_of(ids)]
     assert [learnt(each) for each in found.features["labels"]] == [wanted.strip()]
@@ -146,7 +146,7 @@ def test_to_write_the_last_reply_is_left_out() -> None:
     assert "labels" not in found.features
 
 
-def test_a_template_that_writes_earlier_turns_anew_is_refused() -> None:
+def test_template_that_rewrites_earlier_turns_is_refused() -> None:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace(
         "{{ message['content'] }}", "{{ message['content'] if loop.last else 'the' }}"
@@ -233,7 +233,7 @@ def test_the_loss_of_a_row_does_not_depend_on_its_neighbours_in_a_pack(tmp_path,
         answers = task.answer(model, batch, [])
         together = float(model(**batch, use_cache=False).loss)
     expected = [lost for row in texts(160, 0) for lost in alone(model, row["text"])]
-    found = np.concatenate([answer["surprise"] for answer in answers])
+    found = np.concatenate([answer["nll"] for answer in answers])
     np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-4, atol=1e-5)
     assert together == pytest.approx(np.mean(expected), rel=1e-5)
     assert task.items(batch) == len(expected)

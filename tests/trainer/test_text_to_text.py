@@ -81,16 +81,16 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
 
     model = AutoModelForSeq2SeqLM.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
-    surprise, texts = [], []
+    nlls, texts = [], []
     for row in asked:
         given = tokenizer(row["source"], return_tensors="pt", return_token_type_ids=False)
         labels = tokenizer(text_target=row["target"], return_tensors="pt")["input_ids"]
         with torch.no_grad():
             logits = model(**given, labels=labels).logits[0]
             out = model.generate(**given, max_new_tokens=10, do_sample=False, num_beams=1)
-        surprise += torch.nn.functional.cross_entropy(logits, labels[0], reduction="none").tolist()
+        nlls += torch.nn.functional.cross_entropy(logits, labels[0], reduction="none").tolist()
         texts.append(tokenizer.decode(out[0], skip_special_tokens=True))
-    assert measured["loss"] == pytest.approx(np.mean(surprise), rel=1e-4)
+    assert measured["loss"] == pytest.approx(np.mean(nlls), rel=1e-4)
     assert [each["generated_text"] for each in said] == texts
     assert [each["id"] for each in said] == list(range(20))
     expected = (rouge if task == "summarization" else bleu)(texts, [row["target"] for row in asked])

@@ -63,7 +63,7 @@ def test_a_lap_begins_where_the_one_before_ended():
     assert "start" not in second
 
 
-def test_what_took_no_time_is_not_written():
+def test_parts_without_time_are_not_written():
     assert rounded({"data": 1.23456789, "rest": 1e-9}) == {"data": 1.234568}
 
 
@@ -94,7 +94,7 @@ def test_the_parts_of_a_training_add_up_to_its_time(bench, tmp_path):
     assert split.clock == "host"
 
 
-def test_padding_and_rates_are_those_of_what_was_computed(bench, tmp_path):
+def test_padding_and_rates_are_those_of_the_computed_tokens(bench, tmp_path):
     run = bench.at(tmp_path / "w")
     run.train_here()
     found = metrics(run)
@@ -132,7 +132,7 @@ def assert_divided(run, ended, parts: set[str], mixed: set[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SPREAD)
-def test_every_strategy_tells_what_its_time_was_spent_with(case, whole_run, spread_of):
+def test_every_strategy_reports_its_time_by_part(case, whole_run, spread_of):
     strategy, micro, settings, parts, mixed = SPREAD[case]
     run, ended = whole_run(spread_of(strategy, 2, micro, tuple(settings.items())))
     assert_divided(run, ended, parts, mixed)
@@ -151,7 +151,7 @@ MODEL_PARALLEL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MODEL_PARALLEL)
-def test_a_model_over_several_processes_tells_it_too(case, tiny_family, bench_of, tiny_data, tmp_path):
+def test_model_over_several_processes_reports_its_time_by_part(case, tiny_family, bench_of, tiny_data, tmp_path):
     settings, micro, parts, mixed = MODEL_PARALLEL[case]
     bench = bench_of(tmp_path / "w", tiny_family(tmp_path / "model", "llama"), tiny_data)
     training = bench.job.training

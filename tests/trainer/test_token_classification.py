@@ -222,7 +222,7 @@ def test_the_first_token_of_a_word_has_its_tag_and_the_others_have_none(
     assert batch["labels"][0].tolist() == [-100, 0, 0, -100, -100, person, -100, -100, -100]
 
 
-def test_only_models_that_ask_for_it_are_told_which_tokens_attend_to_all(
+def test_only_models_that_need_it_get_the_mask_of_prefix_tokens(
     models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     for kind in models:
@@ -258,7 +258,7 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]
 
 
 @pytest.mark.parametrize("kind", ["bert", "longformer"])
-def test_evaluation_and_predictions_are_what_a_plain_loop_and_seqeval_say(
+def test_evaluation_and_predictions_equal_a_plain_loop_with_seqeval(
     kind: str, models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
     from seqeval.metrics import f1_score, precision_score, recall_score
@@ -336,9 +336,7 @@ def test_words_of_which_the_tokenizer_leaves_nothing_are_missed(
     assert ("no tag" in confusion["labels"]) == ("O" not in names)
 
 
-def test_the_loss_of_a_step_is_the_mean_over_its_words_also_with_windows_that_have_none(
-    models: dict[str, Path], data: Path, paths: JobPaths
-) -> None:
+def test_loss_of_a_step_is_the_mean_over_its_words(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
     """One word fills several windows, of which only the first answers it."""
     rows = [{"tokens": ["we", "x" * 200], "tags": ["O", "B-person"]}, *sentences(7, 5, long=8)]
     write_lines(data / "train.jsonl", rows)
@@ -455,7 +453,7 @@ def test_a_tag_that_train_does_not_have_is_refused_with_its_row(
     assert caught.value.reason == "LabelOutOfRange"
     assert "Split test" in caught.value.message
     assert "row 2" in caught.value.message
-    assert "'B-planet' is none of O, B-person, B-place, I-place" in caught.value.message
+    assert "'B-planet' is not one of O, B-person, B-place, I-place" in caught.value.message
 
 
 @pytest.mark.parametrize(

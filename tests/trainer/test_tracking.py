@@ -52,7 +52,7 @@ def short(run: Any, report_to: object, steps: int = STEPS, **changes: Any) -> An
 
 def failing_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the training fail after that step."""
-    from finetune_trainer.training.telling import RunObserver
+    from finetune_trainer.training.run_observers import RunObserver
 
     told = RunObserver.on_step
 
@@ -82,7 +82,7 @@ def test_tensorboard_shows_the_curves_of_the_history_also_of_a_resumed_run(bench
         assert dict(shown[f"eval/{name}"]) == pytest.approx(curve(run, f"eval_{name}")), name
 
 
-def test_mlflow_has_one_run_with_the_figures_of_the_history_also_when_it_was_resumed(bench, tmp_path, monkeypatch):
+def test_mlflow_has_one_run_with_the_history_after_a_resume(bench, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="the extra tracking is not installed")
     pytest.importorskip("sqlalchemy", reason="the extra tracking is not installed")
     run = short(bench.at(tmp_path / "w"), "mlflow", checkpoints=CheckpointSchedule(every_steps=3, keep=1))
@@ -173,16 +173,16 @@ def test_a_new_run_in_the_same_folder_begins_anew(tmp_path):
     ("value", "hint"),
     [
         pytest.param("tensorbord", "Did you mean tensorboard?", id="a misspelt name"),
-        pytest.param(["mlflow", "comet_ml"], "Name some of them, as a list.", id="one that is not told"),
-        pytest.param("all", "Name some of them, as a list.", id="whatever is installed"),
-        pytest.param([3], "Name some of them, as a list.", id="no name"),
+        pytest.param(["mlflow", "comet_ml"], "Set a list of these names.", id="one that is not told"),
+        pytest.param("all", "Set a list of these names.", id="whatever is installed"),
+        pytest.param([3], "Set a list of these names.", id="no name"),
     ],
 )
 def test_a_tracker_that_is_not_known_is_refused_with_those_that_are(value, hint, bench):
     with pytest.raises(StageError) as caught:
         refuse_bad_arguments(short(bench, value).job.training)
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "UnknownTracker")
-    assert "the trainer tells tensorboard, mlflow, wandb." in caught.value.message
+    assert "the trainer supports tensorboard, mlflow, wandb." in caught.value.message
     assert caught.value.hint == hint
 
 

@@ -120,8 +120,8 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
         from finetune_trainer.tasks.task_registry import task_of
         from finetune_trainer.training.interruption import Interruption
         from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
+        from finetune_trainer.training.run_observers import SilentObserver
         from finetune_trainer.training.stopping import NeverStop
-        from finetune_trainer.training.telling import SilentObserver
         from finetune_trainer.training.training_arguments import training_arguments
 
         job = bench.with_training(**training).job

@@ -85,7 +85,7 @@ def test_a_checkpoint_that_takes_long_puts_off_the_next(monkeypatch):
     assert not saver.due(51, by_clock=False)
 
 
-def test_a_run_whose_last_step_was_saved_publishes_the_same_model_again_without_another_step(here):
+def test_run_with_saved_last_step_publishes_its_model_without_more_steps(here):
     # 10 steps end within an epoch of 12, and the rate stays: an eleventh step would change the weights.
     schedule = CheckpointSchedule(every_steps=5, keep=1)
     run = here.with_training(max_steps=10, scheduler="constant", warmup_steps=0, checkpoints=schedule)
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_of
 # --------------------------------------------------------------------------------------------- obeyed: early stopping
 
 
-def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_stays_stopped(here, caplog):
+def test_early_stopping_keeps_best_weights_and_stays_stopped_on_resume(here, caplog):
     # The rate is too low for accuracy to improve after the first evaluation, at step 12: one more, and it stops.
     stopping = EarlyStopping(metric="accuracy", patience=1)
     schedule = CheckpointSchedule(every_steps=12, keep=2)
@@ -141,10 +141,7 @@ def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_st
         name: value for name, value in evaluated[12].items() if name != "step"
     }, "the model's figures are those of its weights"
     card = (run.paths.model / "README.md").read_text()
-    assert (
-        "| Optimizer steps | 24 (2.00 epochs) of 120 planned: stopped early; the weights are those after step 12"
-        in card
-    )
+    assert "| Optimizer steps | 24 (2.00 epochs) of 120 planned: stopped early; weights of step 12" in card
     assert [path.name for path in best.iterdir()] == ["step-12.pt"]
 
     run.train_here()
@@ -337,7 +334,7 @@ def test_a_deepspeed_section_that_would_replace_a_field_of_the_job_is_refused(se
 def test_a_name_that_could_lead_elsewhere_is_no_model_of_the_hub(uri: str):
     from finetune_trainer.models import resolve_model
 
-    with pytest.raises(StageError, match="no name of a repository on the Hub"):
+    with pytest.raises(StageError, match="not a name of a repository on the Hub"):
         resolve_model(uri)
 
 
@@ -347,7 +344,7 @@ def test_a_folder_never_takes_the_place_of_a_model_of_the_hub(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert resolve_model("hf://our-organisation/model")[0] == "our-organisation/model"
     (tmp_path / "our-organisation" / "model").mkdir(parents=True)
-    with pytest.raises(StageError, match=r"our-organisation/model is there, which would be taken in its place"):
+    with pytest.raises(StageError, match=r"our-organisation/model exists, which would be used in its place"):
         resolve_model("hf://our-organisation/model")
 
 

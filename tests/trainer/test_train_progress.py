@@ -137,7 +137,7 @@ def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(
         ca_file = None  # then the public authorities count, and ours is none
     outlet = KubeflowProgress(url, ca_file, token)
     for step in range(3):
-        outlet.tell(Progress(stage=Stage.TRAIN, step=step, total_steps=3, time=time.time()))
+        outlet.publish(Progress(stage=Stage.TRAIN, step=step, total_steps=3, time=time.time()))
         wait_until(lambda tried=step + 1: len(threads) == tried, f"post {step + 1} is tried")
     outlet.close()
     assert threading.get_ident() not in threads, "the thread that trains posts nothing itself"
@@ -162,7 +162,7 @@ class Recorder:
         self.steps: list[int] = []
         self.told: list[Progress] = []
 
-    def tell(self, progress: Progress) -> None:
+    def publish(self, progress: Progress) -> None:
         self.steps.append(progress.step)
         self.told.append(progress)
 
@@ -175,7 +175,7 @@ def test_the_throttle_passes_the_first_the_last_and_one_per_interval():
     recorder = Recorder()
     throttle = Throttle(recorder, clock=lambda: now[0])
     for step in range(20):
-        throttle.tell(Progress(stage=Stage.TRAIN, step=step, total_steps=100, time=0.0))
+        throttle.publish(Progress(stage=Stage.TRAIN, step=step, total_steps=100, time=0.0))
         now[0] += 1.0
     throttle.close()
     assert recorder.steps == [0, 5, 10, 15, 19, -1]
@@ -207,7 +207,7 @@ def test_the_file_gets_json_lines_from_rank_0_alone(tmp_path: Path):
     assert lines[-1].samples_per_second
 
 
-def test_a_progress_file_that_cannot_be_written_is_told_once(tmp_path: Path, caplog):
+def test_unwritable_progress_file_is_logged_once(tmp_path: Path, caplog):
     sink = progress_for(Stage.TRAIN, 0, {ENV_PROGRESS: str(tmp_path / "missing" / "progress.jsonl")})
     sink.update(0, 2)
     sink.update(2, 2)

@@ -171,7 +171,7 @@ def test_a_history_goes_on_from_the_resumed_step_without_a_cut_off_line(tmp_path
     assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1]) == {"step": 6, "loss": 1.0}
 
 
-def test_figures_of_a_run_that_an_older_image_began_cover_the_later_steps_and_say_so(caplog):
+def test_figures_of_a_run_by_an_older_image_cover_the_later_steps(caplog):
     from finetune_trainer.training.history import RunFigures
 
     # As the first release wrote it, as the next one did, and as today's.
@@ -203,7 +203,7 @@ def test_figures_of_a_run_that_an_older_image_began_cover_the_later_steps_and_sa
     assert RunFigures([first]).rates() == {}
 
 
-def test_the_first_and_the_last_loss_are_of_a_twentieth_of_the_steps_and_left_out_without_any(caplog):
+def test_first_and_last_loss_are_means_over_a_twentieth_of_the_steps(caplog):
     from finetune_trainer.training.history import RunFigures
 
     lines = [{"step": at, "loss": loss} for at, loss in enumerate([4.0, *([2.0] * 38), 1.0], start=1)]

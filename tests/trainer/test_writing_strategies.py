@@ -139,9 +139,7 @@ def test_losses_and_weights_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_another_strategy_with_the_reference_that_it_began_with(
-    alone: Any, bench: Any, tmp_path: Path
-):
+def test_resume_under_another_strategy_keeps_the_reference(alone: Any, bench: Any, tmp_path: Path):
     one = alone(PREFERRING, "llama", bench)
     begun = one.at(tmp_path / "spread").spread("ddp", 2, micro=2)
     begun = begun.with_training(checkpoints=one.job.training.checkpoints.model_copy(update={"every_steps": 3}))
@@ -160,7 +158,7 @@ def test_a_run_goes_on_under_another_strategy_with_the_reference_that_it_began_w
 
 
 @pytest.mark.slow
-def test_what_the_reference_says_is_not_rounded_to_the_precision_of_the_model(alone: Any, bench: Any, tmp_path: Path):
+def test_reference_values_are_not_rounded_to_the_precision_of_the_model(alone: Any, bench: Any, tmp_path: Path):
     """Log-likelihoods of whole answers have steps of a quarter and more in bf16; the untrained model equals the
     reference up to the rounding of its own forward pass.
     """

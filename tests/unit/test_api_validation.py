@@ -297,7 +297,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.securityContext.runAsNonRoot", "Forbidden", "would run the trainer as root"),
     ],
     "single-with-many": [
-        ("spec.parallelism.strategy", "Invalid", "single is one process, and spec.resources asks for more"),
+        ("spec.parallelism.strategy", "Invalid", "single runs one process, and spec.resources requests more"),
     ],
     "steps-too-many": [
         ("spec.training.maxSteps", "Invalid", "must be an integer of at least 1"),

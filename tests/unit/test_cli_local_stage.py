@@ -44,7 +44,7 @@ def test_failed_stage_shows_the_launchers_report_and_the_end_of_the_log(tmp_path
         pytest.param(-9, ("OutOfMemory", "Killed", 137), "SIGKILL", id="it was killed"),
         pytest.param(16, ("StorageFull", "NoReport", 16), "exit code 16", id="the disk is full, also for its report"),
         pytest.param(5, ("ProgramError", "NoReport", 1), "exit code 5", id="an unknown exit code"),
-        pytest.param(0, ("ProgramError", "NoReport", 1), "may not be whole", id="it ended well without a result"),
+        pytest.param(0, ("ProgramError", "NoReport", 1), "may be incomplete", id="it ended well without a result"),
     ],
 )
 def test_launcher_without_a_report_is_judged_by_its_end(

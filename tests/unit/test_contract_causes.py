@@ -14,8 +14,8 @@ from finetune_contract.report import FailureReport, TrainerReport
 ENDS = {
     "killed": (-9, ("OutOfMemory", "Killed", "killed from outside with SIGKILL")),
     "killed, as a container tells it": (137, ("OutOfMemory", "Killed", "killed from outside with SIGKILL")),
-    "told to end": (-15, ("Preempted", "Terminated", "told to end (SIGTERM)")),
-    "told to end, as a container tells it": (143, ("Preempted", "Terminated", "told to end (SIGTERM)")),
+    "told to end": (-15, ("Preempted", "Terminated", "stopped by SIGTERM")),
+    "told to end, as a container tells it": (143, ("Preempted", "Terminated", "stopped by SIGTERM")),
     "a crash": (-11, ("ProgramError", "KilledBySignal", "ended by SIGSEGV")),
     "a crash, as a container tells it": (139, ("ProgramError", "KilledBySignal", "ended by SIGSEGV")),
     "a signal without a name": (-40, ("ProgramError", "KilledBySignal", "ended by signal 40")),

@@ -144,28 +144,30 @@ REFUSED: dict[str, tuple[ModelFacts | None, dict[str, Any], tuple[str, ...]]] = 
     "adapters": (
         gpt(12288, 96, 96),
         {"model": {"uri": "hf://org/model", "adapter": {"method": "lora"}}},
-        ("parallelism.tensor is not chosen: does not go together with spec.parallelism.tensor or pipeline.degree",
-         "parallelism.pipeline is not chosen: does not go together with spec.parallelism.tensor or pipeline.degree"),
+        ("parallelism.tensor is not chosen: cannot be combined with spec.parallelism.tensor or pipeline.degree",
+         "parallelism.pipeline is not chosen: cannot be combined with spec.parallelism.tensor or pipeline.degree"),
     ),
     "fp16": (
         FIFTY_BILLION,
         {"training": {"globalBatchSize": 64, "precision": "fp16"}},
-        ("parallelism.tensor is not chosen: is fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",),
+        ("parallelism.tensor is not chosen: must be fp32 or bf16 with spec.parallelism.tensor or pipeline.degree "
+            "above 1",),
     ),
     "an optimizer of whole matrices": (
         FIFTY_BILLION,
         {"training": {"globalBatchSize": 64, "optimizer": "adafactor"}},
-        ("parallelism.tensor is not chosen: adafactor works on whole matrices, which spec.parallelism divides",),
+        ("parallelism.tensor is not chosen: adafactor works on whole matrices, which spec.parallelism shards",),
     ),
     "a compiled model": (
         FIFTY_BILLION,
         {"training": {"globalBatchSize": 64, "arguments": {"torch_compile": True}}},
-        ("parallelism.tensor is not chosen: torch_compile does not go together with spec.parallelism.tensor",),
+        ("parallelism.tensor is not chosen: torch_compile cannot be combined with spec.parallelism.tensor",),
     ),
     "activations recomputed in part": (
         FIFTY_BILLION,
         {"parallelism": {"activationCheckpointing": "selective"}},
-        ("parallelism.tensor is not chosen: is auto, none or full with spec.parallelism.tensor or pipeline.degree",),
+        ("parallelism.tensor is not chosen: must be auto, none or full with spec.parallelism.tensor or "
+            "pipeline.degree",),
     ),
     "a model that nobody has read": (
         None,

@@ -10,7 +10,7 @@ import pytest
 
 from finetune_contract.choices import InferencePrecision, Stage, Task
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
-from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
+from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.launchers.launcher_rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts
@@ -200,7 +200,7 @@ def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
     for task in ("text-generation", "preference-tuning"):
         # A decoder computes the logits of a long row in parts, one of which is still there when the next one comes.
         more = takes(task, tokens=131_072) - takes("text-classification", tokens=131_072)
-        assert more == pytest.approx(beside * (2 * 2 * ASKED_LOGITS + pieces), rel=1e-6)
+        assert more == pytest.approx(beside * (2 * 2 * REQUESTED_LOGITS + pieces), rel=1e-6)
     more = takes("masked-lm", tokens=131_072) - takes("text-classification", tokens=131_072)
     assert more == pytest.approx(beside * (2 * 131_072 * 128_256 + pieces), rel=1e-6)
     keys_and_values = 100_000 * 32 * 2 * 1024 * 2

@@ -265,7 +265,7 @@ def test_rows_that_cannot_share_a_sequence_are_not_packed():
         (
             "spec.preparation.packing",
             '"always"',
-            "always is for text-generation: rows of other tasks cannot share a sequence",
+            "always needs task text-generation: rows of other tasks cannot share a sequence",
             "set it to auto or never",
         )
     ]
@@ -387,7 +387,7 @@ def test_the_world(spec, hardware, world):
             (
                 "spec.parallelism.strategy",
                 '"single"',
-                "single is one process, and spec.resources asks for more",
+                "single runs one process, and spec.resources requests more",
                 "set it to auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1",
             ),
             id="single over two processes",
@@ -407,7 +407,7 @@ def test_a_world_that_cannot_be_is_refused(spec, facts, problem):
 # ------------------------------------------------------------------------------------------------------------ precision
 
 T4 = parse_hardware("gpu=T4")
-NO_GPU = "needs a GPU, and spec.resources.gpusPerNode gives none"
+NO_GPU = "needs a GPU, and spec.resources.gpusPerNode requests none"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_what_does_not_go_together_is_refused_with_field_rule_and_way_out(case: 
 
 def test_degrees_of_tensor_parallelism_are_not_chosen_beside_slices():
     narrow = parse_hardware("gpu=H100,memory=8Gi,gpus=8,cpu=64,hostMemory=32Gi")
-    with pytest.raises(PlanRefused, match=r"does not go together with spec\.parallelism\.tensor"):
+    with pytest.raises(PlanRefused, match=r"cannot be combined with spec\.parallelism\.tensor"):
         planned({"parallelism": {"sequence": 2}}, narrow)
 
 
@@ -268,7 +268,7 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
     ),
     "a compiled model": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072, compiled(torch_compile=True)),
-        "parallelism.sequence is not chosen: torch_compile does not go together with spec.parallelism.tensor, "
+        "parallelism.sequence is not chosen: torch_compile cannot be combined with spec.parallelism.tensor, "
         "pipeline, sequence and offload.activations",
         "leave training.arguments.torch_compile out and set parallelism.sequence to 8 (65.8 GiB of 79.6 GiB a GPU)",
     ),
@@ -279,8 +279,8 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
             131072,
             {"training": {**compiled(use_liger_kernel=True)["training"], "precision": "fp8"}},
         ),
-        "fp8 does not go together with spec.parallelism.sequence above 1, and use_liger_kernel needs GPUs, and rows "
-        "that spec.parallelism.sequence does not divide",
+        "fp8 cannot be combined with spec.parallelism.sequence above 1, and use_liger_kernel needs GPUs, and rows "
+        "that spec.parallelism.sequence does not split",
         "leave training.arguments.use_liger_kernel out and set training.precision to bf16 and set parallelism.sequence "
         "to 8 (65.8 GiB of 79.6 GiB a GPU)",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.rules.processes import asked_strategy, certain_processes, certain_ranks
+from finetune_operator.api.rules.processes import certain_processes, certain_ranks, requested_strategy
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job
@@ -84,7 +84,7 @@ def node_decides(job: FineTuneJob, path: str) -> bool:
     resources, parallelism = job.spec.resources, job.spec.parallelism
     if path == "spec.parallelism.offload.parameters":
         return parallelism.offload.parameters == "nvme" and resources.gpus_per_node in (0, "auto")
-    spreads = asked_strategy(parallelism) in ("ddp", "fsdp", "deepspeed") and resources.gpus_per_node == 0
+    spreads = requested_strategy(parallelism) in ("ddp", "fsdp", "deepspeed") and resources.gpus_per_node == 0
     return certain_processes(job.spec) is None and (resources.gpus_per_node == "auto" or spreads)
 
 

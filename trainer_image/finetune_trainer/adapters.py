@@ -134,8 +134,8 @@ def _unknown_targets(unknown: Sequence[str], linears: Sequence[BlockLinear], mod
         FailureClass.CONFIG,
         "UnknownTargetModules",
         f"model.adapter.targetModules has {', '.join(map(repr, unknown))}, and no linear layer in the blocks of "
-        f"{model_uri} is called so; there are {first_of(names, _SHOWN_NAMES)}.",
-        "Name these, or ends of them after a dot, or set model.adapter.targetModules to auto for all of them.",
+        f"{model_uri} has that name; there are {first_of(names, _SHOWN_NAMES)}.",
+        "Use these names or their ends after a dot, or set model.adapter.targetModules to auto for all layers.",
     )
 
 
@@ -166,15 +166,17 @@ class Adapted:
 
         layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         bare = sorted(set(self.layers) ^ layers.keys())
-        self._expect(not bare, f"{len(bare)} layers lack one or have one too many, e.g. {bare[:1]}")
+        self._expect(not bare, f"{len(bare)} layers have no adapter or an extra one, e.g. {bare[:1]}")
         for name, layer in layers.items():
             works = layer.active_adapters == [_NAME] and not layer.merged and not layer.disable_adapters
-            self._expect(works, f"the one of {name} is switched off")
+            self._expect(works, f"the adapter of {name} is disabled")
             dora = bool(layer.use_dora[_NAME])
-            self._expect(dora == (self.adapter.method == "dora"), f"that of {name} is {'dora' if dora else 'lora'}")
+            self._expect(
+                dora == (self.adapter.method == "dora"), f"the adapter of {name} is {'dora' if dora else 'lora'}"
+            )
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         odd = sorted(self.trained ^ trained)
-        self._expect(not odd, f"{len(odd)} weights are frozen, or trained, that should not be, e.g. {odd[:1]}")
+        self._expect(not odd, f"{len(odd)} weights are frozen or trained by mistake, e.g. {odd[:1]}")
         if self.held:
             wide = [name for name in self.held if not four_bits().is_held(_base(model, name), self.precision)]
             self._expect(not wide, f"{len(wide)} layers are not in 4 bits, e.g. {wide[:1]}")
@@ -184,7 +186,7 @@ class Adapted:
             raise StageError(
                 FailureClass.STRATEGY_NOT_IN_EFFECT,
                 "AdapterNotInEffect",
-                f"model.adapter.method {self.adapter.method} was asked for and is not in effect: {found}.",
+                f"model.adapter.method {self.adapter.method} was requested and is not in effect: {found}.",
                 "This is a defect of the image or its libraries; without model.adapter all weights are trained.",
             )
 
@@ -319,8 +321,9 @@ def write_adapter_and_merge(
         raise StageError(
             FailureClass.MODEL,
             "BaseModelChanged",
-            f"{job.model.uri} holds other weights than when the training began, and the adapter belongs to those.",
-            "Name a revision that does not change, or a folder that nobody writes to, and start anew.",
+            f"The weights of {job.model.uri} have changed since the training began, and the adapter needs the old "
+            "ones.",
+            "Use a revision that does not change, or a folder that nobody writes to, and train again.",
         )
     if adapted.held:
         four_bits().round_weights(model, adapted.held)
@@ -329,8 +332,8 @@ def write_adapter_and_merge(
     prefix = "base_model.model."
     result = whole.load_state_dict({f"{prefix}{name}": value for name, value in state.items()}, strict=False)
     lost = adapted.trained - state.keys()
-    assert not result.unexpected_keys, f"{result.unexpected_keys[:3]} were trained and have no place"
-    assert not lost, f"{sorted(lost)[:3]} were trained and are not there"
+    assert not result.unexpected_keys, f"{result.unexpected_keys[:3]} were trained and are not in the model"
+    assert not lost, f"{sorted(lost)[:3]} were trained and are missing"
     folder.mkdir(parents=True)
     weights = {
         name: value.contiguous()

@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        log.info("This C library has no mallopt: steps on the CPU spend more time on fresh memory.")
+        log.info("This C library has no mallopt: steps on the CPU spend more time on memory allocation.")
         return False
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM))
 

@@ -214,22 +214,22 @@ class CheckpointStore:
                 FailureClass.CHECKPOINT,
                 "CheckpointsElsewhere",
                 f"{self._folder} is a symbolic link; checkpoints are read from the job's own folder only.",
-                "Put a folder there instead.",
+                "Replace the link by a folder.",
             )
         folders = self._folders()
         for folder in folders:
             try:
                 return verify(folder, self._signer)
             except StageError as error:
-                log.warning("%s %s Trying the one before it.", error.message, "It is skipped.")
+                log.warning("%s %s Trying the previous one.", error.message, "It is skipped.")
         if folders:
             signed = "" if self._signer is None else " and signed with the key of checkpoints.signingKey"
             raise StageError(
                 FailureClass.CHECKPOINT,
                 "NoWholeCheckpoint",
-                f"None of the {len(folders)} checkpoints in {self._folder} is whole{signed}; the warnings name the "
+                f"None of the {len(folders)} checkpoints in {self._folder} is intact{signed}; the warnings name the "
                 "files.",
-                "Delete them and start anew, or set checkpoints.resume to never.",
+                "Delete them, or set checkpoints.resume to never, to train from the beginning.",
             )
         return None
 
@@ -256,7 +256,7 @@ def verify(folder: Path, signer: Signer | None = None) -> Checkpoint:
     except ValidationError as error:
         raise _damaged(folder, folder / MANIFEST, "cannot be read") from error
     if folder.name != f"step-{manifest.step}":
-        raise _damaged(folder, folder / MANIFEST, f"is that of step {manifest.step}")
+        raise _damaged(folder, folder / MANIFEST, f"belongs to step {manifest.step}")
     unlisted = first_unlisted(folder, {*manifest.files, MANIFEST, SIGNATURE})
     if unlisted is not None:
         raise _damaged(folder, unlisted, "is not in its manifest")
@@ -280,6 +280,6 @@ def _small_file(folder: Path, name: str) -> bytes:
         raise _damaged(folder, path, "cannot be read") from error
 
 
-def _damaged(folder: Path, path: Path, what: str) -> StageError:
-    message = f"Checkpoint {folder.name} is damaged: {path} {what}."
+def _damaged(folder: Path, path: Path, problem: str) -> StageError:
+    message = f"Checkpoint {folder.name} is damaged: {path} {problem}."
     return StageError(FailureClass.CHECKPOINT, "DamagedCheckpoint", message, "Use an older checkpoint.")

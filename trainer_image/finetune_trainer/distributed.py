@@ -103,7 +103,7 @@ def _from_variables(
                 FailureClass.CONFIG,
                 "BadProcessVariable",
                 f"The environment variable {name} is {text!r}; it must be a whole number.",
-                "Start the trainer by torchrun or mpirun, which set it.",
+                "Start the trainer with torchrun or mpirun, which set it.",
             )
         return int(text)
 
@@ -121,8 +121,8 @@ def check_world(world: ProcessWorld, planned: World, data_parallel: int, replica
     raise StageError(
         FailureClass.WORLD_SIZE,
         "WorldSizeMismatch",
-        f"{world.size} processes run (told by {world.launcher}), the plan counts on {planned.size} "
-        f"({planned.nodes} nodes x {planned.processes_per_node}), {data_parallel} data-parallel{replicas}.",
+        f"{world.size} processes run (started by {world.launcher}), and the plan has {planned.size} ({planned.nodes} "
+        f"nodes x {planned.processes_per_node}), {data_parallel} data-parallel{replicas}.",
         "Check the launcher's process count and its host file: mpirun without one starts on a single node.",
     )
 
@@ -227,7 +227,7 @@ def connect(
         )
         torch.distributed.init_process_group(used.training, timeout=COLLECTIVE_TIMEOUT, **place)
         group = torch.distributed.new_group(backend=used.waiting, timeout=PATIENCE)
-        assert not isinstance(group, int), "a group of all processes has this one"
+        assert not isinstance(group, int), "this process belongs to the group of all processes"
         _Barrier.group = group
 
 
@@ -246,10 +246,10 @@ def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
     raise StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "DeviceMissing",
-        f"The plan runs this stage on GPUs; process {rank} has local rank {local_rank} and sees "
-        f"{torch.cuda.device_count()} of them. Its torch is {torch.__version__}, built "
-        f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}.",
-        "Ask for as many GPUs as processes per node, use an image that is built with CUDA, and check the driver.",
+        f"The plan runs this stage on GPUs; process {rank}, local rank {local_rank}, sees {torch.cuda.device_count()} "
+        f"(torch {torch.__version__}, built "
+        f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}).",
+        "Request as many GPUs as processes per node, use an image that is built with CUDA, and check the driver.",
     )
 
 
@@ -279,10 +279,10 @@ def summed(mine: Sequence[float]) -> list[float]:
     """
     import torch
 
-    told = torch.tensor(mine, dtype=torch.float64)
+    buffer = torch.tensor(mine, dtype=torch.float64)
     if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(told)
-    total: list[float] = told.tolist()
+        torch.distributed.all_reduce(buffer)
+    total: list[float] = buffer.tolist()
     return total
 
 

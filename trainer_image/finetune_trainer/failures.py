@@ -48,8 +48,8 @@ def first_of(names: Sequence[str], most: int) -> str:
     return (", ".join(names[:most]) or "none") + more
 
 
-def other_settings(what: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> StageError:
-    """Return the error for checkpoints (`what`) written with other settings than ours; it names the differing ones."""
+def other_settings(subject: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> StageError:
+    """Return the error for checkpoints (`subject`) written with other settings; it names the differing ones."""
     changed = [
         f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}"
         for name in sorted({*theirs, *ours})
@@ -58,8 +58,8 @@ def other_settings(what: str, theirs: Mapping[str, object], ours: Mapping[str, o
     return StageError(
         FailureClass.CHECKPOINT,
         "CheckpointOfAnotherJob",
-        f"{what} written with other settings: {'; '.join(changed)}.",
-        "Start anew (checkpoints.resume: never), or give the job another name.",
+        f"{subject} written with other settings: {'; '.join(changed)}.",
+        "Train from the beginning (checkpoints.resume: never), or rename the job.",
     )
 
 
@@ -101,7 +101,7 @@ def classify(error: BaseException) -> FailureReport:
     )
 
 
-def classify_words(kind: str, text: str) -> FailureClass:
+def classify_text(kind: str, text: str) -> FailureClass:
     """Classify an exception of another program by its type's name and message."""
     low = text.lower()
     if kind in ("MemoryError", "OutOfMemoryError") or any(mark in low for mark in _MEMORY_MARKS):
@@ -125,8 +125,9 @@ def _known(error: BaseException) -> FailureReport | None:
         return _report(
             FailureClass.OUT_OF_MEMORY,
             "OutOfMemory",
-            str(error) or "The process could not get the memory it asked for.",
-            "Set training.microBatchSize lower (the global batch stays), or shard or offload more under parallelism.",
+            str(error) or "The process could not allocate the memory that it needs.",
+            "Lower training.microBatchSize (the global batch size stays the same), or shard or offload more under "
+            "parallelism.",
         )
     if (
         isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -134,12 +135,12 @@ def _known(error: BaseException) -> FailureReport | None:
         return _report(
             FailureClass.STORAGE_FULL,
             "NoSpaceLeft",
-            f"No space is left where the job writes: {error}",
-            "Free space or give the workspace more; checkpoints.keep bounds what checkpoints take.",
+            f"The storage of the job is full: {error}",
+            "Free space or enlarge the workspace; checkpoints.keep limits the space of checkpoints.",
         )
     if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
         return _report(
-            FailureClass.STORAGE_LOST, "StorageUnavailable", f"The storage did not answer: {error}", "Try again."
+            FailureClass.STORAGE_LOST, "StorageUnavailable", f"The storage did not respond: {error}", "Try again."
         )
     if isinstance(error, RuntimeError) and (
         type(error).__name__ in _COLLECTIVE_ERRORS or any(mark in text for mark in _COLLECTIVE_MARKS)
@@ -147,8 +148,8 @@ def _known(error: BaseException) -> FailureReport | None:
         return _report(
             FailureClass.COLLECTIVE,
             "CollectiveFailed",
-            f"Another process went away in mid-step: {error}",
-            "The first cause is in the report of another rank.",
+            f"Another process ended during a step: {error}",
+            "See the report of another rank for the first cause.",
         )
     return None
 

@@ -26,7 +26,7 @@ class FileEntry(Message):
     sha256: str
 
 
-def _below(name: str) -> str:
+def _inside_folder(name: str) -> str:
     """Return `name`; raise ValueError for a path that leads out of the folder it is relative to."""
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
@@ -34,7 +34,7 @@ def _below(name: str) -> str:
     return name
 
 
-EntryName: TypeAlias = Annotated[str, AfterValidator(_below)]
+EntryName: TypeAlias = Annotated[str, AfterValidator(_inside_folder)]
 """Path of a file, relative to a folder that somebody else may have written: it never leads out of that folder."""
 
 
@@ -114,13 +114,13 @@ def discard(folder: Path, parent: Path, prefix: str) -> bool:
     """Delete the folder; return False when it does not exist or may not be deleted. It is first renamed to a name in
     `parent` that begins with `prefix`: a writer then no longer finds it, and cannot keep it from being removed.
     """
-    aside = _unused(parent, prefix)
+    renamed = _unused(parent, prefix)
     try:
-        folder.rename(aside)
+        folder.rename(renamed)
     except OSError:
         return False
     for _ in range(2):  # a file created during the rename may appear after the content was listed
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(renamed, ignore_errors=True)
     return True
 
 
@@ -147,7 +147,7 @@ def entries_of(folder: Path) -> dict[str, FileEntry]:
     """Return the entries of all files below `folder` by relative path, once they are on the disk. Raise OSError for a
     symbolic link or a device among them.
     """
-    return {str(path.relative_to(folder)): _entry(path) for path in _files_below(folder)}
+    return {str(path.relative_to(folder)): _entry(path) for path in _files_in(folder)}
 
 
 def first_difference(folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, str] | None:
@@ -178,7 +178,7 @@ def difference(folder: Path, name: str, entry: FileEntry) -> tuple[Path, str] | 
     if found.st_size != entry.size:
         return path, f"has {found.st_size} bytes instead of {entry.size}"
     if sha256_of(path) != entry.sha256:
-        return path, "has other content than was written"
+        return path, "has changed since it was written"
     return None
 
 
@@ -186,10 +186,10 @@ def first_unlisted(folder: Path, listed: Collection[str]) -> Path | None:
     """Return the first entry below `folder`, folders aside, whose relative path is not `listed`; None when there is
     none. Does not follow symbolic links, which are entries themselves.
     """
-    return next((path for path in _entries_below(folder) if str(path.relative_to(folder)) not in listed), None)
+    return next((path for path in _entries_in(folder) if str(path.relative_to(folder)) not in listed), None)
 
 
-def _entries_below(folder: Path) -> list[Path]:
+def _entries_in(folder: Path) -> list[Path]:
     found = [
         Path(place, name)
         for place, folders, files in os.walk(folder)
@@ -198,10 +198,10 @@ def _entries_below(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    for path in _entries_below(folder):
+def _files_in(folder: Path) -> Iterator[Path]:
+    for path in _entries_in(folder):
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise OSError(f"{path} is not a regular file, and only those can be kept by their hashes.")
+            raise OSError(f"{path} is not a regular file, and only those can be stored by hash.")
         yield path
 
 

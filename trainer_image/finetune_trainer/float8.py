@@ -55,7 +55,7 @@ class InFloat8:
 
     def __str__(self) -> str:
         total = len(self.layers) + sum(len(names) for names in self.left.values())
-        others = "".join(f"; not those {why} ({len(names)}, e.g. {names[0]})" for why, names in self.left.items())
+        others = "".join(f"; except those {why} ({len(names)}, e.g. {names[0]})" for why, names in self.left.items())
         return f"{len(self.layers)} of {total} linear layers multiply in fp8{others}"
 
     def assert_in_effect(self, model: nn.Module) -> None:
@@ -69,7 +69,7 @@ class InFloat8:
         for name in self.layers:
             layer: Any = model.get_submodule(name)
             _expect(layer.config == _recipe(), f"{name} rounds as in {layer.config}")
-            _expect(layer.weight.dtype == torch.float32, f"the weight of {name} is kept in {layer.weight.dtype}")
+            _expect(layer.weight.dtype == torch.float32, f"the weight of {name} is stored in {layer.weight.dtype}")
 
 
 def _expect(holds: bool, found: str) -> None:
@@ -77,8 +77,8 @@ def _expect(holds: bool, found: str) -> None:
         raise StageError(
             FailureClass.STRATEGY_NOT_IN_EFFECT,
             "Float8NotInEffect",
-            f"training.precision fp8 was asked for and is not in effect: {found}.",
-            "This is a defect of the image or its libraries; training.precision bf16 does without them.",
+            f"training.precision fp8 was requested and is not in effect: {found}.",
+            "This is a defect of the image or its libraries; use training.precision bf16 instead.",
         )
 
 
@@ -99,7 +99,7 @@ def refuse_without_library() -> None:
 
 def refuse_without_units(device: Device) -> None:
     """Raise StageError CONFIG `NoFp8Units` unless the device of this process multiplies in fp8."""
-    found = "a CPU has no units for it"
+    found = "a CPU has no fp8 units"
     if device == "cuda":
         capability = torch.cuda.get_device_capability()
         kind = f"compute capability {_dotted(capability)}"
@@ -110,13 +110,13 @@ def refuse_without_units(device: Device) -> None:
             kind, has_units = f"architecture {architecture}", architecture.startswith(_AMD_UNITS)
         if has_units:
             return
-        found = f"{torch.cuda.get_device_name()}, of {kind}, has no units for it"
+        found = f"{torch.cuda.get_device_name()}, of {kind}, has no fp8 units"
     raise StageError(
         FailureClass.CONFIG,
         "NoFp8Units",
-        f"training.precision is fp8, and {found}, as GPUs have from compute capability {_dotted(_UNITS_FROM)} on "
-        "(AMD's: from MI300 on).",
-        "Set training.precision to auto, or train on GPUs that have them.",
+        f"training.precision is fp8, and {found}; GPUs have them from compute capability {_dotted(_UNITS_FROM)} on "
+        "(AMD: from MI300 on).",
+        "Set training.precision to auto, or train on GPUs with fp8 units.",
     )
 
 
@@ -171,11 +171,11 @@ def _chosen(model: nn.Module) -> tuple[set[int], Mapping[str, tuple[str, ...]]]:
 def _why_not(name: str, layer: nn.Module) -> str | None:
     """Return the reason that keeps a layer of a block from fp8; None for a suitable layer."""
     if type(layer) is not nn.Linear:
-        return f"of the kind {type(layer).__name__}"
+        return f"of type {type(layer).__name__}"
     if _ROUTERS & set(name.split(".")):
-        return "that choose experts"
+        return "that route to experts"
     if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
-        return f"with a side that is no multiple of {_MULTIPLE}"
+        return f"with a dimension that is not a multiple of {_MULTIPLE}"
     return None
 
 

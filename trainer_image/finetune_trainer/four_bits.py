@@ -85,7 +85,7 @@ def hold(model: nn.Module, names: Sequence[str], precision: Precision) -> None:
             raise StageError(
                 FailureClass.CONFIG,
                 "OddWeight",
-                f"model.adapter.method is qlora, and {name} has {layer.weight.numel()} weights, no multiple of "
+                f"model.adapter.method is qlora, and {name} has {layer.weight.numel()} weights, not a multiple of "
                 f"{_STORED_TOGETHER}.",
                 "Set model.adapter.method to lora.",
             )

@@ -29,7 +29,7 @@ def read_job(path: Path) -> TrainerJob:
             "UnknownSchemaVersion" if version else "JobNotUnderstood",
             f"{path}: "
             + "; ".join(f"{field}: {each['msg']} (found {str(each['input'])[:60]})" for field, each in where[:5]),
-            "Operator and trainer image must be of versions that fit each other.",
+            "Use compatible versions of operator and trainer image.",
         ) from error
 
 
@@ -39,7 +39,7 @@ def world_of(job: TrainerJob, stage: str) -> World:
         raise StageError(
             FailureClass.CONFIG,
             "OneProcessOnly",
-            f"Stage {stage} of job {job.name} is one process; torchrun and mpirun are for training.",
+            f"Stage {stage} of job {job.name} runs in one process; torchrun and mpirun are for training.",
             "Use --with process.",
         )
     return job.world

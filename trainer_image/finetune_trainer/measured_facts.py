@@ -147,7 +147,7 @@ def _size(config: PretrainedConfig, job: TrainerJob, *names: str, default: int |
         FailureClass.MODEL,
         "UnknownShape",
         f"The config of {job.model.uri} (model_type {config.model_type}) has none of {', '.join(names)}.",
-        "This model cannot be planned; use one whose config names its sizes.",
+        "This model cannot be planned; use one whose config has its sizes.",
     )
 
 

@@ -77,8 +77,8 @@ def resolve_model(
             raise StageError(
                 FailureClass.CONFIG,
                 "SchemeNotSupported",
-                f"{_FIELD} is {uri!r}; the trainer reads models by hf://, file:// and pkg://.",
-                "Copy the model to the workspace and name it by file://.",
+                f"{_FIELD} is {uri!r}; supported schemes for models are hf://, file:// and pkg://.",
+                "Copy the model to the workspace and use file://.",
             )
     _check_folder(path, uri)
     if revision != _NO_REVISION:
@@ -114,7 +114,7 @@ def _check_folder(path: Path, uri: str) -> None:
             FailureClass.MODEL,
             "ModelNotFound",
             f"{_FIELD} is {uri!r}, but {path.absolute()} does not exist.",
-            "Name a folder with config.json and weights; file://path is relative to the job file's folder.",
+            "Use a folder with config.json and weights; file://path is relative to the job file's folder.",
         )
     if path.is_dir() and (path / "config.json").is_file():
         return
@@ -123,7 +123,7 @@ def _check_folder(path: Path, uri: str) -> None:
             FailureClass.MODEL,
             "NotAModel",
             f"{_FIELD} is {uri!r}, but {path.absolute()} is an adapter: a model is a folder with config.json.",
-            "Name the merged model: model/ of the run that trained the adapter.",
+            "Use the merged model: model/ of the run that trained the adapter.",
         )
     found = (
         "is a file" if path.is_file() else f"holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
@@ -132,7 +132,7 @@ def _check_folder(path: Path, uri: str) -> None:
         FailureClass.MODEL,
         "NotAModel",
         f"{_FIELD} is {uri!r}, but {path.absolute()} {found}: a model is a folder with config.json.",
-        "Name the folder that `save_pretrained` wrote.",
+        "Use the folder that `save_pretrained` wrote.",
     )
 
 
@@ -210,32 +210,33 @@ def truncation_length(job: TrainerJob, config: PretrainedConfig) -> int:
     than the model holds.
     """
     limit = position_limit(config)
-    asked = job.preparation.max_length
-    if asked is None:
+    requested = job.preparation.max_length
+    if requested is None:
         return min(limit or DEFAULT_LENGTH_LIMIT, DEFAULT_LENGTH_LIMIT)
-    if limit is not None and asked > limit:
+    if limit is not None and requested > limit:
         raise StageError(
             FailureClass.CONFIG,
             "MaxLengthTooLong",
-            f"preparation.maxLength is {asked}, but {job.model.uri} holds at most {limit} tokens.",
+            f"preparation.maxLength is {requested}, but {job.model.uri} holds at most {limit} tokens.",
             f"Set preparation.maxLength to {limit} or less, or leave it out.",
         )
-    return asked
+    return requested
 
 
 def window_stride(job: TrainerJob, max_length: int) -> int:
     """Return the tokens that neighbouring windows share; raise StageError CONFIG `StrideTooLong` for too many."""
-    asked = job.preparation.stride
-    if asked is None:
+    requested = job.preparation.stride
+    if requested is None:
         return min(DEFAULT_STRIDE, max_length // 4)
-    if asked > max_length // 2:
+    if requested > max_length // 2:
         raise StageError(
             FailureClass.CONFIG,
             "StrideTooLong",
-            f"preparation.stride is {asked}; neighbouring windows of {max_length} tokens may share half of them.",
+            f"preparation.stride is {requested}; neighbouring windows of {max_length} tokens may share at most half of "
+            "them.",
             f"Set preparation.stride to {max_length // 2} or less, or leave it out.",
         )
-    return asked
+    return requested
 
 
 def stored_bytes(name_or_path: str) -> int | None:
@@ -299,7 +300,7 @@ def load_error(source: ModelSource, error: BaseException, part: str = "model") -
         return StageError(
             FailureClass.MODEL,
             "UnknownArchitecture",
-            f"{_FIELD} is {source.uri!r}, an architecture that the installed transformers does not know: "
+            f"{_FIELD} is {source.uri!r}, an architecture that the installed transformers does not support: "
             f"{_first_line(error)}",
             "Use an image with a newer transformers, or another model.",
         )
@@ -350,8 +351,8 @@ def hub_error(
         return StageError(
             missing_class,
             "TokenRefused",
-            f"{field} is {uri!r}, and the Hub does not take the token that was sent.",
-            "Put a token that is valid and may read it into the Secret that secrets.hubToken names.",
+            f"{field} is {uri!r}, and the Hub rejected the token.",
+            "Put a valid token with read access into the Secret of secrets.hubToken.",
         )
     if found(*_unreachable()) or "couldn't connect" in str(error).lower() or "couldn't reach" in str(error).lower():
         return StageError(

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 def report_path(rank: int, environment: Mapping[str, str]) -> Path | None:
     """Return the path of this rank's report; None when none was requested and there is no termination log."""
-    asked = environment.get(ENV_REPORT)
-    if asked:
-        return Path(asked.replace("{rank}", str(rank)))
+    template = environment.get(ENV_REPORT)
+    if template:
+        return Path(template.replace("{rank}", str(rank)))
     default = Path(DEFAULT_REPORT_PATH)
     return default if os.access(default, os.W_OK) else None
 

@@ -57,7 +57,7 @@ class Outlet(Protocol):
 
     interval_seconds: float
 
-    def tell(self, progress: Progress) -> None:
+    def publish(self, progress: Progress) -> None:
         """Send the progress; never raises, never blocks for long."""
 
     def close(self) -> None:
@@ -70,26 +70,26 @@ class Throttle:
     def __init__(self, outlet: Outlet, clock: Callable[[], float] = time.monotonic) -> None:
         self._outlet = outlet
         self._clock = clock
-        self._told_at: float | None = None
+        self._published_at: float | None = None
         self._held: Progress | None = None
-        self._told_last = False
+        self._published_last = False
         """True once the last step was sent: several updates may be of it, as an evaluation follows it."""
 
-    def tell(self, progress: Progress) -> None:
+    def publish(self, progress: Progress) -> None:
         """Send it when the interval is over or the last step is done, else hold it until the next call or the close."""
         now = self._clock()
-        due = self._told_at is None or now - self._told_at >= self._outlet.interval_seconds
-        if due or (progress.step == progress.total_steps and not self._told_last):
-            self._told_at, self._held = now, None
-            self._told_last = progress.step == progress.total_steps
-            self._outlet.tell(progress)
+        due = self._published_at is None or now - self._published_at >= self._outlet.interval_seconds
+        if due or (progress.step == progress.total_steps and not self._published_last):
+            self._published_at, self._held = now, None
+            self._published_last = progress.step == progress.total_steps
+            self._outlet.publish(progress)
         else:
             self._held = progress
 
     def close(self) -> None:
         """Send the held update, then close the outlet."""
         if self._held is not None:
-            self._outlet.tell(self._held)
+            self._outlet.publish(self._held)
         self._outlet.close()
 
 
@@ -122,7 +122,7 @@ class ProgressReporter:
             **fields,
         )
         for throttle in self._throttles:
-            throttle.tell(progress)
+            throttle.publish(progress)
 
     def close(self) -> None:
         """Send held updates and close the outlets."""
@@ -139,14 +139,14 @@ class ProgressFile:
         self._path = path
         self._warned = False
 
-    def tell(self, progress: Progress) -> None:
+    def publish(self, progress: Progress) -> None:
         """Append one line in one write, so that a reader never sees half of one."""
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(progress.model_dump_json(by_alias=True, exclude_none=True) + "\n")
         except OSError as error:
             if not self._warned:
-                log.warning("Progress cannot be written to %s (%s); the stage goes on without.", self._path, error)
+                log.warning("Progress cannot be written to %s (%s); the stage continues without it.", self._path, error)
             self._warned = True
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class KubeflowProgress:
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
 
-    def tell(self, progress: Progress) -> None:
+    def publish(self, progress: Progress) -> None:
         """Queue it for the thread."""
         with self._wake:
             self._next = progress
@@ -202,7 +202,7 @@ class KubeflowProgress:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if not self._warned:
                     log.warning(
-                        "Progress cannot be sent to %s:%s (%s); training goes on without.",
+                        "Progress cannot be sent to %s:%s (%s); training continues without it.",
                         self._host,
                         self._port,
                         error,

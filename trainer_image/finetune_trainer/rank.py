@@ -24,7 +24,7 @@ from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.failures import StageError, chain, classify
 from finetune_trainer.jobs import read_job
-from finetune_trainer.launching.below import end_with_parent
+from finetune_trainer.launching.child_supervisor import end_with_parent
 from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks
@@ -54,19 +54,19 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="finetune-trainer", description="Runs one stage of a fine-tuning job.")
+    parser = argparse.ArgumentParser(prog="finetune-trainer", description="Run one stage of a fine-tuning job.")
     parser.add_argument(
         "stage",
         choices=[*(str(stage) for stage in STAGES), "facts", "report", "check"],
-        help="facts: prints what a plan needs to know; report: writes report.html; check: reads the first rows of the "
-        "data, and prints what is in them and wrong with them",
+        help="facts: print the facts that a plan needs; report: write report.html; check: read the first rows of the "
+        "data, and print their content and faults",
     )
     parser.add_argument("--trains", action="store_true", help="for check: the built-in loop trains")
     parser.add_argument("--script", action="store_true", help="for check: a program trains, and reads the data itself")
-    parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
+    parser.add_argument("--job", type=Path, required=True, help="path of job.json")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
-    parser.add_argument("--command", help="for the report: what runs the job again")
-    parser.add_argument("--deepspeed", type=Path, help="the deepspeed.json to obey, with strategy deepspeed")
+    parser.add_argument("--command", help="for report: the command that runs the job again")
+    parser.add_argument("--deepspeed", type=Path, help="path of deepspeed.json, with strategy deepspeed")
     return parser.parse_args(argv)
 
 
@@ -86,7 +86,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             quiet_libraries()
             leave_out_unused(job)
         paths = JobPaths.of(arguments.workspace, job.name)
-        given = runs.Given.of(job, arguments.deepspeed)
+        given = runs.RecordedSettings.of(job, arguments.deepspeed)
         if world.is_main or stage is not Stage.PREPARE:
             runs.claim(paths, stage, job)
         done = runs.finished(paths, stage, given)
@@ -119,7 +119,7 @@ def _report_again(done: TrainerReport, world: ProcessWorld) -> int:
     """Report a completed stage again: the caller has missed the report of the earlier attempt."""
     report = done.model_copy(update={"rank": world.rank, "world_size": world.size})
     write_report(report, report_path(world.rank, os.environ))
-    log.info("%s was done before, with the same settings.", done.stage)
+    log.info("Skipping %s: it is done with the same settings.", done.stage)
     return EXIT_OK
 
 

@@ -41,7 +41,7 @@ def gate_shown(job: TrainerJob, metrics: Mapping[str, Any]) -> GateShown | None:
     if gate is None or not isinstance(value, int | float):
         return None
     bounds = [("at least", gate.minimum), ("at most", gate.maximum)]
-    required = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+    required = " and ".join(f"{label} {bound:g}" for label, bound in bounds if bound is not None)
     return GateShown(gate.metric, required, f"{value:.4f}", not_met(gate, value) is None)
 
 
@@ -67,23 +67,23 @@ def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts |
     evaluated, majority, train = (metrics.get(name, {}) for name in ("evaluate", "majority", "train"))
     tiles: list[Tile] = []
     if gate is not None:
-        words = f"{gate.metric} {gate.reached}, required: {gate.required}"
-        tiles.append(Tile("Gate", "passed" if gate.passed else "not met", words, "good" if gate.passed else "bad"))
+        details = f"{gate.metric} {gate.reached}, required: {gate.required}"
+        tiles.append(Tile("Gate", "passed" if gate.passed else "not met", details, "good" if gate.passed else "bad"))
     figures = [(name, value) for name, value in evaluated.items() if isinstance(value, float) and name != "loss"]
     for name, value in figures[:1]:
         known = f"majority class: {majority[name]:.4f}" if name in majority else f"on {evaluated.get('split')} rows"
         tiles.append(Tile(name, f"{value:.4f}", known))
     if {"loss_first", "loss_last"} <= train.keys():
-        tiles.append(Tile("Training loss", f"{train['loss_last']:.4f}", f"at first {train['loss_first']:.4f}"))
+        tiles.append(Tile("Training loss", f"{train['loss_last']:.4f}", f"initially {train['loss_first']:.4f}"))
     if cost is not None:
         tiles.append(Tile(*cost.tile))
     if (peak := train.get("peak_memory_bytes")) is not None:
         tiles.append(Tile("Peak memory", human_bytes(peak), "of one process"))
     cut = {role: split.truncated_rows for role, split in (facts.splits if facts else {}).items()}
     if facts is not None and any(cut.values()):
-        words = ", ".join(f"{role} {share(cut[role], _rows_of(facts.splits[role]))}" for role in cut if cut[role])
+        details = ", ".join(f"{role} {share(cut[role], _rows_of(facts.splits[role]))}" for role in cut if cut[role])
         tiles.append(
-            Tile("Truncated rows", f"{sum(cut.values()):,}", f"longer than {facts.max_length} tokens: {words}")
+            Tile("Truncated rows", f"{sum(cut.values()):,}", f"longer than {facts.max_length} tokens: {details}")
         )
     return tiles
 
@@ -102,19 +102,19 @@ _MEASURES: Mapping[Task, tuple[str, str]] = {
     "text-classification": ("confidence", "The most confident wrong answers first."),
     "token-classification": (
         "confidence",
-        "The most confident wrong tags first; the confidence is that in the least sure tag.",
+        "The most confident wrong tags first; the confidence is that of the least certain tag.",
     ),
     "question-answering": ("confidence", "The most confident wrong answers first."),
-    "summarization": (METRICS["summarization"][None][-1], "Those farthest from what was wanted first."),
-    "translation": (METRICS["translation"][None][-1], "Those farthest from what was wanted first."),
+    "summarization": (METRICS["summarization"][None][-1], "The answers farthest from the expected text first."),
+    "translation": (METRICS["translation"][None][-1], "The answers farthest from the expected text first."),
     "text-generation": (
         "perplexity",
-        "Evaluation measures how likely the given text is: the rows that the model expects least.",
+        "Evaluation measures the likelihood of the given text; the least likely rows first.",
     ),
-    "masked-lm": ("perplexity", "The rows whose hidden tokens the model expects least."),
+    "masked-lm": ("perplexity", "The rows with the least likely masked tokens first."),
     "preference-tuning": (
         "margin",
-        "The pairs whose chosen answer is preferred least; below 0 the rejected one is preferred.",
+        "The pairs with the weakest preference for the chosen answer first; below 0 the rejected one is preferred.",
     ),
 }
 """Name of an example's score, and the order of the examples."""
@@ -145,7 +145,7 @@ def examples_shown(
     answered = "predicted" in samples[0]
     wrong = tuple(each for each in samples if not answered or each["predicted"] != each["label"])
     right = tuple(each for each in samples if answered and each["predicted"] == each["label"])
-    heading = "Examples that went wrong" if answered else "Examples that went worst"
+    heading = "Wrong answers" if answered else "Worst rows"
     return Examples(heading, note, measure, answered, wrong, right)
 
 
@@ -179,7 +179,7 @@ def confusion_shown(kept: Mapping[str, Any] | None) -> ConfusionTable | None:
         cells = tuple(Cell(count, -(-10 * count // total) if total else 0) for count in counts)
         if total or at < len(counts) - 1:
             rows.append((label, cells, f"{counts[at] / total:.1%}" if total else "-"))
-    mistakes = tuple((right, said, f"{count:,}") for right, said, count in kept["mistakes"])
+    mistakes = tuple((right, predicted, f"{count:,}") for right, predicted, count in kept["mistakes"])
     return ConfusionTable(kept["unit"], tuple(kept["labels"]), tuple(rows), mistakes)
 
 
@@ -225,12 +225,12 @@ def cost_shown(job: TrainerJob, plan: Mapping[str, Any], paths: JobPaths) -> Cos
     rows.append(("total", _duration(total), _duration(node_total)))
     estimate = plan.get("estimate") or {}
     if estimate.get("cost") is None or not estimate.get("seconds"):
-        note = "No price of a node is known, so there is no amount: the time of nodes is what would be priced."
-        return Cost(tuple(rows), note, ("Time of nodes", _duration(node_total), "no price is known"))
+        note = "No price of a node is known, so node time is shown without an amount."
+        return Cost(tuple(rows), note, ("Node time", _duration(node_total), "no price is known"))
     per_hour = estimate["cost"] / (estimate["seconds"] / 3600 * (world.nodes if world is not None else 1))
     currency = estimate.get("currency") or ""
     amount = f"{node_total / 3600 * per_hour:,.2f} {currency}".strip()
-    note = f"{amount} at {per_hour:,.2f} {currency} a node and hour, the price that the plan has."
+    note = f"{amount} at {per_hour:,.2f} {currency} per node-hour, the price in the plan."
     return Cost(tuple(rows), note, ("Cost", amount, f"{_duration(node_total)} of nodes"))
 
 

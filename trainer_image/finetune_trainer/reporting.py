@@ -105,8 +105,8 @@ def write_confusion(paths: JobPaths, confusion: Confusion | None) -> None:
         "labels": [shortened(name, _SHOWN_LABEL) for name in largest.names],
         "counts": largest.counts.tolist(),
         "mistakes": [
-            [shortened(right, _SHOWN_LABEL), shortened(said, _SHOWN_LABEL), count]
-            for right, said, count in confusion.mistakes(_MISTAKES)
+            [shortened(right, _SHOWN_LABEL), shortened(predicted, _SHOWN_LABEL), count]
+            for right, predicted, count in confusion.mistakes(_MISTAKES)
         ],
     }
     write_atomically(path, json.dumps(kept, ensure_ascii=False) + "\n")
@@ -261,19 +261,19 @@ def _training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, s
         "parameters": strategy.offload_parameters,
         "activations": strategy.offload_activations,
     }
-    offload = "".join(f", {what} offloaded to {where}" for what, where in moved.items() if where != "none")
+    offload = "".join(f", {state} offloaded to {where}" for state, where in moved.items() if where != "none")
     spread = f", tensor {strategy.tensor}" if strategy.tensor > 1 else ""
     if strategy.pipeline is not None:
         pipeline = strategy.pipeline
-        spread += f", pipeline {pipeline.degree} ({pipeline.schedule}, {pipeline.micro_batches} micro-batches a pass)"
-    adapter = {} if training.adapter is None else {"Adapter": _adapter_words(training.adapter)}
+        spread += f", pipeline {pipeline.degree} ({pipeline.schedule}, {pipeline.micro_batches} micro-batches per pass)"
+    adapter = {} if training.adapter is None else {"Adapter": _adapter_text(training.adapter)}
     arithmetic = f"{batch.micro_batch_size} x {batch.gradient_accumulation} accumulation x {batch.data_parallel} ranks"
     return {
         "Strategy": f"{strategy.name}{stage}{spread}{offload}",
         "Processes": f"{training.world.size} on {training.world.device}",
         "Precision": training.precision,
         "Global batch": f"{batch.global_batch_size} = micro-batch {arithmetic}",
-        "Optimizer steps": _steps_words(training, train),
+        "Optimizer steps": _steps_text(training, train),
         **adapter,
         "Optimizer": training.optimizer,
         "Learning rate": f"{training.learning_rate:g}",
@@ -287,17 +287,17 @@ def _training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, s
     }
 
 
-def _steps_words(training: Training, train: Mapping[str, Any]) -> str:
+def _steps_text(training: Training, train: Mapping[str, Any]) -> str:
     """Name the number of steps run, and the step of the kept weights."""
     ran = train.get("steps", training.max_steps)
-    words = f"{ran} ({ran / training.steps_per_epoch:.2f} epochs)"
+    text = f"{ran} ({ran / training.steps_per_epoch:.2f} epochs)"
     if ran < training.max_steps:
-        words += f" of {training.max_steps} planned: stopped early"
+        text += f" of {training.max_steps} planned: stopped early"
     best = train.get("best_step")
-    return words if best is None else f"{words}; the weights are those after step {best}, the best evaluation"
+    return text if best is None else f"{text}; weights of step {best}, the best evaluation"
 
 
-def _adapter_words(adapter: Adapter) -> str:
+def _adapter_text(adapter: Adapter) -> str:
     layers = ", ".join(adapter.target_modules or ("all linear layers of the blocks",))
     return f"{adapter.method}, rank {adapter.rank}, alpha {adapter.alpha:g}, dropout {adapter.dropout:g}, on {layers}"
 
@@ -439,7 +439,7 @@ _PARTS: Mapping[TimePart, str] = {
     "forward": "forward",
     "backward": "backward",
     "forward_backward": "forward and backward, interleaved by the pipeline",
-    "communication": "communication by itself",
+    "communication": "communication alone",
     "optimizer": "optimizer",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
@@ -447,8 +447,9 @@ _PARTS: Mapping[TimePart, str] = {
     "finish": "writing the model",
 }
 _CLOCKS = {
-    "host": "Measured by the clock of the host, on which the work was done.",
-    "cuda-events": "Measured by CUDA events: a part ends when the device comes by, not when the host has asked it to.",
+    "host": "Measured with the clock of the host, which did the work.",
+    "cuda-events": "Measured with CUDA events: a part ends when the device completes it, not when the host has "
+    "launched it.",
 }
 
 
@@ -467,30 +468,30 @@ def _time_shown(job: TrainerJob, train: Mapping[str, Any]) -> _Time | None:
     if not train:
         return None
     if "time" not in train:
-        why = "a program of its own trained" if job.script is not None else "an earlier version of the trainer trained"
-        return _Time(note=f"Not known, for {why}.")
+        why = "a program of the job trained" if job.script is not None else "an earlier version of the trainer trained"
+        return _Time(note=f"Not known: {why}.")
     split = TimeSplit.model_validate(train["time"])
     total = split.total_seconds
-    words = {part: _part_words(part, split, job) for part in split.parts}
-    rows = [(words[part], f"{value:,.3f} s", f"{value / (total or 1):.1%}") for part, value in split.parts.items()]
+    labels = {part: _part_label(part, split, job) for part in split.parts}
+    rows = [(labels[part], f"{value:,.3f} s", f"{value / (total or 1):.1%}") for part, value in split.parts.items()]
     note = f"On process 0, over all attempts whose steps count. {_CLOCKS[split.clock]}"
     if split.with_communication:
-        note += " Communication that runs beside what is computed cannot be told apart from it."
-    bar = shares({words[part]: value for part, value in split.parts.items()})
+        note += " Communication that overlaps with computation is not measured separately."
+    bar = shares({labels[part]: value for part, value in split.parts.items()})
     return _Time((*rows, ("total", f"{total:,.3f} s", "100.0%")), tuple(bar), note)
 
 
-def _part_words(part: TimePart, split: TimeSplit, job: TrainerJob) -> str:
-    words = _PARTS[part]
+def _part_label(part: TimePart, split: TimeSplit, job: TrainerJob) -> str:
+    label = _PARTS[part]
     again = job.training is not None and job.training.strategy.activation_checkpointing != "none"
     if again and part in ("backward", "forward_backward"):
-        words += ", with activations computed again"
-    return f"{words}, with its communication" if part in split.with_communication else words
+        label += ", with recomputed activations"
+    return f"{label}, with its communication" if part in split.with_communication else label
 
 
 def _label(name: str) -> str:
-    words = "".join(f" {c.lower()}" if c.isupper() else c for c in name).replace("_", " ").strip()
-    return words.removesuffix(" bytes").capitalize()
+    text = "".join(f" {c.lower()}" if c.isupper() else c for c in name).replace("_", " ").strip()
+    return text.removesuffix(" bytes").capitalize()
 
 
 def _figure(name: str, value: object) -> str:

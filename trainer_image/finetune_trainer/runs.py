@@ -32,14 +32,14 @@ class RunMarker(Message):
     run: str
 
 
-class Given(Message):
+class RecordedSettings(Message):
     """Settings of a stage's run, kept in `state/<stage>.given.json` beside the completion marker."""
 
     job: JsonValue
     deepspeed: JsonValue = None
 
     @classmethod
-    def of(cls, job: TrainerJob, deepspeed: Path | None) -> Given:
+    def of(cls, job: TrainerJob, deepspeed: Path | None) -> RecordedSettings:
         """Return the settings of this attempt. An unreadable DeepSpeed file is left for the stage to report."""
         try:
             config = None if deepspeed is None else json.loads(deepspeed.read_bytes())
@@ -74,9 +74,9 @@ def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
         if found == job.run:
             return
         if paths.root.exists() and any(paths.root.iterdir()):
-            place = _move_aside(paths.root)
-            whose = "no run that is known" if found is None else f"run {found}"
-            log.warning("%s held results of %s; they are in %s now.", paths.root, whose, place)
+            place = _move_away(paths.root)
+            owner = "an unknown run" if found is None else f"run {found}"
+            log.warning("%s contained results of %s; moved them to %s.", paths.root, owner, place)
         write_atomically(paths.run, RunMarker(run=job.run).to_json())
 
 
@@ -84,13 +84,13 @@ def _refuse_other_run(paths: JobPaths, run: str) -> None:
     found = _marked(paths)
     if found == run:
         return
-    whose = f"belongs to run {found!r}" if found is not None else f"is not marked by any run ({paths.run.name})"
+    problem = f"belongs to run {found!r}" if found is not None else f"has no marker of a run ({paths.run.name})"
     raise StageError(
         FailureClass.CONFIG,
         "OtherRun",
-        f"{paths.root} {whose}; this is run {run!r} of job {paths.root.name}.",
-        "Two jobs of one name must not share a workspace at the same time. Create the job anew: its stage prepare "
-        "moves the other results aside.",
+        f"{paths.root} {problem}; this is run {run!r} of job {paths.root.name}.",
+        "Two jobs with one name must not share a workspace at the same time. Recreate the job: its stage prepare "
+        "moves the other results away.",
     )
 
 
@@ -102,7 +102,7 @@ def _marked(paths: JobPaths) -> str | None:
         return None
 
 
-def _move_aside(folder: Path) -> Path:
+def _move_away(folder: Path) -> Path:
     """Rename the folder to the first free `<job>.previous-<n>`, in one step."""
     number = 1
     while (place := folder.with_name(f"{folder.name}.previous-{number}")).exists():
@@ -113,19 +113,19 @@ def _move_aside(folder: Path) -> Path:
 # ----------------------------------------------------------------------------------------------------- completed stages
 
 
-def finished(paths: JobPaths, stage: Stage, given: Given) -> TrainerReport | None:
+def finished(paths: JobPaths, stage: Stage, given: RecordedSettings) -> TrainerReport | None:
     """Return the stage's report if it succeeded in this run with exactly these settings; else None."""
     if not isinstance(given.job, dict) or given.job.get("run") is None:
         return None
     try:
         report = TrainerReport.model_validate_json(_marker(paths, stage).read_bytes())
-        earlier = Given.model_validate_json(_record(paths, stage).read_bytes())
+        earlier = RecordedSettings.model_validate_json(_record(paths, stage).read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
     return report if report.outcome == "succeeded" and earlier == given else None
 
 
-def mark_complete(paths: JobPaths, stage: Stage, given: Given, report: TrainerReport) -> None:
+def mark_complete(paths: JobPaths, stage: Stage, given: RecordedSettings, report: TrainerReport) -> None:
     """Write the completion marker, as the stage's last file. In a run, it invalidates the results that later stages
     derived from an earlier one.
     """

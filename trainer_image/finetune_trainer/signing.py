@@ -56,6 +56,6 @@ def signer_of(job: str, schedule: CheckpointSchedule, environment: Mapping[str, 
             FailureClass.CONFIG,
             "SigningKeyTooShort",
             f"The key of checkpoints.signingKey has {len(key)} bytes; it must have {LEAST_KEY_BYTES} or more.",
-            "Draw one with `openssl rand -hex 32`.",
+            "Create one with `openssl rand -hex 32`.",
         )
     return Signer(key, job)

@@ -27,7 +27,7 @@ from finetune_trainer.data.prepare import labels_of_model
 from finetune_trainer.data.row_shards import RowShard, ShardKey, rows_of_table
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.failures import StageError, needed_library
-from finetune_trainer.inference.answering import ROW, Answerer, Asked, coding_of
+from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns, coding_of
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.models import load_config
 from finetune_trainer.progress import NoProgress
@@ -50,7 +50,7 @@ _LISTS = {
 """Types of columns that hold lists, by role."""
 
 
-class How(TypedDict, total=False):
+class PredictOptions(TypedDict, total=False):
     """Keyword arguments of `predict` and `predict_udf` that have a default."""
 
     max_length: int | None
@@ -73,7 +73,9 @@ class How(TypedDict, total=False):
     """True if code that comes with the model may run; default false."""
 
 
-def predict(data: DataFrame, model: str, *, task: Task, columns: Mapping[str, str], **how: Unpack[How]) -> DataFrame:
+def predict(
+    data: DataFrame, model: str, *, task: Task, columns: Mapping[str, str], **how: Unpack[PredictOptions]
+) -> DataFrame:
     """Return `data` with the columns of the task's answers and `reason`, which is null for a row with an answer.
 
     `model`: a folder that `save_pretrained` wrote, or a URI (hf://, file://). `columns`: role in the task -> column of
@@ -93,12 +95,12 @@ def predict(data: DataFrame, model: str, *, task: Task, columns: Mapping[str, st
             f'Rename it: data.withColumnRenamed("{taken[0]}", "given_{taken[0]}").',
         )
     struct = "__answer__"
-    asked = [data[_quoted(name)] for name in answering.inputs.values()]
-    return data.withColumn(struct, _udf(answering)(*asked)).select("*", f"{struct}.*").drop(struct)
+    inputs = [data[_quoted(name)] for name in answering.inputs.values()]
+    return data.withColumn(struct, _udf(answering)(*inputs)).select("*", f"{struct}.*").drop(struct)
 
 
 def predict_udf(
-    model: str, *, task: Task, columns: Sequence[str] = ("text",), **how: Unpack[How]
+    model: str, *, task: Task, columns: Sequence[str] = ("text",), **how: Unpack[PredictOptions]
 ) -> Callable[..., Any]:
     """Return a pandas UDF that answers rows with a struct: the task's columns of predictions, and `reason`.
 
@@ -117,7 +119,7 @@ def _check_columns(names: Sequence[str], answering: _Answering) -> None:
                 FailureClass.DATA,
                 "MissingColumn",
                 f"{_SETTING}.columns.{role} is {name!r}; the data have the columns {', '.join(names)}.",
-                "Name a column of the data.",
+                "Set it to a column of the data.",
             )
 
 
@@ -137,15 +139,15 @@ class _Answering:
     threads: int | None
 
     @classmethod
-    def of(cls, model: str, task: Task, columns: Mapping[str, str], how: How) -> _Answering:
+    def of(cls, model: str, task: Task, columns: Mapping[str, str], how: PredictOptions) -> _Answering:
         """Build it; raise StageError CONFIG for a column that the task lacks or does not read, or for the model."""
         unknown = [role for role in columns if role not in Columns.model_fields]
         if unknown:
             raise StageError(
                 FailureClass.CONFIG,
                 "UnknownColumn",
-                f"{_SETTING}.columns has {', '.join(unknown)}; known are {', '.join(Columns.model_fields)}.",
-                "Give the columns by their role in the task, as in a job.",
+                f"{_SETTING}.columns has {', '.join(unknown)}; supported are {', '.join(Columns.model_fields)}.",
+                "Set the columns by their role in the task, as in a job.",
             )
         job = TrainerJob(
             name="spark",
@@ -195,7 +197,7 @@ def _answerer(job_text: str, columns_text: str, threads: int | None) -> Answerer
     model, _ = used_model(job, JobPaths(Path()), means.precision)  # nothing is trained: no file of a job is read
     encoder = Encoder(task, coding_of(job), packing=False)
     labels = labels_of_model(job, task, model.config)
-    return Answerer(job, encoder, model, labels, means, Asked(columns, _SETTING, {}))
+    return Answerer(job, encoder, model, labels, means, RequestedColumns(columns, _SETTING, {}))
 
 
 def _use_threads(threads: int | None) -> None:
@@ -228,7 +230,7 @@ def answers_to(table: pa.Table, answerer: Answerer, schema: pa.Schema) -> pa.Tab
     shard = RowShard(ShardKey(0, 0), "the DataFrame", len(table), lambda: rows)
     found = answerer.answers(shard, rows, NoProgress())
     reasons: list[str | None] = [None] * len(table)
-    for row in found.aside:
+    for row in found.bad_rows:
         reasons[row.number] = row.reason
     names = schema.names[:-1]
     if not len(found.table):
@@ -247,7 +249,7 @@ _INSTALL = "Install finetune-trainer[spark] on the driver and where executors ru
 
 
 def _udf(answering: _Answering) -> Callable[..., Any]:
-    with needed_library("pyspark", "SparkMissing", "pyspark, which finetune_trainer.spark works with", _INSTALL):
+    with needed_library("pyspark", "SparkMissing", "pyspark, which finetune_trainer.spark needs", _INSTALL):
         from pyspark.sql.functions import pandas_udf
         from pyspark.sql.pandas.types import from_arrow_schema
     schema = answering.schema()
@@ -272,7 +274,7 @@ class _Batches:
 
     def __call__(self, batches: Iterator[pd.Series | tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
         answerer, schema = _answerer(*self._answering), pa.ipc.read_schema(pa.py_buffer(self._schema))
-        columns = dict(answerer.asked.columns)
+        columns = dict(answerer.requested.columns)
         for batch in batches:
             given = batch if isinstance(batch, tuple) else (batch,)
             table = pa.table({columns[role]: _arrow(role, each) for role, each in zip(self._roles, given, strict=True)})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SparkRequest:
     """A stage's request for a Spark session."""
 
     name: str
@@ -32,7 +32,7 @@ class Asked:
 
 
 @contextmanager
-def spark_session(asked: Asked) -> Iterator[SparkSession]:
+def spark_session(request: SparkRequest) -> Iterator[SparkSession]:
     """Yield the running session, of a notebook or a larger program, and leave it running; else a new one, which is
     stopped at the end. Raise StageError CONFIG `SparkMissing` without pyspark or Java.
     """
@@ -41,7 +41,7 @@ def spark_session(asked: Asked) -> Iterator[SparkSession]:
         from pyspark.errors import PySparkRuntimeError
         from pyspark.sql import SparkSession
     except ImportError as error:
-        raise _missing(asked, "pyspark is not installed") from error
+        raise _missing(request, "pyspark is not installed") from error
     running = SparkSession.getActiveSession()
     if running is not None:
         yield running
@@ -49,24 +49,24 @@ def spark_session(asked: Asked) -> Iterator[SparkSession]:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     try:
         settings = SparkConf()
-        for name, value in _settings(settings, asked).items():
+        for name, value in _settings(settings, request).items():
             settings = settings.set(name, value)
         session = SparkSession.builder.config(conf=settings).getOrCreate()
     except PySparkRuntimeError as error:
-        raise _missing(asked, f"Spark does not start ({error}); it needs Java 17 or newer") from error
+        raise _missing(request, f"Spark does not start ({error}); it needs Java 17 or newer") from error
     try:
         yield session
     finally:
         session.stop()
 
 
-def _settings(given: Any, asked: Asked) -> dict[str, str]:
+def _settings(given: Any, request: SparkRequest) -> dict[str, str]:
     """Return our settings beside those of spark-submit: if it set a master, Spark runs there."""
-    ours = {"spark.app.name": asked.name, **asked.settings}
+    ours = {"spark.app.name": request.name, **request.settings}
     if given.contains("spark.master"):
         return ours
     here = {
-        "spark.master": asked.master,
+        "spark.master": request.master,
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.ui.enabled": "false",
@@ -74,10 +74,10 @@ def _settings(given: Any, asked: Asked) -> dict[str, str]:
     return {**ours, **here}
 
 
-def _missing(asked: Asked, what: str) -> StageError:
+def _missing(request: SparkRequest, problem: str) -> StageError:
     return StageError(
         FailureClass.CONFIG,
         "SparkMissing",
-        f"{asked.field} is 'spark', and {what}.",
-        f"Install finetune-trainer[spark] and Java where the stage runs, or {asked.instead}.",
+        f"{request.field} is 'spark', and {problem}.",
+        f"Install finetune-trainer[spark] and Java where the stage runs, or {request.instead}.",
     )

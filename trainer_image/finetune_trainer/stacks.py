@@ -57,6 +57,6 @@ def with_stacks(sink: ProgressSink, rank: int, environment: Mapping[str, str] | 
     if text is None:
         return sink
     if not (text.isascii() and text.isdecimal()) or int(text) == 0:
-        log.warning("%s is %r, which is no number of seconds; no stacks will be written.", ENV_STACKS_SECONDS, text)
+        log.warning("%s is %r, which is not a number of seconds; no stacks will be written.", ENV_STACKS_SECONDS, text)
         return sink
     return StacksWhenSilent(sink, int(text) + rank * APART_SECONDS)

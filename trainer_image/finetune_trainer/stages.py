@@ -61,7 +61,7 @@ def _prepare(given: StageInput) -> StageResult:
         with Leader(pod) as leader:
             return _prepare_alone(given, leader)
     collection.begin()
-    settings = runs.Given.of(given.job, given.deepspeed)
+    settings = runs.RecordedSettings.of(given.job, given.deepspeed)
 
     def finished() -> bool:
         return runs.finished(given.paths, Stage.PREPARE, settings) is not None
@@ -111,9 +111,9 @@ def _prepare_script(given: StageInput, script: Script) -> StageResult:
     given.progress.update(1, 2)
     check_inputs(given.job)
     given.progress.update(2, 2)
-    told = {"code": given.paths.code.name, "script": f"{script.url}@{program.commit}"}
+    details = {"code": given.paths.code.name, "script": f"{script.url}@{program.commit}"}
     measured = _shape_if_known(given.job) if given.job.run is not None else None
-    return StageResult({"commit": program.commit}, told, measured=measured)
+    return StageResult({"commit": program.commit}, details, measured=measured)
 
 
 def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:
@@ -123,7 +123,7 @@ def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:
     try:
         return MeasuredFacts(model=model_facts(job))
     except Exception as error:
-        log.warning("The model's size is not known, and is left to assumptions: %s", error)
+        log.warning("The size of the model is not known, and the plan assumes one: %s", error)
         return None
 
 

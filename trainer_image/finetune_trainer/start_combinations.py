@@ -13,11 +13,11 @@ def refuse_combinations(job: TrainerJob, training: Training) -> None:
     choices = choices_of(job, training)
     found = broken(choices)
     if found:
-        told = "; ".join(_told(each, each.value(choices)) for each in found)
+        rules = "; ".join(_rule_text(each, each.value(choices)) for each in found)
         hints = "; ".join(dict.fromkeys(f"spec.{each.field}: {each.hint}" for each in found))
-        raise StageError(FailureClass.CONFIG, "NotCombined", f"{told}.", f"{hints}.")
+        raise StageError(FailureClass.CONFIG, "NotCombined", f"{rules}.", f"{hints}.")
 
 
-def _told(constraint: Constraint, value: object) -> str:
+def _rule_text(constraint: Constraint, value: object) -> str:
     shown = "" if value is None or isinstance(value, bool) else f" ({value})"
     return f"spec.{constraint.field}{shown} {constraint.rule}"

@@ -20,11 +20,11 @@ _FULL_BELOW_BYTES = 1 << 20
 
 
 @contextmanager
-def storage_errors_named(folder: Path, what: str, needed: int = 0, *, shared: bool = False) -> Iterator[None]:
+def storage_errors_named(folder: Path, content: str, needed: int = 0, *, shared: bool = False) -> Iterator[None]:
     """Turn the errors of a full volume, whichever library raises them, into StageError STORAGE_FULL `NoSpaceLeft`.
 
     `folder` is where the block writes, and must still exist when it fails; `shared`: other processes have files in it
-    as well. `what` names the data, and `needed` their size in bytes; 0: not known.
+    as well. `content` names the data, and `needed` their size in bytes; 0: not known.
     """
     try:
         yield
@@ -42,8 +42,8 @@ def storage_errors_named(folder: Path, what: str, needed: int = 0, *, shared: bo
         raise StageError(
             FailureClass.STORAGE_FULL,
             "NoSpaceLeft",
-            f"The volume of {folder} is full: {what} needs {much} {of}.",
-            "Free space or give the workspace more; checkpoints.keep bounds what checkpoints take.",
+            f"The volume of {folder} is full: {content} needs {much} {of}.",
+            "Free space or enlarge the workspace; checkpoints.keep limits the space of checkpoints.",
         ) from error
 
 

@@ -32,7 +32,7 @@ class Uri:
             raise StageError(
                 FailureClass.CONFIG,
                 "BadUri",
-                f"{field} is {text!r}, which is no URI with a scheme and a path.",
+                f"{field} is {text!r}, which is not a URI with a scheme and a path.",
                 "Write hf://org/name, file:///absolute/path, file://relative/path or pkg://package/folder.",
             )
         return cls(text, scheme.lower(), rest)
@@ -48,15 +48,15 @@ def hub_name(name: str, uri: Uri, field: str) -> str:
         raise StageError(
             FailureClass.CONFIG,
             "BadHubName",
-            f"{field} is {uri.text!r}, which is no name of a repository on the Hub.",
+            f"{field} is {uri.text!r}, which is not a name of a repository on the Hub.",
             "Write hf://name or hf://organisation/name, each of letters, digits, -, _ and ., without -- and ...",
         )
     if Path(name).exists():
         raise StageError(
             FailureClass.CONFIG,
             "HubNameIsFolder",
-            f"{field} is {uri.text!r}, and {Path(name).absolute()} is there, which would be taken in its place.",
-            f"Write file://{name} if it is meant; otherwise rename it, or run in another folder.",
+            f"{field} is {uri.text!r}, and {Path(name).absolute()} exists, which would be used in its place.",
+            f"Write file://{name} if you mean it; otherwise rename it, or run in another folder.",
         )
     return name
 
@@ -86,7 +86,7 @@ def package_path(uri: Uri, field: str, failure_class: FailureClass, reason: str)
             failure_class,
             reason,
             f"{field} is {uri.text!r}, which leads out of its package.",
-            "Name a folder inside the package.",
+            "Use a folder inside the package.",
         )
     return Path(next(iter(spec.submodule_search_locations))) / inner
 

@@ -18,7 +18,7 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.shapes import Fields, Items, Shape, sentence, shape_of, spec_shape, status_shape
 from finetune_operator.api.support import ROWS
 from finetune_operator.api.types import API_VERSION, KIND
-from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING, to_come
+from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING, unsupported_note
 
 
 def api_reference() -> str:
@@ -211,4 +211,4 @@ def launchers_table() -> str:
         needs = "nothing" if each.built_in else each.installed_by.removeprefix("the ")
         lines.append(f"| `{each.name}` | {each.manifest} | {needs} |")
     lines += ["", "`launcher: auto` selects the first of these that the API server serves."]
-    return "\n".join(lines) + to_come("refused as not yet supported", "`") + "\n"
+    return "\n".join(lines) + unsupported_note("refused as not yet supported", "`") + "\n"

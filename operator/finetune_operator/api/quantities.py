@@ -27,7 +27,7 @@ def parse_quantity(text: str) -> Decimal:
     return Decimal(match["number"]) * _UNITS[match["unit"]]
 
 
-def below_least(least: str) -> str:
+def too_small_rule(least: str) -> str:
     """Return the rule on a size too small to be meant."""
     return f"is less than {least}: a number without a unit counts bytes"
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, JsonValue
 from pydantic.json_schema import GenerateJsonSchema
 
 from finetune_operator.api.problems import PathPart
-from finetune_operator.api.types import MAX_INT, PATTERN_WORDS, QUANTITY_MARK, FineTuneJobSpec, FineTuneJobStatus
+from finetune_operator.api.types import MAX_INT, PATTERN_DESCRIPTIONS, QUANTITY_MARK, FineTuneJobSpec, FineTuneJobStatus
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ def _body_sentence(body: Body) -> str:
             return f"{'an integer' if integer else 'a number'}{bounds}"
         case Text(quantity=True):
             return "a quantity such as 8, 500m or 64Gi"
-        case Text(pattern) if pattern in PATTERN_WORDS:
-            return PATTERN_WORDS[pattern] + (f", at most {body.maximum} characters" if body.maximum else "")
+        case Text(pattern) if pattern in PATTERN_DESCRIPTIONS:
+            return PATTERN_DESCRIPTIONS[pattern] + (f", at most {body.maximum} characters" if body.maximum else "")
         case Text(pattern, minimum, maximum):
             length = ""
             if maximum is not None:

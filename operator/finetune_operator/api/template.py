@@ -25,7 +25,7 @@ from finetune_operator.api.problems import (
     holds_secret,
     is_secret_name,
 )
-from finetune_operator.api.quantities import below_least, parse_quantity, size_hint
+from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
 from finetune_operator.api.shapes import Shape, shape_of
 from finetune_operator.api.syntax import LABEL_KEY_RULE, LABEL_VALUE_RULE, is_label_key, is_label_value, label_problems
 from finetune_operator.api.types import FineTuneJobSpec, SecretKeySpec, TemplateSpec
@@ -404,7 +404,7 @@ def _sizes(volume: Volume, path: Path) -> Iterator[Problem]:
             yield Problem(
                 format_path((*path, *place)),
                 describe_value(size),
-                below_least(_LEAST_VOLUME),
+                too_small_rule(_LEAST_VOLUME),
                 size_hint(size, _LEAST_VOLUME, "10Gi"),
             )
 

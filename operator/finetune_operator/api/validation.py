@@ -62,7 +62,7 @@ from finetune_operator.api.types import (
     GROUP,
     HYPERPARAMETER_PATTERN,
     KIND,
-    PATTERN_WORDS,
+    PATTERN_DESCRIPTIONS,
     FineTuneJob,
     FineTuneJobSpec,
     ObjectMeta,
@@ -152,7 +152,7 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     return FineTuneJob.model_validate(frame), []
 
 
-def notices_beside(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, ...]:
+def notices_for_invalid_job(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, ...]:
     """Return notices about a job with problems, if its other fields can be read: to be corrected at the same time."""
     written = value.get("spec") if isinstance(value, dict) else None
     if not isinstance(written, dict) or not problems or any(problem.path in ("", "spec") for problem in problems):
@@ -407,7 +407,7 @@ def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
     for name, value in (spec.script.hyperparameters if spec.script else {}).items():
         path = ("spec", "training", "script", "hyperparameters", name)
         if not re.fullmatch(HYPERPARAMETER_PATTERN.strip("^$"), name):
-            rule = f"must be {PATTERN_WORDS[HYPERPARAMETER_PATTERN]}: it becomes --NAME on the command line"
+            rule = f"must be {PATTERN_DESCRIPTIONS[HYPERPARAMETER_PATTERN]}: it becomes --NAME on the command line"
             yield Problem(format_path(path), describe_value(value, path), rule, "rename it")
         if isinstance(value, str) and "\0" in value:
             rule = "contains a NUL character, which a command-line argument cannot"

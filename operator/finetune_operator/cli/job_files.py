@@ -19,7 +19,7 @@ from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import PathPart, Problem, format_path
 from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
 from finetune_operator.api.types import KIND, FineTuneJob
-from finetune_operator.api.validation import foreign, notices_beside, validate_job
+from finetune_operator.api.validation import foreign, notices_for_invalid_job, validate_job
 from finetune_operator.cli.console import UsageError
 from finetune_operator.documents import Document, Position, position_of, read_documents
 from finetune_operator.input_file import UnreadableFileError, files_in, read_input, read_stream
@@ -84,7 +84,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
             found.extend(located(document, problem) for problem in wrong)
             misread = any(document.line <= (p.line or 0) and (end is None or (p.line or 0) < end) for p in unreadable)
             if job is None or wrong or misread:
-                beside = () if misread else notices_beside(document.value, wrong)
+                beside = () if misread else notices_for_invalid_job(document.value, wrong)
                 notes.extend(f"{source}:{document.line}: {notice}." for notice in beside)
                 continue
             entry = JobEntry(source, folder, document, _with_absolute_uris(job, folder))

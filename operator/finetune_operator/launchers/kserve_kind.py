@@ -12,7 +12,7 @@ DEPLOYMENT_MODE = f"{KSERVE_GROUP}/deploymentMode"
 """Annotation. `Standard`: KServe creates a Deployment and no Knative objects."""
 AUTOSCALER_CLASS = f"{KSERVE_GROUP}/autoscalerClass"
 """Annotation. `none`: a fixed number of servers; `external`: an autoscaler other than KServe's scales them."""
-TAKEN_VARIABLES = ("MULTI_MODEL_SERVER", "PROTOCOL", "PYTHONPATH", "STORAGE_URI")
+RESERVED_VARIABLES = ("MULTI_MODEL_SERVER", "PROTOCOL", "PYTHONPATH", "STORAGE_URI")
 """Variables that KServe refuses or reads (kserve 0.20, pkg/validation/env_policy.go and pkg/constants/constants.go)."""
-TAKEN_LABELS = ("app", "component")
+RESERVED_LABELS = ("app", "component")
 """Labels that KServe sets on pods itself (pkg/controller/v1beta1/inferenceservice/components/predictor.go there)."""

@@ -148,7 +148,7 @@ def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Laun
     return next(matching, launcher("job"))
 
 
-def to_come(fate: str, quote: str = "") -> str:
+def unsupported_note(fate: str, quote: str = "") -> str:
     """Return ` A and B are <fate>.` for the unsupported launchers; empty if there are none."""
     names = [f"{quote}{each.name}{quote}" for each in LAUNCHERS if not each.supported]
     return f" {' and '.join(names)} {'are' if names[1:] else 'is'} {fate}." if names else ""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from finetune_contract.trainer_job import Strategy
-from finetune_operator.api.rules.processes import asked_strategy
+from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import ParallelismSpec
 from finetune_operator.planning.batch import less_padded, micro_batches
 from finetune_operator.planning.cost import machine_of, step_work
@@ -147,7 +147,7 @@ def open_drafts(draft: Draft) -> Iterator[Draft]:
     """Yield the draft, and those with other degrees if its job leaves them open."""
     yield draft
     asked = draft.spec.parallelism
-    if asked_strategy(asked) is None and asked.replica_ranks == 1:
+    if requested_strategy(asked) is None and asked.replica_ranks == 1:
         others = (*spreads(draft), *(each for group in slices(draft) for each in group))
         yield from (each for each in others if not each.problems)
 
@@ -176,7 +176,7 @@ def _first_of_all(draft: Draft) -> tuple[Draft, Fit] | None:
     found = choose_fit(draft, asked, micro_batches(draft))
     if found is not None:
         return draft, found
-    if asked_strategy(asked) is not None or asked.replica_ranks > 1:
+    if requested_strategy(asked) is not None or asked.replica_ranks > 1:
         return None
     return next(fitting(spreads(draft)), None) or fewest_slices(draft)
 

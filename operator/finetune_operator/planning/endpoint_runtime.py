@@ -11,8 +11,8 @@ from finetune_operator.launchers.kserve_kind import (
     KSERVE_API,
     KSERVE_GROUP,
     KSERVE_KIND,
-    TAKEN_LABELS,
-    TAKEN_VARIABLES,
+    RESERVED_LABELS,
+    RESERVED_VARIABLES,
 )
 from finetune_operator.planning.draft import Draft
 from finetune_operator.planning.names import LABEL_LIMIT, JobNames
@@ -47,11 +47,11 @@ def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, Endpoin
 def _obstacle(draft: Draft) -> str | None:
     """Return the first requested setting that conflicts with KServe; None if there is none."""
     template = draft.spec.template
-    variables = [name for one in template.env if (name := one.get("name")) in TAKEN_VARIABLES]
+    variables = [name for one in template.env if (name := one.get("name")) in RESERVED_VARIABLES]
     if variables:
         return f"KServe takes the variable {variables[0]} of spec.template.env for itself"
     named = (*template.labels, *template.annotations)
-    labels = [name for name in named if name.startswith(f"{KSERVE_GROUP}/") or name in TAKEN_LABELS]
+    labels = [name for name in named if name.startswith(f"{KSERVE_GROUP}/") or name in RESERVED_LABELS]
     if labels:
         return f"KServe sets {labels[0]} of spec.template on pods itself"
     # 99: room for two digits of the revision.

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from finetune_contract.choices import LANGUAGE_TASKS, RUNG_TASKS, WRITING_TASKS, InferencePrecision, Stage
-from finetune_contract.plans import ASKED_LOGITS
+from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.cost import (
@@ -49,7 +49,7 @@ def inference_tokens(draft: Draft) -> int:
     else:
         tokens = GPU_BATCH_TOKENS if draft.model.hidden_size <= 2048 else GPU_BATCH_TOKENS_WIDE
     if draft.spec.task in LANGUAGE_TASKS:
-        tokens = min(tokens, ASKED_LOGITS // draft.model.vocabulary_size)
+        tokens = min(tokens, REQUESTED_LOGITS // draft.model.vocabulary_size)
     return max(tokens, draft.length_limit)
 
 

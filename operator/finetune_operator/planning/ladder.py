@@ -11,7 +11,7 @@ from finetune_contract.choices import CheckpointingMode, OffloadDevice
 from finetune_contract.combinations import Choices, broken
 from finetune_contract.trainer_job import Strategy, World
 from finetune_operator.api.rules.parallelism import secondary_shards
-from finetune_operator.api.rules.processes import asked_strategy
+from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.combination_checks import decided_choices
@@ -49,7 +49,7 @@ def ladder(asked: ParallelismSpec, world: World, compared: bool = False) -> Iter
         }
         for mode in modes:
             bases = list(_sharding(asked, world, compared))
-            if optimizer != "none" and asked_strategy(asked) is None and world.size == 1:
+            if optimizer != "none" and requested_strategy(asked) is None and world.size == 1:
                 bases += [Strategy(name="deepspeed", zero_stage=2 if parameters == "none" else 3)]
             for base in bases:
                 rung = spread(asked, base.model_copy(update={"activation_checkpointing": mode, **changes}))
@@ -59,7 +59,7 @@ def ladder(asked: ParallelismSpec, world: World, compared: bool = False) -> Iter
 
 def _offloads(asked: ParallelismSpec, world: World) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
     """Return the possible places of optimizer state and parameters, the cheapest first."""
-    name, given = asked_strategy(asked), asked.offload
+    name, given = requested_strategy(asked), asked.offload
     if name == "fsdp" and given.parameters == "cpu":
         return (("cpu", "cpu"),)
     if (given.optimizer, given.parameters) != ("none", "none"):
@@ -70,7 +70,7 @@ def _offloads(asked: ParallelismSpec, world: World) -> tuple[tuple[OffloadDevice
 
 
 def _sharding(asked: ParallelismSpec, world: World, compared: bool) -> Iterator[Strategy]:
-    match asked_strategy(asked):
+    match requested_strategy(asked):
         case None if asked.model_ranks > 1:
             yield Strategy(name="ddp")
         case None:
@@ -130,7 +130,7 @@ def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
     return tuple(
         rung
         for rung in open_rungs(draft, asked)
-        if rung.label not in skipped and (form is None or rung.goes_on_from(form))
+        if rung.label not in skipped and (form is None or rung.resumes_from(form))
     )
 
 

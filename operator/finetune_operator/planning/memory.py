@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import ASKED_LOGITS, AVERAGED_ELEMENTS, JUDGED_LOGITS
+from finetune_contract.plans import AVERAGED_ELEMENTS, JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.adapter_sizes import (
     FOUR_BIT_BYTES,
@@ -639,7 +639,7 @@ def inference_bytes(
     `length`; `cached`: tokens whose keys and values are in the cache while it generates.
 
     Activations are those of one layer at a time, at most as many as training saves. Logits are there in full, and twice
-    if the model computes a loss of its own, as text-to-text models do; a decoder computes `ASKED_LOGITS` at a time, and
+    if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time, and
     the next ones before the last are freed. `JUDGED_LOGITS` have a copy, its float32 form and the log-probabilities;
     scoring and generation do not overlap. Weights are allocated once, in blocks of their size: only temporary memory is
     subject to the allocator's losses.
@@ -658,7 +658,9 @@ def inference_bytes(
     width, judged = work.compute_bytes, 0
     if task in LANGUAGE_TASKS:
         logits, copies = tokens * model.vocabulary_size, 2 if task in ("summarization", "translation") else 1
-        there = min(logits, 2 * ASKED_LOGITS) if task in ("text-generation", "preference-tuning") else copies * logits
+        there = (
+            min(logits, 2 * REQUESTED_LOGITS) if task in ("text-generation", "preference-tuning") else copies * logits
+        )
         judged = width * there + (width + 8) * min(logits, JUDGED_LOGITS)
     kept = cached * 2 * model.layers * model.key_value_width * width
     passing = tokens * activation_bytes_per_token(work) + max(judged, kept)

@@ -12,7 +12,7 @@ from finetune_contract.choices import StrategyName
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET
 from finetune_contract.trainer_job import World
 from finetune_operator.api.problems import any_of
-from finetune_operator.api.rules.processes import asked_strategy, least_processes
+from finetune_operator.api.rules.processes import least_processes, requested_strategy
 from finetune_operator.api.types import FineTuneJobSpec, RunPolicySpec, StorageSpec, TemplateSpec
 from finetune_operator.launchers.launcher_rows import TRAINING, launcher
 from finetune_operator.planning.draft import Draft
@@ -138,7 +138,7 @@ def choose_world(draft: Draft) -> Draft:
             "set nodes to 1",
             "NotSupported",
         )
-    asked = asked_strategy(draft.spec.parallelism)
+    asked = requested_strategy(draft.spec.parallelism)
     gpus = draft.gpus_per_node
     if resources.gpus_per_node == "auto":
         if gpus > 1 and asked == "single":

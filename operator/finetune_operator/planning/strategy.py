@@ -13,7 +13,7 @@ from itertools import chain
 from finetune_contract.choices import AdapterMethod, Stage
 from finetune_contract.trainer_job import Strategy
 from finetune_operator.api.quantities import human_bytes, human_count
-from finetune_operator.api.rules.processes import asked_strategy
+from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning.adapter_sizes import choose_adapter
 from finetune_operator.planning.assumed_facts import UNKNOWN_GPU, assumed_memory
@@ -113,7 +113,7 @@ def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
     if machine_of(draft) is not None:
         return f"strategy {words}: {_quickest_words(draft, found)} ({need}){_explain_skipped(draft, skipped)}"
     if not skipped:
-        kind = "the cheapest one" if asked_strategy(asked) is None else "the lowest stage"
+        kind = "the cheapest one" if requested_strategy(asked) is None else "the lowest stage"
         return f"strategy {words}: {kind} fits; one process needs {need}"
     passed = ", ".join(rung.label for rung in skipped)
     return f"strategy {words}: the first that fits ({need}); {passed} would need more"
@@ -248,7 +248,7 @@ def _refuse_more(draft: Draft) -> Draft:
         if fresh is not None:
             label = fresh[1].strategy.label
             ways.insert(0, f"create a new job with checkpoints.resume never, and parallelism for {label}")
-    shown = asked_strategy(asked) or "auto"
+    shown = requested_strategy(asked) or "auto"
     return draft.refusing(("parallelism", "strategy"), shown, rule, "; or ".join(ways))
 
 
@@ -259,10 +259,10 @@ def _refuse(draft: Draft) -> Draft:
     best = _most_frugal(draft)
     asked, world = draft.spec.parallelism, decided(draft.world)
     rule = f"does not fit: needs {', and '.join(_short_of(draft, best))} ({_form(best)}{_terms(best)}){_taken(draft)}"
-    path = ("parallelism", "strategy") if asked_strategy(asked) else ("resources",)
-    if asked_strategy(asked) is None and asked.model_ranks == 1:
+    path = ("parallelism", "strategy") if requested_strategy(asked) else ("resources",)
+    if requested_strategy(asked) is None and asked.model_ranks == 1:
         rule += "".join(f"; {why}" for why in _why_whole(draft))
-    value: str | None = asked_strategy(asked)
+    value: str | None = requested_strategy(asked)
     if value is None and best.memory.total_bytes > best.memory.capacity_bytes:
         value = f"{world.size} x {human_bytes(best.memory.capacity_bytes)}"
     ways = tuple(_changes_that_fit(draft)) or (*_larger_changes(draft), _more(draft, best))

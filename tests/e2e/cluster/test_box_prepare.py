@@ -86,7 +86,7 @@ def test_jobs_at_once_that_name_one_cache_prepare_once(box: Box, team: Team, fin
         # A warning of a late answer of the operator is unrelated to shared data.
         warnings = [line for line in log.splitlines() if "WARNING" in line and "Progress cannot be sent" not in line]
         assert warnings == []
-        taken += "where another job had prepared the same data" in log
+        taken += "which another job has prepared" in log
     assert taken == 1
     for name in names:
         team.delete(name)

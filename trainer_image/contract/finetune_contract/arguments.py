@@ -135,18 +135,16 @@ def _problem(name: str, value: JsonValue) -> ArgumentProblem | None:
         message = f"{path} is decided by {OWNED_BY_PLAN[name]}."
         return ArgumentProblem(name, "OwnedByPlan", message, f"Set {OWNED_BY_PLAN[name]} instead.")
     if name not in FREE:
-        message = f"{path} has no effect here: the trainer itself takes care of what it is for."
+        message = f"{path} has no effect here: the trainer has its own implementation."
         return ArgumentProblem(name, "FixedByTrainer", message, "Leave it out.")
     if not _fits(value, known[name]):
-        message = f"{path} is {value!r}; it takes {' or '.join(known[name])}."
-        return ArgumentProblem(
-            name, "WrongType", message, "Write it without quotes if it is a number or a truth value."
-        )
+        message = f"{path} is {value!r}; it must be {' or '.join(known[name])}."
+        return ArgumentProblem(name, "WrongType", message, "Write numbers and booleans without quotes.")
     if name == "report_to":
         return _tracker_problem(value)
     if name == "train_sampling_strategy" and value not in get_args(Sampling):
-        message = f"{path} is {value!r}; it takes {' or '.join(get_args(Sampling))}."
-        return ArgumentProblem(name, "UnknownSampling", message, "Leave it out for what suits the task.")
+        message = f"{path} is {value!r}; it must be {' or '.join(get_args(Sampling))}."
+        return ArgumentProblem(name, "UnknownSampling", message, "Leave it out for the default of the task.")
     return None
 
 
@@ -155,9 +153,9 @@ def _tracker_problem(value: JsonValue) -> ArgumentProblem | None:
     unknown = [each for each in _named(value) if each not in known]
     if not unknown:
         return None
-    message = f"training.arguments.report_to names {unknown[0]!r}; the trainer tells {', '.join(known)}."
+    message = f"training.arguments.report_to names {unknown[0]!r}; the trainer supports {', '.join(known)}."
     near = difflib.get_close_matches(str(unknown[0]), known, n=1)
-    hint = f"Did you mean {near[0]}?" if near else "Name some of them, as a list."
+    hint = f"Did you mean {near[0]}?" if near else "Set a list of these names."
     return ArgumentProblem("report_to", "UnknownTracker", message, hint)
 
 
@@ -169,14 +167,14 @@ def trackers(arguments: Mapping[str, JsonValue]) -> tuple[Tracker, ...]:
 
 def sampling(arguments: Mapping[str, JsonValue]) -> Sampling | None:
     """Return the sampling set by `train_sampling_strategy` of checked arguments; None without it."""
-    asked = arguments.get("train_sampling_strategy")
-    return next((each for each in get_args(Sampling) if each == asked), None)
+    requested = arguments.get("train_sampling_strategy")
+    return next((each for each in get_args(Sampling) if each == requested), None)
 
 
 def groups_by_length(task: Task, arguments: Mapping[str, JsonValue]) -> bool:
     """Return True if all rows of a step have similar length, by checked arguments or else by the task's default."""
-    asked = sampling(arguments)
-    return task in LENGTH_GROUPED_TASKS if asked is None else asked == "group_by_length"
+    requested = sampling(arguments)
+    return task in LENGTH_GROUPED_TASKS if requested is None else requested == "group_by_length"
 
 
 def _named(value: JsonValue) -> list[JsonValue]:

@@ -66,15 +66,15 @@ def of_exit(code: int, time: float = 0.0, who: str = "The process") -> FailureRe
         return FailureReport(
             failure_class=FailureClass.PROGRAM,
             reason="NoReport",
-            message=f"{who} ended with exit code 0 and left no report of success, so its results may not be whole.",
-            hint="Something inside the process ended it early, e.g. os._exit in a library.",
+            message=f"{who} ended with exit code 0 but wrote no success report, so its results may be incomplete.",
+            hint="Look for code that ends the process early, e.g. os._exit in a library.",
             time=time,
         )
     return FailureReport(
         failure_class=CLASS_OF_EXIT_CODE.get(code, FailureClass.PROGRAM),
         reason="NoReport",
-        message=f"{who} ended with exit code {code} and left no report.",
-        hint="The log's last lines may say more.",
+        message=f"{who} ended with exit code {code} and wrote no report.",
+        hint="See the last lines of the log.",
         time=time,
     )
 
@@ -96,24 +96,24 @@ def _killed(number: int, time: float, who: str) -> FailureReport:
         return FailureReport(
             failure_class=FailureClass.OUT_OF_MEMORY,
             reason="Killed",
-            message=f"{who} was killed from outside with {name} (exit code 137) and could not say why. "
-            "Most often the kernel does this when memory runs out.",
-            hint="Look at the kernel's log (dmesg). If it was memory, set training.microBatchSize or "
-            "preparation.maxLength lower, or shard or offload more under parallelism.",
+            message=f"{who} was killed from outside with {name} (exit code 137), most often by the kernel because "
+            "memory ran out.",
+            hint="Check the kernel log (dmesg). If memory ran out, lower training.microBatchSize or "
+            "preparation.maxLength, or shard or offload more under parallelism.",
             time=time,
         )
     if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         return FailureReport(
             failure_class=FailureClass.PREEMPTED,
             reason="Terminated",
-            message=f"{who} was told to end ({name}) before it could save or say anything.",
-            hint="Run the job again; it goes on from its last checkpoint.",
+            message=f"{who} was stopped by {name} before it could save or report.",
+            hint="Run the job again; it resumes from its last checkpoint.",
             time=time,
         )
     return FailureReport(
         failure_class=FailureClass.PROGRAM,
         reason="KilledBySignal",
-        message=f"{who} was ended by {name} and could not say why.",
-        hint="The log's last lines may say more; a crash in a native library leaves its trace there.",
+        message=f"{who} was ended by {name} and wrote no report.",
+        hint="See the last lines of the log; a crash in a native library leaves its trace there.",
         time=time,
     )

@@ -111,7 +111,7 @@ class Chart:
         lines = "".join(part for place, curve in drawn for part in self._curve(place, curve))
         legend = "".join(f"<li>{_swatch(place)}{escape(curve.name)}</li>" for place, curve in drawn)
         caption = self.summary + "." if len(drawn) == 1 else ""
-        words = escape(" ".join(filter(None, (caption, self.note))))
+        text = escape(" ".join(filter(None, (caption, self.note))))
         return (
             f'<figure class="chart"><p class="chart-title"><b>{escape(self.title)}</b> {escape(self.unit)}</p>\n'
             f'<svg class="chart-plot" role="img" aria-label="{escape(self.summary)}">\n{_grid(self.y)}'
@@ -119,7 +119,7 @@ class Chart:
             f'overflow="visible">\n{lines}</svg>\n{_x_axis(self.x)}</svg>\n'
             f'<p class="chart-axis">{escape(self.x_label)}</p>\n'
             + (f'<ul class="chart-legend">{legend}</ul>\n' if len(drawn) > 1 else "")
-            + (f"<figcaption>{words}</figcaption>" if words else "")
+            + (f"<figcaption>{text}</figcaption>" if text else "")
             + "</figure>\n"
         )
 
@@ -138,8 +138,8 @@ class Chart:
             yield f'<polyline {style} points="{self.line(curve)}"/>\n'
         for x, y in curve.values if curve.dots else ():
             at = f"M{_short(self.x.at(x) * _UNITS)} {_short((1 - self.y.at(y)) * _UNITS)}h0"  # a dot is a round end
-            words = escape(f"{curve.name}, {self.x_label} {number(x)}: {number(y)}")
-            yield f'<path class="chart-dot {_classes(place)}" d="{at}"><title>{words}</title></path>\n'
+            title = escape(f"{curve.name}, {self.x_label} {number(x)}: {number(y)}")
+            yield f'<path class="chart-dot {_classes(place)}" d="{at}"><title>{title}</title></path>\n'
 
 
 @dataclass(frozen=True)
@@ -374,14 +374,14 @@ def _noisy(curves: Iterable[Curve]) -> int:
 
 def _summary(title: str, curves: Sequence[Curve], x_label: str) -> str:
     drawn = [curve for curve in curves if curve.values]
-    parts = [(f"{curve.name} " if len(drawn) > 1 else "") + _course(curve.values, x_label) for curve in drawn]
+    parts = [(f"{curve.name} " if len(drawn) > 1 else "") + _trend(curve.values, x_label) for curve in drawn]
     return f"{title}{':' if len(drawn) > 1 else ''} {'; '.join(parts)}"
 
 
-def _course(values: Series, x_label: str) -> str:
+def _trend(values: Series, x_label: str) -> str:
     (x, y), (last_x, last_y) = values[0], values[-1]
-    words = f"from {number(y)} at {x_label} {number(x)} to " if len(values) > 1 else ""
-    return f"{words}{number(last_y)} at {x_label} {number(last_x)}"
+    start = f"from {number(y)} at {x_label} {number(x)} to " if len(values) > 1 else ""
+    return f"{start}{number(last_y)} at {x_label} {number(last_x)}"
 
 
 def _grid(y: Axis) -> str:

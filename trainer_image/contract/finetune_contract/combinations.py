@@ -227,7 +227,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.sharding",
         when=(none_of("sharding", "full"),),
         needs=(chosen("strategy", "fsdp"),),
-        rule="says what strategy fsdp divides, and spec.parallelism.strategy is another",
+        rule="sets what strategy fsdp shards, and spec.parallelism.strategy is another",
         hint="leave it out, or set spec.parallelism.strategy to fsdp",
     ),
     Constraint(
@@ -235,7 +235,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.sharding",
         when=(one_of("sharding", "hybrid"),),
         needs=(none_of("nodes", 1), none_of("processes_per_node", 1)),
-        rule="hybrid divides inside a node and copies between nodes, which needs several nodes of several processes",
+        rule="hybrid shards inside a node and replicates between nodes, which needs several nodes with several "
+        "processes each",
         hint="set it to full, or use several nodes of several GPUs",
     ),
     Constraint(
@@ -243,7 +244,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.strategy",
         when=(one_of("strategy", "single"),),
         needs=(one_of("nodes", 1), one_of("processes_per_node", 1)),
-        rule="single is one process, and spec.resources asks for more",
+        rule="single runs one process, and spec.resources requests more",
         hint="use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1",
     ),
     Constraint(
@@ -251,7 +252,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.strategy",
         when=(one_of("strategy", "single"),),
         needs=(one_of("sequence", 1),),
-        rule="single is one process, and spec.parallelism.sequence divides rows among several",
+        rule="single runs one process, and spec.parallelism.sequence splits rows among several",
         hint="use ddp, or leave spec.parallelism.sequence out",
     ),
     # Offload.
@@ -260,7 +261,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.offload",
         when=(none_of("offload", "none+none"),),
         needs=(chosen("strategy", "deepspeed", "fsdp"),),
-        rule="moves optimizer state or parameters, which needs spec.parallelism.strategy deepspeed or fsdp",
+        rule="offloads optimizer state or parameters, which needs spec.parallelism.strategy deepspeed or fsdp",
         hint="set spec.parallelism.strategy to deepspeed or fsdp, or leave the offload out",
     ),
     Constraint(
@@ -268,7 +269,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.offload.parameters",
         when=(one_of("strategy", "fsdp"),),
         needs=(one_of("offload", "none+none", "none+cpu", "cpu+cpu"),),
-        rule="is cpu or none with spec.parallelism.strategy fsdp, which moves optimizer state and parameters together",
+        rule="must be cpu or none with spec.parallelism.strategy fsdp, which offloads optimizer state and parameters "
+        "together",
         hint="set spec.parallelism.offload.parameters and spec.parallelism.offload.optimizer to cpu, "
         "or spec.parallelism.strategy to deepspeed",
     ),
@@ -293,7 +295,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.offload.parameters",
         when=(none_of("offload_parameters", "none"),),
         needs=(one_of("zero_stage", 3),),
-        rule="needs ZeRO stage 3, the only one that divides parameters",
+        rule="needs ZeRO stage 3, the only one that shards parameters",
         hint="set spec.parallelism.zeroStage to 3 or auto",
     ),
     Constraint(
@@ -301,7 +303,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.offload.optimizer",
         when=(one_of("strategy", "deepspeed"), none_of("offload_optimizer", "none")),
         needs=(one_of("optimizer", "adamw"),),
-        rule="moves the state of adamw only with DeepSpeed, and spec.training.optimizer is another",
+        rule="supports only adamw with DeepSpeed, and spec.training.optimizer is another",
         hint="leave it out, or set spec.training.optimizer to adamw",
     ),
     Constraint(
@@ -309,7 +311,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.offload.parameters",
         when=(one_of("offload_parameters", "nvme"), one_of("precision", "fp32")),
         needs=(one_of("device", "cuda"),),
-        rule="nvme keeps parameters as bf16 only where there is no GPU, and spec.training.precision is fp32",
+        rule="nvme without a GPU keeps parameters in bf16 only, and spec.training.precision is fp32",
         hint="set it to cpu, or spec.training.precision to bf16",
     ),
     # Tensor, pipeline and sequence parallelism.
@@ -318,8 +320,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.strategy",
         when=(none_of("model_ranks", 1),),
         needs=(one_of("strategy", "ddp"), one_of("zero_stage")),
-        rule="has to be ddp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1, "
-        "beside which there are replicas of the model",
+        rule="must be ddp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1, which "
+        "are combined with replicas of the model only",
         hint="set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
     ),
     Constraint(
@@ -327,17 +329,16 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "model.adapter.method",
         when=(none_of("model_ranks", 1),),
         needs=(one_of("adapter", "none"),),
-        rule="does not go together with spec.parallelism.tensor or pipeline.degree above 1",
+        rule="cannot be combined with spec.parallelism.tensor or pipeline.degree above 1",
         hint="set spec.parallelism.tensor and spec.parallelism.pipeline.degree to 1 and spec.parallelism.strategy to "
-        "fsdp, which divides the model and keeps the adapter; "
-        "or leave the adapter out, which trains all weights",
+        "fsdp, which shards the model and keeps the adapter; or leave the adapter out, which trains all weights",
     ),
     Constraint(
         "spread-models-keep-activations",
         "parallelism.activationCheckpointing",
         when=(none_of("model_ranks", 1),),
         needs=(none_of("checkpointing", "selective"),),
-        rule="is auto, none or full with spec.parallelism.tensor or pipeline.degree above 1",
+        rule="must be auto, none or full with spec.parallelism.tensor or pipeline.degree above 1",
         hint="set it to auto",
     ),
     Constraint(
@@ -345,7 +346,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.offload.activations",
         when=(none_of("model_ranks", 1),),
         needs=(one_of("offload_activations", "none"),),
-        rule="does not go together with spec.parallelism.tensor or pipeline.degree above 1",
+        rule="cannot be combined with spec.parallelism.tensor or pipeline.degree above 1",
         hint="leave it out",
     ),
     Constraint(
@@ -353,24 +354,24 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.pipeline.degree",
         when=(one_of("task", "preference-tuning"),),
         needs=(one_of("pipeline", 1),),
-        rule="has to be 1 for preference-tuning, whose loss compares whole rows",
-        hint="leave it out, and spread the model by spec.parallelism.strategy fsdp or deepspeed",
+        rule="must be 1 for preference-tuning, whose loss compares whole rows",
+        hint="leave it out, and shard the model with spec.parallelism.strategy fsdp or deepspeed",
     ),
     Constraint(
         "sequence-divides-rows-of-text",
         "parallelism.sequence",
         when=(none_of("sequence", 1),),
         needs=(one_of("task", "text-generation"),),
-        rule="divides rows of text-generation only",
-        hint="leave it out, and set spec.preparation.maxLength lower if memory is short",
+        rule="splits rows of text-generation only",
+        hint="leave it out, and lower spec.preparation.maxLength if memory is short",
     ),
     Constraint(
         "sequence-has-whole-models",
         "parallelism.sequence",
         when=(none_of("sequence", 1),),
         needs=(one_of("model_ranks", 1),),
-        rule="does not go together with spec.parallelism.tensor or pipeline.degree above 1",
-        hint="set tensor and pipeline.degree to 1, and strategy to fsdp or deepspeed to divide the model",
+        rule="cannot be combined with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set tensor and pipeline.degree to 1, and strategy to fsdp or deepspeed to shard the model",
     ),
     # Adapters and packs.
     Constraint(
@@ -378,7 +379,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.strategy",
         when=(one_of("adapter", "qlora"),),
         needs=(one_of("strategy", *WHOLE_STRATEGIES), one_of("zero_stage")),
-        rule="has to be single, ddp or auto, without zeroStage, with spec.model.adapter.method qlora, which packs "
+        rule="must be single, ddp or auto, without zeroStage, with spec.model.adapter.method qlora, which packs "
         "layers as a whole",
         hint="set it to auto, single or ddp and leave zeroStage and spec.parallelism.offload out, "
         "or set spec.model.adapter.method to lora",
@@ -388,7 +389,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "preparation.packing",
         when=(one_of("packing", "always"),),
         needs=(one_of("task", "text-generation"),),
-        rule="always is for text-generation: rows of other tasks cannot share a sequence",
+        rule="always needs task text-generation: rows of other tasks cannot share a sequence",
         hint="set it to auto or never",
     ),
     # Precision, optimizer and kernels.
@@ -397,7 +398,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "training.precision",
         when=(one_of("precision", "fp16", "fp8"),),
         needs=(one_of("device", "cuda"),),
-        rule="needs a GPU, and spec.resources.gpusPerNode gives none",
+        rule="needs a GPU, and spec.resources.gpusPerNode requests none",
         hint="set it to auto, fp32 or bf16, or set spec.resources.gpusPerNode",
     ),
     Constraint(
@@ -405,7 +406,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "training.precision",
         when=(one_of("precision", "fp16"),),
         needs=(none_of("strategy", "fsdp"),),
-        rule="fp16 does not go together with spec.parallelism.strategy fsdp, which computes in fp32 or bf16",
+        rule="fp16 cannot be combined with spec.parallelism.strategy fsdp, which computes in fp32 or bf16",
         hint="set it to bf16, or spec.parallelism.strategy to deepspeed",
     ),
     Constraint(
@@ -413,7 +414,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "training.precision",
         when=(one_of("precision", "fp8"),),
         needs=(one_of("strategy", *FP8_STRATEGIES), one_of("zero_stage")),
-        rule=f"fp8 goes together with spec.parallelism.strategy {', '.join(FP8_STRATEGIES)} or auto, without zeroStage",
+        rule=f"fp8 needs spec.parallelism.strategy {', '.join(FP8_STRATEGIES)} or auto, without zeroStage",
         hint="set it to bf16, or spec.parallelism.strategy to fsdp or auto and leave spec.parallelism.zeroStage out",
     ),
     Constraint(
@@ -421,7 +422,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "training.precision",
         when=(one_of("precision", "fp16", "fp8"),),
         needs=(one_of("model_ranks", 1),),
-        rule="is fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",
+        rule="must be fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",
         hint="set it to bf16",
     ),
     Constraint(
@@ -429,7 +430,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "training.precision",
         when=(one_of("precision", "fp8"),),
         needs=(one_of("sequence", 1),),
-        rule="fp8 does not go together with spec.parallelism.sequence above 1",
+        rule="fp8 cannot be combined with spec.parallelism.sequence above 1",
         hint="set it to bf16",
     ),
     Constraint(
@@ -437,7 +438,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "training.precision",
         when=(one_of("precision", "fp8"),),
         needs=(one_of("adapter", "none"),),
-        rule="fp8 does not go together with spec.model.adapter",
+        rule="fp8 cannot be combined with spec.model.adapter",
         hint="set it to bf16, or leave spec.model.adapter out: an adapter saves memory, fp8 saves time",
     ),
     Constraint(
@@ -445,7 +446,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "training.optimizer",
         when=(one_of("optimizer", "adafactor"),),
         needs=(one_of("strategy", *WHOLE_STRATEGIES), one_of("zero_stage"), one_of("tensor", 1)),
-        rule="adafactor works on whole matrices, which spec.parallelism divides or flattens",
+        rule="adafactor works on whole matrices, which spec.parallelism shards or flattens",
         hint="set it to adamw or sgd, or spec.parallelism.strategy to ddp without zeroStage and tensor",
     ),
     Constraint(
@@ -458,7 +459,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
             one_of("offload_activations", "none"),
             none_of("adapter", "qlora"),
         ),
-        rule="torch_compile does not go together with spec.parallelism.tensor, pipeline, sequence and "
+        rule="torch_compile cannot be combined with spec.parallelism.tensor, pipeline, sequence and "
         "offload.activations, nor with qlora",
         hint="leave torch_compile out",
     ),
@@ -467,7 +468,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "training.arguments",
         when=(one_of("liger", True),),
         needs=(one_of("device", "cuda"), one_of("sequence", 1)),
-        rule="use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not divide",
+        rule="use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not split",
         hint="leave use_liger_kernel out",
     ),
 )

@@ -53,18 +53,18 @@ ENV_SCRIPT_OUTPUT = "FINETUNE_OUTPUT"
 ENV_SCRIPT_CHECKPOINTS = "FINETUNE_CHECKPOINTS"
 ENV_SCRIPT_RESUME_FROM = "FINETUNE_RESUME_FROM"
 SCRIPT_VARIABLES: dict[str, str] = {
-    ENV_SCRIPT_MODEL: "The model to start from, as `from_pretrained` takes it: a folder, or `org/name` of the Hub.",
+    ENV_SCRIPT_MODEL: "The model to start from, as `from_pretrained` accepts it: a folder, or `org/name` of the Hub.",
     ENV_SCRIPT_REVISION: "Revision of a Hub model. Not set for a folder.",
     ENV_SCRIPT_DATASET: "The data: a folder, a file or a glob, `org/name` of the Hub, or an s3://, gs:// or az:// URI.",
     ENV_SCRIPT_DATASET_REVISION: "Revision of a Hub data set. Not set when `dataset.uri` has none.",
     ENV_SCRIPT_DATASET_CONFIG: "`dataset.config`. Not set without it.",
-    ENV_SCRIPT_SPLITS: "`dataset.splits` as a JSON object; names that the job leaves out are left out here.",
-    ENV_SCRIPT_COLUMNS: "`dataset.columns` as a JSON object, with the task's own names for those left out.",
+    ENV_SCRIPT_SPLITS: "`dataset.splits` as a JSON object, without the splits that the job omits.",
+    ENV_SCRIPT_COLUMNS: "`dataset.columns` as a JSON object, with the task's default names for omitted ones.",
     ENV_SCRIPT_OUTPUT: "The folder to save the model in, by `save_pretrained`. The training has succeeded when it "
     "holds `config.json` (or `adapter_config.json`) and weights.",
-    ENV_SCRIPT_CHECKPOINTS: "The folder for checkpoints; what lies there survives restarts.",
-    ENV_SCRIPT_RESUME_FROM: "The newest whole checkpoint in that folder, for `resume_from_checkpoint`. Not set when "
-    "there is none, or with `checkpoints.resume: never`.",
+    ENV_SCRIPT_CHECKPOINTS: "The folder for checkpoints; its content survives restarts.",
+    ENV_SCRIPT_RESUME_FROM: "The newest complete checkpoint in that folder, for `resume_from_checkpoint`. Not set "
+    "when there is none, or with `checkpoints.resume: never`.",
 }
 """Environment of a user's own training program, in addition to torchrun's variables."""
 

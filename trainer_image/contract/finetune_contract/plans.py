@@ -18,7 +18,7 @@ JUDGED_LOGITS = 1 << 25
 a GPU busy.
 """
 
-ASKED_LOGITS = 1 << 28
+REQUESTED_LOGITS = 1 << 28
 """Logits that an evaluation requests of a decoder at a time, 512 MiB in bf16: those of a batch, or of some thousand
 tokens of a row that has more.
 """

@@ -170,34 +170,34 @@ class Strategy(Order):
         """Form of a checkpoint, by its writer; DeepSpeed with state in files reads only its own form."""
         return self.sharding + ("-nvme" if self.offload_optimizer == "nvme" else "")
 
-    def goes_on_from(self, form: str) -> bool:
+    def resumes_from(self, form: str) -> bool:
         """Return True if it can resume from checkpoints of form `form` written by as many processes."""
         return form == self.checkpoint_form or {form, self.checkpoint_form} <= set(WHOLE_CHECKPOINTS)
 
     @property
     def label(self) -> str:
         """Strategy in one word, e.g. `ddp` or `deepspeed-zero2+activation-checkpointing+optimizer-offload`."""
-        word = self.sharding
+        label = self.sharding
         if self.fsdp_sharding != "full":
-            word += f"-{self.fsdp_sharding}"
+            label += f"-{self.fsdp_sharding}"
         if self.tensor > 1:
-            word += f"+tensor{self.tensor}"
+            label += f"+tensor{self.tensor}"
         if self.pipeline is not None:
-            word += f"+pipeline{self.pipeline.degree}-{self.pipeline.schedule}"
+            label += f"+pipeline{self.pipeline.degree}-{self.pipeline.schedule}"
         if self.sequence > 1:
-            word += f"+sequence{self.sequence}"
+            label += f"+sequence{self.sequence}"
         if self.activation_checkpointing != "none":
             kind = "" if self.activation_checkpointing == "full" else "selective-"
-            word += f"+{kind}activation-checkpointing"
+            label += f"+{kind}activation-checkpointing"
         offloaded = {
             "optimizer": self.offload_optimizer,
             "parameter": self.offload_parameters,
             "activation": self.offload_activations,
         }
-        for what, where in offloaded.items():
+        for state, where in offloaded.items():
             if where != "none":
-                word += f"+{what}-offload{'-nvme' if where == 'nvme' else ''}"
-        return word
+                label += f"+{state}-offload{'-nvme' if where == 'nvme' else ''}"
+        return label
 
     @property
     def uses_nvme(self) -> bool:

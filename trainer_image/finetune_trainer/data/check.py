@@ -21,7 +21,7 @@ import pyarrow as pa
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
 from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import Columns, TrainerJob
-from finetune_trainer.data.prepare import Part, parts_of, predict_part, set_aside
+from finetune_trainer.data.prepare import Part, parts_of, predict_part, split_validation
 from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.metric_names import refuse_unknown_metrics
@@ -78,7 +78,7 @@ def _check_place(job: TrainerJob, found: _Findings) -> None:
     source = job.dataset
     if source is not None:
         found.of(lambda: source_of(source, "dataset").names())
-    found.notes.append("training.script reads the data by itself: columns and labels are not checked.")
+    found.notes.append("training.script reads the data itself: columns and labels are not checked.")
 
 
 class _Findings:
@@ -106,7 +106,7 @@ class _Findings:
             if doubtful and not known:
                 return
             if doubtful and partial:
-                self.notes.append(f"Of the rows that were read: {error.message} {error.hint}")
+                self.notes.append(f"In the rows that were read: {error.message} {error.hint}")
             elif all(problem.message != error.message for problem in self.problems):
                 self.problems.append(classify(error))
 
@@ -215,7 +215,7 @@ def _check_labels(
         refuse_unknown_metrics(job, task.metrics[targets.labels.form])
     if trains and "validation" not in raw and "train" in raw and not raw["train"].partial:
         with found.collected():
-            set_aside(raw["train"], job.seed)
+            split_validation(raw["train"], job.seed)
     return counts
 
 

@@ -100,8 +100,8 @@ def broken_order(path: Path, why: object) -> StageError:
     return StageError(
         FailureClass.STORAGE_LOST,
         "BrokenOrder",
-        f"{path} is broken, or was not written by a pod of this job: {why}",
-        "Find out who else writes to the job's folder; the next attempt writes the file again.",
+        f"{path} is damaged, or was not written by a pod of this job: {why}",
+        "Check for other processes that write to the job's folder; the next attempt rewrites the file.",
     )
 
 
@@ -219,7 +219,7 @@ def _numbers(stored: StoredNumbers) -> NDArray[Any]:
     if min(stored.shape) < 0 or len(content) != math.prod(stored.shape) * np.dtype(stored.type).itemsize:
         raise ValueError(f"an array of shape {stored.shape} has {len(content)} bytes")
     if stored.type == "bool" and content.strip(b"\0\1"):
-        raise ValueError("an array of truth values has others than 0 and 1")
+        raise ValueError("a boolean array has values other than 0 and 1")
     return np.frombuffer(content, stored.type).reshape(stored.shape).copy()
 
 

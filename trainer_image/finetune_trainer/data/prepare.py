@@ -125,9 +125,9 @@ def _prepared(
         raise StageError(
             FailureClass.CONFIG,
             "PodsMissing",
-            f"preparation.engine is {job.preparation.engine!r}, and {'no' if leader is None else 'the'} pods of an "
-            "Indexed Job are here to prepare.",
-            "Set it to auto, or run stage prepare by launch --with index.",
+            f"preparation.engine is {job.preparation.engine!r}, and the stage runs "
+            f"{'outside' if leader is None else 'in'} the pods of an Indexed Job.",
+            "Set it to auto, or run stage prepare with launch --with index.",
         )
     paths.root.mkdir(parents=True, exist_ok=True)
     with locked(paths.root / ".prepare.lock"):
@@ -199,8 +199,8 @@ def _move(temporary: Path, place: Path) -> None:
     """Move the folder into place. A folder cannot replace another in one step; the old one is renamed first."""
     (temporary / COMPLETION_MARKER).write_text("", encoding="utf-8")
     if place.exists():
-        with temporary_folder(place.parent, _TEMPORARY) as aside:
-            place.replace(aside / "old")
+        with temporary_folder(place.parent, _TEMPORARY) as scratch:
+            place.replace(scratch / "old")
             temporary.replace(place)
     else:
         temporary.replace(place)
@@ -244,8 +244,8 @@ def labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig)
         raise StageError(
             FailureClass.MODEL,
             "NoHead",
-            f"Nothing trains (training is not set), and model.uri {job.model.uri!r} has no head for {job.task}.",
-            "Set training: {}, or name a model that was trained for this task.",
+            f"training is not set, and model.uri {job.model.uri!r} has no head for {job.task}.",
+            "Set training: {}, or use a model that was trained for this task.",
         )
     return labels
 
@@ -260,7 +260,7 @@ def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, P
         raise StageError(
             FailureClass.CONFIG,
             "MissingSetting",
-            "The job names no data set.",
+            "The job has no dataset.",
             "Set dataset.uri or predict.dataset.uri.",
         )
     copies, copy_needs = _repeated(job.predict)
@@ -343,12 +343,12 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:
         return rows, targets, notes, False
-    train, validation = set_aside(raw["train"], order.job.seed)
+    train, validation = split_validation(raw["train"], order.job.seed)
     rows["train"], rows["validation"] = (_only(rows["train"], index) for index in (train, validation))
     return rows, targets, notes, True
 
 
-def set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_validation(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return train without, and validation of, a seeded share of its rows, both in the file's order. Raise StageError
     DATA `EmptySplit` for a single row.
     """
@@ -357,9 +357,9 @@ def set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np
         raise StageError(
             FailureClass.DATA,
             "EmptySplit",
-            f"Split {train.name} ({train.origin}) has {count} row, "
-            "and there is no validation split that would leave it whole.",
-            "Give it more rows, or a validation split.",
+            f"Split {train.name} ({train.origin}) has {count} row, too few to take validation rows from, and there is "
+            "no validation split.",
+            "Add rows, or a validation split.",
         )
     chosen = np.zeros(count, bool)
     chosen[np.random.default_rng(seed).permutation(count)[: max(1, round(count * _VALIDATION_SHARE))]] = True
@@ -407,9 +407,9 @@ def _write(
             raise StageError(
                 FailureClass.DATA,
                 "NothingToLearn",
-                f"Split {parts[role].source.name} has {made[role].rows} rows, and the tokenizer leaves nothing in "
-                "them to learn from or to measure.",
-                "Give the split rows with text that the model's tokenizer knows.",
+                f"Split {parts[role].source.name} has {made[role].rows} rows, and after tokenization none has a token "
+                "to learn from or to evaluate.",
+                "Add rows with text that the model's tokenizer can encode.",
             )
     facts = DataFacts(
         fingerprint=order.fingerprint,
@@ -434,7 +434,7 @@ def _cut_notes(made: Mapping[str, ShardFacts], max_length: int) -> Iterator[str]
     for role, found in made.items():
         if found.truncated:
             share = f"{found.truncated:,} of {found.rows:,} rows of {role} ({100 * found.truncated / found.rows:.1f} %)"
-            yield f"{share} are longer than {max_length} tokens and lose text; preparation.maxLength sets the length."
+            yield f"{share} exceed {max_length} tokens and are truncated; preparation.maxLength sets the limit."
 
 
 def _written(

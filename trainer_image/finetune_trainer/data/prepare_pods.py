@@ -58,7 +58,7 @@ _FACTS = TypeAdapter(ShardFacts)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-class Word(Message):
+class LeaderStatus(Message):
     """Message of pod 0 to the others."""
 
     attempt: str
@@ -70,7 +70,7 @@ class Word(Message):
     failure: FailureReport | None = None
 
 
-class Told(Message):
+class FollowerStatus(Message):
     """Message of another pod to pod 0, beside the facts of its shards."""
 
     rows: int
@@ -96,7 +96,7 @@ class Pod:
             raise StageError(
                 FailureClass.WORLD_SIZE,
                 "WorldSizeMismatch",
-                f"{world.size} pods prepare, the plan counts on {job.preparation.pods}.",
+                f"{world.size} pods run stage prepare, and the plan has {job.preparation.pods}.",
                 "Run the stage as an Indexed Job with preparation.workers completions, or set preparation.engine to "
                 "auto.",
             )
@@ -106,8 +106,8 @@ class Pod:
                 FailureClass.CONFIG,
                 "AttemptMissing",
                 f"{world.size} pods prepare together and {ENV_ATTEMPT} is not set, so they cannot tell each other's "
-                "word from that of an earlier attempt.",
-                "Set it to the same text in all of them, and to another one in each attempt.",
+                "files from those of an earlier attempt.",
+                "Set it to the same value in all pods, and to a new value for each attempt.",
             )
         return cls(world.rank, world.size, attempt, paths.root)
 
@@ -120,21 +120,21 @@ class Pod:
         """Path of pod 0's message."""
         return self.root / "state" / "prepare.pods.json"
 
-    def word(self) -> Word | None:
+    def leader_status(self) -> LeaderStatus | None:
         """Return the message of pod 0 of this attempt; None: nothing yet."""
         try:
-            word = Word.model_validate_json(self.place.read_bytes())
+            leader_status = LeaderStatus.model_validate_json(self.place.read_bytes())
         except (OSError, ValidationError):
             return None
-        return word if word.attempt == self.attempt else None
+        return leader_status if leader_status.attempt == self.attempt else None
 
     def lost(self, index: int, failure: FailureReport) -> StageError:
         """Return the error of a pod that ends because another one has failed; it is never taken for the cause."""
         return StageError(
             FailureClass.COLLECTIVE,
             "PodFailed",
-            f"Pod {index} of the {self.count} that prepare has failed ({failure.reason}): {failure.message}",
-            f"The first cause is in the report of pod {index}.",
+            f"Pod {index} of {self.count} of stage prepare failed ({failure.reason}): {failure.message}",
+            f"See the report of pod {index} for the first cause.",
         )
 
 
@@ -142,7 +142,7 @@ def _order_name(index: int) -> str:
     return f"order-{index}.json"
 
 
-def _told_name(index: int) -> str:
+def _follower_status_name(index: int) -> str:
     return f"pod-{index}.json"
 
 
@@ -165,13 +165,13 @@ class Leader:
 
     def __init__(self, pod: Pod) -> None:
         self._pod = pod
-        self._word = Word(attempt=pod.attempt, state="reading")
+        self._status = LeaderStatus(attempt=pod.attempt, state="reading")
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="beat", daemon=True)
 
     def __enter__(self) -> Leader:
-        self._tell()
+        self._publish()
         self._thread.start()
         return self
 
@@ -181,22 +181,22 @@ class Leader:
         self._over.set()
         self._thread.join()
         if error is None:
-            self._tell(state="done", orders=None)
+            self._publish(state="done", orders=None)
         else:
             with suppress(OSError):  # the error itself has the details, and the others will miss the heartbeat
-                self._tell(state="failed", orders=None, failure=classify(error))
+                self._publish(state="failed", orders=None, failure=classify(error))
 
-    def _tell(self, **changes: object) -> None:
+    def _publish(self, **changes: object) -> None:
         with self._lock:
-            self._word = self._word.model_copy(update={"beat": self._word.beat + 1, **changes})
-            write_atomically(self._pod.place, self._word.to_json())
+            self._status = self._status.model_copy(update={"beat": self._status.beat + 1, **changes})
+            write_atomically(self._pod.place, self._status.to_json())
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
             try:
-                self._tell()
+                self._publish()
             except OSError as error:
-                log.warning("The other pods cannot be told that this one lives: %s", error)
+                log.warning("The heartbeat for the other pods cannot be written: %s", error)
 
     def write(
         self,
@@ -216,7 +216,7 @@ class Leader:
         for index in range(1, count):
             own = {number: shards[number] for number in range(index, len(shards), count)}
             write_atomically(place / _order_name(index), pod_order(recipe, own, kept), folder=False)
-        self._tell(state="ordered", orders=str(place.relative_to(self._pod.root)))
+        self._publish(state="ordered", orders=str(place.relative_to(self._pod.root)))
         found = _Collection(self._pod, place, shards, progressed)
         for number in range(0, len(shards), count):
             found.add(number, _write(place, number, shards[number], encoder, found.while_writing))
@@ -225,7 +225,7 @@ class Leader:
             if not silent:
                 time.sleep(POLL_SECONDS)
                 continue
-            log.warning("Pod %d of %d is silent; pod 0 writes shard %d itself.", number % count, count, number)
+            log.warning("Pod %d of %d sends no heartbeat; pod 0 writes shard %d itself.", number % count, count, number)
             found.add(number, _write(place, number, shards[number], encoder, lambda _rows: None))
             progressed(len(shards[number].rows.index))
         for number, shard in enumerate(shards):
@@ -244,9 +244,9 @@ class _Collection:
         self._place = place
         self._shards = shards
         self._progressed = progressed
-        self._said: dict[int, Told] = {}
+        self._statuses: dict[int, FollowerStatus] = {}
         self._looked = time.monotonic()
-        self._heard = dict.fromkeys(range(1, pod.count), self._looked)
+        self._last_seen = dict.fromkeys(range(1, pod.count), self._looked)
 
     def add(self, number: int, facts: ShardFacts) -> None:
         """Add a shard that this pod has written."""
@@ -262,7 +262,7 @@ class _Collection:
         self._look()
         count, silent = self._pod.count, time.monotonic() - SILENT_SECONDS
         missing = [
-            (number, self._heard.get(number % count, 0.0) < silent)
+            (number, self._last_seen.get(number % count, 0.0) < silent)
             for number in range(len(self._shards))
             if number not in self.facts
         ]
@@ -274,9 +274,9 @@ class _Collection:
             return
         self._looked = time.monotonic()
         names = {path.name for path in self._place.iterdir()}
-        for index in self._heard:
-            if _told_name(index) in names:
-                self._hear(index)
+        for index in self._last_seen:
+            if _follower_status_name(index) in names:
+                self._read_status(index)
         for number, shard in enumerate(self._shards):
             if number not in self.facts and _facts_name(number) in names:
                 path = self._place / _facts_name(number)
@@ -284,19 +284,19 @@ class _Collection:
                     self.facts[number] = _FACTS.validate_json(path.read_bytes())
                 except ValidationError as error:
                     raise broken_order(path, error) from error
-                self._heard[number % self._pod.count] = self._looked
+                self._last_seen[number % self._pod.count] = self._looked
                 self._progressed(len(shard.rows.index))
 
-    def _hear(self, index: int) -> None:
-        path = self._place / _told_name(index)
+    def _read_status(self, index: int) -> None:
+        path = self._place / _follower_status_name(index)
         try:
-            told = Told.model_validate_json(path.read_bytes())
+            status = FollowerStatus.model_validate_json(path.read_bytes())
         except ValidationError as error:
             raise broken_order(path, error) from error
-        if told.failure is not None:
-            raise self._pod.lost(index, told.failure)
-        if told != self._said.get(index):
-            self._said[index], self._heard[index] = told, self._looked
+        if status.failure is not None:
+            raise self._pod.lost(index, status.failure)
+        if status != self._statuses.get(index):
+            self._statuses[index], self._last_seen[index] = status, self._looked
 
 
 # ---------------------------------------------------------------------------------------------------------- the others
@@ -311,36 +311,36 @@ def follow(pod: Pod, job: TrainerJob, finished: Callable[[], bool], progress: Pr
     place = _orders(pod, finished)
     if place is None:
         return 0
-    told = _Telling(place / _told_name(pod.index), progress)
+    reporter = _FollowerReporter(place / _follower_status_name(pod.index), progress)
     try:
-        return _obey(pod, job, place, told)
+        return _obey(pod, job, place, reporter)
     except BaseException as error:
         # Path.exists raises where a folder was deleted from a share (ESTALE).
         if isinstance(error, OSError) and not os.path.exists(place) and _led_to_an_end(pod):  # noqa: PTH110
-            return told.rows
+            return reporter.rows
         with suppress(OSError):
-            told.failed(classify(error))
+            reporter.failed(classify(error))
         raise
 
 
 def _orders(pod: Pod, finished: Callable[[], bool]) -> Path | None:
     """Wait for the folder of the orders; None: there is nothing left to do."""
-    heard, beat = time.monotonic(), None
+    last_seen, beat = time.monotonic(), None
     while True:
-        word = pod.word()
-        if word is None and finished():
+        status = pod.leader_status()
+        if status is None and finished():
             return None
-        if word is not None:
-            if word.failure is not None:
-                raise pod.lost(0, word.failure)
-            if word.state == "done":
+        if status is not None:
+            if status.failure is not None:
+                raise pod.lost(0, status.failure)
+            if status.state == "done":
                 return None
-            if word.orders is not None:
-                return pod.root / word.orders
-            if word.beat != beat:
-                heard, beat = time.monotonic(), word.beat
+            if status.orders is not None:
+                return pod.root / status.orders
+            if status.beat != beat:
+                last_seen, beat = time.monotonic(), status.beat
         patience = START_SECONDS if beat is None else SILENT_SECONDS
-        if time.monotonic() - heard > patience:
+        if time.monotonic() - last_seen > patience:
             raise _silent(pod, patience)
         time.sleep(POLL_SECONDS)
 
@@ -349,27 +349,26 @@ def _silent(pod: Pod, seconds: float) -> StageError:
     return StageError(
         FailureClass.COLLECTIVE,
         "LeaderSilent",
-        f"Pod 0 of the {pod.count} that prepare, which reads the data, gave no sign of life in {pod.place} for "
-        f"{seconds:g} s.",
-        "Look at why that pod does not run; all pods have to run at the same time, and to see the same files.",
+        f"Pod 0 of {pod.count}, which reads the data, wrote no heartbeat to {pod.place} for {seconds:g} s.",
+        "Check why that pod does not run; all pods must run at the same time and share their files.",
     )
 
 
-def _obey(pod: Pod, job: TrainerJob, place: Path, told: _Telling) -> int:
+def _obey(pod: Pod, job: TrainerJob, place: Path, reporter: _FollowerReporter) -> int:
     """Write the ordered shards that do not exist yet."""
     path = place / _order_name(pod.index)
     order = read_pod_order(path)
     recipe = Recipe(_of_revision(job, order, path), order.max_length, order.stride, order.model_type)
     shards = read_shards(path, order, RowFolder(place.parent))
-    told.total = sum(len(shard.rows.index) for shard in shards.values())
+    reporter.total = sum(len(shard.rows.index) for shard in shards.values())
     encoder: Encoder | None = None
     for number, shard in shards.items():
         if (place / _facts_name(number)).exists():
             continue  # pod 0 has given up on this pod
-        told.living()
+        reporter.living()
         encoder = encoder or recipe.encoder()
-        _write(place, number, shard, encoder, told.written)
-    return told.rows
+        _write(place, number, shard, encoder, reporter.written)
+    return reporter.rows
 
 
 def _of_revision(job: TrainerJob, order: PodOrder, path: Path) -> TrainerJob:
@@ -387,7 +386,7 @@ def _of_revision(job: TrainerJob, order: PodOrder, path: Path) -> TrainerJob:
     return job.model_copy(update={"model": job.model.model_copy(update={"revision": revision})})
 
 
-class _Telling:
+class _FollowerReporter:
     """Reports the number of written rows to pod 0 at intervals; these reports are the pod's only heartbeat."""
 
     def __init__(self, path: Path, progress: ProgressSink) -> None:
@@ -400,7 +399,7 @@ class _Telling:
         """Send a report if it is due."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + BEAT_SECONDS
-            self._tell(Told(rows=self.rows))
+            self._publish(FollowerStatus(rows=self.rows))
 
     def written(self, rows: int) -> None:
         """Count further written rows."""
@@ -410,10 +409,10 @@ class _Telling:
 
     def failed(self, failure: FailureReport) -> None:
         """Report a failure."""
-        self._tell(Told(rows=self.rows, failure=failure))
+        self._publish(FollowerStatus(rows=self.rows, failure=failure))
 
-    def _tell(self, told: Told) -> None:
-        write_atomically(self._path, told.to_json(), folder=False)
+    def _publish(self, status: FollowerStatus) -> None:
+        write_atomically(self._path, status.to_json(), folder=False)
 
 
 def _led_to_an_end(pod: Pod) -> bool:
@@ -422,10 +421,10 @@ def _led_to_an_end(pod: Pod) -> bool:
     """
     until = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < until:
-        word = pod.word()
-        if word is not None and word.failure is not None:
-            raise pod.lost(0, word.failure)
-        if word is not None and word.state == "done":
+        status = pod.leader_status()
+        if status is not None and status.failure is not None:
+            raise pod.lost(0, status.failure)
+        if status is not None and status.state == "done":
             return True
         time.sleep(POLL_SECONDS)
     return False

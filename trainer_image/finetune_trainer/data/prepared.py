@@ -161,7 +161,7 @@ class PreparedData:
             raise StageError(
                 FailureClass.DATA,
                 "NotPrepared",
-                f"{paths.prepared} holds no prepared data.",
+                f"There are no prepared data in {paths.prepared}.",
                 "Run the stage prepare first.",
             )
         try:

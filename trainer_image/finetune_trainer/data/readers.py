@@ -151,8 +151,8 @@ def as_column(file: RawFile, name: str, values: list[object], lines: Sequence[in
         raise StageError(
             FailureClass.DATA,
             "MixedTypes",
-            f"{file.name}: column {name!r} cannot become one type: {error}",
-            "Give all rows one type.",
+            f"{file.name}: the values of column {name!r} have no common type: {error}",
+            "Use one type in all rows.",
         ) from error
 
 
@@ -164,7 +164,7 @@ def _refuse_mixed(file: RawFile, name: str, values: list[object], lines: Sequenc
         "MixedTypes",
         f"{file.name}, line {lines[other]}: column {name!r} is {_short(values[other])}, a {_kind(values[other])}, "
         f"where line {lines[first]} has a {_kind(values[first])}.",
-        "Give all rows of the column one type.",
+        "Use one type in all rows of the column.",
     )
 
 
@@ -191,7 +191,7 @@ def _short(value: object) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
@@ -268,8 +268,8 @@ def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[ReadRow | Rejected
         raise StageError(
             FailureClass.DATA,
             "ArrayTooLong",
-            f"{file.name} is one JSON array of more than {_size(ARRAY_BYTES)}, which would have to be read whole.",
-            "Write it as JSON Lines: one object a line, without brackets and commas around them.",
+            f"{file.name} is one JSON array of more than {_size(ARRAY_BYTES)}, which must be read at once.",
+            "Write it as JSON Lines: one object per line, without brackets and commas around them.",
         )
     try:
         rows = _DECODER.decode(content.decode("utf-8-sig").strip())
@@ -297,7 +297,7 @@ def _separated(
         csv.field_size_limit(sys.maxsize)
         delimiter = _delimiter(file, usual, wanted)
         if delimiter != usual:
-            notes.append(f"{file.name}: {_DELIMITERS[delimiter]} separate the columns, and it is read so.")
+            notes.append(f"{file.name}: read with {_DELIMITERS[delimiter]} as separators of columns.")
         records = _Records(file, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
         reader = csv.reader(records, delimiter=delimiter, strict=True)
         try:
@@ -386,9 +386,9 @@ def _no_header(file: RawFile, header: Sequence[str], delimiter: str, wanted: Seq
     return StageError(
         FailureClass.DATA,
         "NoHeader",
-        f"{file.name}, line 1: {_excerpt(delimiter.join(header).encode())} looks like a row, and the first line has to "
-        f"name the columns.",
-        f"Put a line before it that names its {len(header)} columns, such as {names!r}.",
+        f"{file.name}, line 1: {_excerpt(delimiter.join(header).encode())} looks like a row, and the first line must "
+        "name the columns.",
+        f"Add a first line with the names of its {len(header)} columns, such as {names!r}.",
     )
 
 
@@ -442,7 +442,8 @@ def _encoding_error(file: RawFile, number: int, line: bytes, at: int, utf8: bool
         FailureClass.DATA,
         "CorruptLine",
         f"{file.name}, line {number}: {why}. Read as Windows-1252 (Latin-1), it is {shown!r}.",
-        f"If that is right, convert the file: {_conversion(file, 'WINDOWS-1252')}. If not, name its encoding there.",
+        f"If that is right, convert the file: {_conversion(file, 'WINDOWS-1252')}. If not, use its encoding in that "
+        "command.",
     )
 
 
@@ -457,9 +458,9 @@ def _refuse_other_content(file: RawFile) -> None:
     """Raise StageError DATA for a text file that begins like files of other kinds or in other encodings."""
     with _decompressed(file) as stream:
         start = stream.read(_START_BYTES)
-    for mark, (what, hint) in _OTHER_CONTENT.items():
+    for mark, (kind, hint) in _OTHER_CONTENT.items():
         if start.startswith(mark):
-            raise StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {what}, not text.", hint)
+            raise StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {kind}, not text.", hint)
     encoding = next((name for mark, name in _ENCODING_MARKS.items() if start.startswith(mark)), None)
     if encoding is None and start.count(0) * 4 > len(start):
         encoding = "UTF-16LE" if start[1::2].count(0) > start[::2].count(0) else "UTF-16BE"
@@ -467,7 +468,7 @@ def _refuse_other_content(file: RawFile) -> None:
         raise StageError(
             FailureClass.DATA,
             "OtherEncoding",
-            f"{file.name} is written in {encoding}; files of text have to be UTF-8.",
+            f"{file.name} is written in {encoding}; text files must be UTF-8.",
             f"Convert it: {_conversion(file, encoding)}. Excel writes UTF-8 as 'CSV UTF-8'.",
         )
 
@@ -475,12 +476,12 @@ def _refuse_other_content(file: RawFile) -> None:
 _START_BYTES = 1024
 _BOM = b"\xef\xbb\xbf"
 _ENCODING_MARKS = {b"\xff\xfe\x00\x00": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-_EXCEL = "Save its sheet as 'CSV UTF-8', and name that file."
+_EXCEL = "Save its sheet as 'CSV UTF-8', and use that file."
 _OTHER_CONTENT = {
     b"PK\x03\x04": ("an Excel workbook or another zip archive", _EXCEL),
     b"\xd0\xcf\x11\xe0": ("an old Excel workbook", _EXCEL),
-    b"PAR1": ("Parquet", "Give its name the ending .parquet."),
-    b"ARROW1": ("an Arrow file", "Give its name the ending .arrow."),
+    b"PAR1": ("Parquet", "Rename it to end in .parquet."),
+    b"ARROW1": ("an Arrow file", "Rename it to end in .arrow."),
     b"\x1f\x8b": ("compressed", "Add .gz to its name."),
     b"(\xb5/\xfd": ("compressed", "Add .zst to its name."),
     b"BZh": ("compressed", "Add .bz2 to its name."),
@@ -666,7 +667,7 @@ def _read_arrow(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> 
 def _column_names(file: RawFile, schema: pa.Schema) -> list[str]:
     names: list[str] = schema.names
     if len(set(names)) < len(names):
-        raise unreadable(file, f"it names a column twice: {', '.join(names)}.")
+        raise unreadable(file, f"it has a column twice: {', '.join(names)}.")
     return names
 
 

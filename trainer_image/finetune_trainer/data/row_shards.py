@@ -60,8 +60,8 @@ _ROWS = 4096
 
 
 @dataclass(frozen=True)
-class AsideRow:
-    """A row that was set aside."""
+class BadRow:
+    """A row that was excluded, with the reason."""
 
     number: int
     """Index in the shard."""
@@ -85,7 +85,7 @@ class ShardRows:
     """Wanted columns of some of these rows. Raises StageError DATA where a column has several types."""
     lines: NDArray[np.int64] | None = None
     """Last line in the shard of each of these rows, from 1."""
-    aside: tuple[AsideRow, ...] = ()
+    bad_rows: tuple[BadRow, ...] = ()
     last_line: int = 0
     """Number of lines of the shard, up to its last row."""
 
@@ -160,7 +160,7 @@ def row_source(split: SplitSource, needs: Sequence[ColumnNeed]) -> RowSource:
         return FileRows(split, tuple(needs))
     if isinstance(split, HubSplit):
         return HubRows(split, tuple(needs))
-    raise TypeError(f"no rows can be taken from a {type(split).__name__}")
+    raise TypeError(f"rows of a {type(split).__name__} cannot be read")
 
 
 def most_of(
@@ -191,7 +191,7 @@ def most_of(
 def no_rows(source: RowSource) -> StageError:
     """Return the error for a data set without rows to predict."""
     return StageError(
-        FailureClass.DATA, "EmptySplit", f"{source.origin} has no rows.", "Give it rows, or leave predict out."
+        FailureClass.DATA, "EmptySplit", f"{source.origin} has no rows.", "Add rows, or leave predict out."
     )
 
 
@@ -209,8 +209,8 @@ def check_first_rows(source: RowSource, check: Callable[[RawSplit], None]) -> No
         first = next(iter(refused.values()), None)
         raise first or StageError(
             FailureClass.DATA,
-            rows.aside[0].reason,
-            f"{source.origin}, line {rows.aside[0].line}: {rows.aside[0].message}",
+            rows.bad_rows[0].reason,
+            f"{source.origin}, line {rows.bad_rows[0].line}: {rows.bad_rows[0].message}",
             "Correct the data; none of the first rows can be read.",
         )
 
@@ -385,13 +385,13 @@ class _FileShards:
         values: list[dict[str, object]] = []
         numbers: list[int] = []
         lines: list[int] = []
-        aside: list[AsideRow] = []
+        bad_rows: list[BadRow] = []
         seen: dict[str, None] = {}
         count = line = 0
         for count, row in enumerate(rows, start=1):
             if isinstance(row, Rejected):
                 line = row.line
-                aside.append(AsideRow(count - 1, "CorruptLine", row.why, row.content, line))
+                bad_rows.append(BadRow(count - 1, "CorruptLine", row.why, row.content, line))
                 continue
             line = row[0]
             seen.update(dict.fromkeys(row[1]))
@@ -409,7 +409,7 @@ class _FileShards:
             )
 
         return ShardRows(
-            count, np.asarray(numbers, np.int64), table_of, np.asarray(lines, np.int64), tuple(aside), line
+            count, np.asarray(numbers, np.int64), table_of, np.asarray(lines, np.int64), tuple(bad_rows), line
         )
 
     # ------------------------------------------------------------------------------------------------------- columns

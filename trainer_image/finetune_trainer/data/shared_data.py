@@ -76,7 +76,7 @@ class SharedData:
                 stack.enter_context(_alone(entry.folder))
                 usable = True
             except OSError as error:
-                log.warning("Prepared data cannot be shared with other jobs by way of %s: %s", self.folder, error)
+                log.warning("Prepared data cannot be shared with other jobs in %s: %s", self.folder, error)
                 usable = False
             yield entry if usable else None
 
@@ -86,7 +86,7 @@ class SharedData:
             entry = Entry(folder)
             unused = folder != wanted and folder.is_dir() and entry.used() < since
             if unused and discard(folder, self.folder, _TEMPORARY):
-                log.info("No job had taken %s for %d days; it is removed.", folder, KEPT_SECONDS // 86400)
+                log.info("Removing %s: no job has used it for %d days.", folder, KEPT_SECONDS // 86400)
 
 
 @contextmanager
@@ -95,11 +95,17 @@ def _alone(folder: Path) -> Iterator[None]:
     file = folder / "lock"
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(file, lambda: log.info("Another job prepares the same data: waiting for it.")))
+            stack.enter_context(
+                locked(file, lambda: log.info("Another job is preparing the same data: waiting for it."))
+            )
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise
-            log.info("%s has no locks (%s): jobs that begin at once may prepare the same data twice.", folder, error)
+            log.info(
+                "%s does not support locks (%s): jobs that start at the same time may prepare the same data twice.",
+                folder,
+                error,
+            )
         yield
 
 
@@ -137,13 +143,13 @@ class Entry:
         except FileNotFoundError as error:
             return self._throw_away(f"{error.filename} is missing")
         except OSError as error:
-            log.warning("Prepared data of another job cannot be taken from %s: %s", data, error)
+            log.warning("Prepared data of another job cannot be read from %s: %s", data, error)
             return False
-        log.info("Taken from %s, where another job had prepared the same data.", data)
+        log.info("Using the data in %s, which another job has prepared.", data)
         return True
 
     def _throw_away(self, why: str) -> bool:
-        log.warning("%s is damaged: %s. It is removed, and the data are prepared again.", self.folder, why)
+        log.warning("%s is damaged: %s. Removing it and preparing the data again.", self.folder, why)
         discard(self.folder / _DATA, self.folder, _TEMPORARY)
         return False
 
@@ -160,7 +166,7 @@ class Entry:
                 temporary.rename(self.folder / _DATA)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process without a lock was earlier
-                log.warning("What was prepared cannot be kept in %s for other jobs: %s", self.folder, error)
+                log.warning("Prepared data cannot be stored in %s for other jobs: %s", self.folder, error)
 
 
 def _link_all(source: Path, target: Path, names: Mapping[str, FileEntry]) -> None:

@@ -174,7 +174,7 @@ def predict_split(source: DataSource, setting: str = "predict.dataset") -> Split
 
 def _split_not_found(source: DataSource, setting: str, role: str, name: str | None, names: Sequence[str]) -> StageError:
     there = ", ".join(names) or "no data files"
-    asked = (
+    problem = (
         f"{setting}.splits.{role} is {name!r}"
         if name
         else f"{setting}.splits.{role} is not set and there is no split {role!r}"
@@ -182,8 +182,8 @@ def _split_not_found(source: DataSource, setting: str, role: str, name: str | No
     return StageError(
         FailureClass.DATA,
         "SplitNotFound",
-        f"{asked}: {source.uri} has {there}.",
-        f"Set {setting}.splits.{role} to one of them. Files are read with the endings {ENDINGS}.",
+        f"{problem}: {source.uri} has {there}.",
+        f"Set {setting}.splits.{role} to one of them. Supported file endings: {ENDINGS}.",
     )
 
 
@@ -205,7 +205,7 @@ def _empty(split: str, origin: str) -> StageError:
         FailureClass.DATA,
         "EmptySplit",
         f"Split {split} ({origin}) has no rows.",
-        "Give it rows, or leave the split out.",
+        "Add rows, or leave the split out.",
     )
 
 
@@ -244,9 +244,9 @@ class FsFile:
         """Return name, size and the fields that the file system changes on a write: a digest of the content without
         reading it.
         """
-        told = self.filesystem.info(self.name)
-        changes = [told[key] for key in _VERSION_KEYS if told.get(key) is not None]
-        return f"{self.name} {told.get('size')} {' '.join(map(str, changes))}"
+        info = self.filesystem.info(self.name)
+        changes = [info[key] for key in _VERSION_KEYS if info.get(key) is not None]
+        return f"{self.name} {info.get('size')} {' '.join(map(str, changes))}"
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class FileSplit:
                 check_columns(self.name, file.name, list(seen), needs)
                 has.update(seen)
                 if of_file:
-                    with _one_type(f"{file.name}: a column changes its type"):
+                    with _one_type(f"{file.name}: the type of a column changes"):
                         schemas.append(pa.unify_schemas(of_file, promote_options="permissive"))
             if not spool.rows:
                 raise _empty(self.name, self.origin)
@@ -314,7 +314,7 @@ def _one_type(otherwise: str) -> Iterator[None]:
         yield
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise StageError(
-            FailureClass.DATA, "MixedTypes", f"{otherwise}: {error}", "Give all rows of the column one type."
+            FailureClass.DATA, "MixedTypes", f"{otherwise}: {error}", "Use one type in all rows of the column."
         ) from error
 
 
@@ -336,7 +336,7 @@ class FileSource:
                 "AmbiguousSplit",
                 f"{self.setting}.uri {self.uri} has split {name} more than once: "
                 f"{', '.join(file.name for file in exact)}.",
-                "Keep one of them, or name one file by the URI.",
+                "Keep one of them, or set the URI to one file.",
             )
         files = exact or tuple(file for file in self.files if file.stem.startswith(f"{name}-"))
         return FileSplit(name, files) if files else None
@@ -390,8 +390,8 @@ def _filesystem(uri: Uri, setting: str) -> tuple[Any, str]:
         raise StageError(
             FailureClass.CONFIG,
             "SchemeNotSupported",
-            f"{setting}.uri is {uri.text!r}; the trainer reads data by hf, file, pkg, {', '.join(_REMOTE)}.",
-            "Use one of these schemes.",
+            f"{setting}.uri is {uri.text!r}; supported schemes are hf, file, pkg, {', '.join(_REMOTE)}.",
+            "Use one of them.",
         )
     try:
         return fsspec.filesystem(uri.scheme), uri.rest

@@ -28,7 +28,7 @@ from finetune_trainer.data.orders import (
 )
 from finetune_trainer.data.shards import Encoder, Recipe, Shard, ShardFacts
 from finetune_trainer.failures import StageError
-from finetune_trainer.spark_session import Asked, spark_session
+from finetune_trainer.spark_session import SparkRequest, spark_session
 
 _COLUMNS = "number long, value binary"
 
@@ -47,14 +47,14 @@ def write_by_spark(
     `SparkMissing` without pyspark or Java; those of the task as they are.
     """
     kept = RowFolder(scratch)
-    asked = Asked(
+    request = SparkRequest(
         "finetune-prepare",
         "preparation.engine",
         "set preparation.engine to auto",
         f"local[{partitions}]",
         {"spark.sql.execution.arrow.maxRecordsPerBatch": "1"},
     )
-    with spark_session(asked) as session:
+    with spark_session(request) as session:
         orders = [(number, shard_text(shard, kept)) for number, shard in enumerate(shards)]
         cut = [orders[start::partitions] for start in range(partitions)]
         rows = session.sparkContext.parallelize(cut, partitions).flatMap(lambda part: part)

@@ -20,7 +20,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import FeatureSet, PreparedData, PreparedSplit
-from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardKey, ShardRows, most_of
+from finetune_trainer.data.row_shards import BadRow, RowShard, ShardKey, ShardRows, most_of
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
@@ -40,7 +40,7 @@ ROW = "row"
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedColumns:
     """Columns to read from the data."""
 
     columns: Columns
@@ -56,7 +56,7 @@ class ShardAnswers:
 
     table: pa.Table
     """Columns: `row` (index in the shard), copied ones, and those of the task."""
-    aside: tuple[AsideRow, ...]
+    bad_rows: tuple[BadRow, ...]
     truncated: int
     """Number of truncated rows."""
 
@@ -70,7 +70,7 @@ class Answerer:
     model: PreTrainedModel
     labels: Labels
     means: Means
-    asked: Asked
+    requested: RequestedColumns
     forward: ForwardPass | None = None
     """Forward pass that replaces the model's; None: the model's own."""
     settled: bool = False
@@ -80,24 +80,24 @@ class Answerer:
         """Return predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` if rows
         that are readable one by one have no common type.
         """
-        aside: dict[int, StageError] = {}
+        failures: dict[int, StageError] = {}
 
-        inputs = self.encoder.task.inputs(self.asked.columns)
+        inputs = self.encoder.task.inputs(self.requested.columns)
 
         def encoded_of(chosen: Sequence[int]) -> tuple[pa.Table, FeatureSet, int]:
             table = rows.checked(chosen, self._check)
             features, truncated = self.encoder.features(table, inputs)
             return table, features, truncated
 
-        kept, found = most_of(list(range(len(rows.numbers))), encoded_of, aside)
-        told = [_aside(rows, at, error) for at, error in aside.items()]
-        every = tuple(sorted((*rows.aside, *told), key=lambda row: row.number))
+        kept, found = most_of(list(range(len(rows.numbers))), encoded_of, failures)
+        failed = [_bad_row(rows, at, error) for at, error in failures.items()]
+        every = tuple(sorted((*rows.bad_rows, *failed), key=lambda row: row.number))
         if found is None:
             return ShardAnswers(pa.table({}), every, 0)
         table, features, truncated = found
         answered = self.predicted(shard.key, self.split(table, features, inputs), progress)
         numbers = pa.array(rows.numbers[np.asarray(kept)])
-        copies = {name: table[column] for name, column in self.asked.copies.items() if column in table.column_names}
+        copies = {name: table[column] for name, column in self.requested.copies.items() if column in table.column_names}
         own = dict(zip(answered.column_names, answered.columns, strict=True))
         return ShardAnswers(pa.table({ROW: numbers, **copies, **own}), every, truncated)
 
@@ -105,13 +105,13 @@ class Answerer:
         return self.encoder.features(table.take(pa.array(rows, pa.int64())), inputs)[0]
 
     def _check(self, split: RawSplit) -> None:
-        self.encoder.task.check(split, self.asked.columns, self.asked.setting)
+        self.encoder.task.check(split, self.requested.columns, self.requested.setting)
 
     def sample(self, shards: Iterable[RowShard], rows: int) -> tuple[Sample, int]:
         """Return about `rows` of the first rows that can be answered, to measure rungs with, and the weight of their
         shards. StageError DATA `EmptySplit` if there are none.
         """
-        inputs = self.encoder.task.inputs(self.asked.columns)
+        inputs = self.encoder.task.inputs(self.requested.columns)
         tables: list[pa.Table] = []
         weight = 0.0
         for shard in shards:
@@ -170,7 +170,7 @@ class Answerer:
             label_form=self.labels.form,
             max_length=self.encoder.coding.max_length,
         )
-        judged = {**inputs, **self.encoder.task.judged(self.asked.columns)}
+        judged = {**inputs, **self.encoder.task.judged(self.requested.columns)}
         named = {role: name for role, name in judged.items() if name in table.column_names}
         data = PreparedData.in_memory(_ROLE, features, table, facts, tokenizer.pad_token_id, self.job.task, named)
         return data.of(_ROLE)
@@ -205,6 +205,6 @@ def seed_of(seed: int, key: ShardKey) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:7], "big")
 
 
-def _aside(rows: ShardRows, at: int, error: StageError) -> AsideRow:
+def _bad_row(rows: ShardRows, at: int, error: StageError) -> BadRow:
     line = None if rows.lines is None else int(rows.lines[at])
-    return AsideRow(int(rows.numbers[at]), error.reason, error.message, "", line)
+    return BadRow(int(rows.numbers[at]), error.reason, error.message, "", line)

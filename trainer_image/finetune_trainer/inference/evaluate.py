@@ -46,7 +46,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     reference = answers_by(reference_model(job, task, means.precision)) if compared(task) else None
     answers = answers_by(model_to_use(job, paths, prepared, means.precision))
     if reference is not None:
-        answers = [{**answer, **_of_reference(said)} for answer, said in zip(answers, reference, strict=True)]
+        answers = [{**answer, **_of_reference(base)} for answer, base in zip(answers, reference, strict=True)]
     measured = task.score(answers, split)
     baseline = task.baseline(split)
     sections: dict[str, Any] = {
@@ -55,7 +55,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
             "loss": measured["loss"],
             "rows": split.rows,
             "split": split.role,
-            **means.told,
+            **means.entry,
         },
         "majority": {name: baseline[name] for name in wanted if name in baseline},
     }
@@ -81,16 +81,16 @@ def labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
     raise StageError(
         FailureClass.DATA,
         "NoLabels",
-        f"Neither test nor validation has labels; prepared are {', '.join(prepared.facts.splits)}.",
+        f"Neither test nor validation has labels; the prepared splits are {', '.join(prepared.facts.splits)}.",
         "Set dataset.columns.label and a split with labels, or leave evaluation out.",
     )
 
 
 def _wanted(job: TrainerJob, available: Sequence[str]) -> list[str]:
     refuse_unknown_metrics(job, available)
-    asked = job.evaluation.metrics if job.evaluation and job.evaluation.metrics is not None else tuple(available)
+    requested = job.evaluation.metrics if job.evaluation and job.evaluation.metrics is not None else tuple(available)
     gate = job.evaluation.gate.metric if job.evaluation and job.evaluation.gate else None
-    return [name for name in available if name in asked or name == gate]
+    return [name for name in available if name in requested or name == gate]
 
 
 def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:

@@ -37,11 +37,11 @@ from finetune_trainer.data.shards import Encoder
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import discard, discard_leftovers
-from finetune_trainer.inference.answering import ROW, Answerer, Asked, coding_of
+from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns, coding_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
-from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, result_of
+from finetune_trainer.inference.prediction_workers import Crew, Sharing, SingleWorker, Worker, result_of
 from finetune_trainer.inference.runner import Means, used_model, weights_version
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.reporting import merge_metrics
@@ -106,21 +106,21 @@ def predict_as(
             return {"rows": 0}  # it comes late
         discard(paths.root / _PARTS, paths.root, _OVER)
         return dict(result)
-    given = _Given.of(job, paths, _copies(job, output))
+    given = _PredictionInputs.of(job, paths, _copies(job, output))
     parts = Parts(paths.root / _PARTS / given.key(paths)).open()
     if worker is None:
-        done = _Done(progress, given.source.weight, parts, others=False)
-        return _led(given, parts, Alone(parts.there), done, paths, output, lambda _result: None)
+        done = _AnsweredParts(progress, given.source.weight, parts, others=False)
+        return _led(given, parts, SingleWorker(parts.there), done, paths, output, lambda _result: None)
     with Crew(worker, paths, parts.folder, watch) as crew:
         if worker.leads:
-            done = _Done(progress, given.source.weight, parts, others=True)
-            return _led(given, parts, crew, done, paths, output, crew.tell_done)
+            done = _AnsweredParts(progress, given.source.weight, parts, others=True)
+            return _led(given, parts, crew, done, paths, output, crew.publish_result)
         return {"rows": _followed(given, parts, crew, progress, paths)}
 
 
-def _followed(given: _Given, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
+def _followed(given: _PredictionInputs, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
     """Do the work of a worker other than 0; return the number of rows that it answered."""
-    done = _Own(progress)
+    done = _OwnRows(progress)
     try:
         _answer(given, parts, crew, done, paths)
     except OSError:
@@ -130,13 +130,13 @@ def _followed(given: _Given, parts: Parts, crew: Crew, progress: ProgressSink, p
 
 
 def _led(
-    given: _Given,
+    given: _PredictionInputs,
     parts: Parts,
     sharing: Sharing,
-    done: _Done,
+    done: _AnsweredParts,
     paths: JobPaths,
     output: Output,
-    tell_done: Callable[[Mapping[str, Any]], None],
+    publish_result: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
     """Answer rows, then join the parts into the output."""
     job = given.job
@@ -147,60 +147,61 @@ def _led(
         raise no_rows(given.source)
     if reused:
         log.info("%s of %s rows were answered by an earlier attempt.", f"{reused:,}", f"{done.rows:,}")
-    aside = output.aside
+    bad_rows = output.bad_rows
     if done.bad:
-        aside.put(lambda path: write_lines(path, parts.aside(keys)))
+        bad_rows.put(lambda path: write_lines(path, parts.bad_rows(keys)))
         if done.bad > _allowed(job, done.rows):
-            raise _too_many(job, done, aside.name, parts.aside(keys))
+            raise _too_many(job, done, bad_rows.name, parts.bad_rows(keys))
     else:
-        aside.discard()
-    told: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": aside.name} if done.bad else {}
+        bad_rows.discard()
+    details: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": bad_rows.name} if done.bad else {}
     if job.predict is not None and job.predict.optimization != "none":
-        told["optimization"] = parts.optimization().get(RUNG, "none")
-        _keep_table(paths, str(told["optimization"]))
-    told |= output.write(Joined(parts, keys, given.source.numbered))
-    result = {"rows": done.rows, "path": output.name, "split": given.role, **told, **given.means.told}
-    tell_done(result)
+        details["optimization"] = parts.optimization().get(RUNG, "none")
+        _keep_table(paths, str(details["optimization"]))
+    details |= output.write(Joined(parts, keys, given.source.numbered))
+    result = {"rows": done.rows, "path": output.name, "split": given.role, **details, **given.means.entry}
+    publish_result(result)
     discard(parts.folder.parent, paths.root, _OVER)
     discard_leftovers(paths.root, _OVER)  # of a worker that was killed here
     if done.truncated:
         share, length = f"{done.truncated:,} of {done.rows:,} rows", given.coding.max_length
-        log.warning("%s are longer than %d tokens and lose text.", share, length)
+        log.warning("%s exceed %d tokens and are truncated.", share, length)
     return result
 
 
 @dataclass(frozen=True)
-class _Given:
+class _PredictionInputs:
     """Inputs that predictions depend on."""
 
     job: TrainerJob
     source: RowSource
     role: str
-    asked: Asked
+    requested: RequestedColumns
     means: Means
 
     @classmethod
-    def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str]) -> _Given:
+    def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str]) -> _PredictionInputs:
         """Return the inputs of the job; StageErrors of the data source and of the task's columns."""
         task, means = task_of(job), Means.of(job.predict)
         part = predict_part(job, task)
         if part is not None:
             source = row_source(part.source, part.needs)
-            return cls(job, source, "predict", Asked(part.columns, part.setting, copies), means)
+            return cls(job, source, "predict", RequestedColumns(part.columns, part.setting, copies), means)
         prepared = PreparedData.open(paths)
         role = next((role for role in ("test", "validation") if role in prepared.facts.splits), None)
         if role is None:
             raise StageError(
                 FailureClass.DATA,
                 "SplitNotFound",
-                f"There is no prepared split test to predict; prepared are {', '.join(prepared.facts.splits)}.",
+                "There is no prepared split test to predict; the prepared splits are "
+                f"{', '.join(prepared.facts.splits)}.",
                 "Set predict.dataset, or dataset.splits.test, and run the stage prepare again.",
             )
         assert job.dataset is not None
         split = prepared.of(role)
         source = PreparedRows(split, prepared.facts.fingerprint)
         _refuse_missing_id(job, split)
-        return cls(job, source, role, Asked(job.dataset.columns, "dataset", copies), means)
+        return cls(job, source, role, RequestedColumns(job.dataset.columns, "dataset", copies), means)
 
     @cached_property
     def coding(self) -> Coding:
@@ -212,8 +213,8 @@ class _Given:
         basis = {
             "format": _FORMAT,
             "source": self.source.identity(),
-            "columns": self.asked.columns.model_dump(exclude_none=True),
-            "copies": dict(self.asked.copies),
+            "columns": self.requested.columns.model_dump(exclude_none=True),
+            "copies": dict(self.requested.copies),
             "job": job.model_dump(mode="json", include={"task", "model", "generation", "preference", "seed"}),
             "length": [self.coding.max_length, self.coding.stride],
             "means": [self.means.device, self.means.batch_tokens, self.means.precision],
@@ -237,7 +238,7 @@ def _refuse_missing_id(job: TrainerJob, split: PreparedSplit) -> None:
         )
 
 
-class _Own:
+class _OwnRows:
     """Counts the rows that this worker answered."""
 
     def __init__(self, progress: ProgressSink) -> None:
@@ -255,12 +256,12 @@ class _Own:
     def collect(self) -> None:
         """Do nothing: worker 0 counts the rows of the others."""
 
-    def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
+    def judge(self, given: _PredictionInputs, keys: Sequence[ShardKey]) -> bool:
         """Leave it to worker 0."""
         return False
 
 
-class _Done:
+class _AnsweredParts:
     """Parts of all workers so far; reports progress in rows, whose total is an estimate until the last part."""
 
     def __init__(
@@ -300,21 +301,21 @@ class _Done:
         took = self._clock() - began
         self._next_look = self._clock() + max(LOOK_SECONDS, 20 * took) if self._others else math.inf
         if self._facts:
-            self._tell(self.rows, self._total(0, 0))
+            self._report(self.rows, self._total(0, 0))
 
     def add(self, key: ShardKey, facts: PartFacts) -> None:
         """Count a part that this worker wrote."""
         if str(key) not in self._facts:
             self._count(str(key), facts)
-        self._tell(self.rows, self._total(0, 0))
+        self._report(self.rows, self._total(0, 0))
         self.collect()
 
     def within(self, rows: int, weight: int, share: float) -> None:
         """Report the progress within a shard of this worker."""
-        self._tell(self.rows + round(rows * share), self._total(rows, weight))
+        self._report(self.rows + round(rows * share), self._total(rows, weight))
         self.collect()
 
-    def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
+    def judge(self, given: _PredictionInputs, keys: Sequence[ShardKey]) -> bool:
         """Return whether the rows before the first missing part already show that too many are bad."""
         while self._prefix < len(keys) and (facts := self._facts.get(str(keys[self._prefix]))) is not None:
             self._prefix += 1
@@ -334,7 +335,7 @@ class _Done:
         self.collect()
         if any(str(key) not in self._facts for key in keys):
             return False
-        self._tell(self.rows, self.rows)
+        self._report(self.rows, self.rows)
         return True
 
     def _count(self, name: str, facts: PartFacts) -> None:
@@ -350,7 +351,7 @@ class _Done:
         whole = seen if not self._all else round(seen * self._all / max(1, self._weight + weight))
         return max(seen, whole)
 
-    def _tell(self, rows: int, total: int) -> None:
+    def _report(self, rows: int, total: int) -> None:
         now = self._clock()
         if self._began is None:
             self._began = (rows, now)
@@ -359,10 +360,10 @@ class _Done:
         self._progress.update(rows, total, **rate)
 
 
-class _Within(NoProgress):
+class _ShardProgress(NoProgress):
     """Receives the progress within a shard, and checks on the other workers."""
 
-    def __init__(self, done: _Done | _Own, sharing: Sharing, rows: int, weight: int) -> None:
+    def __init__(self, done: _AnsweredParts | _OwnRows, sharing: Sharing, rows: int, weight: int) -> None:
         self._done = done
         self._sharing = sharing
         self._rows = rows
@@ -374,7 +375,9 @@ class _Within(NoProgress):
         self._sharing.check()
 
 
-def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, paths: JobPaths) -> Sequence[ShardKey]:
+def _answer(
+    given: _PredictionInputs, parts: Parts, sharing: Sharing, done: _AnsweredParts | _OwnRows, paths: JobPaths
+) -> Sequence[ShardKey]:
     """Answer the shards that this process takes, and return the keys of all parts in the order of the rows; of those
     before the first missing one if too many rows are bad.
     """
@@ -388,21 +391,21 @@ def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, p
             if sharing.takes(number, shard.key):
                 rows = shard.read()
                 answerer = answerer or _answerer(given, parts, sharing, paths)
-                within = _Within(done, sharing, rows.count, shard.weight)
+                within = _ShardProgress(done, sharing, rows.count, shard.weight)
                 done.add(shard.key, parts.write(shard, rows, answerer.answers(shard, rows, within)))
                 written += 1
                 if not written % GIVE_BACK_EVERY:
                     give_back_freed_memory()
-                if isinstance(done, _Done) and done.judge(given, keys):
+                if isinstance(done, _AnsweredParts) and done.judge(given, keys):
                     return done.begin_with(keys)  # the rest cannot change that
             if sharing.through:
                 break
         passes += 1
-        if not sharing.again(keys, done.collect) and (isinstance(done, _Own) or done.end(keys)):
+        if not sharing.again(keys, done.collect) and (isinstance(done, _OwnRows) or done.end(keys)):
             return keys
 
 
-def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) -> Answerer:
+def _answerer(given: _PredictionInputs, parts: Parts, sharing: Sharing, paths: JobPaths) -> Answerer:
     import torch
 
     means = {name: value for name, value in asdict(given.means).items() if not callable(value)}
@@ -410,7 +413,7 @@ def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) ->
     job, task = given.job, task_of(given.job)
     model, _ = used_model(job, paths, given.means.precision)
     labels = labels_of_model(job, task, model.config)
-    answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
+    answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.requested)
     workers = 1 if job.predict is None else job.predict.workers
     source = given.source
     rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
@@ -421,7 +424,7 @@ def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) ->
         return PartsManifest(version=_FORMAT, means=means, threads=threads, optimization=optimization)
 
     # One worker measures for all; if there is nothing to measure, no worker waits.
-    first = (lambda there: not there()) if rungs.wish.optimization == "none" else partial(sharing.first, _CHOICE)
+    first = (lambda there: not there()) if rungs.request.optimization == "none" else partial(sharing.first, _CHOICE)
     agreed = parts.agreed(_FORMAT, means, choose, first)
     torch.set_num_threads(agreed.threads)
     return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
@@ -447,8 +450,8 @@ def _allowed(job: TrainerJob, rows: int) -> int:
     return 0 if predict is None else max(predict.max_bad_rows, int(predict.max_bad_share * rows))
 
 
-def _too_many(job: TrainerJob, done: _Done, path: str, aside: Iterator[Mapping[str, object]]) -> StageError:
-    first = next(aside)
+def _too_many(job: TrainerJob, done: _AnsweredParts, path: str, bad_rows: Iterator[Mapping[str, object]]) -> StageError:
+    first = next(bad_rows)
     place = f"line {first['line']}" if first["line"] is not None else f"row {first['row']}"
     return StageError(
         FailureClass.DATA,
@@ -461,13 +464,13 @@ def _too_many(job: TrainerJob, done: _Done, path: str, aside: Iterator[Mapping[s
 
 def _copies(job: TrainerJob, output: Output) -> dict[str, str]:
     """Return the column of the predictions -> the column of the data that it copies."""
-    asked = job.predict
-    if asked is None:
+    requested = job.predict
+    if requested is None:
         return {}
     own = {FILE, POSITION, ROW} if isinstance(output, FolderOutput) else {ROW}
     own |= set(task_of(job).answer_columns)
-    identity = {ID: asked.id_column} if asked.id_column is not None else {}
-    columns = [column for column in asked.columns if identity.get(column) != column]
+    identity = {ID: requested.id_column} if requested.id_column is not None else {}
+    columns = [column for column in requested.columns if identity.get(column) != column]
     return {**identity, **_output_names(columns, {*own, *identity})}
 
 
@@ -478,7 +481,7 @@ def _output_names(columns: Sequence[str], own: Collection[str]) -> dict[str, str
         raise StageError(
             FailureClass.CONFIG,
             "ColumnNameTaken",
-            f"predict.columns {', '.join(columns)} would write one name twice ("
+            f"predict.columns {', '.join(columns)} would write a column name twice ("
             f"{', '.join(f'input_{column}' if column in own else column for column in columns)}).",
             "Rename one of the columns in the data, or do not copy it.",
         )

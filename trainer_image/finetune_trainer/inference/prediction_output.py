@@ -162,7 +162,7 @@ class FileOutput:
         return self.place.name
 
     @property
-    def aside(self) -> Place:
+    def bad_rows(self) -> Place:
         """Place for rows without a prediction: `<stem>.bad-rows.jsonl`."""
         base = self.place.name.rpartition("/")[2]
         stem = base.rpartition(".")[0] or base
@@ -186,7 +186,7 @@ class FolderOutput:
         return self.manifest.name.removesuffix(MANIFEST)
 
     @property
-    def aside(self) -> Place:
+    def bad_rows(self) -> Place:
         """Place for rows without a prediction: `_bad-rows.jsonl`. Readers of folders skip names with `_`."""
         return self.manifest.sibling(f"_{_BAD_ROWS}")
 
@@ -224,9 +224,9 @@ Output: TypeAlias = FileOutput | FolderOutput
 
 def output_of(job: TrainerJob, paths: JobPaths) -> Output:
     """Return the output; called before the model is loaded, so that a bad URI fails early. StageError CONFIG."""
-    asked = job.predict
-    text = asked.output if asked else None
-    chosen = asked.format if asked else None
+    prediction = job.predict
+    text = prediction.output if prediction else None
+    chosen = prediction.format if prediction else None
     if text is None:
         default = paths.predictions_parquet if chosen == "parquet" else paths.predictions_jsonl
         return FileOutput(_LocalPlace(default), chosen or "jsonl")
@@ -244,8 +244,8 @@ def _by_ending(uri: Uri) -> Format:
     raise StageError(
         FailureClass.CONFIG,
         "OutputFormat",
-        f"predict.output is {uri.text!r}; the ending chooses the format, and it is neither .jsonl nor .parquet.",
-        "Let it end in .jsonl or .parquet, in / for a folder of parts, or set predict.format.",
+        f"predict.output is {uri.text!r}; the ending sets the format, and it is neither .jsonl nor .parquet.",
+        "End it in .jsonl or .parquet, in / for a folder of parts, or set predict.format.",
     )
 
 
@@ -258,7 +258,7 @@ def _place(uri: Uri, text: str, paths: JobPaths) -> Place:
         raise StageError(
             FailureClass.CONFIG,
             "DriverMissing",
-            f"predict.output is {uri.text!r}, but nothing installed here writes to {uri.scheme}://: {error}",
+            f"predict.output is {uri.text!r}, but no installed driver writes to {uri.scheme}://: {error}",
             "Install the fsspec driver of this scheme, or use file://.",
         ) from error
     return _RemotePlace(text, paths.root)

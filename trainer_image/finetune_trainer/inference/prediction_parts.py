@@ -90,17 +90,17 @@ class Parts:
                 FailureClass.STORAGE_LOST,
                 "ManifestDamaged",
                 f"{place} is damaged: {error}",
-                f"Delete {self.folder}; its rows are answered anew.",
+                f"Delete {self.folder}; its rows are answered again.",
             ) from error
         mine: dict[str, object] = {"version": version, **means}
         theirs: dict[str, object] = {"version": found.version, **found.means}
         differing = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
         if differing:
-            told = "; ".join(f"{name} is {mine.get(name)!r}, there {theirs.get(name)!r}" for name in differing)
+            differences = "; ".join(f"{name} is {mine.get(name)!r}, there {theirs.get(name)!r}" for name in differing)
             raise StageError(
                 FailureClass.CONFIG,
                 "WorkersDiffer",
-                f"This worker cannot compute as {place} says: {told}.",
+                f"This worker differs from {place}: {differences}.",
                 "Run all workers with one image and one job.",
             )
         return found
@@ -129,8 +129,8 @@ class Parts:
         """Write the part, and then its facts. FileNotFoundError if the folder was removed."""
         with replaced(self._table(shard.key), folder=False) as place:
             write_tables(place, [answers.table])
-        told = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in answers.aside]
-        write_atomically(self._aside(shard.key), "".join(told), folder=False)
+        lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in answers.bad_rows]
+        write_atomically(self._bad_rows_path(shard.key), "".join(lines), folder=False)
         facts = PartFacts(
             origin=shard.origin,
             rows=rows.count,
@@ -156,7 +156,7 @@ class Parts:
                 FailureClass.DATA,
                 "MixedTypes",
                 f"A column of predict.columns has different types in the rows: {error}",
-                "Give all rows of the column one type, or do not copy it.",
+                "Use one type in all rows of the column, or do not copy it.",
             ) from error
 
     def joined(
@@ -211,14 +211,14 @@ class Parts:
             yield key, facts, first
             first += facts.rows
 
-    def aside(self, keys: Sequence[ShardKey]) -> Iterator[dict[str, object]]:
+    def bad_rows(self, keys: Sequence[ShardKey]) -> Iterator[dict[str, object]]:
         """Yield the rows set aside: `row`, `file`, `line` (None without lines), `reason`, `message`, `content`."""
         lines = 0
         file = None
         for key, facts, first in self._placed(keys):
             if key.file != file:
                 file, lines = key.file, 0
-            for text in self._aside(key).read_text(encoding="utf-8").splitlines():
+            for text in self._bad_rows_path(key).read_text(encoding="utf-8").splitlines():
                 row = json.loads(text)
                 line = None if row["line"] is None else lines + row["line"]
                 yield {
@@ -232,7 +232,7 @@ class Parts:
     def _table(self, key: ShardKey) -> Path:
         return self.folder / f"{key}.arrow"
 
-    def _aside(self, key: ShardKey) -> Path:
+    def _bad_rows_path(self, key: ShardKey) -> Path:
         return self.folder / f"{key}.aside.jsonl"
 
     def _facts(self, key: ShardKey) -> Path:

@@ -26,9 +26,9 @@ from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.inference.predict import predict_as
-from finetune_trainer.inference.prediction_workers import OtherFailedError, Worker, tell_failure, would_help
+from finetune_trainer.inference.prediction_workers import OtherFailedError, Worker, publish_failure, would_help
 from finetune_trainer.progress import NoProgress, ProgressSink
-from finetune_trainer.spark_session import Asked, spark_session
+from finetune_trainer.spark_session import SparkRequest, spark_session
 from finetune_trainer.stage_console import quiet_libraries, settle_console
 from finetune_trainer.unused_libraries import leave_out_unused
 
@@ -56,7 +56,7 @@ def predict_by_spark(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -
     assert job.predict is not None
     worker = Worker(0, job.predict.workers, uuid.uuid4().hex)
     executors = worker.count - 1
-    asked = Asked(
+    request = SparkRequest(
         "finetune-predict",
         "predict.engine",
         "leave predict.engine out",
@@ -64,9 +64,9 @@ def predict_by_spark(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -
         {"spark.task.maxFailures": str(TRIES)},
     )
     paths.root.mkdir(parents=True, exist_ok=True)
-    with spark_session(asked) as session, Tasks(session, job, paths, worker, torch.get_num_threads()) as tasks:
+    with spark_session(request) as session, Tasks(session, job, paths, worker, torch.get_num_threads()) as tasks:
         try:
-            return predict_as(worker, job, paths, _Told(progress, tasks), tasks.check)
+            return predict_as(worker, job, paths, _DriverProgress(progress, tasks), tasks.check)
         except OtherFailedError as error:
             failure = error.failure
             raise StageError(failure.failure_class, failure.reason, failure.message, failure.hint) from error
@@ -103,9 +103,9 @@ class Tasks:
             raise StageError(
                 FailureClass.COLLECTIVE,
                 "ExecutorsLost",
-                f"Spark has given up the {len(self._workers)} executors that predict beside the driver: "
-                f"{_last_words(self._error)}",
-                "Look at the executors' pods and at the log above; what is finished is kept.",
+                f"Spark gave up on the {len(self._workers)} executors that predict beside the driver: "
+                f"{_reason_of(self._error)}",
+                "Check the executors' pods and the log above; finished parts are kept.",
             ) from self._error
 
     def replaced(self) -> int:
@@ -125,14 +125,14 @@ class Tasks:
             self._error = error
 
 
-def _last_words(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     """Return the task's own error in Spark's message; else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     own = (line.rpartition("StageError: ")[2] for line in lines if "StageError: " in line)
     return next(own, lines[0] if lines else type(error).__name__)
 
 
-class _Told:
+class _DriverProgress:
     """Progress that also reports replaced executors."""
 
     def __init__(self, progress: ProgressSink, tasks: Tasks, clock: Callable[[], float] = time.monotonic) -> None:
@@ -184,7 +184,7 @@ class Work:
                 FailureClass.CONFIG,
                 "FolderNotShared",
                 f"An executor does not see the job's folder {paths.root}.",
-                "Mount it in executors under the path that the driver has.",
+                "Mount it in the executors at the same path as in the driver.",
             )
         self._settle(index, job)
         worker = Worker(index, self._count, self._attempt)
@@ -197,7 +197,7 @@ class Work:
             if would_help(failure):
                 raise
             log.exception("Worker %d has failed.", index)
-            tell_failure(worker, paths, failure)
+            publish_failure(worker, paths, failure)
             return 0
 
     def _settle(self, index: int, job: TrainerJob) -> None:

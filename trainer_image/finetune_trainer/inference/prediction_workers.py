@@ -69,10 +69,10 @@ takes minutes.
 WATCHED = 4
 """Shards in progress that an idle worker checks in one poll."""
 
-WORD = "state/predict.workers.json"
+STATUS_FILE = "state/predict.workers.json"
 
 
-class Word(Message):
+class CrewStatus(Message):
     """End of an attempt, for workers that still run or start late."""
 
     attempt: str
@@ -161,7 +161,7 @@ class Worker:
             raise StageError(
                 FailureClass.WORLD_SIZE,
                 "WorldSizeMismatch",
-                f"{world.size} workers predict, the plan counts on {planned} (predict.workers).",
+                f"{world.size} workers run stage predict, and the plan has {planned} (predict.workers).",
                 "Run the stage as an Indexed Job with predict.workers completions, or leave predict.workers out.",
             )
         if planned == 1:
@@ -173,7 +173,7 @@ class Worker:
                 "AttemptMissing",
                 f"{planned} workers predict together and {ENV_ATTEMPT} is not set, so they cannot tell each other's "
                 "claims from those of an earlier attempt.",
-                "Set it to the same text in all of them, and to another one in each attempt.",
+                "Set it to the same value in all workers, and to a new value for each attempt.",
             )
         return cls(world.rank, world.size, attempt)
 
@@ -215,7 +215,7 @@ class Sharing(Protocol):
         """Raise StageError COLLECTIVE if another worker has failed; checks at most every few seconds."""
 
 
-class Alone:
+class SingleWorker:
     """`Sharing` of one process, which answers all missing shards."""
 
     leads = True
@@ -244,13 +244,13 @@ class Alone:
 
 @dataclass(frozen=True)
 class Wait:
-    """Result of `Taker.look`: no shard to take now."""
+    """Result of `ShardClaimer.look`: no shard to take now."""
 
     seconds: float
 
 
 @dataclass
-class _Seen:
+class _SeenClaim:
     """A claim as this worker has seen it."""
 
     claim: Claim | None
@@ -258,7 +258,7 @@ class _Seen:
     """Time at which it first saw the claim."""
 
 
-class Taker:
+class ShardClaimer:
     """Decides which shards a worker takes; has no clock and never sleeps, so that a thousand can be simulated."""
 
     def __init__(self, worker: Worker, parts: str, files: SharedFiles, incarnation: str) -> None:
@@ -275,7 +275,7 @@ class Taker:
         self._claimed: dict[str, int] = {}
         """Generation of the newest known claim, by shard."""
         self._claims_changed = True
-        self._seen: dict[tuple[str, int], _Seen] = {}
+        self._seen: dict[tuple[str, int], _SeenClaim] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
         self._turns: dict[str, int] = {}
         """Generation of the newest known claim, by task that one worker does for all."""
@@ -371,7 +371,7 @@ class Taker:
         seen = self._seen.get((name, generation))
         if seen is None or seen.claim is None:
             found = _parsed(Claim, self._files.read(f"{self._folder}/claims/{name}.{generation}"))
-            seen = _Seen(found, now if seen is None else seen.since)
+            seen = _SeenClaim(found, now if seen is None else seen.since)
             self._seen[name, generation] = seen
         # A claim stays empty if its worker ended while writing it.
         if now - seen.since > (patience if seen.claim is not None else min(patience, SILENT_SECONDS)):
@@ -428,7 +428,7 @@ class Crew:
         self._incarnation = uuid.uuid4().hex
         self._beats = 0
         self._beat()  # before the first claim, so that its readers find this worker alive
-        self._taker = Taker(worker, place, self._files, self._incarnation)
+        self._taker = ShardClaimer(worker, place, self._files, self._incarnation)
         self._began: float | None = None
         self._checked = 0.0
         self._over = threading.Event()
@@ -451,7 +451,7 @@ class Crew:
         failure = classify(error)
         if not would_help(failure):
             with suppress(OSError):
-                tell_failure(self._worker, self._paths, failure)
+                publish_failure(self._worker, self._paths, failure)
 
     def takes(self, number: int, key: ShardKey) -> bool:
         self._measure()
@@ -505,10 +505,10 @@ class Crew:
             time.sleep(POLL_SECONDS)
         return False
 
-    def tell_done(self, result: Mapping[str, JsonValue]) -> None:
+    def publish_result(self, result: Mapping[str, JsonValue]) -> None:
         """Report to the others that the parts are joined and will be removed."""
-        word = Word(attempt=self._worker.attempt, state="done", worker=self._worker.index, result=dict(result))
-        self._files.write(WORD, word.to_json())
+        status = CrewStatus(attempt=self._worker.attempt, state="done", worker=self._worker.index, result=dict(result))
+        self._files.write(STATUS_FILE, status.to_json())
 
     def _measure(self) -> None:
         """Record the time of the shard that was taken before, if any."""
@@ -529,26 +529,26 @@ class Crew:
                 self._beat()
             except OSError as error:
                 if not warned and os.path.exists(self._parts):  # noqa: PTH110
-                    log.warning("The other workers cannot be told that this one lives: %s", error)
+                    log.warning("The heartbeat for the other workers cannot be written: %s", error)
                     warned = True
 
 
-def tell_failure(worker: Worker, paths: JobPaths, failure: FailureReport) -> None:
+def publish_failure(worker: Worker, paths: JobPaths, failure: FailureReport) -> None:
     """Have all workers of the attempt end, as any of them would fail in the same way."""
-    word = Word(attempt=worker.attempt, state="failed", worker=worker.index, failure=failure)
-    FolderFiles(paths.root).write(WORD, word.to_json())
+    status = CrewStatus(attempt=worker.attempt, state="failed", worker=worker.index, failure=failure)
+    FolderFiles(paths.root).write(STATUS_FILE, status.to_json())
 
 
 def result_of(worker: Worker, paths: JobPaths) -> Mapping[str, JsonValue] | None:
     """Return the result of worker 0 of this attempt; None until the output is written. StageError COLLECTIVE if a
     worker has failed.
     """
-    word = _parsed(Word, FolderFiles(paths.root).read(WORD))
-    if word is None or word.attempt != worker.attempt:
+    status = _parsed(CrewStatus, FolderFiles(paths.root).read(STATUS_FILE))
+    if status is None or status.attempt != worker.attempt:
         return None
-    if word.failure is not None:
-        raise OtherFailedError(worker, word.worker, word.failure)
-    return word.result
+    if status.failure is not None:
+        raise OtherFailedError(worker, status.worker, status.failure)
+    return status.result
 
 
 class OtherFailedError(StageError):
@@ -558,8 +558,8 @@ class OtherFailedError(StageError):
         super().__init__(
             FailureClass.COLLECTIVE,
             "PodFailed",
-            f"Pod {index} of the {worker.count} that predict has failed ({failure.reason}): {failure.message}",
-            f"The first cause is in the report of pod {index}.",
+            f"Pod {index} of {worker.count} of stage predict failed ({failure.reason}): {failure.message}",
+            f"See the report of pod {index} for the first cause.",
         )
         self.failure = failure
 

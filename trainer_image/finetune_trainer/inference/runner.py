@@ -43,12 +43,12 @@ class Means:
     precision: InferencePrecision = "fp32"
 
     @classmethod
-    def of(cls, asked: Evaluation | Prediction | None) -> Means:
+    def of(cls, settings: Evaluation | Prediction | None) -> Means:
         """Return the settings of the job."""
-        return cls() if asked is None else cls(asked.device, asked.batch_tokens, asked.precision)
+        return cls() if settings is None else cls(settings.device, settings.batch_tokens, settings.precision)
 
     @property
-    def told(self) -> dict[str, str]:
+    def entry(self) -> dict[str, str]:
         """Entry in a stage's result: none for fp32. The key `precision` would collide with the metric."""
         return {} if self.precision == "fp32" else {"computed_in": self.precision}
 
@@ -67,8 +67,8 @@ def model_to_use(
         raise StageError(
             FailureClass.MODEL,
             "LabelsChanged",
-            f"{name} answers {', '.join(labels.names if labels else ())}, "
-            f"but the prepared data have the labels {', '.join(prepared.facts.labels)}.",
+            f"{name} has the labels {', '.join(labels.names if labels else ())}, but the prepared data have the "
+            f"labels {', '.join(prepared.facts.labels)}.",
             "Run the stages prepare and train again.",
         )
     return model
@@ -108,7 +108,8 @@ def reference_model(job: TrainerJob, task: TaskModule, precision: InferencePreci
         raise StageError(
             FailureClass.CONFIG,
             "NothingToCompare",
-            f"{job.task} is judged by what training has changed, and this job has not trained the model.",
+            f"Evaluation of {job.task} compares the model with the one before training, and this job has not trained "
+            "it.",
             "Leave evaluation out.",
         )
     began_with, _ = pinned(job)
@@ -164,8 +165,8 @@ def answers_of(
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             _seed(job.seed if seed is None else seed, device)
             for answering, batches in rounds:
-                for wanted, said in _asked(answering, batches, split):
-                    for at, answer in zip(wanted, said, strict=True):
+                for wanted, answers in _answered_batches(answering, batches, split):
+                    for at, answer in zip(wanted, answers, strict=True):
                         result[at] = {**result[at], **answer}
                     done += len(wanted)
                     progress.update(done, total)
@@ -222,7 +223,7 @@ def _rounds(
     return rounds
 
 
-def _asked(
+def _answered_batches(
     answering: _Answering, batches: Sequence[NDArray[np.int64]], split: PreparedSplit
 ) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:
     """Yield each batch with its answers. Batches have about as many padded tokens each, so if one does not fit, those
@@ -233,18 +234,18 @@ def _asked(
 
     waiting = deque(batches)
     while waiting:
-        wanted, said = waiting.popleft(), None
+        wanted, answers = waiting.popleft(), None
         try:
-            said = answering(split.data.features(split.role, wanted))
+            answers = answering(split.data.features(split.role, wanted))
         except torch.OutOfMemoryError as error:
             if len(wanted) == 1:
                 raise _too_long(int(split.data.lengths(split.role)[wanted[0]]), error) from error
-        if said is not None:
-            yield wanted, said
+        if answers is not None:
+            yield wanted, answers
             continue
         # Only now, after the error, which holds the tensors of the pass, is released.
         torch.cuda.empty_cache()
-        log.warning("%d rows at once do not fit the GPU's memory: batches are half as large from here on.", len(wanted))
+        log.warning("%d rows at once do not fit the GPU's memory: halving the batch size from here on.", len(wanted))
         halves = (half for batch in (wanted, *waiting) for half in np.array_split(batch, 2))
         waiting = deque(half for half in halves if len(half))
 
@@ -253,9 +254,8 @@ def _too_long(tokens: int, error: Exception) -> StageError:
     return StageError(
         FailureClass.OUT_OF_MEMORY,
         "RowTooLong",
-        f"A row of {tokens} tokens by itself does not fit the GPU's memory beside the model: {error}",
-        "Set preparation.maxLength lower, use a GPU with more memory, or leave the stage out. A model that was trained "
-        "is kept.",
+        f"A single row of {tokens} tokens does not fit the GPU's memory beside the model: {error}",
+        "Lower preparation.maxLength, use a GPU with more memory, or leave the stage out. A trained model is kept.",
     )
 
 

@@ -132,9 +132,9 @@ def wait_for_host(rendezvous: Rendezvous) -> None:
                 raise StageError(
                     FailureClass.COLLECTIVE,
                     "RendezvousTimeout",
-                    f"The first pod ({rendezvous.endpoint}) did not answer within {rendezvous.timeout_seconds} s: "
+                    f"The first pod ({rendezvous.endpoint}) did not respond within {rendezvous.timeout_seconds} s: "
                     f"{error}.",
-                    "Look at why that pod does not start; pods of one gang must run at the same time.",
+                    "Check why that pod does not start; pods of one gang must run at the same time.",
                 ) from error
         time.sleep(_POLL_SECONDS)
 
@@ -151,22 +151,22 @@ def run(arguments: argparse.Namespace) -> int:
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda entry: entry[1].timestamp)
         ends = {rank: failure.exitcode for rank, failure in failures}
-        return _told(arguments.report, AgentReport(ends=ends), 1)
+        return _write_report(arguments.report, AgentReport(ends=ends), 1)
     except SignalException:
-        return _told(arguments.report, AgentReport(), EXIT_CODES[FailureClass.PREEMPTED])
+        return _write_report(arguments.report, AgentReport(), EXIT_CODES[FailureClass.PREEMPTED])
     except RendezvousError as error:
         failure = FailureReport(
             failure_class=FailureClass.COLLECTIVE,
             reason="RendezvousFailed",
-            message=f"The pods of the gang did not come together: {type(error).__name__}: {error}",
-            hint="Look at the other pods: they must all run at the same time and reach the first one.",
+            message=f"The rendezvous of the gang failed: {type(error).__name__}: {error}",
+            hint="Check the other pods: they must all run at the same time and reach the first one.",
             time=time.time(),
         )
-        return _told(arguments.report, AgentReport(failure=failure), failure.exit_code)
+        return _write_report(arguments.report, AgentReport(failure=failure), failure.exit_code)
     except Exception as error:
         failure = classify(error)
-        return _told(arguments.report, AgentReport(failure=failure), failure.exit_code)
-    return _told(arguments.report, AgentReport(), EXIT_OK)
+        return _write_report(arguments.report, AgentReport(failure=failure), failure.exit_code)
+    return _write_report(arguments.report, AgentReport(), EXIT_OK)
 
 
 def _launch(arguments: argparse.Namespace) -> None:
@@ -194,7 +194,7 @@ def _launch(arguments: argparse.Namespace) -> None:
     launch_agent(config, sys.executable, arguments.program)
 
 
-def _told(path: Path, report: AgentReport, code: int) -> int:
+def _write_report(path: Path, report: AgentReport, code: int) -> int:
     write_atomically(path, report.to_json())
     return code
 

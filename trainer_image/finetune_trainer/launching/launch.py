@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_INDEX, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
-from finetune_trainer.launching.below import MARGIN_SECONDS, Below, End, grace_seconds
+from finetune_trainer.launching.child_supervisor import MARGIN_SECONDS, ChildSupervisor, End, grace_seconds
 
 if TYPE_CHECKING:
     from finetune_contract.report import FailureReport, TrainerReport
@@ -93,13 +93,15 @@ def _job_name(file: Path) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="finetune-trainer launch", description="Runs one stage.")
+    parser = argparse.ArgumentParser(prog="finetune-trainer launch", description="Run one stage.")
     parser.add_argument("stage", choices=[str(stage) for stage in Stage if stage is not Stage.SERVE])
-    parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
+    parser.add_argument("--job", type=Path, required=True, help="path of job.json")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
-    parser.add_argument("--deepspeed", type=Path, help="the deepspeed.json to obey, with strategy deepspeed")
-    parser.add_argument("--with", dest="launcher", choices=list(_LAUNCHERS), required=True, help="how ranks start")
-    parser.add_argument("--attached", action="store_true", help="kill all at once when standard input ends")
+    parser.add_argument("--deepspeed", type=Path, help="path of deepspeed.json, with strategy deepspeed")
+    parser.add_argument(
+        "--with", dest="launcher", choices=list(_LAUNCHERS), required=True, help="how to start the ranks"
+    )
+    parser.add_argument("--attached", action="store_true", help="kill all processes when standard input ends")
     parser.add_argument("--hostfile", type=Path, help="with mpirun: the hosts of the ranks")
     return parser.parse_args(argv)
 
@@ -123,14 +125,14 @@ def _run(
     command: Sequence[str],
     reports: Path,
     environment: Mapping[str, str] | None = None,
-    ask: Callable[[int], None] | None = None,
+    request_stop: Callable[[int], None] | None = None,
 ) -> tuple[End, list[TrainerReport]]:
     """Run `command`, which starts the ranks, to its end; `environment` and the returned reports are the ranks'."""
-    below = Below(ask, grace_seconds() + MARGIN_SECONDS, arguments.attached)
-    below.start(command, environment or _environment(reports, arguments.stage))
+    supervisor = ChildSupervisor(request_stop, grace_seconds() + MARGIN_SECONDS, arguments.attached)
+    supervisor.start(command, environment or _environment(reports, arguments.stage))
     from finetune_trainer.launching.verdict import reports_in  # while the ranks import theirs
 
-    end = below.wait()
+    end = supervisor.wait()
     return end, reports_in(reports, Stage(arguments.stage))
 
 
@@ -181,15 +183,15 @@ def _index(arguments: argparse.Namespace) -> Ranks:
 def _torchrun(arguments: argparse.Namespace) -> Ranks:
     """Run torch's elastic agent, which starts this pod's ranks, as many as the job has."""
     with _scratch() as scratch:
-        told = scratch / "agent.json"
+        agent_report = scratch / "agent.json"
         command = [sys.executable, "-m", "finetune_trainer.launching.elastic"]
         command += ["--job", str(arguments.job), "--stage", arguments.stage]
-        command += ["--grace", str(grace_seconds()), "--report", str(told), "--logs", str(scratch / "logs")]
+        command += ["--grace", str(grace_seconds()), "--report", str(agent_report), "--logs", str(scratch / "logs")]
         end, reports = _run(arguments, [*command, "--", *_program(arguments)], scratch)
         from finetune_trainer.jobs import read_job, world_of
         from finetune_trainer.launching.elastic import AgentReport
 
-        agent = AgentReport.read(told)
+        agent = AgentReport.read(agent_report)
     world = world_of(read_job(arguments.job), arguments.stage)
     return Ranks(end, reports, agent.ends, agent.failure, world.processes_per_node, world.size)
 
@@ -217,8 +219,8 @@ def _mpirun(arguments: argparse.Namespace) -> Ranks:
         end, found = _run(arguments, command, reports, environment, mpi.signal_to_stop)
     finally:
         shutil.rmtree(reports, ignore_errors=True)
-    words = end.last_words
-    return Ranks(end, found, mpi.ends_told(words), mpi.trouble_told(words), world.size, world.size)
+    output = end.last_output
+    return Ranks(end, found, mpi.ends_of_ranks(output), mpi.launcher_failure(output), world.size, world.size)
 
 
 _LAUNCHERS = {"process": _process, "index": _index, "torchrun": _torchrun, "mpirun": _mpirun}

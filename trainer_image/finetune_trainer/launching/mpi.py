@@ -65,9 +65,9 @@ _UNREACHED = re.compile(
 )
 
 
-def hosts_of(asked: Path | None, environment: Mapping[str, str], world: World) -> tuple[Path, list[str]]:
+def hosts_of(hostfile: Path | None, environment: Mapping[str, str], world: World) -> tuple[Path, list[str]]:
     """Return the host file and its hosts, in order. StageError CONFIG without one, WORLD_SIZE for a wrong number."""
-    file = asked or Path(environment.get(ENV_HOSTFILE) or MPI_HOSTFILE)
+    file = hostfile or Path(environment.get(ENV_HOSTFILE) or MPI_HOSTFILE)
     try:
         lines = [line.partition("#")[0].split() for line in file.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
@@ -75,14 +75,14 @@ def hosts_of(asked: Path | None, environment: Mapping[str, str], world: World) -
             FailureClass.CONFIG,
             "HostfileMissing",
             f"The host file {file} cannot be read: {error.strerror}. mpirun would start all processes on this node.",
-            "Mount the one that the MPI operator makes, or name another one by --hostfile.",
+            "Mount the one that the MPI operator creates, or set another one with --hostfile.",
         ) from error
     hosts = list(dict.fromkeys(words[0] for words in lines if words))
     if len(hosts) != world.nodes:
         raise StageError(
             FailureClass.WORLD_SIZE,
             "WorldSizeMismatch",
-            f"The host file {file} names {len(hosts)} hosts, the plan counts on {world.nodes} nodes.",
+            f"The host file {file} lists {len(hosts)} hosts, and the plan has {world.nodes} nodes.",
             "Check the number of workers.",
         )
     return file, hosts
@@ -110,8 +110,8 @@ def wait_for_names(
                     raise StageError(
                         FailureClass.COLLECTIVE,
                         "WorkerUnreachable",
-                        f"The name of worker {host} was not known within {seconds:g} s: {error}.",
-                        "Look at the workers' pods, at their headless Service and at the cluster's DNS.",
+                        f"The host name of worker {host} was not resolved within {seconds:g} s: {error}.",
+                        "Check the workers' pods, their headless Service and the cluster's DNS.",
                     ) from error
                 time.sleep(pause)
 
@@ -153,13 +153,13 @@ def mpirun_environment(environment: Mapping[str, str], hosts: Sequence[str]) -> 
     return settled
 
 
-def ends_told(output: str) -> dict[int, int]:
+def ends_of_ranks(output: str) -> dict[int, int]:
     """Return rank -> exit code (minus the signal if killed) of the processes that mpirun reports as first to fail."""
     ends = {int(found["rank"]): -int(found["signal"]) for found in _KILLED.finditer(output)}
     return ends | {int(found["rank"]): int(found["code"]) for found in _EXITED.finditer(output)}
 
 
-def trouble_told(output: str) -> FailureReport | None:
+def launcher_failure(output: str) -> FailureReport | None:
     """Return the failure in mpirun's output: a worker that it could not reach or has lost; None without one."""
     line = next((line.strip() for line in output.splitlines() if _UNREACHED.search(line)), None)
     if line is None:
@@ -167,9 +167,9 @@ def trouble_told(output: str) -> FailureReport | None:
     return FailureReport(
         failure_class=FailureClass.COLLECTIVE,
         reason="WorkerUnreachable",
-        message=f"mpirun could not reach a worker, or has lost it: {line}",
-        hint="Look at the workers' pods; each must run `finetune_trainer sshd` and answer on port "
-        f"{SSH_PORT} before mpirun starts.",
+        message=f"mpirun could not reach a worker, or lost it: {line}",
+        hint=f"Check the workers' pods; each must run `finetune_trainer sshd` and answer on port {SSH_PORT} before "
+        "mpirun starts.",
         time=time.time(),
     )
 

@@ -27,7 +27,7 @@ import psutil
 
 from finetune_contract.layout import EXIT_OK, SSH_PORT, FailureClass
 from finetune_trainer.failures import StageError, classify
-from finetune_trainer.launching.below import Below, grace_seconds
+from finetune_trainer.launching.child_supervisor import ChildSupervisor, grace_seconds
 from finetune_trainer.stage_console import settle_console
 
 _SESSION_VARIABLES = frozenset({"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HOME"})
@@ -65,7 +65,7 @@ LogLevel ERROR
 
 def serve(argv: Sequence[str]) -> int:
     """Serve until SIGTERM; return the exit code."""
-    parser = argparse.ArgumentParser(prog="finetune-trainer sshd", description="Waits for mpirun in an MPI worker.")
+    parser = argparse.ArgumentParser(prog="finetune-trainer sshd", description="Wait for mpirun in an MPI worker.")
     parser.add_argument("--port", type=int, default=SSH_PORT)
     parser.add_argument("--authorized-keys", type=Path, help="default: .ssh/authorized_keys in the home of passwd")
     arguments = parser.parse_args(argv)
@@ -74,12 +74,12 @@ def serve(argv: Sequence[str]) -> int:
         grace = grace_seconds()
         with tempfile.TemporaryDirectory(prefix="finetune-sshd-") as folder:
             command = _command(Path(folder), arguments)
-            end = Below(lambda pid: _stop(pid, grace), grace + 2).run(command, os.environ)
+            end = ChildSupervisor(lambda pid: _stop(pid, grace), grace + 2).run(command, os.environ)
     except (StageError, OSError, subprocess.SubprocessError) as error:
         failure = classify(error)
         sys.stderr.write(f"{failure.failure_class} ({failure.reason}): {failure.message} {failure.hint}\n")
         return failure.exit_code
-    if end.asked_at is not None:
+    if end.stop_requested_at is not None:
         return EXIT_OK
     return 128 - end.code if end.code < 0 else end.code or 1  # sshd ends by itself only on errors
 
@@ -102,8 +102,8 @@ def _command(folder: Path, arguments: argparse.Namespace) -> list[str]:
         raise StageError(
             FailureClass.CONFIG,
             "NoPasswdEntry",
-            f"User {os.getuid()} has no entry in passwd, so ssh can neither name it nor find its keys.",
-            "Run the pod as a user that the image knows (1000).",
+            f"User {os.getuid()} has no entry in passwd, so ssh finds neither its name nor its keys.",
+            "Run the pod as a user that exists in the image (1000).",
         ) from None
     subprocess.run(
         [keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key")], check=True, capture_output=True
@@ -145,17 +145,17 @@ def _quoted(name: str, text: str) -> str:
 
 def _stop(sshd: int, grace: float) -> None:
     """Stop the ranks in here, wait for them and for mpirun's daemon, which has to report their ends to mpirun, then
-    stop the server; `Below` kills remaining processes.
+    stop the server; `ChildSupervisor` kills remaining processes.
     """
-    told = _ranks()
-    for rank in told:
+    ranks = _ranks()
+    for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.terminate()
     deadline = time.monotonic() + grace
-    while time.monotonic() < deadline and any(map(_runs, told)):
+    while time.monotonic() < deadline and any(map(_runs, ranks)):
         time.sleep(_POLL_SECONDS)
     deadline = min(deadline, time.monotonic() + _DAEMON_SECONDS)
-    while told and time.monotonic() < deadline and psutil.Process(sshd).children(recursive=True):
+    while ranks and time.monotonic() < deadline and psutil.Process(sshd).children(recursive=True):
         time.sleep(_POLL_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.kill(sshd, signal.SIGTERM)
@@ -163,9 +163,9 @@ def _stop(sshd: int, grace: float) -> None:
 
 def _ranks() -> list[psutil.Process]:
     """Return the descendants started by mpirun's daemon, without their own children."""
-    below = [process for process in psutil.Process().children(recursive=True) if _is_of_a_rank(process)]
-    ids = {process.pid for process in below}
-    return [process for process in below if _parent(process) not in ids]
+    of_ranks = [process for process in psutil.Process().children(recursive=True) if _is_of_a_rank(process)]
+    ids = {process.pid for process in of_ranks}
+    return [process for process in of_ranks if _parent(process) not in ids]
 
 
 def _is_of_a_rank(process: psutil.Process) -> bool:

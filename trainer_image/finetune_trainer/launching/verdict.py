@@ -12,7 +12,7 @@ from finetune_contract.causes import ECHOES, Cause, first_cause, of_exit
 from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_trainer.launching.below import End
+from finetune_trainer.launching.child_supervisor import End
 
 _SHOWN = 1500
 """Characters of the stderr of a process without a report that go into the message."""
@@ -54,10 +54,10 @@ def verdict(
         return min(well, key=lambda report: report.rank)
     cause = first_cause(reports, ends, time.time())
     failed = {report.rank for report in reports if report.failure is not None}
-    if end.asked_at is not None and (
-        cause is None or cause.rank not in failed or _lost_peers(cause.failure, end.asked_at)
+    if end.stop_requested_at is not None and (
+        cause is None or cause.rank not in failed or _lost_peers(cause.failure, end.stop_requested_at)
     ):
-        cause = Cause(None, _stopped(end.asked_at))
+        cause = Cause(None, _stopped(end.stop_requested_at))
     elif trouble is not None and (cause is None or cause.failure.failure_class in ECHOES):
         cause = Cause(None if cause is None else cause.rank, trouble)
     elif cause is None:
@@ -77,21 +77,21 @@ def _lost_peers(failure: FailureReport, since: float) -> bool:
     return failure.failure_class is FailureClass.COLLECTIVE and failure.known_time >= since
 
 
-def _stopped(asked_at: float) -> FailureReport:
+def _stopped(stop_requested_at: float) -> FailureReport:
     """Return the failure of a pod whose ranks could not save after the request to stop: they had just started, the
     grace period was too short, or the ranks of another pod had ended before.
     """
     return FailureReport(
         failure_class=FailureClass.PREEMPTED,
         reason="Terminated",
-        message="The pod was told to stop, and its processes ended before they could save.",
-        hint="Run the job again; it goes on from its last checkpoint. If this repeats, give the pods a longer grace "
+        message="The pod was stopped, and its processes ended before they could save.",
+        hint="Run the job again; it resumes from its last checkpoint. If this repeats, give the pods a longer grace "
         "period.",
-        time=asked_at,
+        time=stop_requested_at,
     )
 
 
 def _silent(end: End) -> FailureReport:
-    words = f" Its last words: {end.last_words[-_SHOWN:]}" if end.last_words else ""
-    told = of_exit(end.code, time.time())
-    return told.model_copy(update={"message": told.message + words})
+    output = f" Last output: {end.last_output[-_SHOWN:]}" if end.last_output else ""
+    failure = of_exit(end.code, time.time())
+    return failure.model_copy(update={"message": failure.message + output})

@@ -113,7 +113,7 @@ def _stay_inside(path: Path, root: Path, field: str, value: str) -> None:
         FailureClass.CONFIG,
         "LeadsOut",
         f"{field} is {value!r}, which leads out of the repository.",
-        "Name a place inside it; links have to stay inside, too.",
+        "Use a path inside it; links must stay inside, too.",
     )
 
 
@@ -128,5 +128,5 @@ def _missing(field: str, reason: str, value: str, found: Fetched, there: list[st
         reason,
         f"{field} is {value!r}, and commit {found.commit} of {found.url} does not have it. "
         f"It has {first_of(there, _SHOWN)}.",
-        f"Did you mean {near[0]}?" if near else "Name one of them.",
+        f"Did you mean {near[0]}?" if near else "Use one of them.",
     )

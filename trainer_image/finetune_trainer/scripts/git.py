@@ -47,14 +47,14 @@ _SHOWN = 12
 class Rule:
     """Failure that a pattern in git's output stands for."""
 
-    words: re.Pattern[str]
+    pattern: re.Pattern[str]
     failure_class: FailureClass
     reason: str
-    way_out: str
+    hint: str
 
 
-def _rule(words: str, failure_class: FailureClass, reason: str, way_out: str) -> Rule:
-    return Rule(re.compile(words, re.IGNORECASE), failure_class, reason, way_out)
+def _rule(pattern: str, failure_class: FailureClass, reason: str, hint: str) -> Rule:
+    return Rule(re.compile(pattern, re.IGNORECASE), failure_class, reason, hint)
 
 
 _REF_MISSING = re.compile(r"couldn't find remote ref|not our ref|unadvertised object", re.IGNORECASE)
@@ -63,20 +63,21 @@ _RULES = (
         r"certificate|CAfile",
         FailureClass.CONFIG,
         "GitCertificate",
-        "With an authority of your own, mount its certificate and name the file by GIT_SSL_CAINFO in template.env.",
+        "For a private certificate authority, mount its certificate and set GIT_SSL_CAINFO in template.env to its "
+        "path.",
     ),
     _rule(
         r"returned error: 30\d|redirect",
         FailureClass.CONFIG,
         "GitRedirect",
-        "Redirects are not followed, since they could lead to another host: give the address that it leads to, often "
-        "the same with .git at its end.",
+        "Redirects are not followed, since they could lead to another host: use the target address, often the same "
+        "with .git at its end.",
     ),
     _rule(
         r"Authentication failed|could not read Username|terminal prompts disabled|returned error: 40[13]",
         FailureClass.CONFIG,
         "GitNotOpen",
-        "Only what can be read without a password is fetched; check the address, or make the repository public.",
+        "Only public repositories can be fetched; check the address, or make the repository public.",
     ),
     _rule(
         r"returned error: 404|repository .* not found|does not appear to be a git repository",
@@ -88,13 +89,13 @@ _RULES = (
         r"does not support shallow",
         FailureClass.CONFIG,
         "GitServerTooOld",
-        "The server has to speak git's smart protocol, as git-http-backend and all git hosts do.",
+        "The server must support git's smart protocol, as git-http-backend and all git hosts do.",
     ),
     _rule(
         r"No space left on device|Disk quota exceeded",
         FailureClass.STORAGE_FULL,
         "NoSpaceLeft",
-        "Free space or give the workspace more.",
+        "Free space or enlarge the workspace.",
     ),
 )
 
@@ -109,8 +110,8 @@ def fetch(url: str, ref: str, target: Path) -> str:
         message = f"training.script.git.url is {url!r}; code is fetched over https:// only."
         raise StageError(FailureClass.CONFIG, "BadUri", message, "Name the repository by its HTTPS address.")
     if _NO_REF.search(ref):
-        message = f"training.script.git.ref is {ref!r}, which no branch, tag or commit is called."
-        raise StageError(FailureClass.CONFIG, "GitRefNotFound", message, "Name one of the repository's.")
+        message = f"training.script.git.ref is {ref!r}, which is not a name of a branch, tag or commit."
+        raise StageError(FailureClass.CONFIG, "GitRefNotFound", message, "Use one of the repository.")
     if shutil.which("git") is None:
         message = "training.script is fetched with git, and git is not installed here."
         raise StageError(FailureClass.CONFIG, "GitMissing", message, "Use an image with git.")
@@ -133,7 +134,7 @@ class _Repository:
     target: Path
 
     def try_to(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        settings = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
+        settings = [argument for name, value in _SETTINGS.items() for argument in ("-c", f"{name}={value}")]
         return subprocess.run(
             ["git", *settings, *arguments],
             env=self._environment(os.environ),
@@ -149,7 +150,7 @@ class _Repository:
         """Run git and return its output; StageError if it fails."""
         done = self.try_to(*arguments)
         if done.returncode:
-            raise _told(f"git {arguments[0]} failed", done.stderr)
+            raise _git_error(f"git {arguments[0]} failed", done.stderr)
         return done.stdout
 
     def _environment(self, base: Mapping[str, str]) -> dict[str, str]:
@@ -167,9 +168,9 @@ class _Repository:
         }
 
 
-def _failed(repository: _Repository, url: str, ref: str, words: str) -> StageError:
-    if not _REF_MISSING.search(words):
-        return _told(f"training.script.git.url {url} cannot be fetched", words)
+def _failed(repository: _Repository, url: str, ref: str, stderr: str) -> StageError:
+    if not _REF_MISSING.search(stderr):
+        return _git_error(f"training.script.git.url {url} cannot be fetched", stderr)
     listed = repository.try_to("ls-remote", "--quiet", "--heads", "--tags", "--refs", "--", url)
     names = [line.partition("\trefs/")[2].partition("/")[2] for line in listed.stdout.splitlines()]
     near = difflib.get_close_matches(ref, names, n=1)
@@ -179,16 +180,16 @@ def _failed(repository: _Repository, url: str, ref: str, words: str) -> StageErr
         "GitRefNotFound",
         f"training.script.git.ref is {ref!r}, and {url} has no such branch, tag or commit. "
         f"It has {first_of(names, _SHOWN)}.",
-        f"Did you mean {near[0]}?" if near else f"Name one of them{whole}.",
+        f"Did you mean {near[0]}?" if near else f"Use one of them{whole}.",
     )
 
 
-def _told(what: str, words: str) -> StageError:
+def _git_error(subject: str, stderr: str) -> StageError:
     """Classify git's output; an unknown failure counts as temporary, and its restarts are counted."""
-    said = " ".join(line.removeprefix("fatal: ").removeprefix("error: ") for line in words.split("\n") if line.strip())
+    text = " ".join(line.removeprefix("fatal: ").removeprefix("error: ") for line in stderr.split("\n") if line.strip())
     for rule in _RULES:
-        if rule.words.search(words):
-            return StageError(rule.failure_class, rule.reason, f"{what}: {said}", rule.way_out)
+        if rule.pattern.search(stderr):
+            return StageError(rule.failure_class, rule.reason, f"{subject}: {text}", rule.hint)
     return StageError(
-        FailureClass.CODE_UNAVAILABLE, "GitFailed", f"{what}: {said}", "Check that the host answers, and try again."
+        FailureClass.CODE_UNAVAILABLE, "GitFailed", f"{subject}: {text}", "Check that the host responds, and try again."
     )

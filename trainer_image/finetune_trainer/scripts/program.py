@@ -34,9 +34,9 @@ from finetune_contract.layout import (
 )
 from finetune_contract.trainer_job import Script, TrainerJob
 from finetune_trainer.distributed import ProcessWorld, settle_rank
-from finetune_trainer.failures import StageError, classify_words
+from finetune_trainer.failures import StageError, classify_text
 from finetune_trainer.files import share
-from finetune_trainer.launching.below import Below, End, grace_seconds
+from finetune_trainer.launching.child_supervisor import ChildSupervisor, End, grace_seconds
 from finetune_trainer.models import WEIGHT_FILES
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics
@@ -59,18 +59,18 @@ _RESULTS = "all_results.json"
 _RAISED = re.compile(r"(?P<kind>[A-Za-z_][\w.]*)(?:: ?(?P<text>.*))?")
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_WORD = re.compile(r"[A-Za-z]\w{0,63}")
+_TYPE_NAME = re.compile(r"[A-Za-z]\w{0,63}")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 """Prefix that torch writes before each line of a traceback once the process group is initialized."""
 _SHOWN = 1000
 """Characters of the program's stderr that go into a message."""
 _HINTS = {
-    FailureClass.OUT_OF_MEMORY: "The program decides by itself what it takes: lower its batch size under "
-    "training.script.hyperparameters, or raise resources.memory or the GPUs.",
-    FailureClass.STORAGE_FULL: "Free space or give the workspace more; save_total_limit bounds what checkpoints take.",
-    FailureClass.COLLECTIVE: "The first cause is in the report of another rank.",
+    FailureClass.OUT_OF_MEMORY: "The program decides how much memory it uses: lower its batch size under "
+    "training.script.hyperparameters, or raise resources.memory or the number of GPUs.",
+    FailureClass.STORAGE_FULL: "Free space or enlarge the workspace; save_total_limit limits the space of checkpoints.",
+    FailureClass.COLLECTIVE: "See the report of another rank for the first cause.",
 }
-_HINT = "It is the program's own error; the log above has all that it said."
+_HINT = "The error is in the program; the log above has its whole output."
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def run_program(
     command = [sys.executable, str(program.file.absolute()), *script.arguments]
     resumed = environment.get(ENV_SCRIPT_RESUME_FROM)
     start = "from the beginning" if resumed is None else f"from {Path(resumed).name}"
-    what = f"{script.entry_point} of commit {program.commit}"
-    log.info("%s runs as rank %d of %d, %s.", what, world.rank, world.size, start)
-    with relayed(environment, progress) as told:
-        end = Below(grace_seconds=grace_seconds()).run(command, told, program.folder)
+    label = f"{script.entry_point} of commit {program.commit}"
+    log.info("%s runs as rank %d of %d, %s.", label, world.rank, world.size, start)
+    with relayed(environment, progress) as child_environment:
+        end = ChildSupervisor(grace_seconds=grace_seconds()).run(command, child_environment, program.folder)
     _check_end(end, program, world)
     if not world.is_main:
         return Result({}, {})
@@ -140,7 +140,7 @@ def _measured(paths: JobPaths) -> dict[str, float]:
     try:
         found = {} if file is None else json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be read, so what it says is not passed on: %s", file, error)
+        log.warning("%s cannot be read, so its metrics are not reported: %s", file, error)
         return {}
     values = found.items() if isinstance(found, dict) else ()
     return {
@@ -159,38 +159,38 @@ def _check_end(end: End, program: Program, world: ProcessWorld) -> None:
     After a signal the training is unfinished, whatever the code: a Trainer that saves a checkpoint because of SIGTERM
     then saves a partly trained model.
     """
-    if end.asked_at is not None:
-        raise preempted("while the program ran; it goes on from its newest checkpoint if it reads FINETUNE_RESUME_FROM")
+    if end.stop_requested_at is not None:
+        raise preempted("while the program ran; it resumes from its newest checkpoint if it reads FINETUNE_RESUME_FROM")
     if end.code == EXIT_OK:
         return
     if signal_of(end.code) is not None:
-        told = of_exit(end.code, who="The program")
-        hint = _HINTS.get(told.failure_class, told.hint)
-        raise StageError(told.failure_class, told.reason, told.message, hint)
+        failure = of_exit(end.code, who="The program")
+        hint = _HINTS.get(failure.failure_class, failure.hint)
+        raise StageError(failure.failure_class, failure.reason, failure.message, hint)
     raise _raised(end, program, world)
 
 
 def _raised(end: End, program: Program, world: ProcessWorld) -> StageError:
     """Return the error from the end of the program's stderr, with the class of its text or of the exit code."""
-    output = _RANK_PREFIX.sub("", end.last_words)
-    kind, words = last_words(output)
+    output = _RANK_PREFIX.sub("", end.last_output)
+    kind, text = last_error(output)
     place = _place(output, program)
-    said = f"{kind}: {words}" if kind and words else kind or words
+    problem = f"{kind}: {text}" if kind and text else kind or text
     failure_class = CLASS_OF_EXIT_CODE.get(end.code, FailureClass.PROGRAM)
     if failure_class is FailureClass.PROGRAM:
-        failure_class = classify_words(kind, words)
+        failure_class = classify_text(kind, text)
         if failure_class is FailureClass.COLLECTIVE and world.size == 1:
             failure_class = FailureClass.PROGRAM  # there is no other rank to lose
-    what = f"The program ended with exit code {end.code}"
+    ending = f"The program ended with exit code {end.code}"
     return StageError(
         failure_class,
-        kind if _WORD.fullmatch(kind) else "ProgramFailed",
-        f"{what}{place}: {said[:_SHOWN]}" if said else f"{what} and said nothing on stderr.",
+        kind if _TYPE_NAME.fullmatch(kind) else "ProgramFailed",
+        f"{ending}{place}: {problem[:_SHOWN]}" if problem else f"{ending} and wrote nothing to stderr.",
         _HINTS.get(failure_class, _HINT),
     )
 
 
-def last_words(output: str) -> tuple[str, str]:
+def last_error(output: str) -> tuple[str, str]:
     """Return type name and message of the exception that ended a Python program, from its stderr; an empty name and the
     last line if there is no traceback.
     """

@@ -76,10 +76,10 @@ def pass_on(update: KubeflowUpdate, progress: ProgressSink) -> None:
     step, total = values.get(_STEP), values.get(_TOTAL)
     if step is None or total is None or not 0 <= step <= total:
         return
-    told = {
+    figures = {
         ours: next((v for name in names if (v := values.get(name)) is not None), None) for ours, names in _NAMES.items()
     }
-    progress.update(int(step), int(total), **{name: value for name, value in told.items() if value is not None})
+    progress.update(int(step), int(total), **{name: value for name, value in figures.items() if value is not None})
 
 
 def _number(text: str) -> float | None:

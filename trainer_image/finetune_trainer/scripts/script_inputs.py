@@ -89,7 +89,7 @@ def check_inputs(job: TrainerJob) -> None:
     except StageError as error:
         if error.reason != "HubDatasetUnreadable":
             raise
-        log.warning("%s The program has to read it by itself.", error.message)
+        log.warning("%s The program must read it itself.", error.message)
 
 
 def variables(job: TrainerJob, script: Script, paths: JobPaths) -> dict[str, str]:

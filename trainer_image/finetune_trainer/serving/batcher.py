@@ -18,10 +18,10 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from finetune_trainer.failures import StageError
+from finetune_trainer.serving.fair_lock import FairLock
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
 from finetune_trainer.serving.serving_engine import EncodedRow, ServingEngine
 from finetune_trainer.serving.serving_metrics import ServingMetrics
-from finetune_trainer.serving.turns import Turns
 from finetune_trainer.serving.watched_writing import Finish, WatchedWriting
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Ticket:
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_of: dict[int, Finish] = field(default_factory=dict)
     """Index of a row -> end of its text, for models that write."""
-    gone: bool = False
+    disconnected: bool = False
     """True once no client waits for the answer."""
     settled: bool = False
 
@@ -65,7 +65,7 @@ class Ticket:
     @property
     def over(self) -> bool:
         """True once an answer is of no use."""
-        return self.gone or self.late
+        return self.disconnected or self.late
 
     @property
     def late(self) -> bool:
@@ -89,7 +89,7 @@ class Batcher:
         self._rows = 0
         self._stop = False
         self._token_seconds = 0.0
-        self._turns = Turns()
+        self._turns = FairLock()
         self._pool = ThreadPoolExecutor(_WRITING, "write")
         self._writing = 0
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
@@ -119,7 +119,7 @@ class Batcher:
         """Queue a request of the running event loop. RequestError 429 if the queue is full."""
         if self._rows and self._rows + len(rows) > self._serving.max_queue:
             retry = max(1, round(self._rows * self._token_seconds * 64))
-            message = f"The queue of {self._serving.max_queue} rows is full: ask again in {retry} s."
+            message = f"The queue of {self._serving.max_queue} rows is full: retry in {retry} s."
             raise RequestError(429, message, {"Retry-After": str(retry)})
         ticket = Ticket(form, rows, asyncio.get_running_loop().create_future(), deadline, put)
         with self._wake:
@@ -148,7 +148,7 @@ class Batcher:
                 arrived = list(self._inbox)
                 self._inbox.clear()
             self._take(arrived)
-            self._drop_gone()
+            self._drop_abandoned()
             if self._waiting and self._writing < _WRITING:
                 self._begin()
 
@@ -178,15 +178,15 @@ class Batcher:
         with self._wake:
             self._waiting += [(ticket, at) for ticket in tickets for at in range(len(ticket.rows))]
 
-    def _drop_gone(self) -> None:
+    def _drop_abandoned(self) -> None:
         for ticket in {id(ticket): ticket for ticket, _ in self._waiting}.values():
             self._over(ticket)
 
     def _over(self, ticket: Ticket) -> bool:
-        if ticket.gone:
-            self._settle([(ticket, RequestError(499, "The client is gone."))])
+        if ticket.disconnected:
+            self._settle([(ticket, RequestError(499, "The client has disconnected."))])
         elif ticket.late:
-            self._settle([(ticket, RequestError(504, "The request's time is over before its answer was computed."))])
+            self._settle([(ticket, RequestError(504, "The request timed out before its answer was computed."))])
         else:
             return False
         return True
@@ -281,7 +281,7 @@ class Batcher:
             return
         self._metrics.queue.set(self._rows)
 
-        def tell() -> None:
+        def notify() -> None:
             for ticket, result in fresh:
                 if ticket.done.done():
                     continue
@@ -290,7 +290,7 @@ class Batcher:
                 else:
                     ticket.done.set_result(result)
 
-        fresh[0][0].done.get_loop().call_soon_threadsafe(tell)
+        fresh[0][0].done.get_loop().call_soon_threadsafe(notify)
 
 
 def _refusal(error: Exception) -> RequestError:

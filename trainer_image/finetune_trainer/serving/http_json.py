@@ -47,7 +47,7 @@ async def read_json(request: Request) -> dict[str, Any]:
             408, f"The body did not arrive within {BODY_SECONDS:g} s.", {"Connection": "close"}
         ) from error
     except ClientDisconnect as error:
-        raise RequestError(499, "The client is gone.") from error
+        raise RequestError(499, "The client has disconnected.") from error
     if size > MAX_BODY:
         raise _too_large()
     try:

@@ -64,7 +64,7 @@ class GuardedProtocol(H11Protocol):
             self._aborting = None
 
     def _abort(self) -> None:
-        log.info("A connection is closed: its client has read too little for %g s.", self.unread_seconds)
+        log.info("Closing a connection: its client has read too little for %g s.", self.unread_seconds)
         self.transport.abort()
 
     def _look(self) -> None:

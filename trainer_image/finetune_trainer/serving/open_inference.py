@@ -33,7 +33,7 @@ def rows_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _values(name: str, tensor: Mapping[str, Any]) -> list[Any]:
     parameters = tensor.get("parameters")
     if isinstance(parameters, dict) and "binary_data_size" in parameters:
-        raise RequestError(400, f"Input {name} is binary; this server takes JSON only: send data in the tensor.")
+        raise RequestError(400, f"Input {name} is binary; this server accepts JSON only: send data in the tensor.")
     if tensor.get("datatype") != "BYTES":
         raise RequestError(400, f"Input {name} must have datatype BYTES; found {str(tensor.get('datatype'))[:40]!r}.")
     data = tensor.get("data")
@@ -71,5 +71,5 @@ def answer_of(model: str, version: str, identity: Any, rows: list[dict[str, Any]
             kind = "BYTES"
             values = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
         outputs.append({"name": name, "datatype": kind, "shape": [len(values)], "data": values})
-    told = {"model_name": model, "model_version": version, "outputs": outputs}
-    return told if identity is None else {**told, "id": identity}
+    body = {"model_name": model, "model_version": version, "outputs": outputs}
+    return body if identity is None else {**body, "id": identity}

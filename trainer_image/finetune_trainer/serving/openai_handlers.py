@@ -65,34 +65,34 @@ class OpenAIHandlers:
     ) -> Response:
         wanted = openai_json.wanted(self._engine.generation, body, chat=chat)
         form = self._queue.form(rows, wanted.generation, wanted.stop, wanted.seed)
-        told = openai_json.Told(self._engine.name, self._state.revision, chat, wanted.usage)
+        completion = openai_json.CompletionJson(self._engine.name, self._state.revision, chat, wanted.usage)
         if not wanted.stream:
             found = await self._queue.answered(request, form, rows)
             texts = [row["generated_text"] for row in found]
-            return json_response(told.whole(texts, request.state.tokens, request.state.finishes))
+            return json_response(completion.whole(texts, request.state.tokens, request.state.finishes))
         if len(rows) != 1:
-            raise RequestError(400, "A stream has one prompt: send others in requests of their own.", param="prompt")
+            raise RequestError(400, "A stream has one prompt: send others in separate requests.", param="prompt")
         # The status code is sent first: wait for the first piece, or the reason why there is none.
         ticket, pieces, first = await self._queue.begun(request, form, rows[0])
-        return StreamingResponse(_events(told, first, pieces, ticket), media_type="text/event-stream")
+        return StreamingResponse(_events(completion, first, pieces, ticket), media_type="text/event-stream")
 
 
 async def _events(
-    told: openai_json.Told, first: str | None, pieces: TextPieces, ticket: Ticket
+    completion: openai_json.CompletionJson, first: str | None, pieces: TextPieces, ticket: Ticket
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events; a client that disconnects ends the writing."""
     try:
         piece = first
         while piece is not None:
-            yield told.piece(piece)
+            yield completion.piece(piece)
             piece = await pieces.get()
         error = ticket.done.exception()
         if error is None:
-            yield told.last(ticket.finishes[0], ticket.tokens)
+            yield completion.last(ticket.finishes[0], ticket.tokens)
         else:
-            yield told.failed(str(error))
+            yield completion.failed(str(error))
         yield b"data: [DONE]\n\n"
     finally:
-        ticket.gone = True
+        ticket.disconnected = True
         with suppress(asyncio.CancelledError):
             ticket.done.cancel()

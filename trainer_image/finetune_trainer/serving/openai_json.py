@@ -38,7 +38,7 @@ _NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GenerationSettings:
     """Settings of a request for its text."""
 
     generation: Generation
@@ -80,7 +80,7 @@ def _message(message: Any) -> Any:
     return {"role": role, "content": content}
 
 
-def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> Wanted:
+def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> GenerationSettings:
     """Return the settings for the text. RequestError 400 for unsupported fields, and for invalid values."""
     for name, value in body.items():
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
@@ -89,7 +89,7 @@ def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> Wanted:
         if taken is None or not any(type(each) is type(value) and each == value for each in taken):
             raise RequestError(400, f"{str(name)[:80]} is not supported: leave it out.", param=str(name)[:80])
     if ("prompt" if chat else "messages") in body:
-        other = "/v1/completions takes prompt, /v1/chat/completions messages"
+        other = "/v1/completions accepts prompt, /v1/chat/completions messages"
         name = "prompt" if chat else "messages"
         raise RequestError(400, f"{name} is not a field of this path: {other}.", param=name)
     longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
@@ -108,7 +108,7 @@ def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> Wanted:
     usage = (options or {}).get("include_usage")
     if usage is not None and not isinstance(usage, bool):
         raise _wrong("stream_options.include_usage", "true or false", usage)
-    return Wanted(generation, _stop(body.get("stop")), _seed(body.get("seed")), bool(stream), bool(usage))
+    return GenerationSettings(generation, _stop(body.get("stop")), _seed(body.get("seed")), bool(stream), bool(usage))
 
 
 def _stop(given: Any) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def _wrong(name: str, rule: str, value: Any) -> RequestError:
     return RequestError(400, f"{name} must be {rule}; found {str(value)[:40]!r}.", param=name)
 
 
-class Told:
+class CompletionJson:
     """Answers to one request. `usage`: True if a stream ends with the token usage."""
 
     def __init__(self, model: str, revision: str, chat: bool, usage: bool) -> None:
@@ -180,13 +180,13 @@ class Told:
         return f"data: {json.dumps({'error': {'message': why, 'type': 'server_error'}})}\n\n".encode()
 
     def _event(self, text: str, reason: str | None) -> bytes:
-        said: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": text}
         if self._chat:
             role = {"role": "assistant"} if self._first else {}
-            said = {"delta": {**role, **({"content": text} if text else {})}}
+            content = {"delta": {**role, **({"content": text} if text else {})}}
         self._first = False
         return self._chunk(
-            [{"index": 0, **said, "logprobs": None, "finish_reason": reason}], {"usage": None} if self._usage else {}
+            [{"index": 0, **content, "logprobs": None, "finish_reason": reason}], {"usage": None} if self._usage else {}
         )
 
     def _chunk(self, choices: list[Any], usage: Mapping[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "str
 _DEADLINE = {
     "name": "X-Request-Timeout-Ms",
     "in": "header",
-    "description": "Milliseconds after which the answer is of no use.",
+    "description": "Time limit of the request in milliseconds.",
     "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
 }
 _OPEN_ERROR = {

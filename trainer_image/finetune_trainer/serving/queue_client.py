@@ -50,22 +50,22 @@ class QueueClient:
         """Return the columns of predict for each row."""
         ticket = self._state.batcher.submit(form, rows, _deadline(request))
         request.state.rows = len(rows)
-        gone = asyncio.create_task(_disconnected(request))
+        disconnection = asyncio.create_task(_disconnected(request))
         left = None if ticket.deadline is None else max(0.0, ticket.deadline - time.monotonic())
         try:
-            waiting: set[asyncio.Future[Any]] = {ticket.done, gone}
+            waiting: set[asyncio.Future[Any]] = {ticket.done, disconnection}
             await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             request.state.tokens = ticket.tokens
             if ticket.done.done():
                 request.state.finishes = ticket.finishes
                 return ticket.done.result()
-            if gone.done():
-                raise RequestError(499, "The client is gone.")
-            raise RequestError(504, "The request's time is over before its answer was computed.")
+            if disconnection.done():
+                raise RequestError(499, "The client has disconnected.")
+            raise RequestError(504, "The request timed out before its answer was computed.")
         finally:
-            ticket.gone = True
+            ticket.disconnected = True
             ticket.done.cancel()
-            gone.cancel()
+            disconnection.cancel()
 
     async def begun(self, request: Request, form: Form, row: dict[str, Any]) -> tuple[Ticket, TextPieces, str | None]:
         """Start writing a text, and return its ticket, its pieces and the first piece. RequestError if it fails."""

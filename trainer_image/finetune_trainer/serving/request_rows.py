@@ -64,13 +64,11 @@ def check_rows(rows: Sequence[dict[str, Any]]) -> None:
     if len(rows) > MAX_ROWS:
         raise RequestError(413, f"The request has {len(rows)} rows; at most {MAX_ROWS} are answered at once: split it.")
     if any(set(row) != set(rows[0]) for row in rows):
-        raise RequestError(
-            422, "The rows of a request must have the same inputs: send others in a request of their own."
-        )
+        raise RequestError(422, "The rows of a request must have the same inputs: send others in a separate request.")
     for row in rows:
         size = sum(_size(role, value) for role, value in row.items())
         if size > MAX_CHARACTERS:
-            raise RequestError(413, f"A row has {size} characters; at most {MAX_CHARACTERS} are taken: shorten it.")
+            raise RequestError(413, f"A row has {size} characters; at most {MAX_CHARACTERS} are allowed: shorten it.")
 
 
 def _size(role: str, value: Any) -> int:

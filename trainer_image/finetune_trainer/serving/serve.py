@@ -50,11 +50,11 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="finetune-trainer serve", description="Answers requests with a job's model.")
-    parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
+    parser = argparse.ArgumentParser(prog="finetune-trainer serve", description="Serve a job's model.")
+    parser.add_argument("--job", type=Path, required=True, help="path of job.json")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen at")
-    parser.add_argument("--port", type=int, default=SERVE_PORT, help="port to listen at; 0: a free one")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    parser.add_argument("--port", type=int, default=SERVE_PORT, help="port to listen on; 0: a free one")
     return parser.parse_args(argv)
 
 
@@ -86,7 +86,7 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
         raise batcher.failed
     if not server.started:
         raise StageError(
-            FailureClass.CONFIG, "PortTaken", f"The server cannot listen at {host}:{port}.", "Name another --port."
+            FailureClass.CONFIG, "PortTaken", f"The server cannot listen on {host}:{port}.", "Use another --port."
         )
     return EXIT_OK
 

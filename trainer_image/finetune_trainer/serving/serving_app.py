@@ -51,12 +51,12 @@ def make_app(state: ServerState) -> Starlette:
         yield
         state.batcher.stop()
 
-    async def told(request: Request, error: Exception) -> Response:
+    async def no_such_route(request: Request, error: Exception) -> Response:
         code = getattr(error, "status_code", 404)
         # A path has a route for each of its methods, and Starlette lists those of the first only.
         found = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
         allowed = {"Allow": ", ".join(sorted({name for each in found for name in each.methods or ()}))}
-        why = "There is no such path; see /openapi.json." if code == 404 else "The path does not take this method."
+        why = "There is no such path; see /openapi.json." if code == 404 else "The path does not support this method."
         return _error(request.url.path, RequestError(code, why, allowed if code == 405 else None))
 
     handlers = _Handlers(state)
@@ -64,7 +64,7 @@ def make_app(state: ServerState) -> Starlette:
         Route(path, _guarded(state, path, handler, method), methods=[method])
         for method, path, handler in handlers.routes()
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: told, 405: told})
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: no_such_route, 405: no_such_route})
 
 
 def _error(path: str, error: RequestError) -> Response:
@@ -74,8 +74,8 @@ def _error(path: str, error: RequestError) -> Response:
         status = 400 if error.code == 422 else error.code
         kind = "invalid_request_error" if status < 500 else "server_error"
         code = _OPENAI_CODES.get(status)
-        told = {"message": error.message, "type": kind, "param": error.param, "code": code}
-        return json_response({"error": told}, status, error.headers)
+        error_body = {"message": error.message, "type": kind, "param": error.param, "code": code}
+        return json_response({"error": error_body}, status, error.headers)
     return json_response({"error": error.message}, error.code, error.headers)
 
 
@@ -170,7 +170,7 @@ class _Handlers:
 
     async def page(self, request: Request) -> Response:
         """Page to try the model."""
-        return Response(page_of.page(self.told()), headers=dict(page_of.HEADERS), media_type="text/html")
+        return Response(page_of.page(self.description()), headers=dict(page_of.HEADERS), media_type="text/html")
 
     async def page_file(self, request: Request) -> Response:
         """Style, script or picture of the page."""
@@ -199,11 +199,11 @@ class _Handlers:
             self._document = openapi_document(title, self._engine.job.task, described, self._state.token is not None)
         return json_response(self._document)
 
-    def told(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """Return the metadata of the model."""
         self._queue.require_model()
         state, engine = self._state, self._engine
-        roles = sorted(engine.answerer.asked.columns.model_dump(exclude_none=True))
+        roles = sorted(engine.answerer.requested.columns.model_dump(exclude_none=True))
         schema = engine.answerer.encoder.task.answer_schema(engine.answerer.labels)
         kinds = [(field.name, "FP64" if str(field.type) == "double" else "BYTES") for field in schema]
         facts = {"task": engine.job.task, "labels": list(engine.labels), "revision": state.revision}
@@ -234,7 +234,7 @@ class _Handlers:
     async def metadata(self, request: Request) -> Response:
         """Task, labels, revision, inputs and outputs of the model."""
         self._check_name(request)
-        return json_response(self.told())
+        return json_response(self.description())
 
     async def model_ready(self, request: Request) -> Response:
         """As /v2/health/ready."""
@@ -257,7 +257,7 @@ class _Handlers:
         """Answer an inference request of the Open Inference Protocol."""
         self._check_name(request)
         if "inference-header-content-length" in request.headers:
-            raise RequestError(400, "This server takes JSON only: send tensors without the binary extension.")
+            raise RequestError(400, "This server accepts JSON only: send tensors without the binary extension.")
         body = await read_json(request)
         identity = body.get("id")
         if identity is not None and not isinstance(identity, str):

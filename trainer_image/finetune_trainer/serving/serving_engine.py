@@ -23,7 +23,7 @@ from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, P
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.inference.answering import Answerer, Asked, coding_of, seed_of
+from finetune_trainer.inference.answering import Answerer, RequestedColumns, coding_of, seed_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.runner import Means, settle, used_model, weights_version
 from finetune_trainer.progress import NoProgress
@@ -120,8 +120,8 @@ class ServingEngine:
         model, _ = used_model(job, paths, serving.precision)
         labels = labels_of_model(job, task, model.config)
         encoder = Encoder(task, coding_of(job), packing=False)
-        asked = Asked(Columns(**{role: role for role in _warm_row(job, encoder)}), "inputs", {})
-        self.answerer = Answerer(job, encoder, model, labels, Means.of(predict), asked)
+        requested = RequestedColumns(Columns(**{role: role for role in _warm_row(job, encoder)}), "inputs", {})
+        self.answerer = Answerer(job, encoder, model, labels, Means.of(predict), requested)
         forward = self._forward(paths, version)
         settle(model, serving.device)
         self.answerer = replace(self.answerer, forward=forward, settled=True)
@@ -175,7 +175,7 @@ class ServingEngine:
     def encode(self, form: Form, rows: Sequence[Row]) -> list[EncodedRow]:
         """Tokenise rows. StageError DATA for the first row that the task rejects."""
         answerer = self._answerer(form)
-        task, columns = answerer.encoder.task, answerer.asked.columns
+        task, columns = answerer.encoder.task, answerer.requested.columns
         table = pa.Table.from_pylist(rows)
         task.check(RawSplit("", "the request", table, one_row=len(rows) == 1), columns, "inputs")
         features, _ = answerer.encoder.features(table, task.inputs(columns))
@@ -199,7 +199,7 @@ class ServingEngine:
         answerer = self._answerer(form)
         table = pa.Table.from_pylist([each.row for each in rows])
         features = FeatureSet.of(each.features.part(each.first, each.last, at) for at, each in enumerate(rows))
-        split = answerer.split(table, features, answerer.encoder.task.inputs(answerer.asked.columns))
+        split = answerer.split(table, features, answerer.encoder.task.inputs(answerer.requested.columns))
         if writing is None:
             found: list[dict[str, Any]] = answerer.predicted(_KEY, split, NoProgress()).to_pylist()
             return found
@@ -235,8 +235,8 @@ class ServingEngine:
             if len(self._of_form) >= 64:
                 self._of_form.clear()
             job = self.job.model_copy(update={"generation": form.generation})
-            asked = Asked(form.columns, "inputs", {})
-            found = self._of_form[form] = replace(self.answerer, job=job, asked=asked)
+            requested = RequestedColumns(form.columns, "inputs", {})
+            found = self._of_form[form] = replace(self.answerer, job=job, requested=requested)
         return found
 
 
@@ -254,7 +254,7 @@ def refuse_roles(task: str, roles: Sequence[str]) -> None:
     if set(roles) not in forms:
         wanted = "; or ".join(", ".join(sorted(form)) for form in forms)
         raise RequestError(
-            422, f"The model's task, {task}, takes the inputs {wanted}; found {', '.join(roles) or 'none'}."
+            422, f"The model's task, {task}, expects the inputs {wanted}; found {', '.join(roles) or 'none'}."
         )
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune_trainer.serving.fair_lock import FairLock
 from finetune_trainer.serving.stop_texts import StopFilter, first_stop
-from finetune_trainer.serving.turns import Turns
 from finetune_trainer.tasks.task_protocol import Answer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Finish:
 class WatchedWriting:
     """See `writing.Watch`."""
 
-    turns: Turns
+    turns: FairLock
     stopped: Callable[[], bool]
     """Returns True if no client waits for the rest."""
     put: Callable[[str], None] | None = None
@@ -56,7 +56,7 @@ class WatchedWriting:
     """Tokens before the first written one."""
     _stopped_after: dict[int, int] = field(default_factory=dict)
     """Index of a row in the batch -> tokens after which a stop was found."""
-    _rows_told: int = 0
+    _rows_seen: int = 0
 
     @property
     def streams(self) -> bool:
@@ -67,16 +67,16 @@ class WatchedWriting:
         """See `writing.Watch`."""
         from transformers import StoppingCriteriaList
 
-        self._prompt, self._stopped_after, self._rows_told = None, {}, 0
+        self._prompt, self._stopped_after, self._rows_seen = None, {}, 0
         found: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([self._between])}
         if self.streams:
             found["streamer"] = self._streamer()
         return found
 
-    def told(self, tokens: torch.Tensor) -> Answer:
+    def fields_of(self, tokens: torch.Tensor) -> Answer:
         """See `writing.Watch`. Must be called in the order of the rows."""
-        stopped_after = self._stopped_after.get(self._rows_told)
-        self._rows_told += 1
+        stopped_after = self._stopped_after.get(self._rows_seen)
+        self._rows_seen += 1
         for count, token in enumerate(tokens.tolist(), 1):
             if token in self.ends or count == stopped_after:
                 return {_TOKENS: np.array(count), _ENDED: np.array(True)}

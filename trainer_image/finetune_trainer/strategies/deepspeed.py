@@ -88,13 +88,13 @@ class DeepSpeed:
         """Partition the model for stage 3; for the other stages the engine partitions later."""
         _leave_out_shared_memory_op()
         if self._settings.uses_nvme:
-            asked = "parallelism.offload with nvme"
-            _refuse_missing("AsyncIOBuilder", asked, "Use an image that has it (with libaio), or offload to cpu.")
+            feature = "parallelism.offload with nvme"
+            _refuse_missing("AsyncIOBuilder", feature, "Use an image that has it (with libaio), or offload to cpu.")
         for key in _QUANTIZED:
             if self._zero.get(key):
-                asked = f"parallelism.deepspeedConfig.zero_optimization.{key}"
+                feature = f"parallelism.deepspeedConfig.zero_optimization.{key}"
                 _refuse_missing(
-                    "QuantizerBuilder", asked, "Use GPUs and an image with CUDA's compiler, or leave it out."
+                    "QuantizerBuilder", feature, "Use GPUs and an image with CUDA's compiler, or leave it out."
                 )
         if self._settings.zero_stage == 3:
             self._divide(model)
@@ -145,16 +145,19 @@ class DeepSpeed:
             raise not_in_effect(
                 self.name, "NotDeepSpeed", f"the model is a {type_name(engine)}, not a DeepSpeed engine"
             )
-        stage, asked = engine.zero_optimization_stage(), self._settings.zero_stage
+        stage, requested = engine.zero_optimization_stage(), self._settings.zero_stage
         expect(
-            stage == asked, self.name, "WrongZeroStage", f"the engine runs ZeRO stage {stage}, asked for was {asked}"
+            stage == requested,
+            self.name,
+            "WrongZeroStage",
+            f"the engine runs ZeRO stage {stage}, requested was {requested}",
         )
         size = engine.dp_world_size
         expect(
             size == self._world_size,
             self.name,
             "WrongGroupSize",
-            f"the engine knows {size} of {self._world_size} processes",
+            f"the engine has {size} of {self._world_size} processes",
         )
         for kind, enabled in (("bf16", engine.bfloat16_enabled()), ("fp16", engine.fp16_enabled())):
             found = f"{kind} is {'on' if enabled else 'off'} in the engine and the precision is {self._precision}"
@@ -186,15 +189,15 @@ class DeepSpeed:
 
     def _assert_offload(self, engine: Any, placed: Placed) -> None:
         """Expect the requested offload, in the engine's configuration and in the actual place of the state."""
-        asked = (self._settings.offload_optimizer, self._settings.offload_parameters)
+        requested = (self._settings.offload_optimizer, self._settings.offload_parameters)
         found = (_device_of(engine.zero_offload_optimizer()), _device_of(engine.zero_offload_param()))
-        for what, there, wanted in zip(("optimizer state is", "parameters are"), found, asked, strict=True):
-            words = f"{what} offloaded to {there}, asked for was {wanted}"
-            expect(there == wanted, self.name, "WrongOffload", words)
-        optimizer, parameters = asked
+        for state, there, wanted in zip(("optimizer state is", "parameters are"), found, requested, strict=True):
+            problem = f"{state} offloaded to {there}, requested was {wanted}"
+            expect(there == wanted, self.name, "WrongOffload", problem)
+        optimizer, parameters = requested
         swapped = bool(getattr(engine.optimizer, "swap_optimizer", False))
-        words = f"the optimizer keeps its state in {'files' if swapped else 'memory'}, asked for was {optimizer}"
-        expect(swapped == (optimizer == "nvme"), self.name, "WrongOffload", words)
+        problem = f"the optimizer keeps its state in {'files' if swapped else 'memory'}, requested was {optimizer}"
+        expect(swapped == (optimizer == "nvme"), self.name, "WrongOffload", problem)
         if parameters == "none":
             return
         for name, parameter in placed.model.named_parameters():
@@ -203,14 +206,14 @@ class DeepSpeed:
                 continue  # too small to be worth moving: the threshold is in the plan
             if parameters == "nvme":
                 kept, computed = _swapper(parameter).dtype, parameter.dtype
-                words = f"{name} is {computed} and its file holds {kept}"  # on a CPU DeepSpeed takes bf16 for all
-                expect(kept == computed, self.name, "WrongOffload", words)
+                problem = f"{name} is {computed} and its file holds {kept}"  # on a CPU DeepSpeed takes bf16 for all
+                expect(kept == computed, self.name, "WrongOffload", problem)
                 if not _swapper(parameter).swappable_tensor(param=parameter):
                     continue  # too small for a file of its own
             in_files = getattr(shard.final_location, "value", shard.final_location) == "nvme"
             right = in_files if parameters == "nvme" else shard.device.type == "cpu"
-            words = f"the shard of {name} lies {'in a file' if in_files else f'on {shard.device}'}"
-            expect(right, self.name, "WrongOffload", f"{words}, asked for was {parameters}")
+            problem = f"the shard of {name} is {'in a file' if in_files else f'on {shard.device}'}"
+            expect(right, self.name, "WrongOffload", f"{problem}, requested was {parameters}")
 
     def _assert_zero_plus_plus(self, engine: Any, placed: Placed) -> None:
         """Expect the configured secondary shards and quantized communication."""
@@ -220,12 +223,12 @@ class DeepSpeed:
         for name, parameter in placed.model.named_parameters() if wanted > 1 else ():
             group = getattr(parameter, "ds_zero_param_process_group", None)
             size = 1 if group is None else torch.distributed.get_world_size(group)
-            words = f"{name} has secondary shards over {size} processes, asked for were {wanted}"
-            expect(size == wanted, self.name, "WrongSecondaryShards", words)
+            problem = f"{name} has secondary shards over {size} processes, requested were {wanted}"
+            expect(size == wanted, self.name, "WrongSecondaryShards", problem)
         found = (engine.zero_quantized_weights(), engine.zero_quantized_gradients())
         for key, state in zip(_QUANTIZED, found, strict=True):
-            words = f"{key} is {'on' if state else 'off'} in the engine"
-            expect(bool(state) == bool(self._zero.get(key)), self.name, "WrongQuantization", words)
+            problem = f"{key} is {'on' if state else 'off'} in the engine"
+            expect(bool(state) == bool(self._zero.get(key)), self.name, "WrongQuantization", problem)
 
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
         """Return an empty context: each backward pass tells the engine whether it is the last."""
@@ -356,7 +359,7 @@ def _read(part: CheckpointPart, path: Path, map_location: Any) -> Any:
             FailureClass.CHECKPOINT,
             "CheckpointHoldsCode",
             f"{path} was not read: it holds more than tensors and numbers: {str(error).splitlines()[0]}",
-            "Find out who wrote it. Delete this checkpoint to go on from the one before it.",
+            "Find out who wrote it. Delete this checkpoint to resume from the previous one.",
         ) from error
 
 
@@ -415,7 +418,7 @@ def _with_folder(config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     return {**config, **({"zero_optimization": zero} if zero else {})}
 
 
-def _refuse_missing(builder: str, asked: str, way_out: str) -> None:
+def _refuse_missing(builder: str, feature: str, hint: str) -> None:
     """Raise StageError CONFIG `OperatorMissing` if one of DeepSpeed's own operators can neither be loaded nor compiled:
     the run would fail amid the set-up with a message of the compiler.
     """
@@ -428,9 +431,9 @@ def _refuse_missing(builder: str, asked: str, way_out: str) -> None:
         raise StageError(
             FailureClass.CONFIG,
             "OperatorMissing",
-            f"{asked} needs DeepSpeed's {builder.removesuffix('Builder')} operator, which is not to be had here: "
+            f"{feature} needs DeepSpeed's {builder.removesuffix('Builder')} operator, which is not available here: "
             f"{reason}.",
-            way_out,
+            hint,
         ) from error
 
 

@@ -110,7 +110,7 @@ class FullySharded(FullState):
             self._assert_spread(name, parameter)
         blocks = transformer_blocks(placed.model)
         loose = [block for block in blocks if not isinstance(block, FSDPModule)]
-        found = f"{len(loose)} of {len(blocks)} transformer blocks are no groups of their own"
+        found = f"{len(loose)} of {len(blocks)} transformer blocks have no groups of their own"
         expect(bool(blocks) and not loose, self.name, "BlocksNotSharded", found)
         self._assert_groups(placed)
 
@@ -122,12 +122,12 @@ class FullySharded(FullState):
         hybrid = self._settings.fsdp_sharding == "hybrid"
         kinds = [Replicate, Shard] if hybrid else [Shard]
         planned = [world.nodes, world.processes_per_node] if hybrid else [world.size]
-        words = f"parameter {name} is spread as {parameter.placements} over {tuple(mesh.shape)} processes"
+        problem = f"parameter {name} is spread as {parameter.placements} over {tuple(mesh.shape)} processes"
         apart = [type(each) for each in parameter.placements]
-        expect(Shard in apart, self.name, "ParameterNotSharded", words)
-        words += f" on {mesh.device_type}; planned are {' x '.join(map(str, planned))} on {world.device}"
+        expect(Shard in apart, self.name, "ParameterNotSharded", problem)
+        problem += f" on {mesh.device_type}; planned are {' x '.join(map(str, planned))} on {world.device}"
         right = apart == kinds and list(mesh.shape) == planned and mesh.device_type == world.device
-        expect(right, self.name, "WrongMesh", words)
+        expect(right, self.name, "WrongMesh", problem)
 
     def _assert_groups(self, placed: Placed) -> None:
         """Check whether blocks reshard after forward, and where shards are; torch has it in private fields only."""
@@ -139,10 +139,10 @@ class FullySharded(FullState):
         for module, group in ((each, group) for each in sharded for group in each._get_fsdp_state()._fsdp_param_groups):
             if any(module is block for block in blocks):
                 resharded = group.post_forward_mesh_info is not None
-                found = f"blocks {'give back' if resharded else 'keep'} their parameters after forward"
-                expect(resharded == again, self.name, "WrongSharding", f"{found}, asked for was the other")
+                found = f"blocks {'release' if resharded else 'keep'} their parameters after forward"
+                expect(resharded == again, self.name, "WrongSharding", f"{found}, requested was the opposite")
             moved = all(each.offload_to_cpu for each in group.fsdp_params)
-            found = f"shards lie {'in host memory' if moved else 'on the device'}, asked for was the other"
+            found = f"shards are {'in host memory' if moved else 'on the device'}, requested was the opposite"
             expect(moved == offloaded, self.name, "WrongOffload", found)
 
 

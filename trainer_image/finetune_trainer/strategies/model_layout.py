@@ -50,7 +50,7 @@ FORMS = (
 )
 
 
-class Received(nn.Module):
+class ReceivedStates(nn.Module):
     """Replacement for the embedding: returns the hidden states sent by the stage before."""
 
     hidden: torch.Tensor | None = None
@@ -60,14 +60,14 @@ class Received(nn.Module):
         return self.hidden
 
 
-class Nothing(nn.Module):
+class ZeroOutput(nn.Module):
     """Replacement for a module whose output is added to the hidden states: returns 0."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(())
 
 
-class Unchanged(nn.Module):
+class PassThrough(nn.Module):
     """Replacement for a layer of another stage: returns its first argument."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -110,12 +110,12 @@ class Layout:
         if name.startswith(layers):
             index = int(name.removeprefix(layers).partition(".")[0])
             return next(stage for stage, end in enumerate(cuts[1:]) if index < end)
-        if _below(name, self.before):
+        if _is_inside(name, self.before):
             return 0
-        return len(cuts) - 2 if _below(name, self.after) else -1
+        return len(cuts) - 2 if _is_inside(name, self.after) else -1
 
 
-def _below(name: str, modules: Sequence[str]) -> bool:
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
 
 
@@ -133,7 +133,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
     layout = Layout(form, prefix, len(layers), heads)
     shared = [name for name, _ in model.named_parameters() if layout.stage_of(name, (0, layout.count)) < 0]
     if shared:
-        raise _cannot(model, f"its weight {shared[0]} is in no part that one stage could have; known are {families}")
+        raise _cannot(model, f"its weight {shared[0]} belongs to no part of a single stage; supported are {families}")
     return layout
 
 
@@ -142,7 +142,7 @@ def _cannot(model: PreTrainedModel, why: str) -> StageError:
         FailureClass.CONFIG,
         "NoPipelineLayout",
         f"parallelism.pipeline.degree is above 1, and {type(model).__name__} cannot be cut into stages: {why}.",
-        "Set parallelism.pipeline.degree to 1, and strategy fsdp or deepspeed to spread the model.",
+        "Set parallelism.pipeline.degree to 1, and strategy fsdp or deepspeed to shard the model.",
     )
 
 
@@ -169,7 +169,7 @@ def balance(layers: Sequence[float], stages: int, *, before: float = 0.0, after:
     """
     count = len(layers)
     if stages < 1 or count < stages:
-        raise ValueError(f"{count} layers cannot be dealt out to {stages} stages")
+        raise ValueError(f"{count} layers cannot be divided among {stages} stages")
     sums = [0.0]
     for cost in layers:
         sums.append(sums[-1] + cost)
@@ -229,7 +229,7 @@ class Shell:
     """One stage as a model of its own: the model's modules, with replacements for those of other stages."""
 
     model: PreTrainedModel
-    received: Received | None
+    received: ReceivedStates | None
     """None in the first stage."""
     body: nn.Module
     copies: tuple[tuple[nn.Module, nn.Module], ...]
@@ -249,15 +249,15 @@ def shell_of(model: PreTrainedModel, layout: Layout, start: int, end: int) -> Sh
     """
     form, first, last = layout.form, start == 0, end == layout.count
     others: dict[str, nn.Module | None] = {
-        layout.layer(index): Unchanged() for index in range(layout.count) if not start <= index < end
+        layout.layer(index): PassThrough() for index in range(layout.count) if not start <= index < end
     }
-    received = None if first else Received()
+    received = None if first else ReceivedStates()
     if received is not None:
         others[layout.named(form.embedding)] = received
-        others |= {layout.named(part): Nothing() for part in form.added}
-        others |= {layout.named(part): Unchanged() for part in form.passed}
+        others |= {layout.named(part): ZeroOutput() for part in form.added}
+        others |= {layout.named(part): PassThrough() for part in form.passed}
     if not last:
-        others |= {layout.named(part): Unchanged() for part in form.norms}
+        others |= {layout.named(part): PassThrough() for part in form.norms}
         others |= {layout.named(part): None for part in form.extras}
         others |= dict.fromkeys(layout.heads)
     copies: list[tuple[nn.Module, nn.Module]] = []
@@ -271,14 +271,14 @@ def _with_others(model: Any, others: dict[str, nn.Module | None], copies: list[t
     shell = copy.copy(model)
     copies.append((shell, model))
     shell._modules = dict(model._modules)
-    below: dict[str, dict[str, nn.Module | None]] = {}
+    nested: dict[str, dict[str, nn.Module | None]] = {}
     for name, other in others.items():
         head, dot, rest = name.partition(".")
         if not dot:
             shell._modules[head] = other
         else:
-            below.setdefault(head, {})[rest] = other
-    for head, inner in below.items():
+            nested.setdefault(head, {})[rest] = other
+    for head, inner in nested.items():
         shell._modules[head] = _with_others(model._modules[head], inner, copies)
     return shell
 
@@ -286,11 +286,11 @@ def _with_others(model: Any, others: dict[str, nn.Module | None], copies: list[t
 def keep_stages(model: PreTrainedModel, layout: Layout, cuts: Sequence[int], stages: Sequence[int]) -> None:
     """Remove everything from `model` that none of `stages` has. Names stay as they are."""
     own = {index for stage in stages for index in range(cuts[stage], cuts[stage + 1])}
-    gone = [layout.layer(index) for index in range(layout.count) if index not in own]
-    gone += [] if 0 in stages else list(layout.before)
-    gone += [] if len(cuts) - 2 in stages else list(layout.after)
-    for name in gone:
+    unused = [layout.layer(index) for index in range(layout.count) if index not in own]
+    unused += [] if 0 in stages else list(layout.before)
+    unused += [] if len(cuts) - 2 in stages else list(layout.after)
+    for name in unused:
         owner, _, attribute = name.rpartition(".")
         parent = model.get_submodule(owner)
         if getattr(parent, attribute, None) is not None:
-            parent._modules[attribute] = Unchanged()
+            parent._modules[attribute] = PassThrough()

@@ -131,8 +131,8 @@ class ModelParallel(FullState):
             same = name in found and torch.allclose(
                 found[name].cpu().float(), value.cpu().float(), rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
             )
-            what = f"the {type(model).__name__} answers other {name} spread than whole"
-            expect(same, self._label, "OtherAnswers", what)
+            problem = f"the {type(model).__name__} computes different {name} in parallel than as a whole"
+            expect(same, self._label, "OtherAnswers", problem)
 
     def assert_in_effect(self, placed: Placed) -> None:
         """Expect no wrapper, planned weights in shards, and on each process the weights of its stages alone."""
@@ -171,9 +171,9 @@ class ModelParallel(FullState):
     def _assert_in_stages(self, held: Mapping[str, torch.Tensor]) -> None:
         assert self._mesh is not None
         mine = sum(value.numel() for name, value in held.items() if name not in self._tied_groups)
-        told = torch.tensor([mine], dtype=torch.int64, device=self._device)
-        distributed.all_reduce(told, group=self._mesh[PIPELINE].get_group())
-        total = int(told)
+        buffer = torch.tensor([mine], dtype=torch.int64, device=self._device)
+        distributed.all_reduce(buffer, group=self._mesh[PIPELINE].get_group())
+        total = int(buffer)
         expect(
             total == self._parameters,
             self._label,
@@ -264,8 +264,8 @@ class ModelParallel(FullState):
             for value in whole.values():
                 distributed.send(value, dst=0)
             return {}
-        for rank, told in enumerate(shapes):
-            for name, (shape, dtype) in told.items():
+        for rank, of_rank in enumerate(shapes):
+            for name, (shape, dtype) in of_rank.items():
                 if rank != 0:
                     value = torch.empty(shape, dtype=dtype)
                     distributed.recv(value, src=rank)
@@ -284,9 +284,9 @@ class ModelParallel(FullState):
         names = {id(parameter): name for name, parameter in placed.model.named_parameters()}
         optimizer = placed.optimizer
         values = {
-            (names[id(parameter)], word): value
-            for parameter, words in optimizer.state.items()
-            for word, value in words.items()
+            (names[id(parameter)], key): value
+            for parameter, entries in optimizer.state.items()
+            for key, value in entries.items()
         }
         tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
         gathered = self._gathered(iter(tensors.items()))
@@ -303,9 +303,9 @@ class ModelParallel(FullState):
         for _, numbers in everyone:
             gathered.update(numbers)
         state: dict[str, dict[str, Any]] = {}
-        for (name, word), value in gathered.items():
+        for (name, key), value in gathered.items():
             if name not in self._tied:
-                state.setdefault(name, {})[word] = value
+                state.setdefault(name, {})[key] = value
         merged = merged_groups([each for each, _ in everyone], self._tied)
         torch.save(weights, folder / WEIGHTS)
         torch.save({"state": state, "param_groups": merged}, folder / OPTIMIZER)
@@ -323,7 +323,7 @@ class ModelParallel(FullState):
             for name, value in self._spread(weights):
                 if name in held:
                     held[name].copy_(_like(value, held[name]))
-        values = {(name, word): value for name, words in optimizer["state"].items() for word, value in words.items()}
+        values = {(name, key): value for name, entries in optimizer["state"].items() for key, value in entries.items()}
         tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
         rest: list[Any] = [
             optimizer["param_groups"],
@@ -333,21 +333,21 @@ class ModelParallel(FullState):
         groups, numbers = rest
         parameters = {self._tied.get(name, name): value for name, value in placed.model.named_parameters()}
         state: dict[str, dict[str, Any]] = {name: {} for name in parameters}
-        for (name, word), value in numbers.items():
+        for (name, key), value in numbers.items():
             if name in state:
-                state[name][word] = value
-        for (name, word), value in self._spread(tensors):
+                state[name][key] = value
+        for (name, key), value in self._spread(tensors):
             if name in state:
                 whole = value.shape == parameters[name].shape
-                state[name][word] = _like(value, parameters[name]) if whole else value
+                state[name][key] = _like(value, parameters[name]) if whole else value
         names = {id(value): name for name, value in parameters.items()}
         _load_optimizer(placed.optimizer, names, state, groups)
 
     def _spread(self, tensors: Mapping[Any, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield the tensors of rank 0, one after another, on every rank's CPU."""
-        told: list[Any] = [{name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}]
-        distributed.broadcast_object_list(told, src=0)
-        for name, (shape, dtype) in told[0].items():
+        layout: list[Any] = [{name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}]
+        distributed.broadcast_object_list(layout, src=0)
+        for name, (shape, dtype) in layout[0].items():
             value = tensors[name].contiguous() if name in tensors else torch.empty(shape, dtype=dtype)
             distributed.broadcast(value, src=0)
             yield name, value
@@ -404,7 +404,7 @@ def refuse_broken_passes(training: Training) -> None:
             FailureClass.CONFIG,
             "BrokenPasses",
             f"parallelism.pipeline.microBatches is {pipeline.micro_batches}, and a step has "
-            f"{training.batch.gradient_accumulation} micro-batches, which is no multiple of it.",
+            f"{training.batch.gradient_accumulation} micro-batches, not a multiple of it.",
             "Plan again.",
         )
 
@@ -419,9 +419,9 @@ def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).remainder(vocabulary).unsqueeze(0)
     model.train(False)
     # With gradients, as split layers compute in another way without.
-    said = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))
     model.train(training)
-    return {name: value.detach() for name, value in said.items() if isinstance(value, torch.Tensor)}
+    return {name: value.detach() for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

@@ -70,8 +70,8 @@ class _Stage(nn.Module):
         return {name: value for name, value in batch.items() if name not in self.shell.skips}
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        said = self.shell.body(**{name: value for name, value in batch.items() if name in self._accepts})
-        states: torch.Tensor = said.last_hidden_state
+        outputs = self.shell.body(**{name: value for name, value in batch.items() if name in self._accepts})
+        states: torch.Tensor = outputs.last_hidden_state
         return states.to(self.sent)
 
     def _autocast(self, batch: Batch) -> AbstractContextManager[Any]:
@@ -187,20 +187,20 @@ class Pipeline:
                 if index and not hidden:
                     hidden = [self._empty(batch["input_ids"])]
                     distributed.recv(hidden[0], src=self._ranks[process - 1], group=self._group)
-                said = self._stages[index].evaluate(batch, *hidden)
+                outputs = self._stages[index].evaluate(batch, *hidden)
                 hidden = []
                 if index == self._settings.stages - 1:
-                    answer = said
+                    answer = outputs
                 else:
                     after = (index + 1) % self._settings.degree
-                    distributed.send(said.detach().contiguous(), dst=self._ranks[after], group=self._group)
-        told: list[Any] = [None]
+                    distributed.send(outputs.detach().contiguous(), dst=self._ranks[after], group=self._group)
+        layout: list[Any] = [None]
         if answer is not None:
             kept = {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
-            told = [{name: (tuple(value.shape), value.dtype) for name, value in kept.items()}]
-        distributed.broadcast_object_list(told, src=self._last_rank, group=self._group)
+            layout = [{name: (tuple(value.shape), value.dtype) for name, value in kept.items()}]
+        distributed.broadcast_object_list(layout, src=self._last_rank, group=self._group)
         made = ModelOutput()  # type: ignore[no-untyped-call]
-        for name, (shape, dtype) in told[0].items():
+        for name, (shape, dtype) in layout[0].items():
             value = (
                 torch.empty(shape, dtype=dtype, device=batch["input_ids"].device)
                 if answer is None

@@ -92,16 +92,16 @@ class SequenceParallel:
         mine = self.shape.token_slice(distributed.get_rank())
         for probe, (logits, loss) in zip(probes, expected, strict=True):
             own = mine.of(probe)
-            said, own_loss = _read(model, own)
+            outputs, own_loss = _read(model, own)
             tokens, items = own["input_ids"].shape[1], own["labels"].ne(NOT_LEARNT).sum()
             wanted = logits[:, mine.index * tokens :][:, :tokens]
             shares = torch.stack([own_loss * items, items.float()])
             distributed.all_reduce(shares, group=mesh[SEQUENCE].get_group())
-            same = _close(said[:, : wanted.shape[1]], wanted) and _close(shares[0] / shares[1], loss)
+            same = _close(outputs[:, : wanted.shape[1]], wanted) and _close(shares[0] / shares[1], loss)
             everywhere = torch.tensor([same], dtype=torch.int32)
             distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
             # Fails for a model that mixes tokens outside attention, for example.
-            found = f"the {type(model).__name__} answers otherwise when its rows are cut into slices"
+            found = f"the {type(model).__name__} computes different logits when its rows are cut into slices"
             expect(bool(everywhere), self._label, "OtherAnswers", found)
         return self._inner.prepare_model(model)
 
@@ -229,8 +229,8 @@ class SlicedAttention:
 
         queries, keys, values = (self._whole_rows(each) for each in (query, key, value))
         self.own_tokens, self.whole_tokens = query.shape[2], queries.shape[2]
-        said, _ = sdpa_attention_forward(module, queries, keys, values, attention_mask, **settings)
-        return self._own_tokens(said), None
+        outputs, _ = sdpa_attention_forward(module, queries, keys, values, attention_mask, **settings)
+        return self._own_tokens(outputs), None
 
     def _whole_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Exchange (rows, all heads, own tokens, width) -> (rows, own heads, all tokens, width)."""
@@ -273,9 +273,9 @@ def refuse_model(model: PreTrainedModel, degree: int) -> None:
     kind = type(model)
     why = ""
     if "position_ids" not in inspect.signature(kind.forward).parameters:
-        why = "it takes no positions, and would count those of a slice from 0"
+        why = "it accepts no positions, and would count those of a slice from 0"
     elif not hasattr(sys.modules[kind.__module__], "create_causal_mask") or not kind._supports_attention_backend:
-        why = "its attention is not one that transformers lets be replaced"
+        why = "transformers cannot replace its attention"
     elif model.config._attn_implementation != "sdpa":
         why = f"its attention is {model.config._attn_implementation}, and sdpa is needed"
     if why:
@@ -308,9 +308,9 @@ def _read(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> tuple[to
     training = model.training
     model.train(False)
     with torch.no_grad():
-        said = model(**batch, use_cache=False)
+        outputs = model(**batch, use_cache=False)
     model.train(training)
-    return said.logits.float(), said.loss.float()
+    return outputs.logits.float(), outputs.loss.float()
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -123,7 +123,7 @@ def not_in_effect(strategy: str, reason: str, found: str) -> StageError:
     return StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         reason,
-        f"parallelism.strategy {strategy} was asked for and is not in effect: {found}.",
+        f"parallelism.strategy {strategy} was requested and is not in effect: {found}.",
         "This is a defect of the image or its libraries; another strategy may work meanwhile.",
     )
 

@@ -44,7 +44,7 @@ def tensor_plan(model: PreTrainedModel, degree: int) -> dict[str, str]:
             "NoTensorPlan",
             f"parallelism.tensor is {degree}, and there is no tensor-parallel plan for models of type "
             f"{model.config.model_type}. There is one for {', '.join(tensor_families())}.",
-            "Set parallelism.tensor to 1, and parallelism.pipeline.degree or strategy fsdp to spread the model.",
+            "Set parallelism.tensor to 1, and parallelism.pipeline.degree or strategy fsdp to shard the model.",
         )
     heads = {name: getattr(model.config, name, None) for name in HEADS}
     refuse_uneven("parallelism.tensor", degree, heads | conv1d_widths(model))

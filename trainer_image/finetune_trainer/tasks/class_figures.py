@@ -75,7 +75,7 @@ class Confusion:
         return [(self.names[i], self.names[j], int(wrong[i, j])) for i, j in places if wrong[i, j]]
 
 
-def telling_rows(wrong: NDArray[np.float64], most: int) -> list[int]:
+def informative_rows(wrong: NDArray[np.float64], most: int) -> list[int]:
     """Return at most `most` rows for the report: the worst first (at most half), then the first right ones. `wrong`:
     error of each row's answer, 0 where it is right.
     """

@@ -34,7 +34,7 @@ def conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     Raise StageError DATA for one that the template does not accept.
     """
     try:
-        turns = (with_replies if learnt else asking)(tokenizer, messages)
+        turns = (with_replies if learnt else prompt_turns)(tokenizer, messages)
     except (ValueError, TypeError, jinja2.TemplateError) as error:
         raise StageError(
             FailureClass.DATA,
@@ -83,12 +83,12 @@ def with_replies(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     return Turns(text, tuple(replies))
 
 
-def asking(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Turns:
+def prompt_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Turns:
     """Render the part before the reply that is to be written; replies that end the conversation are left out."""
-    asked = len(messages)
-    while asked and messages[asked - 1]["role"] == ASSISTANT:
-        asked -= 1
-    return Turns(_render(tokenizer, messages[:asked], reply=True), ())
+    end = len(messages)
+    while end and messages[end - 1]["role"] == ASSISTANT:
+        end -= 1
+    return Turns(_render(tokenizer, messages[:end], reply=True), ())
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, reply: bool = False) -> str:
@@ -106,5 +106,5 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
             FailureClass.MODEL,
             "NoChatTemplate",
             "The rows are conversations, and the model's tokenizer has no chat template.",
-            "Use a model that was made for conversations, or rows of plain text.",
+            "Use a model that was trained for conversations, or rows of plain text.",
         )

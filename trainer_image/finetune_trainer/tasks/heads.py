@@ -35,7 +35,7 @@ def name_labels(config: PretrainedConfig, names: Sequence[str]) -> None:
     config.label2id = {name: i for i, name in enumerate(names)}
 
 
-class WithHead:
+class HeadModels:
     """Part of a TaskModule that concerns its models."""
 
     auto: str
@@ -106,7 +106,7 @@ class WithHead:
                 "NoHead",
                 f"{name_or_path} lacks the weights {', '.join(sorted(info['missing_keys'])[:4])}; "
                 "its answers would be random.",
-                f"Train it first (training: {{}}), or name a model that was trained for {job.task}.",
+                f"Train it first (training: {{}}), or use a model that was trained for {job.task}.",
             )
         found: PreTrainedModel = model
         return found
@@ -117,9 +117,9 @@ class WithHead:
         return getattr(transformers, self.auto)
 
 
-def packing_error(why: str, way_out: str = "Set preparation.packing to never.") -> StageError:
+def packing_error(why: str, hint: str = "Set preparation.packing to never.") -> StageError:
     """Return the error for rows that cannot share a sequence."""
-    return StageError(FailureClass.CONFIG, "PackingNotSupported", f"preparation.packing is on, and {why}.", way_out)
+    return StageError(FailureClass.CONFIG, "PackingNotSupported", f"preparation.packing is on, and {why}.", hint)
 
 
 def adopt_padding(job: TrainerJob, model: PreTrainedModel) -> None:

@@ -93,7 +93,7 @@ class Sample:
     """Label, answer and score of each row for the report."""
 
     right: Sequence[str]
-    said: Sequence[str]
+    predicted: Sequence[str]
     sure: NDArray[np.float64]
     wrong: NDArray[np.float64]
     """Error of the answer; 0: it is right."""
@@ -102,14 +102,14 @@ class Sample:
 # ------------------------------------------------------------------------------------------------------------ one class
 
 
-class OneClass:
+class SingleLabel:
     """One class: an id from 0 without gaps, or a name."""
 
     name: LabelForm = "single_label_classification"
     column: str = "label"
     metrics: tuple[str, ...] = METRICS["text-classification"]["single_label_classification"]
     columns: tuple[str, ...] = ("label", "score", "scores")
-    baseline: str = "always answering the most frequent label"
+    baseline: str = "always predicting the most frequent label"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Return ints, or texts; whole numbers written as text stay text."""
@@ -138,7 +138,7 @@ class OneClass:
                 FailureClass.DATA,
                 "TooManyLabels",
                 f"Split {split.name} ({split.origin}): column {column!r} has {len(names)} labels in {len(values)} "
-                "rows, and a class is learnt from many rows.",
+                "rows, too few rows per label to learn classes.",
                 f"Check {PATH}; to learn a number, write it as a fraction (7.0).",
             )
         return names
@@ -193,21 +193,21 @@ class OneClass:
         """Rate a wrong label as worse the higher its probability."""
         shares = softmax(logits)
         best, sure = shares.argmax(axis=1), shares.max(axis=1)
-        right, said = ([names[each] for each in ids] for ids in (targets, best))
-        return Sample(right, said, sure, np.where(best == targets, 0.0, sure))
+        right, predicted = ([names[each] for each in ids] for ids in (targets, best))
+        return Sample(right, predicted, sure, np.where(best == targets, 0.0, sure))
 
 
 # ------------------------------------------------------------------------------------------------------ several classes
 
 
-class SeveralClasses:
+class MultiLabel:
     """Several classes: a list of class ids or names a row, which may be empty; each label is judged on its own."""
 
     name: LabelForm = "multi_label_classification"
     column: str = "flags"
     metrics: tuple[str, ...] = METRICS["text-classification"]["multi_label_classification"]
     columns: tuple[str, ...] = ("labels", "scores")
-    baseline: str = "giving every row the labels that more than half of the rows have"
+    baseline: str = "predicting for every row the labels that more than half of the rows have"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Return lists of ints or of texts."""
@@ -285,24 +285,24 @@ class SeveralClasses:
         """Take the error of the most confidently wrong label, and the confidence of the least confident one."""
         shares = _sigmoid(logits)
         off = np.abs(shares - targets)
-        said = [_together(row > 0.5, names) for row in shares]
+        predicted = [_together(row > 0.5, names) for row in shares]
         sure = np.maximum(shares, 1 - shares).min(axis=1)
         return Sample(
-            [_together(row > 0, names) for row in targets], said, sure, np.where(off > 0.5, off, 0.0).max(axis=1)
+            [_together(row > 0, names) for row in targets], predicted, sure, np.where(off > 0.5, off, 0.0).max(axis=1)
         )
 
 
 # ------------------------------------------------------------------------------------------------------------- a number
 
 
-class ANumber:
+class Regression:
     """A number with a fraction, also as text with a decimal point."""
 
     name: LabelForm = "regression"
     column: str = "value"
     metrics: tuple[str, ...] = METRICS["text-classification"]["regression"]
     columns: tuple[str, ...] = ("value",)
-    baseline: str = "always answering the mean"
+    baseline: str = "always predicting the mean"
 
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Return finite floats."""
@@ -346,14 +346,14 @@ class ANumber:
         from scipy import stats
         from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
 
-        said = logits[:, 0].astype(np.float64)
-        varied = min(np.ptp(said), np.ptp(targets)) > 0
+        predicted = logits[:, 0].astype(np.float64)
+        varied = min(np.ptp(predicted), np.ptp(targets)) > 0
         return {
-            "pearson": float(stats.pearsonr(targets, said)[0]) if varied else 0.0,
-            "spearmanr": float(stats.spearmanr(targets, said)[0]) if varied else 0.0,
-            "r2": float(r2_score(targets, said)) if len(targets) > 1 else 0.0,
-            "mse": float(mean_squared_error(targets, said)),
-            "mae": float(mean_absolute_error(targets, said)),
+            "pearson": float(stats.pearsonr(targets, predicted)[0]) if varied else 0.0,
+            "spearmanr": float(stats.spearmanr(targets, predicted)[0]) if varied else 0.0,
+            "r2": float(r2_score(targets, predicted)) if len(targets) > 1 else 0.0,
+            "mse": float(mean_squared_error(targets, predicted)),
+            "mae": float(mean_absolute_error(targets, predicted)),
         }
 
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
@@ -370,13 +370,13 @@ class ANumber:
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
         """Rate an answer by its distance, which the report shows as well: a number has no confidence."""
-        said = logits[:, 0].astype(np.float64)
-        right, shown = ([f"{value:.4g}" for value in values] for values in (targets, said))
-        off = np.abs(said - targets)
+        predicted = logits[:, 0].astype(np.float64)
+        right, shown = ([f"{value:.4g}" for value in values] for values in (targets, predicted))
+        off = np.abs(predicted - targets)
         return Sample(right, shown, off, off)
 
 
-FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (OneClass(), SeveralClasses(), ANumber())}
+FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (SingleLabel(), MultiLabel(), Regression())}
 
 
 def form_of(split: RawSplit, column: str, given: Mapping[str, str]) -> Form:
@@ -413,7 +413,7 @@ def _names(split: RawSplit, column: str, every: Sequence[Any], values: Sequence[
         ]
         row = odd.index(True)
         rule = f"class ids count from 0 without gaps, and no row has {count}"
-        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule, _ways_out(sorted(found)))
+        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule, _labels_hint(sorted(found)))
     return tuple(str(number) for number in sorted(found))
 
 
@@ -421,7 +421,7 @@ _SIGNS = {-1, 0, 1}
 """Labels of opinions: against, neutral, for."""
 
 
-def _ways_out(labels: Sequence[object]) -> str:
+def _labels_hint(labels: Sequence[object]) -> str:
     example = ", ".join(f'"{label}": NAME' for label in labels[:3]) + (", ..." if len(labels) > 3 else "")
     return f"Correct the row, or name all values in dataset.labels: {{{example}}}."
 
@@ -433,8 +433,8 @@ def numbers_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[st
         return ()
     example = ", ".join(f'"{name}": NAME' for name in names[:2]) + (", ..." if len(names) > 2 else "")
     return (
-        f"Split {split.name} ({split.origin}): the labels {first_of(names, 8)} in column {column!r} are taken as names "
-        f"of classes. dataset.labels gives them others: {{{example}}}.",
+        f"Split {split.name} ({split.origin}): the labels {first_of(names, 8)} in column {column!r} are used as names "
+        f"of classes. Set dataset.labels to rename them: {{{example}}}.",
     )
 
 

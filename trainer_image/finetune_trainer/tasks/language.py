@@ -10,7 +10,7 @@ from finetune_contract.trainer_job import Columns
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.task_protocol import Answer, Labels, Writer
-from finetune_trainer.tasks.writing import TEXT_SCHEMA, WRITTEN, Continues, surprising_rows, text_table, written
+from finetune_trainer.tasks.writing import TEXT_SCHEMA, WRITTEN, DecoderWriter, surprising_rows, text_table, written
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetune_trainer.data.prepared import PreparedSplit
 
 
-class LanguageTask(heads.WithHead):
+class LanguageTask(heads.HeadModels):
     """Part of a TaskModule that does not depend on the model's architecture."""
 
     of_checkpoints: str
@@ -62,7 +62,7 @@ class DecoderTask(LanguageTask):
     # transformers recognises by the model's class name that labels are of the next token; FSDP changes that name.
     smooths_labels: frozenset[LabelForm | None] = frozenset()
     answer_columns: frozenset[str] = frozenset({WRITTEN})
-    writer: Writer | None = Continues()
+    writer: Writer | None = DecoderWriter()
 
     def judged(self, columns: Columns) -> dict[str, str]:
         """Return no columns: the text to write is in the features."""

@@ -39,7 +39,7 @@ from finetune_trainer.tasks.task_protocol import (
     labels_of,
 )
 from finetune_trainer.tasks.windows import made_ready
-from finetune_trainer.tasks.writing import padding_token, surprises, surprising_rows, token_figures
+from finetune_trainer.tasks.writing import padding_token, surprising_rows, token_figures, token_nlls
 
 if TYPE_CHECKING:
     import torch
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
     from finetune_trainer.data.prepared import PreparedSplit
 
-ASKED_FOR = 0.15
+SELECTED_SHARE = 0.15
 _HIDDEN, _REPLACED = 0.8, 0.1
 _CANDIDATES = 5
 _CANDIDATE = pa.struct([pa.field("token", pa.string()), pa.field("score", pa.float64())])
 
 
-class Fills:
+class MaskFiller:
     """Candidates for the mask tokens of a text."""
 
     stages = frozenset({Stage.PREDICT})
@@ -91,7 +91,7 @@ class MaskedLm(LanguageTask):
     """The TaskModule of `masked-lm`.
 
     A feature has `input_ids`, `fresh` (1 for tokens that may be predicted: no special ones, and none that the window
-    before has, too) and, in training, `mask` and `vocabulary`, from which tokens are drawn. An answer has `surprise`
+    before has, too) and, in training, `mask` and `vocabulary`, from which tokens are drawn. An answer has `nll`
     and `hit`, one for each predicted token, or `tokens` and `scores` of masks.
     """
 
@@ -100,7 +100,7 @@ class MaskedLm(LanguageTask):
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["masked-lm"]
     smooths_labels: frozenset[LabelForm | None] = frozenset({None})
     answer_columns: frozenset[str] = frozenset({"masks"})
-    writer: Writer | None = Fills()
+    writer: Writer | None = MaskFiller()
 
     # --------------------------------------------------------------------------------------------------------- data
 
@@ -137,7 +137,7 @@ class MaskedLm(LanguageTask):
             raise StageError(
                 FailureClass.MODEL,
                 "NoMaskToken",
-                f"The tokenizer {type(tokenizer).__name__} has no mask token: its model does not fill in words.",
+                f"The tokenizer {type(tokenizer).__name__} has no mask token, so its model cannot fill in words.",
                 "Use an encoder such as BERT or RoBERTa, or set task to text-generation.",
             )
         encoded = tokenizer(
@@ -169,8 +169,8 @@ class MaskedLm(LanguageTask):
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Mask tokens, and pad on the right."""
-        asked = [_asked(feature) for feature in features] if "mask" in features[0] else features
-        return padded(asked, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
+        masked = [_masked(feature) for feature in features] if "mask" in features[0] else features
+        return padded(masked, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
 
     # ------------------------------------------------------------------------------------------------------- models
 
@@ -184,8 +184,8 @@ class MaskedLm(LanguageTask):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """Return the loss of each predicted token."""
-        said = model(**{name: value for name, value in batch.items() if name != "labels"})
-        return surprises([(said.logits, batch["labels"])])
+        outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+        return token_nlls([(outputs.logits, batch["labels"])])
 
     def labelled(self, split: PreparedSplit) -> bool:
         """Return whether tokens are to be predicted."""
@@ -203,11 +203,11 @@ class MaskedLm(LanguageTask):
         """Return `masks`: for each mask of the text, in order, the best tokens with their probabilities."""
         found = []
         for windows in split.features_by_row[rows]:
-            said = [answers[at] for at in windows]
+            answered = [answers[at] for at in windows]
             found.append(
                 [
                     [{"token": token, "score": score} for token, score in zip(tokens, scores, strict=True)]
-                    for each in said
+                    for each in answered
                     for tokens, scores in zip(each["tokens"].tolist(), each["scores"].tolist(), strict=True)
                 ]
             )
@@ -229,16 +229,16 @@ class MaskedLm(LanguageTask):
         return surprising_rows(answers, split, most)
 
 
-def _asked(feature: Feature) -> Feature:
+def _masked(feature: Feature) -> Feature:
     """Mask some tokens, and label them: at least one, as in BERT's own preparation of data."""
     ids, fresh = np.array(feature["input_ids"], np.int64), np.asarray(feature["fresh"]) == 1
     draw = np.random.default_rng([*feature.get(DRAW, ()), *ids.tolist()])
     chance = np.where(fresh, draw.random(len(ids)), 1)
-    asked = fresh & ((chance < ASKED_FOR) | (chance == chance.min()))
+    selected = fresh & ((chance < SELECTED_SHARE) | (chance == chance.min()))
     fate = draw.random(len(ids))
     others = draw.integers(0, int(feature["vocabulary"]), len(ids))
-    labels = np.where(asked, ids, NOT_LEARNT)
-    ids[asked & (fate < _HIDDEN)] = int(feature["mask"])
-    replaced = asked & (fate >= _HIDDEN) & (fate < _HIDDEN + _REPLACED)
+    labels = np.where(selected, ids, NOT_LEARNT)
+    ids[selected & (fate < _HIDDEN)] = int(feature["mask"])
+    replaced = selected & (fate >= _HIDDEN) & (fate < _HIDDEN + _REPLACED)
     ids[replaced] = others[replaced]
     return {"input_ids": ids, "labels": labels}

@@ -80,14 +80,14 @@ class PreferenceTuning(DecoderTask):
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns to read; the answers are not read where they are to be written."""
         refuse_other_columns(columns, setting, _COLUMNS, _READS)
-        what = {"prompt": "what is to be answered", "chosen": "the better answer", "rejected": "the worse answer"}
+        content = {"prompt": "the prompt", "chosen": "the better answer", "rejected": "the worse answer"}
         found = []
         for role in _COLUMNS:
             name, needed = getattr(columns, role), labelled or role == "prompt"
             if name is not None:
                 found.append(ColumnNeed(f"{setting}.columns.{role}", name, required=needed))
             elif needed:
-                raise not_set(f"{setting}.columns.{role}", f"the column that holds {what[role]}")
+                raise not_set(f"{setting}.columns.{role}", f"the column that holds {content[role]}")
         return tuple(found)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
@@ -216,8 +216,8 @@ class PreferenceTuning(DecoderTask):
         """Describe use by the pipeline."""
         return Card(
             use='print(model("Tell me more.", max_new_tokens=64)[0]["generated_text"])',
-            long_rows=f"Of prompts with an answer of more than {facts.max_length} tokens together the beginning of the "
-            "prompt was cut off.",
+            long_rows=f"Where prompt and answer exceed {facts.max_length} tokens, the beginning of the prompt was cut "
+            "off.",
             counted="rows",
             baseline="nothing",
             tag="text-generation",
@@ -322,6 +322,6 @@ def _replies(split: RawSplit, column: str, role: str) -> list[Mapping[str, Any]]
     found = values.to_pylist()
     for row, messages in enumerate(found):
         if len(messages) != 1 or messages[0]["role"] != ASSISTANT:
-            rule = f"behind a conversation an answer is one message of the role {ASSISTANT}"
+            rule = f"after a conversation an answer is one message with role {ASSISTANT}"
             raise row_error("NotOneReply", split, row, path, column, messages, rule)
     return [messages[0] for messages in found]

@@ -29,7 +29,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.class_figures import telling_rows
+from finetune_trainer.tasks.class_figures import informative_rows
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import (
@@ -94,19 +94,19 @@ class SpanLoss:
         """Return the mean over windows of the mean of start and end, in nats."""
         import torch
 
-        said = model(**_without_targets(batch))
+        outputs = model(**_without_targets(batch))
         padding = batch["attention_mask"] == 0
         parts = [
             torch.nn.functional.cross_entropy(logits.float().masked_fill(padding, -torch.inf), wanted)
             for logits, wanted in (
-                (said.start_logits, batch["start_positions"]),
-                (said.end_logits, batch["end_positions"]),
+                (outputs.start_logits, batch["start_positions"]),
+                (outputs.end_logits, batch["end_positions"]),
             )
         ]
         return torch.stack(parts).mean()
 
 
-class QuestionAnswering(heads.WithHead):
+class QuestionAnswering(heads.HeadModels):
     """The TaskModule of `question-answering`.
 
     A target is a pair of a row's answers and the characters at which they begin. A feature has `start` and `end`, the
@@ -124,14 +124,14 @@ class QuestionAnswering(heads.WithHead):
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of question and paragraph, and of the answers when named."""
-        asked = {"question": "the question", "context": "the paragraph"}
-        for role, what in asked.items():
+        contents = {"question": "the question", "context": "the paragraph"}
+        for role, content in contents.items():
             if getattr(columns, role) is None:
-                raise not_set(f"{setting}.columns.{role}", f"the column that holds {what}")
+                raise not_set(f"{setting}.columns.{role}", f"the column that holds {content}")
         if labelled and columns.answers is None:
             raise not_set(f"{setting}.columns.answers", "the column that holds the answers")
         refuse_other_columns(columns, setting, _COLUMNS, "question-answering reads question, context and answers")
-        needs = [ColumnNeed(f"{setting}.columns.{role}", getattr(columns, role)) for role in asked]
+        needs = [ColumnNeed(f"{setting}.columns.{role}", getattr(columns, role)) for role in contents]
         if columns.answers is not None:
             needs.append(ColumnNeed(f"{setting}.columns.answers", columns.answers, required=labelled))
         return tuple(needs)
@@ -258,8 +258,8 @@ class QuestionAnswering(heads.WithHead):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """Return the logits of starts and ends."""
-        said = model(**_without_targets(batch))
-        starts, ends = (each.float().cpu().numpy() for each in (said.start_logits, said.end_logits))
+        outputs = model(**_without_targets(batch))
+        starts, ends = (each.float().cpu().numpy() for each in (outputs.start_logits, outputs.end_logits))
         sizes = [len(feature["input_ids"]) for feature in features]
         return [{"start": starts[row, :size], "end": ends[row, :size]} for row, size in enumerate(sizes)]
 
@@ -272,11 +272,11 @@ class QuestionAnswering(heads.WithHead):
         of SQuAD, between 0 and 1: for a row without an answer both are 1 if none was given.
         """
         losses = [
-            (_surprise(answer["start"], start) + _surprise(answer["end"], end)) / 2
+            (_nll(answer["start"], start) + _nll(answer["end"], end)) / 2
             for answer, start, end in zip(answers, split.numbers("start"), split.numbers("end"), strict=True)
         ]
-        said = [best.text for best in self._decided(answers, split, slice(None))]
-        return {"loss": float(np.mean(losses)), **measured(said, _gold(split))}
+        predicted = [best.text for best in self._decided(answers, split, slice(None))]
+        return {"loss": float(np.mean(losses)), **measured(predicted, _gold(split))}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
         """Judge never answering, where that may be right."""
@@ -334,10 +334,10 @@ class QuestionAnswering(heads.WithHead):
                 "predicted": decided[row].text or NO_ANSWER,
                 "score": decided[row].share,
             }
-            for row in telling_rows(wrong, most)
+            for row in informative_rows(wrong, most)
         ]
 
-    def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_Decided]:
+    def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_ChosenAnswer]:
         """Yield the answer to each of some rows."""
         may_be_none = NO_ANSWER in split.facts.labels
         chosen = range(*rows.indices(split.rows))
@@ -365,11 +365,11 @@ _CANDIDATE = pa.struct(
     ]
 )
 _USE = """question, paragraph = "Where is it?", "It is on the table."
-how = {{"truncation": "only_second", "max_length": {max_length}}}
-given = tokenizer(question, paragraph, return_tensors="pt", **how)
-said = model(**given)
-first, last = said.start_logits.argmax(), said.end_logits.argmax()
-print(tokenizer.decode(given["input_ids"][0, first : last + 1]))"""
+options = {{"truncation": "only_second", "max_length": {max_length}}}
+inputs = tokenizer(question, paragraph, return_tensors="pt", **options)
+outputs = model(**inputs)
+first, last = outputs.start_logits.argmax(), outputs.end_logits.argmax()
+print(tokenizer.decode(inputs["input_ids"][0, first : last + 1]))"""
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding
@@ -392,7 +392,7 @@ def _without_tokens(answer: str, question: str) -> StageError:
         FailureClass.DATA,
         "AnswerWithoutTokens",
         f"The answer {answer!r} to the question {question!r} has no token: the tokenizer drops all of its characters.",
-        "Correct the row: take the answer out of it, or give one with words.",
+        "Correct the row: remove the answer, or use one with words.",
     )
 
 
@@ -426,7 +426,7 @@ def _answer_tokens(
 
 
 @dataclass(frozen=True)
-class _Decided:
+class _ChosenAnswer:
     """The answer to one question."""
 
     text: str
@@ -448,13 +448,13 @@ def _spans(answer: Answer, first: NDArray[np.int32], last: NDArray[np.int32]) ->
     ]
 
 
-def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _Decided:
+def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _ChosenAnswer:
     """Return the best of the spans, or no answer when that scores higher. `none`: its score, where it may be right."""
     distinct = {(span.first, span.last): span for span in sorted(spans, key=lambda span: span.score)}
     best = sorted(distinct.values(), key=lambda span: -span.score)[:_BEST]
     scores = [span.score for span in best] + ([] if none is None else [none])
     if not scores:
-        return _Decided("", 1.0, None, None, [])
+        return _ChosenAnswer("", 1.0, None, None, [])
     shares = np.exp(np.asarray(scores) - max(scores))
     shares /= shares.sum()
     found: list[dict[str, Any]] = [
@@ -465,16 +465,16 @@ def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _Decide
         found.append({"answer": "", "score": float(shares[-1]), "start": None, "end": None})
     found.sort(key=lambda each: -each["score"])
     top = found[0]
-    return _Decided(top["answer"], top["score"], top["start"], top["end"], found[:_CANDIDATES])
+    return _ChosenAnswer(top["answer"], top["score"], top["start"], top["end"], found[:_CANDIDATES])
 
 
-def measured(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
+def measured(predicted: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
     """Compute exact match and F1 as the scripts of SQuAD do, as shares of 1: the best over all gold answers of a row;
     for a row without one, the empty answer is the right one.
     """
     from torchmetrics.functional.text import squad
 
-    predictions = [{"id": str(at), "prediction_text": text} for at, text in enumerate(said)]
+    predictions = [{"id": str(at), "prediction_text": text} for at, text in enumerate(predicted)]
     wanted: list[Any] = [
         {"id": str(at), "answers": {"text": list(texts or [""]), "answer_start": [0] * max(1, len(texts))}}
         for at, texts in enumerate(gold)
@@ -482,7 +482,7 @@ def measured(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, fl
     return {name: float(percent) / 100 for name, percent in squad(predictions, wanted).items()}
 
 
-def _surprise(logits: NDArray[np.float32], wanted: int) -> float:
+def _nll(logits: NDArray[np.float32], wanted: int) -> float:
     """Return the cross-entropy of one position in nats."""
     shifted = logits.astype(np.float64) - float(logits.max())
     return float(np.log(np.exp(shifted).sum()) - shifted[wanted])
@@ -510,13 +510,13 @@ def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:
     contexts = table[QuestionAnswering().inputs(columns)["context"]].to_pylist()
     found = np.empty(len(values), object)
     for row, (each, context) in enumerate(zip(values.to_pylist(), contexts, strict=True)):
-        words, places = ((each or {}).get(name) or [] for name in ("text", "answer_start"))
-        if len(words) != len(places) or None in words or None in places:
-            rule = f"it has {len(words)} texts for {len(places)} places"
+        answer_texts, places = ((each or {}).get(name) or [] for name in ("text", "answer_start"))
+        if len(answer_texts) != len(places) or None in answer_texts or None in places:
+            rule = f"it has {len(answer_texts)} texts for {len(places)} places"
             raise row_error("NotAnswers", split, row, path, column, each, rule)
-        for word, place in zip(words, places, strict=True):
-            if context[place : place + len(word)] != word or place < 0 or not word:
-                rule = f"its paragraph has {context[max(0, place) : max(0, place) + len(word)]!r} at {place}"
+        for answer, place in zip(answer_texts, places, strict=True):
+            if context[place : place + len(answer)] != answer or place < 0 or not answer:
+                rule = f"its paragraph has {context[max(0, place) : max(0, place) + len(answer)]!r} at {place}"
                 raise row_error("AnswerNotThere", split, row, path, column, each, rule)
-        found[row] = (words, places)
+        found[row] = (answer_texts, places)
     return found

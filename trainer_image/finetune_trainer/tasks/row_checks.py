@@ -39,9 +39,9 @@ def shown_names(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") + f" (ids 0 to {len(names) - 1})"
 
 
-def not_set(path: str, what: str) -> StageError:
+def not_set(path: str, content: str) -> StageError:
     """Return the error for a column that has to be named."""
-    return StageError(FailureClass.CONFIG, "MissingSetting", f"{path} is not set; it names {what}.", f"Set {path}.")
+    return StageError(FailureClass.CONFIG, "MissingSetting", f"{path} is not set; it names {content}.", f"Set {path}.")
 
 
 def refuse_other_columns(columns: Columns, setting: str, own: Collection[str], rule: str) -> None:

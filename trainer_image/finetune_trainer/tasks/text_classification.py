@@ -21,7 +21,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.class_figures import Confusion, telling_rows
+from finetune_trainer.tasks.class_figures import Confusion, informative_rows
 from finetune_trainer.tasks.encoding import encodings, never_empty
 from finetune_trainer.tasks.label_forms import (
     FORMS,
@@ -50,7 +50,7 @@ _COLUMNS = ("text", "text_pair", "label")
 _HEAD = "ForSequenceClassification"
 
 
-class TextClassification(heads.WithHead):
+class TextClassification(heads.HeadModels):
     """The TaskModule of `text-classification`. A target is its form's value of a label, an answer has `logits`, one for
     each label.
     """
@@ -195,8 +195,8 @@ class TextClassification(heads.WithHead):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """Return the logits of each row."""
-        said = model(**{name: value for name, value in batch.items() if name != "labels"})
-        return [{"logits": row} for row in said.logits.float().cpu().numpy()]
+        outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+        return [{"logits": row} for row in outputs.logits.float().cpu().numpy()]
 
     def labelled(self, split: PreparedSplit) -> bool:
         """Return whether rows have a label."""
@@ -224,12 +224,12 @@ class TextClassification(heads.WithHead):
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Describe use with one text, or with a pair."""
         pair = bool(job.dataset and job.dataset.columns.text_pair)
-        asked = '{"text": "first text", "text_pair": "second text"}' if pair else '"a text"'
+        example = '{"text": "first text", "text_pair": "second text"}' if pair else '"a text"'
         # A model with several labels should return all of them, and a number is no probability.
         more = {"multi_label_classification": ", top_k=None", "regression": ', function_to_apply="none"'}
         cut = f", truncation=True, max_length={facts.max_length}"
         return Card(
-            use=f"print(model({asked}{cut}{more.get(facts.label_form or '', '')}))",
+            use=f"print(model({example}{cut}{more.get(facts.label_form or '', '')}))",
             long_rows=f"Inputs are cut after {facts.max_length} tokens.",
             counted="rows",
             baseline=_form(facts.label_form).baseline,
@@ -247,8 +247,8 @@ class TextClassification(heads.WithHead):
         form = _form(split.facts.label_form)
         seen = form.sample(_logits(answers), _targets(split, form), split.facts.labels)
         return [
-            {"row": row, "label": seen.right[row], "predicted": seen.said[row], "score": float(seen.sure[row])}
-            for row in telling_rows(seen.wrong, most)
+            {"row": row, "label": seen.right[row], "predicted": seen.predicted[row], "score": float(seen.sure[row])}
+            for row in informative_rows(seen.wrong, most)
         ]
 
 

@@ -39,7 +39,7 @@ from finetune_trainer.tasks.row_checks import (
     wanted_texts,
 )
 from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets
-from finetune_trainer.tasks.writing import logits_at, surprises, token_figures
+from finetune_trainer.tasks.writing import logits_at, token_figures, token_nlls
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class TextGeneration(DecoderTask):
     """The TaskModule of `text-generation`.
 
     A feature has `input_ids`, `labels` (the token itself where it is learnt, else -100; never the first token, which
-    follows no other) and `prompt`, the number of given tokens when the rest is to be written. An answer has `surprise`
+    follows no other) and `prompt`, the number of given tokens when the rest is to be written. An answer has `nll`
     and `hit`, one for each label, or `generated_text`.
     """
 
@@ -194,7 +194,7 @@ class TextGeneration(DecoderTask):
         """Return the loss of each next token."""
         given = {name: value for name, value in batch.items() if name not in LABELS}
         wanted = batch[FOLLOWING] if FOLLOWING in batch else batch["labels"][:, 1:]
-        return surprises(logits_at(model, given, wanted))
+        return token_nlls(logits_at(model, given, wanted))
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """See `token_figures`; only for completions and replies where rows have prompts."""
@@ -203,14 +203,14 @@ class TextGeneration(DecoderTask):
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Describe use by the pipeline, with a conversation where the training had such."""
         chat = job.dataset is not None and job.dataset.columns.messages is not None
-        asked = '[{"role": "user", "content": "Tell me more."}]' if chat else '"Tell me more."'
+        example = '[{"role": "user", "content": "Tell me more."}]' if chat else '"Tell me more."'
         kept = (
             f"Longer texts were cut into windows of {facts.max_length} tokens that overlap."
             if job.dataset is not None and job.dataset.columns.text is not None
-            else f"Of rows of more than {facts.max_length} tokens the beginning of the prompt was cut off."
+            else f"In rows of more than {facts.max_length} tokens the beginning of the prompt was cut off."
         )
         return Card(
-            use=f'print(model({asked}, max_new_tokens=64)[0]["generated_text"])',
+            use=f'print(model({example}, max_new_tokens=64)[0]["generated_text"])',
             long_rows=kept,
             counted="rows",
             baseline="nothing",

@@ -16,7 +16,7 @@ from finetune_contract.trainer_job import Columns, Generation, TrainerJob
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
-from finetune_trainer.tasks.class_figures import telling_rows
+from finetune_trainer.tasks.class_figures import informative_rows
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
@@ -27,10 +27,10 @@ from finetune_trainer.tasks.writing import (
     WRITTEN,
     generated,
     padding_token,
-    surprises,
     text_table,
     texts,
     token_figures,
+    token_nlls,
     written,
 )
 
@@ -73,7 +73,7 @@ class Transforms:
 class TextToText(LanguageTask):
     """The TaskModule of `summarization` and `translation`.
 
-    A feature has `input_ids` and the `labels` that the decoder learns. An answer has `surprise` and `hit`, one for each
+    A feature has `input_ids` and the `labels` that the decoder learns. An answer has `nll` and `hit`, one for each
     label, and `generated_text` where the model has generated text.
     """
 
@@ -93,9 +93,9 @@ class TextToText(LanguageTask):
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of the source, and of the target when named."""
         if columns.source is None:
-            raise not_set(f"{setting}.columns.source", "the column that holds the text to turn")
+            raise not_set(f"{setting}.columns.source", "the column that holds the source text")
         if labelled and columns.target is None:
-            raise not_set(f"{setting}.columns.target", "the column that holds the wanted text")
+            raise not_set(f"{setting}.columns.target", "the column that holds the target text")
         refuse_other_columns(columns, setting, _COLUMNS, "summarization and translation read source and target")
         needs = [ColumnNeed(f"{setting}.columns.source", columns.source)]
         if columns.target is not None:
@@ -153,7 +153,7 @@ class TextToText(LanguageTask):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """Return the loss of each wanted token after those before it."""
-        return surprises([(model(**batch).logits, batch["labels"])])
+        return token_nlls([(model(**batch).logits, batch["labels"])])
 
     def labelled(self, split: PreparedSplit) -> bool:
         """Return whether wanted texts are known."""
@@ -186,22 +186,22 @@ class TextToText(LanguageTask):
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Return the rows least like the wanted text, by the last of the metrics, then the first that equal it."""
-        said, gold = written(answers, split.features_by_row), _wanted(split)
+        predicted, gold = written(answers, split.features_by_row), _wanted(split)
         name = self.metrics[None][-1]
         whole = self._judge(["a"], ["a"])[name] or 1.0
-        rows = list(zip(said, gold, strict=True))
+        rows = list(zip(predicted, gold, strict=True))
         scores = [self._judge([one], [other])[name] / whole for one, other in rows]
         wrong = [0.0 if one == other else 1.0 - score for (one, other), score in zip(rows, scores, strict=True)]
         return [
-            {"row": row, "label": gold[row], "predicted": said[row], "score": scores[row]}
-            for row in telling_rows(np.array(wrong), most)
+            {"row": row, "label": gold[row], "predicted": predicted[row], "score": scores[row]}
+            for row in informative_rows(np.array(wrong), most)
         ]
 
 
-_USE = """how = {{"truncation": True, "max_length": {max_length}}}
-given = tokenizer("A long text.", return_tensors="pt", **how)
-said = model.generate(**given, max_new_tokens=64)
-print(tokenizer.decode(said[0], skip_special_tokens=True))"""
+_USE = """options = {{"truncation": True, "max_length": {max_length}}}
+inputs = tokenizer("A long text.", return_tensors="pt", **options)
+outputs = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode(outputs[0], skip_special_tokens=True))"""
 
 
 def summarization() -> TextToText:
@@ -214,23 +214,23 @@ def translation() -> TextToText:
     return TextToText(_TRANSLATED, bleu)
 
 
-def rouge(said: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
+def rouge(predicted: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
     """Return the F-measures of Google's rouge_score with stemming, as shares of 1: the mean over rows."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(_ROUGE), use_stemmer=True)
-    rows = [scorer.score(target, text) for text, target in zip(said, wanted, strict=True)]
+    rows = [scorer.score(target, text) for text, target in zip(predicted, wanted, strict=True)]
     return {name: float(np.mean([row[name].fmeasure for row in rows])) for name in _ROUGE}
 
 
-def bleu(said: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
+def bleu(predicted: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
     """Return the scores of the whole split by sacrebleu, between 0 and 100 as it returns them."""
     import sacrebleu
 
     references = [list(wanted)]
     return {
-        "bleu": float(sacrebleu.corpus_bleu(list(said), references).score),
-        "chrf": float(sacrebleu.corpus_chrf(list(said), references).score),
+        "bleu": float(sacrebleu.corpus_bleu(list(predicted), references).score),
+        "chrf": float(sacrebleu.corpus_chrf(list(predicted), references).score),
     }
 
 

@@ -31,7 +31,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.class_figures import Confusion, class_scores, cross_entropy, softmax, telling_rows
+from finetune_trainer.tasks.class_figures import Confusion, class_scores, cross_entropy, informative_rows, softmax
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import (
@@ -69,7 +69,7 @@ _OUTSIDE = "O"
 _METRICS = METRICS["token-classification"]
 
 
-class TokenClassification(heads.WithHead):
+class TokenClassification(heads.HeadModels):
     """The TaskModule of `token-classification`.
 
     A target is the tag ids of a row's words. A feature has `words`: for each token the index of the word whose first
@@ -212,8 +212,8 @@ class TokenClassification(heads.WithHead):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """Return the logits of the words that each window answers."""
-        said = model(**{name: value for name, value in batch.items() if name != "labels"})
-        logits = said.logits.float().cpu().numpy()
+        outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+        logits = outputs.logits.float().cpu().numpy()
         # A model may pad its input and return logits for the padding; features have the true length.
         return [{"logits": logits[row, np.flatnonzero(each["words"] != _NO_WORD)]} for row, each in enumerate(features)]
 
@@ -224,8 +224,8 @@ class TokenClassification(heads.WithHead):
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """Return the mean cross-entropy of a word with tokens in nats; for all words see `measured`."""
         loss = cross_entropy(np.concatenate(_logits_by_row(answers, split)), np.concatenate(_tags_by_row(split)))
-        said = [said.ids for said in _said(answers, split, slice(None))]
-        return {"loss": loss, **measured(_gold(split), said, split.facts.labels)}
+        predicted = [predicted.ids for predicted in _predicted_tags(answers, split, slice(None))]
+        return {"loss": loss, **measured(_gold(split), predicted, split.facts.labels)}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
         """Judge the most frequent tag of the very words that are judged, usually `O`: no entity at all."""
@@ -250,10 +250,10 @@ class TokenClassification(heads.WithHead):
         """
         names, raw = split.facts.labels, split.raw_values(split.inputs["tokens"], rows)
         tags, scores, found = [], [], []
-        for said, words in zip(_said(answers, split, rows), raw, strict=True):
-            tags.append([None if at == _NO_TAG else names[at] for at in said.ids])
-            scores.append(said.scores)
-            found.append(_entities([tag or _OUTSIDE for tag in tags[-1]], words, said.scores))
+        for predicted, words in zip(_predicted_tags(answers, split, rows), raw, strict=True):
+            tags.append([None if at == _NO_TAG else names[at] for at in predicted.ids])
+            scores.append(predicted.scores)
+            found.append(_entities([tag or _OUTSIDE for tag in tags[-1]], words, predicted.scores))
         columns = {"tags": tags, "scores": scores, "entities": found}
         return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
@@ -264,30 +264,30 @@ class TokenClassification(heads.WithHead):
             long_rows=f"Longer inputs were cut into windows of {facts.max_length} tokens that overlap; `pipeline` does "
             "so with `stride`.",
             counted="words",
-            baseline="always giving the most frequent tag",
+            baseline="always predicting the most frequent tag",
         )
 
     def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
         """Count for words; one without tokens may have no tag."""
-        said = [each.ids for each in _said(answers, split, slice(None))]
+        predicted = [each.ids for each in _predicted_tags(answers, split, slice(None))]
         right = np.concatenate(_gold(split))
-        return Confusion.of(right, np.concatenate(said), split.facts.labels, unit="words", none="no tag")
+        return Confusion.of(right, np.concatenate(predicted), split.facts.labels, unit="words", none="no tag")
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Return rows with the most confident wrong tag first (at most half), then the first right rows."""
-        tags, said, names = _gold(split), list(_said(answers, split, slice(None))), split.facts.labels
+        tags, predicted, names = _gold(split), list(_predicted_tags(answers, split, slice(None))), split.facts.labels
         wrong = np.array([
             float(np.where(each.ids != right, np.maximum(each.scores, _LEAST), 0.0).max())
-            for each, right in zip(said, tags, strict=True)
+            for each, right in zip(predicted, tags, strict=True)
         ])  # fmt: skip
         return [
             {
                 "row": row,
                 "label": " ".join(names[at] for at in tags[row]),
-                "predicted": " ".join("-" if at == _NO_TAG else names[at] for at in said[row].ids),
-                "score": float(said[row].scores.min()),
+                "predicted": " ".join("-" if at == _NO_TAG else names[at] for at in predicted[row].ids),
+                "score": float(predicted[row].scores.min()),
             }
-            for row in telling_rows(wrong, most)
+            for row in informative_rows(wrong, most)
         ]
 
 
@@ -369,7 +369,7 @@ def _logits_by_row(answers: Sequence[Answer], split: PreparedSplit) -> list[NDAr
 
 
 @dataclass(frozen=True)
-class _Said:
+class _PredictedTags:
     """Answer to all words of a row."""
 
     ids: NDArray[np.int32]
@@ -378,18 +378,18 @@ class _Said:
     """Their probabilities; for a word without tokens 0."""
 
 
-def _said(answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_Said]:
+def _predicted_tags(answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_PredictedTags]:
     """Yield the answer to each of some rows."""
     names = split.facts.labels
     absent = names.index(_OUTSIDE) if _OUTSIDE in names else _NO_TAG
     raw = split.raw_values(split.inputs["tokens"], rows)
     answered = _by_row(split, lambda at: answers[at]["logits"], rows)
     for (words, logits), tokens in zip(answered, raw, strict=True):
-        said = _Said(np.full(len(tokens), absent, np.int32), np.zeros(len(tokens)))
+        predicted = _PredictedTags(np.full(len(tokens), absent, np.int32), np.zeros(len(tokens)))
         if len(words):
             shares = softmax(logits)
-            said.ids[words], said.scores[words] = shares.argmax(axis=1), shares.max(axis=1)
-        yield said
+            predicted.ids[words], predicted.scores[words] = shares.argmax(axis=1), shares.max(axis=1)
+        yield predicted
 
 
 def _gold(split: PreparedSplit) -> list[NDArray[np.int32]]:
@@ -481,7 +481,7 @@ def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
     distinct = pc.unique(flat).to_pylist()
     strange = [value for value in distinct if value not in known]
     if strange:
-        rule = f"the tag {strange[0]!r} is none of {shown_names(names)}"
+        rule = f"the tag {strange[0]!r} is not one of {shown_names(names)}"
         raise _tag_error(split, column, strange[0], rule)
     codes = np.asarray([known[value] for value in distinct], np.int32)
     ids = codes[np.asarray(pc.index_in(flat, pa.array(distinct, flat.type)).to_numpy())]

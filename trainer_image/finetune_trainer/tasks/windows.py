@@ -18,7 +18,7 @@ def made_ready(coding: Coding, *, pair: bool) -> int:
         raise StageError(
             FailureClass.MODEL,
             "SlowTokenizer",
-            f"The tokenizer {type(tokenizer).__name__} does not tell where in a row its tokens are.",
+            f"The tokenizer {type(tokenizer).__name__} does not report the positions of its tokens in a row.",
             "Use a model with a fast tokenizer (tokenizer.json).",
         )
     room = coding.max_length - tokenizer.num_special_tokens_to_add(pair=pair)

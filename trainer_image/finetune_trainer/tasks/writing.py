@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
-from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
+from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_contract.trainer_job import Generation
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError
@@ -37,7 +37,7 @@ class Watch(Protocol):
     def arguments(self) -> Mapping[str, Any]:
         """Return further arguments of `generate`."""
 
-    def told(self, tokens: torch.Tensor) -> Answer:
+    def fields_of(self, tokens: torch.Tensor) -> Answer:
         """Return the fields of one row's answer beside its text. `tokens`: the generated ones."""
 
 
@@ -64,7 +64,7 @@ def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     return sorted(token for token in found if isinstance(token, int))
 
 
-class Continues:
+class DecoderWriter:
     """Writer for decoders, which continue the prompt of a feature, its first `prompt` tokens."""
 
     stages = frozenset({Stage.PREDICT})
@@ -129,7 +129,7 @@ def texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor) -> list[Answ
     ]
     if (watching := watch.get()) is None:
         return answers
-    return [{**answer, **watching.told(row)} for answer, row in zip(answers, tokens, strict=True)]
+    return [{**answer, **watching.fields_of(row)} for answer, row in zip(answers, tokens, strict=True)]
 
 
 def written(answers: Sequence[Answer], features: Sequence[range]) -> list[str]:
@@ -141,24 +141,24 @@ TEXT_SCHEMA = pa.schema([(WRITTEN, pa.string())])
 """The columns of `text_table`."""
 
 
-def text_table(said: Sequence[str]) -> pa.Table:
+def text_table(texts: Sequence[str]) -> pa.Table:
     """Return the task's columns of the predictions."""
-    return pa.table({WRITTEN: said}, schema=TEXT_SCHEMA)
+    return pa.table({WRITTEN: texts}, schema=TEXT_SCHEMA)
 
 
-def surprises(said: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answer]:
-    """Return each row's cross-entropy of its labels in nats (`surprise`), and True where they were the likeliest token
-    (`hit`). `said`: parts of all rows in order, each as logits, shape (rows, tokens, vocabulary), and the labels at the
+def token_nlls(scored: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answer]:
+    """Return each row's cross-entropy of its labels in nats (`nll`), and True where they were the likeliest token
+    (`hit`). `scored`: parts of all rows in order, each as logits, shape (rows, tokens, vocabulary), and labels at the
     same places, (rows, tokens).
     """
     import torch
 
     found: list[dict[str, list[torch.Tensor]]] = []
-    for logits, labels in said:
-        found = found or [{"surprise": [], "hit": []} for _ in labels]
+    for logits, labels in scored:
+        found = found or [{"nll": [], "hit": []} for _ in labels]
         for of_row, *row in zip(found, logits, labels, strict=True):
             for chosen, right in judged(*row):
-                of_row["surprise"].append(torch.nn.functional.cross_entropy(chosen, right, reduction="none"))
+                of_row["nll"].append(torch.nn.functional.cross_entropy(chosen, right, reduction="none"))
                 of_row["hit"].append(chosen.argmax(-1) == right)
     return [{name: torch.cat(each).cpu().numpy() for name, each in of_row.items()} for of_row in found]
 
@@ -166,8 +166,8 @@ def surprises(said: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answer]
 def logits_at(
     model: torch.nn.Module, given: Mapping[str, torch.Tensor], labels: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield a decoder's logits for `given`, as `surprises` takes them: all at once, unless one process has the whole
-    model in inference mode; then at most `ASKED_LOGITS` at a time, only for places at which a row has a label.
+    """Yield a decoder's logits for `given`, as `token_nlls` takes them: all at once, unless one process has the whole
+    model in inference mode; then at most `REQUESTED_LOGITS` at a time, only for places at which a row has a label.
 
     The logits of one row of 131,072 tokens are 34 GB in bf16, while the rest of a forward pass holds one layer at a
     time. Processes that share a model would call it different numbers of times, and wait for each other forever.
@@ -190,22 +190,22 @@ def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tenso
         return None
     of_place = len(labels) * model.config.get_text_config().vocab_size
     body, takes = model.base_model, inspect.signature(model.forward).parameters
-    if labels.shape[1] * of_place <= ASKED_LOGITS or body is model or "logits_to_keep" not in takes:
+    if labels.shape[1] * of_place <= REQUESTED_LOGITS or body is model or "logits_to_keep" not in takes:
         return None
     (places,) = torch.where((labels != NOT_LEARNT).any(0))
-    return torch.split(places, max(1, ASKED_LOGITS // of_place))
+    return torch.split(places, max(1, REQUESTED_LOGITS // of_place))
 
 
 @contextmanager
 def _reading_once(body: torch.nn.Module) -> Iterator[None]:
     """Cache the output of the first call of `body`'s `forward` for all later calls."""
     own, read = vars(body).get("forward"), body.forward
-    said: list[Any] = []
+    outputs: list[Any] = []
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        if not said:
-            said.append(read(*arguments, **named))
-        return said[0]
+        if not outputs:
+            outputs.append(read(*arguments, **named))
+        return outputs[0]
 
     body.forward = forward
     try:
@@ -231,15 +231,15 @@ def judged(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.T
 
 def token_figures(answers: Sequence[Answer]) -> dict[str, float]:
     """Return the mean cross-entropy of a token in nats, its exponential, and the share of likeliest tokens."""
-    surprise: NDArray[np.float64] = np.concatenate([answer["surprise"] for answer in answers]).astype(np.float64)
-    if not len(surprise):
+    nll: NDArray[np.float64] = np.concatenate([answer["nll"] for answer in answers]).astype(np.float64)
+    if not len(nll):
         raise StageError(
             FailureClass.DATA,
             "NothingToMeasure",
             "No row of the split has a token to predict.",
-            "Give the split longer rows.",
+            "Add longer rows to the split.",
         )
-    loss = float(surprise.mean())
+    loss = float(nll.mean())
     hits = np.concatenate([answer["hit"] for answer in answers])
     return {"loss": loss, "perplexity": float(np.exp(loss)), "accuracy": float(hits.mean())}
 
@@ -249,7 +249,7 @@ def surprising_rows(answers: Sequence[Answer], split: PreparedSplit, most: int) 
     `score`.
     """
     by_row = [
-        np.concatenate([np.empty(0), *(answers[at]["surprise"] for at in windows)]) for windows in split.features_by_row
+        np.concatenate([np.empty(0), *(answers[at]["nll"] for at in windows)]) for windows in split.features_by_row
     ]
     means = np.array([float(row.mean()) if len(row) else -np.inf for row in by_row])
     worst = [int(row) for row in np.argsort(-means, kind="stable")[:most] if np.isfinite(means[row])]
@@ -265,8 +265,8 @@ def _prompt_limit(model: PreTrainedModel, generation: Generation) -> int:
         raise StageError(
             FailureClass.CONFIG,
             "AnswersTooLong",
-            f"generation.maxNewTokens is {generation.max_new_tokens}, and the model holds {positions} tokens, the "
-            "prompt among them.",
+            f"generation.maxNewTokens is {generation.max_new_tokens}, and the model holds {positions} tokens, "
+            "including the prompt.",
             f"Set generation.maxNewTokens to less than {positions}.",
         )
     return positions - generation.max_new_tokens

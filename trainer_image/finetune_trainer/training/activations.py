@@ -66,8 +66,8 @@ def assert_checkpointing_in_effect(mode: CheckpointingMode, model: nn.Module, st
     kinds = {getattr(block._gradient_checkpointing_func, "keywords", {}).get("context_fn") for block in blocks}
     if found == "full" and kinds == {selective_contexts}:
         found = "selective"
-    words = f"activation checkpointing is {found} in the model, asked for was {mode}"
-    expect(found == ("off" if mode == "none" else mode), strategy, "WrongActivationCheckpointing", words)
+    problem = f"activation checkpointing is {found} in the model, requested was {mode}"
+    expect(found == ("off" if mode == "none" else mode), strategy, "WrongActivationCheckpointing", problem)
 
 
 # -------------------------------------------------------------------------------------------------------------- offload
@@ -160,7 +160,7 @@ class InHostMemory:
 
     def assert_in_effect(self, strategy: StrategyName) -> None:
         """Check after the first forward pass, once autograd has called the hooks."""
-        found = "the model saved no activations through the hooks that move them"
+        found = "the model saved no activations through the hooks that offload them"
         expect(self._seen, strategy, "ActivationsNotOffloaded", found)
 
 

@@ -75,7 +75,7 @@ class DealtSplit:
                 batch = self.deal.tokens.of(whole)
                 placed = {name: value.to(device) for name, value in batch.items()}
                 with torch.no_grad():
-                    said = self.deal.task.answer(model, placed, features)
-                yield wanted, said
+                    answers = self.deal.task.answer(model, placed, features)
+                yield wanted, answers
         finally:
             model.train(training)

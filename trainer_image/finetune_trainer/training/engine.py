@@ -251,13 +251,13 @@ def engine_of(model: PreTrainedModel, args: TrainingArguments, strategy: Strateg
 
 
 def _accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accelerator:
-    asked = {
+    requested = {
         "find_unused_parameters": args.ddp_find_unused_parameters,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
         "broadcast_buffers": args.ddp_broadcast_buffers,
         "static_graph": args.ddp_static_graph,
     }
-    given = {name: value for name, value in asked.items() if value is not None}
+    given = {name: value for name, value in requested.items() if value is not None}
     # Gradients are views of the reduced buckets, or there would be a second copy of all of them.
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, **given)
     return Accelerator(

@@ -60,7 +60,7 @@ class RunFigures:
         """
         losses = [line["loss"] for line in self._steps]
         if not losses:
-            log.warning("The history has no step, so nothing is told of the training loss.")
+            log.warning("The history has no step, so no training loss is reported.")
             return {}
         count = max(1, len(losses) // 20)
         return {"loss_first": sum(losses[:count]) / count, "loss_last": sum(losses[-count:]) / count}
@@ -86,8 +86,8 @@ class RunFigures:
         having = [line for line in self._steps if all(field in line for field in fields)]
         if len(having) < len(self._steps):
             log.warning(
-                "The history lacks %s of %d steps, which an older image has written; figures made of them cover the "
-                "other %d steps alone.",
+                "The history lacks %s of %d steps, which an older image wrote; figures from them cover the other %d "
+                "steps only.",
                 ", ".join(fields),
                 len(self._steps) - len(having),
                 len(having),

@@ -17,7 +17,7 @@ def preempted(where: str) -> StageError:
     return StageError(
         FailureClass.PREEMPTED,
         "Interrupted",
-        f"The process was told to stop {where}.",
+        f"The process was stopped {where}.",
         "Start it again; training resumes.",
     )
 

@@ -52,9 +52,9 @@ def known_padding(known: KnownPadding | None) -> Iterator[None]:
         KnownPadding.current = None
 
 
-def _mask(**asked: Any) -> torch.Tensor | None:
+def _mask(**arguments: Any) -> torch.Tensor | None:
     """Return the mask of transformers for fused attention; None: no mask, attention is causal or complete."""
-    known, mask = KnownPadding.current, asked.get(MASK)
+    known, mask = KnownPadding.current, arguments.get(MASK)
     # A compiled graph is for both cases, and must not inspect values.
     if (
         known is not None
@@ -63,8 +63,8 @@ def _mask(**asked: Any) -> torch.Tensor | None:
         and not torch.compiler.is_compiling()
     ):
         if known.padded:
-            asked |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         else:
-            asked[MASK] = None
-    made: torch.Tensor | None = sdpa_mask(**asked)
+            arguments[MASK] = None
+    made: torch.Tensor | None = sdpa_mask(**arguments)
     return made

@@ -148,7 +148,7 @@ class LoopParts:
 
 
 @dataclass(frozen=True)
-class _Agreed:
+class _StepAgreement:
     """Values that all ranks share at the start of a step."""
 
     items: float
@@ -206,7 +206,7 @@ class TrainingLoop:
             clock.enter("rest")
             self._report(started, *engine.figures(loss, done), done.learning_rate)
             self._validate_and_save(agreed)
-        self._tell_trackers("on_train_end")
+        self._notify_trackers("on_train_end")
 
     # ---------------------------------------------------------------------------------------------------------- set-up
 
@@ -225,7 +225,7 @@ class TrainingLoop:
         if resume:
             parts.saver.resume(self)
             self._stopped = parts.stopper.stopped
-        self._tell_trackers("on_train_begin")
+        self._notify_trackers("on_train_begin")
 
     def _first_loss(self, model: torch.nn.Module) -> torch.Tensor:
         """Return the loss of an epoch's first micro-batch, with 0 for the reference's answers, measured later."""
@@ -263,14 +263,14 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------------------------------------------------ step
 
-    def _agree(self, items: int) -> _Agreed:
+    def _agree(self, items: int) -> _StepAgreement:
         """Sum `items` over all ranks, which in the same call agree on stopping and saving after the step."""
         wanted = self.args.process_index == 0 and self.parts.saver.wants()
-        asked = self.parts.interruption.requested
+        stop_requested = self.parts.interruption.requested
         if torch.distributed.is_initialized():
             self.parts.clock.enter("communication")
-        of_step, asks, wants = summed([items, asked, wanted])
-        return _Agreed(of_step, asks > 0, wants > 0)
+        of_step, asks, wants = summed([items, stop_requested, wanted])
+        return _StepAgreement(of_step, asks > 0, wants > 0)
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Divide a batch of the loader into the micro-batches of a pass through a pipeline; without one, keep it."""
@@ -323,8 +323,8 @@ class TrainingLoop:
                 share: torch.Tensor = mean * (items * self.args.world_size / of_step)
             else:
                 # A window may hold no item; the mean over none is NaN, and all ranks have to run the backward pass.
-                said = model(**{name: value for name, value in batch.items() if name not in LABELS})
-                share = said.logits.sum() * 0.0
+                outputs = model(**{name: value for name, value in batch.items() if name not in LABELS})
+                share = outputs.logits.sum() * 0.0
         self.parts.activations.assert_in_effect(self.parts.strategy.name)
         return share
 
@@ -362,13 +362,13 @@ class TrainingLoop:
         self.parts.observer.on_step(report)
         norm = {} if report.grad_norm is None else {"grad_norm": report.grad_norm}
         figures = {"loss": loss, **norm, "learning_rate": report.learning_rate, "epoch": report.epoch, **report.rates}
-        self._tell_trackers("on_log", logs=figures)
+        self._notify_trackers("on_log", logs=figures)
 
-    def _tell_trackers(self, event: str, **figures: Any) -> None:
+    def _notify_trackers(self, event: str, **figures: Any) -> None:
         for callback in self.parts.callbacks:
             getattr(callback, event)(self.args, self.state, TrainerControl(), model=self.engine.model, **figures)
 
-    def _validate_and_save(self, agreed: _Agreed) -> None:
+    def _validate_and_save(self, agreed: _StepAgreement) -> None:
         """Validate at the end of an epoch, save when due, and raise StageError PREEMPTED when asked to stop."""
         step, clock = self.state.global_step, self.parts.clock
         last = step >= self.state.max_steps
@@ -388,14 +388,14 @@ class TrainingLoop:
         if validates or saves:
             self.parts.observer.on_pause(step, clock.lap())
         if stop:
-            raise preempted(f"and stopped after step {step} of {self.state.max_steps}")
+            raise preempted(f"after step {step} of {self.state.max_steps}")
 
     def _validate(self, step: int) -> None:
         assert self.parts.validation is not None
         give_back_freed_memory()
-        told = partial(self.parts.observer.on_validation_batch, step)
-        metrics = self.parts.validation.metrics(self.engine.wrapped, self.args.device, told)
+        on_batch = partial(self.parts.observer.on_validation_batch, step)
+        metrics = self.parts.validation.metrics(self.engine.wrapped, self.args.device, on_batch)
         give_back_freed_memory()
         self.parts.observer.on_validation(step, metrics)
-        self._tell_trackers("on_log", logs={f"eval_{name}": value for name, value in metrics.items()})
+        self._notify_trackers("on_log", logs={f"eval_{name}": value for name, value in metrics.items()})
         self._stopped = self.parts.stopper.should_stop(step, metrics, self)

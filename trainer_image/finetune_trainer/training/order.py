@@ -22,7 +22,7 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.slices import WHOLE, TokenSlice
 from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.task_protocol import DRAW
-from finetune_trainer.training.reference_answers import Said
+from finetune_trainer.training.reference_answers import ReferenceAnswers
 
 if TYPE_CHECKING:
     import torch
@@ -139,9 +139,9 @@ def _check(batch: Batch) -> None:
 class TrainRows(Dataset[Any]):
     """Prepared rows of the train split, fetched a micro-batch at a time."""
 
-    def __init__(self, prepared: PreparedData, reference: Said | None = None) -> None:
+    def __init__(self, prepared: PreparedData, reference: ReferenceAnswers | None = None) -> None:
         self._prepared = prepared
-        self._reference = reference or Said()
+        self._reference = reference or ReferenceAnswers()
         self._rows = len(prepared.lengths("train"))
 
     def __len__(self) -> int:

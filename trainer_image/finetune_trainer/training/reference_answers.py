@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Said:
+class ReferenceAnswers:
     """Answers of the reference, without the objects that compute them: processes that read rows receive it."""
 
     names: Sequence[str] = ()
@@ -43,14 +43,14 @@ class Said:
         """Return the answers on one feature, under `REFERENCE` names."""
         if not self.names:
             return {}
-        said = zip(self.names, self.values[role][feature], strict=True)
-        return {f"{REFERENCE}{name}": np.asarray(value) for name, value in said}
+        values = zip(self.names, self.values[role][feature], strict=True)
+        return {f"{REFERENCE}{name}": np.asarray(value) for name, value in values}
 
 
 class Reference(Protocol):
     """Reference that the model is compared with."""
 
-    said: Said
+    answers: ReferenceAnswers
 
     def measure(self, model: torch.nn.Module, device: torch.device) -> None:
         """Compute the answers by `model`, which still is the reference, where none are known. Every rank calls it."""
@@ -60,7 +60,7 @@ class Reference(Protocol):
 class NoReference:
     """Reference of tasks without a comparison."""
 
-    said: Said = field(default_factory=Said)
+    answers: ReferenceAnswers = field(default_factory=ReferenceAnswers)
 
     def measure(self, model: torch.nn.Module, device: torch.device) -> None:
         """Do nothing."""
@@ -70,14 +70,14 @@ class NoReference:
 class KeptReference:
     """Reference with answers on some splits, kept in a file."""
 
-    said: Said
+    answers: ReferenceAnswers
     splits: Mapping[str, DealtSplit]
     """Splits by role, distributed over the ranks."""
     folder: Path
     basis: Mapping[str, str]
     """Inputs of the answers, besides the features."""
     world: ProcessWorld
-    told: Callable[[int], None]
+    on_batch: Callable[[int], None]
     """Called with the number of each finished batch."""
 
     @property
@@ -92,29 +92,29 @@ class KeptReference:
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(kept, src=0)
         if kept[0] is not None:
-            self.said.values = kept[0]
+            self.answers.values = kept[0]
             return
-        names, done = self.said.names, 0
+        names, done = self.answers.names, 0
         for role, split in self.splits.items():
             mine = []
-            for wanted, said in split.answers(model, device):
-                mine.append((wanted, np.array([[answer[name] for name in names] for answer in said], np.float32)))
+            for wanted, answers in split.answers(model, device):
+                mine.append((wanted, np.array([[answer[name] for name in names] for answer in answers], np.float32)))
                 done += 1
-                self.told(done)
+                self.on_batch(done)
             values = np.full((split.features, len(names)), np.nan, np.float32)
             for wanted, found in (each for rank in gathered(mine) for each in rank):
                 values[wanted] = found
-            self.said.values[role] = values
+            self.answers.values[role] = values
         if self.world.is_main:
             self._write()
-        log.info("The reference has been asked about %d batches of features.", done)
+        log.info("The reference model has computed %d batches of features.", done)
 
     def _read(self) -> dict[str, NDArray[np.float32]] | None:
         if not self.path.is_file():
             return None
         with np.load(self.path, allow_pickle=False) as file:
             values = dict(file.items())
-        shapes = {role: (split.features, len(self.said.names)) for role, split in self.splits.items()}
+        shapes = {role: (split.features, len(self.answers.names)) for role, split in self.splits.items()}
         if {role: each.shape for role, each in values.items()} != shapes:
             return None
         known = (np.isfinite(values[role][split.wanted]).all() for role, split in self.splits.items())
@@ -124,4 +124,4 @@ class KeptReference:
         for former in self.folder.glob("reference-*.npz"):
             former.unlink()
         with replaced(self.path) as partial, partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **self.said.values)
+            np.savez(file, allow_pickle=False, **self.answers.values)

@@ -53,10 +53,10 @@ from finetune_trainer.training.history import History, RunFigures
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
-from finetune_trainer.training.reference_answers import KeptReference, NoReference, Reference, Said
+from finetune_trainer.training.reference_answers import KeptReference, NoReference, Reference, ReferenceAnswers
+from finetune_trainer.training.run_observers import RunObserver, SilentObserver
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
-from finetune_trainer.training.telling import RunObserver, SilentObserver
 from finetune_trainer.training.timing import PartClock, moments_of, time_split
 from finetune_trainer.training.tracking import Tracked, tracking
 from finetune_trainer.training.training_arguments import refused_arguments, training_arguments
@@ -167,10 +167,10 @@ def train(
     saver = _saver(run, start, stopper)
     resume = saver.find() is not None
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
-    heard_by = observer if world.is_main else SilentObserver(progress, training.max_steps)
-    told = Tracked(job.name, paths.tracking, saver.first_step, os.environ)
-    parts = _parts(run, start, order, heard_by, saver, stopper, interruption, clock)
-    with tracking(training.arguments if world.is_main else {}, told) as callbacks:
+    rank_observer = observer if world.is_main else SilentObserver(progress, training.max_steps)
+    tracked = Tracked(job.name, paths.tracking, saver.first_step, os.environ)
+    parts = _parts(run, start, order, rank_observer, saver, stopper, interruption, clock)
+    with tracking(training.arguments if world.is_main else {}, tracked) as callbacks:
         loop = TrainingLoop(start.model, arguments, replace(parts, callbacks=callbacks))
         if world.is_main:
             history.begin(saver.first_step)
@@ -205,7 +205,9 @@ def _order(run: _Run) -> EpochOrder:
     grouped = groups_by_length(run.job.task, training.arguments)
     order = EpochOrder(lengths, training.loop_batch, run.data_rank, training.seed, widths, grouped=grouped)
     if order.steps != training.steps_per_epoch:
-        log.warning("An epoch of these data has %d steps, the plan counted %d.", order.steps, training.steps_per_epoch)
+        log.warning(
+            "An epoch of these data has %d steps, and the plan assumed %d.", order.steps, training.steps_per_epoch
+        )
     return order
 
 
@@ -252,9 +254,9 @@ def _parts(
         adapted=start.adapted,
         in_float8=start.in_float8,
         order=order,
-        rows=TrainRows(prepared, reference.said),
+        rows=TrainRows(prepared, reference.answers),
         collate=Collate(run.task, prepared.pad_token_id, run.tokens_of_rows),
-        validation=Validation(deal, reference.said) if VALIDATION in prepared.facts.splits else None,
+        validation=Validation(deal, reference.answers) if VALIDATION in prepared.facts.splits else None,
         objective=run.task.objective,
         reference=reference,
         observer=observer,
@@ -294,7 +296,7 @@ def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str
 
 def _outcome(
     run: _Run,
-    course: RunFigures,
+    run_figures: RunFigures,
     measured: Mapping[str, Any],
     peaks: list[int],
     stopper: EarlyStopper | NeverStop,
@@ -304,18 +306,18 @@ def _outcome(
     paths, training = run.paths, run.training
     kept = CheckpointStore(paths.checkpoints, training.checkpoints.keep).size_bytes()
     figures = {
-        **course.losses(),
-        **course.rates(),
+        **run_figures.losses(),
+        **run_figures.rates(),
         **measured,
         "strategy": training.strategy.label,
         "world_size": run.world.size,
         **({"checkpoint_bytes": kept} if kept else {}),
         **({} if stopper.best_step is None else {"best_step": stopper.best_step}),
-        **course.validation(stopper.best_step),
+        **run_figures.validation(stopper.best_step),
     }
     details = {
         "peak_memory_bytes_by_rank": peaks,
-        "time": time_split(course.seconds(), run.strategy, clock).model_dump(mode="json"),
+        "time": time_split(run_figures.seconds(), run.strategy, clock).model_dump(mode="json"),
     }
     write_environment(paths, training_environment(training.world))
     # Metrics of an earlier model do not apply to this one.
@@ -355,7 +357,7 @@ def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, pre
         raise StageError(
             FailureClass.CONFIG,
             "LabelSmoothing",
-            f"training.labelSmoothing is {training.label_smoothing:g}, which this task's loss does not take.",
+            f"training.labelSmoothing is {training.label_smoothing:g}, which this task's loss does not support.",
             "Leave training.labelSmoothing out.",
         )
 
@@ -368,7 +370,7 @@ def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
             "ActivationCheckpointing",
             f"parallelism.activationCheckpointing is {training.strategy.activation_checkpointing}, and "
             f"{type(model).__name__} does not support it.",
-            "Set parallelism.activationCheckpointing to none, and training.microBatchSize lower if memory is short.",
+            "Set parallelism.activationCheckpointing to none, and lower training.microBatchSize if memory is short.",
         )
 
 
@@ -446,7 +448,7 @@ def _saver(run: _Run, start: _Start, stopper: EarlyStopper | NeverStop) -> RunSa
     )
 
 
-def _reference(run: _Run, start: _Start, deal: Deal, order: EpochOrder, told: Callable[[int], None]) -> Reference:
+def _reference(run: _Run, start: _Start, deal: Deal, order: EpochOrder, on_batch: Callable[[int], None]) -> Reference:
     if start.digest is None:
         return NoReference()
     splits = {"train": deal.split("train", order.rows_of(run.training.max_steps))}
@@ -457,7 +459,9 @@ def _reference(run: _Run, start: _Start, deal: Deal, order: EpochOrder, told: Ca
         "data": run.prepared.facts.fingerprint,
         "precision": run.training.precision,
     }
-    return KeptReference(Said(compared(run.task)), splits, run.paths.checkpoints, basis, run.world, told)
+    return KeptReference(
+        ReferenceAnswers(compared(run.task)), splits, run.paths.checkpoints, basis, run.world, on_batch
+    )
 
 
 @contextmanager

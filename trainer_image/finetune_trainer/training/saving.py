@@ -98,9 +98,9 @@ class RunSaver:
             raise StageError(
                 FailureClass.CHECKPOINT,
                 "CheckpointOfAnotherWorld",
-                f"Training cannot go on from {self._source.folder}: {why_not}.",
-                f"Run it with strategy {manifest.strategy} on {manifest.world_size} processes, "
-                "or start anew (checkpoints.resume: never).",
+                f"Training cannot resume from {self._source.folder}: {why_not}.",
+                f"Run it with strategy {manifest.strategy} on {manifest.world_size} processes, or train from the "
+                "beginning (checkpoints.resume: never).",
             )
         log.info("Resuming from %s (step %d).", self._source.folder, manifest.step)
         return self._source.folder

@@ -124,8 +124,8 @@ class EarlyStopper:
             raise StageError(
                 FailureClass.CHECKPOINT,
                 "BestWeightsChanged",
-                f"{path} has other content than was written.",
-                "Delete it and start the job again: the weights of the last step are the result then.",
+                f"{path} has changed since it was written.",
+                "Delete it and start the job again: the weights of the last step are then the result.",
             )
         return path
 
@@ -143,7 +143,7 @@ class EarlyStopper:
         after the checkpoint was written), the next evaluation counts as the best.
         """
         if state["best"] is not None and not self._path(state["best_step"]).exists():
-            log.warning("The best weights, of step %d, are gone; early stopping begins anew.", state["best_step"])
+            log.warning("The best weights, of step %d, are missing; early stopping restarts.", state["best_step"])
             return
         self._best, self._best_step = state["best"], state["best_step"]
         self._best_sha256 = state.get("best_sha256")  # earlier releases kept none

@@ -10,7 +10,7 @@ import numpy as np
 from finetune_trainer.distributed import gathered
 from finetune_trainer.tasks.task_protocol import Answer
 from finetune_trainer.training.dealing import Deal
-from finetune_trainer.training.reference_answers import Said
+from finetune_trainer.training.reference_answers import ReferenceAnswers
 
 if TYPE_CHECKING:
     import torch
@@ -21,21 +21,21 @@ ROLE = "validation"
 class Validation:
     """The validation split, distributed over the ranks."""
 
-    def __init__(self, deal: Deal, reference: Said) -> None:
+    def __init__(self, deal: Deal, reference: ReferenceAnswers) -> None:
         self._deal = deal
         self._dealt = deal.split(ROLE)
         self._reference = reference
 
     def metrics(
-        self, model: torch.nn.Module, device: torch.device, told: Callable[[int], None]
+        self, model: torch.nn.Module, device: torch.device, on_batch: Callable[[int], None]
     ) -> dict[str, float]:  # fmt: skip
         """Return the loss (without label smoothing) and the task's metrics, the same on every rank. Keeps the mode;
-        `told` is called with the number of each batch.
+        `on_batch` is called with the number of each batch.
         """
         mine = []
         for number, answered in enumerate(self._dealt.answers(model, device), start=1):
             mine.append(answered)
-            told(number)
+            on_batch(number)
         split = self._deal.prepared.of(ROLE)
         answers: list[Answer] = [{}] * len(split.position)
         everyone, slices = gathered(mine), self._deal.tokens.count
@@ -43,7 +43,7 @@ class Validation:
         for first in range(0, len(everyone), slices):
             for batch in zip(*everyone[first : first + slices], strict=True):
                 wanted, _ = batch[0]
-                for at, *parts in zip(wanted.tolist(), *(said for _, said in batch), strict=True):
+                for at, *parts in zip(wanted.tolist(), *(part for _, part in batch), strict=True):
                     answers[at] = {**_joined(parts), **self._reference.of(ROLE, at)}
         return self._deal.task.score(answers, split)
 

@@ -8,7 +8,7 @@ from finetune_contract.choices import StrategyName
 from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
 
 
-def asked_strategy(parallelism: ParallelismSpec) -> StrategyName | None:
+def requested_strategy(parallelism: ParallelismSpec) -> StrategyName | None:
     """Return the strategy that the spec fixes, by name or by a ZeRO stage (DeepSpeed only); None: it is free."""
     if parallelism.strategy != "auto":
         return parallelism.strategy
@@ -24,7 +24,7 @@ def certain_processes(spec: FineTuneJobSpec) -> int | None:
         return requested
     if gpus == "auto":
         return None
-    alone = spec.parallelism.replica_ranks == 1 and asked_strategy(spec.parallelism) in (None, "single")
+    alone = spec.parallelism.replica_ranks == 1 and requested_strategy(spec.parallelism) in (None, "single")
     return gpus or (1 if alone else None)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic.alias_generators import to_snake
 
 from finetune_contract.choices import RUNG_TASKS
-from finetune_operator.api.quantities import below_least, parse_quantity, size_hint
+from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import AcceleratorSpec, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
@@ -94,7 +94,7 @@ def _size_rule(path: str, least: str, usual: str) -> Rule:
         path=path,
         cel=None,
         holds=holds,
-        text=below_least(least),
+        text=too_small_rule(least),
         way_out=f"write a size such as {usual}",
         advice=advice,
         reads=(path,),

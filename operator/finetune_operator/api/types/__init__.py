@@ -26,7 +26,7 @@ from finetune_operator.api.types.field_types import (
     KIND,
     MANAGED_BY_PATTERN,
     MAX_INT,
-    PATTERN_WORDS,
+    PATTERN_DESCRIPTIONS,
     PLURAL,
     QUANTITY_MARK,
     QUANTITY_PATTERN,

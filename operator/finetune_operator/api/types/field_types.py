@@ -48,7 +48,7 @@ GPU_RESOURCE_PATTERN = r"^(nvidia|amd)\.com/[a-z0-9][-a-z0-9.]*$"
 GIT_REF_PATTERN = r"^[^-+/.\s~^:?*\[\\][^\s~^:?*\[\\]*$"
 HYPERPARAMETER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
 
-PATTERN_WORDS = {
+PATTERN_DESCRIPTIONS = {
     DNS_SUBDOMAIN_PATTERN: "a name of lowercase letters, digits, - and . that begins and ends with a letter or digit",
     DNS_LABEL_PATTERN: "a name of lowercase letters, digits and - that begins and ends with a letter or digit",
     DATA_KEY_PATTERN: "a key of letters, digits, -, _ and .",

@@ -26,7 +26,7 @@ from finetune_operator.api.types.spec_results import (
     PreferenceSpec,
 )
 from finetune_operator.api.types.spec_training import ScriptSpec, TrainingSpec
-from finetune_operator.launchers.launcher_rows import TrainingLauncher, to_come
+from finetune_operator.launchers.launcher_rows import TrainingLauncher, unsupported_note
 
 
 class FineTuneJobSpec(SpecModel):
@@ -54,7 +54,7 @@ class FineTuneJobSpec(SpecModel):
     launcher: Literal["auto", TrainingLauncher] = Field(
         default="auto",
         description="Kind of object that runs the training pods. Defaults to auto: the first kind that the cluster "
-        "serves, else plain Jobs." + to_come("not supported yet"),
+        "serves, else plain Jobs." + unsupported_note("not supported yet"),
     )
     storage: StorageSpec = Field(
         default=StorageSpec(),

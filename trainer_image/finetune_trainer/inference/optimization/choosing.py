@@ -69,7 +69,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RungRequest:
     """Optimization and tolerances that the job requests."""
 
     optimization: str
@@ -114,7 +114,12 @@ class _Trial:
 
 
 def choose(
-    wish: Wish, model: PreTrainedModel, sample: Sample, remaining: int, folder: Path, machine: Machine | None = None
+    request: RungRequest,
+    model: PreTrainedModel,
+    sample: Sample,
+    remaining: int,
+    folder: Path,
+    machine: Machine | None = None,
 ) -> Chosen:
     """Measure and choose. `remaining`: rows to answer, the sample included.
 
@@ -122,12 +127,12 @@ def choose(
     `RungNotRightEnough` if its labels differ by more than the tolerance allows.
     """
     machine = machine or Machine.here()
-    candidates = rungs_of(wish.optimization)
-    if wish.optimization != "measured" and not wish.tolerates and len(candidates) == 1:
-        return _asked_for(candidates[0], model, sample, folder, machine)
+    candidates = rungs_of(request.optimization)
+    if request.optimization != "measured" and not request.tolerates and len(candidates) == 1:
+        return _requested_rung(candidates[0], model, sample, folder, machine)
     plain = _measured_plain(sample)
     whole = plain.seconds / max(1, sample.rows) * remaining
-    if wish.optimization == "measured" and whole < SMALL_SECONDS:
+    if request.optimization == "measured" and whole < SMALL_SECONDS:
         return Chosen("none", None, _Ledger(sample, plain).table("none", small_job(whole)))
     ledger = _Ledger(sample, plain)
     spent = 0.0
@@ -136,11 +141,11 @@ def choose(
         if why is not None:
             ledger.refuse(rung, f"not available: {why}")
             continue
-        if wish.optimization == "measured" and rung.lossy and not wish.tolerates:
+        if request.optimization == "measured" and rung.lossy and not request.tolerates:
             ledger.refuse(rung, "not measured: its labels may differ, and predict.tolerance is not set")
             continue
-        if wish.optimization == "measured" and spent > MEASURING_SHARE * whole:
-            used = f"measuring had taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
+        if request.optimization == "measured" and spent > MEASURING_SHARE * whole:
+            used = f"measuring has taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
             ledger.refuse(rung, f"not measured: {used}")
             continue
         began = time.perf_counter()
@@ -149,12 +154,12 @@ def choose(
         except NotAvailable as error:
             ledger.refuse(rung, f"not available: {error}")
         spent += time.perf_counter() - began
-    if wish.optimization == "measured":
+    if request.optimization == "measured":
         ledger.repeat(MEASURING_SHARE * whole - spent)
-    return ledger.chosen(wish)
+    return ledger.chosen(request)
 
 
-def _asked_for(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine) -> Chosen:
+def _requested_rung(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine) -> Chosen:
     """Build the only candidate: neither its speed nor its labels decide anything, so nothing is timed."""
     why = rung.unavailable(model, machine)
     if why is None:
@@ -164,9 +169,9 @@ def _asked_for(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path,
             why = str(error)
     if why is not None:
         raise not_available(rung.name, why)
-    reason = "asked for by name"
+    reason = "requested by name"
     rows = (
-        RungRow(name="none", why="not measured: another way was asked for by name, and predict.tolerance is not set"),
+        RungRow(name="none", why="not measured: another one was requested by name, and predict.tolerance is not set"),
         RungRow(
             name=rung.name, memory_bytes=ready.memory, setup_seconds=ready.seconds, chosen=True,
             why=f"{reason}; not measured: predict.tolerance is not set",
@@ -184,7 +189,7 @@ def by_name(
     try:
         rung = rung_by_name(name)
     except KeyError:
-        raise not_available(name, "this image does not know it") from None
+        raise not_available(name, "this image does not have it") from None
     why = rung.unavailable(model, machine or Machine.here())
     if why is None:
         try:
@@ -282,16 +287,16 @@ class _Ledger:
         self.sample.answers(trial.forward)
         return time.perf_counter() - began
 
-    def chosen(self, wish: Wish) -> Chosen:
+    def chosen(self, request: RungRequest) -> Chosen:
         """Return the fastest rung that is right enough."""
-        named = wish.optimization != "measured"
+        named = request.optimization != "measured"
         if named and not self.trials:
-            raise not_available(wish.optimization, " | ".join(_reasons(self.refused)))
+            raise not_available(request.optimization, " | ".join(_reasons(self.refused)))
 
         right = []
         for trial in self.trials:
             # Requested by name and without a tolerance: the user knows that its labels may differ.
-            why = self._wrong(trial, wish) if wish.tolerates or not named else None
+            why = self._wrong(trial, request) if request.tolerates or not named else None
             if why is None:
                 right.append(trial)
             else:
@@ -300,7 +305,7 @@ class _Ledger:
             raise StageError(
                 FailureClass.STRATEGY_NOT_IN_EFFECT,
                 "RungNotRightEnough",
-                f"predict.optimization is {wish.optimization}: {' | '.join(_reasons(self.refused))}.",
+                f"predict.optimization is {request.optimization}: {' | '.join(_reasons(self.refused))}.",
                 "Lower predict.tolerance, raise predict.metricTolerance, or leave predict.optimization at auto.",
             )
         # All rungs are built by now, so the rate alone decides for the remaining rows.
@@ -310,22 +315,22 @@ class _Ledger:
         reason = (
             f"{gain:.2f} times as fast as the plain model on {self.sample.rows:,} rows"
             if best is not self.plain
-            else f"no rung that is right enough was faster on {self.sample.rows:,} rows"
+            else f"no rung that is accurate enough was faster on {self.sample.rows:,} rows"
         )
         for trial in right:
             if trial is not best:
                 self.refused[trial.rung.name] = f"slower than {name}"
         return Chosen(name, best.forward, self.table(name, reason))
 
-    def _wrong(self, trial: _Trial, wish: Wish) -> str | None:
+    def _wrong(self, trial: _Trial, request: RungRequest) -> str | None:
         """Return why a rung is not right enough; None if it is."""
         share = self._agreement(trial)
-        if share < wish.share:
-            return f"{share:.2%} of its labels are equal, less than {wish.share:.2%}"
+        if share < request.share:
+            return f"{share:.2%} of its labels are equal, less than {request.share:.2%}"
         worst = worst_metric(self.plain.metrics, trial.metrics)
-        if wish.metric_tolerance is None or worst is None or worst.by <= wish.metric_tolerance:
+        if request.metric_tolerance is None or worst is None or worst.by <= request.metric_tolerance:
             return None
-        return f"{worst.name} is {worst.by:.4f} worse, more than {wish.metric_tolerance:.4f}"
+        return f"{worst.name} is {worst.by:.4f} worse, more than {request.metric_tolerance:.4f}"
 
     def _agreement(self, trial: _Trial) -> float:
         if trial.rung.name not in self.agreements:
@@ -367,20 +372,20 @@ def not_available(name: str, why: str) -> StageError:
     return StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "RungNotAvailable",
-        f"predict.optimization {name} cannot be had here: {why}.",
+        f"predict.optimization {name} is not available here: {why}.",
         "Choose another one, or leave predict.optimization at auto.",
     )
 
 
 def small_job(seconds: float) -> str:
     """Return the reason why nothing is measured."""
-    return f"the plain model ends within {math.ceil(seconds)} s, which measuring would not shorten"
+    return f"the plain model ends within {math.ceil(seconds)} s, too short to gain from measuring"
 
 
 # --------------------------------------------------------------------------------------------------------- comparing
 
 
-class Worst(NamedTuple):
+class WorstMetric(NamedTuple):
     """Metric with the largest loss."""
 
     name: str
@@ -388,11 +393,11 @@ class Worst(NamedTuple):
     """Loss of the metric; below 0: all metrics improved."""
 
 
-def worst_metric(reference: Mapping[str, float], measured: Mapping[str, float]) -> Worst | None:
+def worst_metric(reference: Mapping[str, float], measured: Mapping[str, float]) -> WorstMetric | None:
     """Return the metric that is worst against the reference; None if none was measured. A metric that became NaN or
     infinite is infinitely worse.
     """
-    found = [Worst(name, _worse(name, reference[name], measured[name])) for name in reference]
+    found = [WorstMetric(name, _worse(name, reference[name], measured[name])) for name in reference]
     return max(found, key=lambda each: each.by, default=None)
 
 

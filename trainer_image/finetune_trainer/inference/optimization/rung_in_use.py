@@ -31,8 +31,8 @@ from finetune_trainer.inference.optimization.choosing import (
     SAMPLE_ROWS,
     SMALL_SECONDS,
     Chosen,
+    RungRequest,
     Sample,
-    Wish,
     by_name,
     choose,
     not_available,
@@ -51,7 +51,7 @@ _MANY = 100
 """Factor on the sample for an unknown number of rows, as in compressed files."""
 
 
-class _Remembered(Message):
+class _StoredChoice(Message):
     """A choice, and the conditions that it depends on."""
 
     basis: str
@@ -76,12 +76,12 @@ class RungInUse:
     _samples: dict[int, tuple[Sample, int]] = field(default_factory=dict)
 
     @property
-    def wish(self) -> Wish:
+    def request(self) -> RungRequest:
         """Optimization and tolerances that the job requests."""
         predict = self.answerer.job.predict
         if predict is None:
-            return Wish("none", None)
-        return Wish(predict.optimization, predict.tolerance, predict.metric_tolerance)
+            return RungRequest("none", None)
+        return RungRequest(predict.optimization, predict.tolerance, predict.metric_tolerance)
 
     def choose(self) -> str:
         """Return the name of the rung, measured unless known. StageErrors of `choosing.choose`."""
@@ -95,30 +95,30 @@ class RungInUse:
         if self._chosen is None or self._chosen.name != name:
             self._chosen = None
             return None if name == "none" else self._made(name)
-        if self.wish.optimization != "none":
+        if self.request.optimization != "none":
             write_atomically(self.paths.optimization, self._chosen.table.to_json())
-            asked = "auto" if self.wish.optimization == "measured" else self.wish.optimization
-            log.info("predict.optimization %s: %s, %s.", asked, name, self._chosen.table.reason)
+            requested = "auto" if self.request.optimization == "measured" else self.request.optimization
+            log.info("predict.optimization %s: %s, %s.", requested, name, self._chosen.table.reason)
         return self._chosen.forward
 
     def _without_measuring(self) -> Chosen | None:
-        asked = self.wish.optimization
-        if asked == "none":
+        requested = self.request.optimization
+        if requested == "none":
             return _plain("asked for")
         why = None
         if self.answerer.job.task not in RUNG_TASKS:
             why = f"rungs are for {', '.join(RUNG_TASKS)}"
         elif self.answerer.means.device != "cpu":
-            why = "rungs are measured on CPUs alone"
+            why = "rungs are measured on CPUs only"
         if why is None:
             return None
-        if asked != "measured":
-            raise not_available(asked, why)
+        if requested != "measured":
+            raise not_available(requested, why)
         return _plain(why)
 
     def _small(self) -> Chosen | None:
         """Return the plain model if a few rows show a job so small that measuring would take longer."""
-        if self.wish.optimization != "measured":
+        if self.request.optimization != "measured":
             return None
         sample, _ = self._sampled(_FEW_ROWS)
         sample.answers(None)  # the first pass allocates and starts threads
@@ -129,26 +129,26 @@ class RungInUse:
 
     def _remembered(self) -> Chosen | None:
         try:
-            found = _Remembered.model_validate_json(self._place.read_bytes())
+            found = _StoredChoice.model_validate_json(self._place.read_bytes())
         except (OSError, ValidationError):
             return None
         if found.basis != self._basis():
             return None
-        log.info("The rungs were measured before, on this kind of machine.")
+        log.info("Using earlier measurements of the rungs on this type of machine.")
         made = None if found.table.chosen == "none" else self._made(found.table.chosen)
         return Chosen(found.table.chosen, made, found.table)
 
     def _measured(self) -> Chosen:
         sample, remaining = self._sampled(SAMPLE_ROWS)[0], self._remaining(SAMPLE_ROWS)
-        if self.wish.metric_tolerance is not None:
+        if self.request.metric_tolerance is not None:
             sample = replace(sample, metrics=self._judge())
-        chosen = choose(self.wish, self.answerer.model, sample, remaining, self._folder, self.machine)
+        chosen = choose(self.request, self.answerer.model, sample, remaining, self._folder, self.machine)
         for row in chosen.table.rungs:
-            log.info("%s", _told(row.name, row.rows_per_second, row.agreement, row.why))
+            log.info("%s", _result_line(row.name, row.rows_per_second, row.agreement, row.why))
         if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
             self._folder.mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
-                write_atomically(self._place, _Remembered(basis=self._basis(), table=chosen.table).to_json())
+                write_atomically(self._place, _StoredChoice(basis=self._basis(), table=chosen.table).to_json())
         return chosen
 
     def _judge(self) -> Callable[[ForwardPass | None], Mapping[str, float]]:
@@ -194,8 +194,8 @@ class RungInUse:
     @property
     def _folder(self) -> Path:
         job, means = self.answerer.job, self.answerer.means
-        told = json.dumps([job.model.uri, job.model.revision, self.version, means.precision], sort_keys=True)
-        return self.paths.root / FOLDER / hashlib.sha256(told.encode()).hexdigest()[:16]
+        identity = json.dumps([job.model.uri, job.model.revision, self.version, means.precision], sort_keys=True)
+        return self.paths.root / FOLDER / hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     @property
     def _place(self) -> Path:
@@ -212,7 +212,7 @@ class RungInUse:
                 "torch": torch.__version__,
                 "batch_tokens": means.batch_tokens,
                 "max_length": self.answerer.encoder.coding.max_length,
-                **asdict(self.wish),
+                **asdict(self.request),
             },
             sort_keys=True,
         )
@@ -222,6 +222,6 @@ def _plain(reason: str) -> Chosen:
     return Chosen("none", None, RungTable(chosen="none", rows=0, reason=reason))
 
 
-def _told(name: str, rate: float | None, share: float | None, why: str) -> str:
+def _result_line(name: str, rate: float | None, share: float | None, why: str) -> str:
     figures = "" if rate is None or share is None else f"{rate:,.0f} rows/s, {share:.2%} of labels equal: "
     return f"  {name}: {figures}{why}"

@@ -37,7 +37,11 @@ def rung_by_name(name: str) -> Rung:
     return cast(Rung, getattr(import_module(f"{_PACKAGE}.{place.module}"), place.attribute))
 
 
-def rungs_of(asked: str) -> list[Rung]:
+def rungs_of(requested: str) -> list[Rung]:
     """Return the rungs of a value of `predict.optimization`, without the plain model."""
-    names = [name for name in _RUNGS if name != "none"] if asked == "measured" else list(FAMILIES.get(asked, (asked,)))
+    names = (
+        [name for name in _RUNGS if name != "none"]
+        if requested == "measured"
+        else list(FAMILIES.get(requested, (requested,)))
+    )
     return [rung_by_name(name) for name in names]

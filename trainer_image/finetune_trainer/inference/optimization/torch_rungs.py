@@ -74,8 +74,8 @@ class CompiledRung:
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
         """Return the reason if kernels cannot be built."""
-        asked = os.environ.get("CXX")
-        if model.device.type == "cpu" and not any(map(shutil.which, (asked,) if asked else _COMPILERS)):
+        compiler = os.environ.get("CXX")
+        if model.device.type == "cpu" and not any(map(shutil.which, (compiler,) if compiler else _COMPILERS)):
             return f"there is no C++ compiler ({', '.join(_COMPILERS)}) to build kernels with"
         return None
 

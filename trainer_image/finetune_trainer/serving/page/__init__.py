@@ -44,10 +44,10 @@ def page(metadata: Mapping[str, Any]) -> bytes:
     """
     model = {**metadata["parameters"], "name": metadata["name"]}
     html = (_STATIC / "page.html").read_text(encoding="utf-8")
-    words = {"NAME": model["name"], "TASK": model["task"], "METADATA": json.dumps(model)}
+    values = {"NAME": model["name"], "TASK": model["task"], "METADATA": json.dumps(model)}
     before, *parts = html.split("{{")
     put = [before]
     for part in parts:
-        word, _, rest = part.partition("}}")
-        put += [escape(str(words[word])), rest]
+        name, _, rest = part.partition("}}")
+        put += [escape(str(values[name])), rest]
     return "".join(put).encode()

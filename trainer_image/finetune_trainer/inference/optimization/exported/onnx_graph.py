@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GRAPH = Path("onnx") / "model.onnx"
 _PACKAGES = ("onnx", "onnxscript")
-_EXTRA = "the image for CPUs has it, as has finetune-trainer[fast-inference]"
+_EXTRA = "it is in the image for CPUs and in finetune-trainer[fast-inference]"
 _TARGETS = frozenset({"labels", "start_positions", "end_positions"})
 _EXAMPLE_ROWS = 3
 """Rows of the example: torch.export treats a size of 0 or 1 as constant, and equal sizes as the same one."""
@@ -38,9 +38,9 @@ def why_not(model: PreTrainedModel, packages: Sequence[str]) -> str | None:
         if importlib.util.find_spec(package) is None:
             return f"the package {package} is not installed: {_EXTRA}"
     if model.device.type != "cpu":
-        return "runs on a CPU alone, and the model is on a GPU"
+        return "runs on CPUs only, and the model is on a GPU"
     if model.can_generate():
-        return "the model writes texts: a graph answers one forward pass"
+        return "the model generates text, and a graph computes one forward pass"
     if getattr(model, "hf_quantizer", None) is not None:
         return "the model's weights are quantized already"
     return None
@@ -82,8 +82,8 @@ def _exported(model: PreTrainedModel, sample: Sequence[Batch]) -> Callable[[Path
     example = _example(model, sample)
     whole = model if model.dtype == torch.float32 else cast(Any, copy.deepcopy(model)).float()
     with torch.no_grad():
-        said = whole(**example)
-    outputs = [name for name, value in said.items() if isinstance(value, torch.Tensor)]
+        result = whole(**example)
+    outputs = [name for name, value in result.items() if isinstance(value, torch.Tensor)]
     flat = _flat(whole, tuple(example), outputs)
     with quiet("torch.onnx"):
         try:
@@ -113,8 +113,8 @@ def _flat(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str])
             self.model = model
 
         def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            said = self.model(**dict(zip(inputs, given, strict=True)))
-            return tuple(said[name] for name in outputs)
+            result = self.model(**dict(zip(inputs, given, strict=True)))
+            return tuple(result[name] for name in outputs)
 
     return Flat().eval()
 
@@ -154,7 +154,7 @@ def quiet(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def said_by(names: Sequence[str], arrays: Sequence[Any]) -> SimpleNamespace:
+def outputs_of(names: Sequence[str], arrays: Sequence[Any]) -> SimpleNamespace:
     """Return the outputs of a graph's run under the names of the model's own outputs."""
     import torch
 

@@ -15,8 +15,8 @@ from finetune_trainer.inference.optimization.exported.onnx_graph import (
     artefact,
     calibration_batches,
     graph,
+    outputs_of,
     quiet,
-    said_by,
     why_not,
 )
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine
@@ -81,7 +81,7 @@ class OnnxRuntimePass:
 
     def __call__(self, **inputs: torch.Tensor) -> SimpleNamespace:
         """Answer one batch."""
-        return said_by(self.outputs, self.session.run(None, {name: inputs[name].numpy() for name in self.inputs}))
+        return outputs_of(self.outputs, self.session.run(None, {name: inputs[name].numpy() for name in self.inputs}))
 
 
 def _to_dynamic_int8(whole: Path, made: Path, sample: Sequence[Batch]) -> None:

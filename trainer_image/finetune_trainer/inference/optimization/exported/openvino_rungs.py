@@ -19,8 +19,8 @@ from finetune_trainer.inference.optimization.exported.onnx_graph import (
     artefact,
     calibration_batches,
     graph,
+    outputs_of,
     quiet,
-    said_by,
     why_not,
 )
 from finetune_trainer.inference.optimization.rung_protocol import NO_BF16, Batch, ForwardPass, Machine
@@ -90,8 +90,8 @@ class OpenVinoPass:
 
     def __call__(self, **inputs: torch.Tensor) -> SimpleNamespace:
         """Answer one batch."""
-        said = self.request.infer({name: inputs[name].numpy() for name in self.inputs}, share_inputs=True)
-        return said_by(self.outputs, [said[name] for name in self.outputs])
+        results = self.request.infer({name: inputs[name].numpy() for name in self.inputs}, share_inputs=True)
+        return outputs_of(self.outputs, [results[name] for name in self.outputs])
 
 
 def _openvino() -> Any:

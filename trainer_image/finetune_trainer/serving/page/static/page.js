@@ -6,7 +6,7 @@ const at = (id) => document.getElementById(id);
 const model = JSON.parse(document.body.dataset.metadata);
 const task = TASKS[model.task];
 const fields = task.fields(model);
-const NOTHING_YET = task.chat ? "No messages yet." : "No answer yet: fill in the fields and send them, or take the example.";
+const NOTHING_YET = task.chat ? "No messages yet." : "No answer yet: fill in the fields and send them, or use the example.";
 let underWay = null;
 let conversation = [];
 
@@ -23,7 +23,7 @@ function addFields() {
   }
 }
 
-const asked = () => Object.fromEntries(fields.map(({ id }) => [id, at(id).value]));
+const fieldValues = () => Object.fromEntries(fields.map(({ id }) => [id, at(id).value]));
 
 function problem(text) {
   at("problem").replaceChildren(...(text ? [element("p", { class: "box bad text" }, text)] : []));
@@ -43,7 +43,7 @@ function missing() {
   if (!empty) return false;
   at(empty.id).setAttribute("aria-invalid", "true");
   at(empty.id).focus();
-  problem(`"${empty.label}" is empty: write something into it, or take the example.`);
+  problem(`"${empty.label}" is empty: fill it in, or use the example.`);
   return true;
 }
 
@@ -55,28 +55,28 @@ function request(values) {
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-function tellCurl(path, body) {
+function showCurl(path, body) {
   const token = at("token").value ? ` \\\n  -H "Authorization: Bearer $TOKEN"` : "";
   at("curl").textContent = `curl ${task.chat ? "-N " : ""}${quoted(location.origin + path)} \\\n  -H 'Content-Type: application/json'${token} \\\n  -d ${quoted(JSON.stringify(body))}`;
 }
 
-async function complaint(response) {
-  let said = "";
+async function errorMessage(response) {
+  let reason = "";
   try {
     const body = await response.json();
     const error = body.error ?? body.detail ?? body.message;
-    said = typeof error === "string" ? error : (error?.message ?? JSON.stringify(body));
+    reason = typeof error === "string" ? error : (error?.message ?? JSON.stringify(body));
   } catch {
-    said = "It gave no reason.";
+    reason = "No reason given.";
   }
   if (response.status === 401) {
     at("token-field").hidden = false;
     at("token").focus();
-    return at("token").value ? `The server does not take this token. ${said}` : `The server wants a token. ${said}`;
+    return at("token").value ? `The server rejected this token. ${reason}` : `The server requires a token. ${reason}`;
   }
   const again = response.headers.get("Retry-After");
   const wait = again === null ? "" : ` Try again in ${again} s.`;
-  return `The server answered ${response.status}: ${said}${wait}`;
+  return `The server answered ${response.status}: ${reason}${wait}`;
 }
 
 async function send(path, body, signal) {
@@ -86,11 +86,11 @@ async function send(path, body, signal) {
 }
 
 function message(role, text) {
-  const words = element("span", { class: "text" }, text);
-  const line = element("li", { class: role }, element("span", { class: "who" }, role === "user" ? "You" : model.name), words);
+  const content = element("span", { class: "text" }, text);
+  const line = element("li", { class: role }, element("span", { class: "speaker" }, role === "user" ? "You" : model.name), content);
   at("empty")?.remove();
   at("talk").append(line);
-  return [line, words];
+  return [line, content];
 }
 
 // Puts the pieces of an answer behind each other as they arrive. Readers of the screen hear it once it is whole.
@@ -98,36 +98,36 @@ async function follow(response, question) {
   if (model.chat === false) conversation = [];
   message("user", question);
   at("text").value = "";
-  const [line, words] = message("assistant", "");
+  const [line, content] = message("assistant", "");
   const follows = () => line.scrollIntoView({ block: "nearest" });
   line.setAttribute("aria-busy", "true");
   try {
     for await (const piece of pieces(response)) {
-      words.textContent += piece;
+      content.textContent += piece;
       follows();
     }
   } finally {
     line.removeAttribute("aria-busy");
-    if (!words.textContent) words.textContent = "(no words)";
-    else conversation.push({ role: "user", content: question }, { role: "assistant", content: words.textContent });
+    if (!content.textContent) content.textContent = "(empty answer)";
+    else conversation.push({ role: "user", content: question }, { role: "assistant", content: content.textContent });
   }
 }
 
 async function ask() {
   if (underWay || missing()) return;
-  const values = asked();
+  const values = fieldValues();
   const [path, body] = request(values);
   const began = performance.now();
   const took = () => `${((performance.now() - began) / 1000).toFixed(2)} s`;
-  tellCurl(path, body);
+  showCurl(path, body);
   problem("");
   underWay = new AbortController();
   working(true);
-  at("took").textContent = "The model works …";
+  at("took").textContent = "Computing …";
   try {
     const response = await send(path, body, underWay.signal);
     if (!response.ok) {
-      problem(await complaint(response));
+      problem(await errorMessage(response));
       at("took").textContent = "";
       return;
     }
@@ -137,7 +137,7 @@ async function ask() {
   } catch (error) {
     at("took").textContent = "";
     if (error.name === "AbortError") at("took").textContent = `Stopped after ${took()}.`;
-    else if (error instanceof TypeError) problem("There is no connection to the server: it has ended, or the network fails. Try again later.");
+    else if (error instanceof TypeError) problem("Cannot connect to the server: it has stopped, or the network fails. Try again later.");
     else problem(`The answer cannot be shown: ${error.message}`);
   } finally {
     underWay = null;
@@ -170,7 +170,7 @@ async function copy() {
     at("copied").textContent = "Copied.";
   } catch {
     getSelection().selectAllChildren(at("curl"));
-    at("copied").textContent = "The browser does not let the page copy: press Ctrl+C.";
+    at("copied").textContent = "The browser does not allow copying: press Ctrl+C.";
   }
 }
 

@@ -2,10 +2,10 @@
 // model is put in as text only: it may hold markup.
 
 export function element(name, attributes = {}, ...content) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...content);
-  return made;
+  const created = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) created.setAttribute(key, value);
+  created.append(...content);
+  return created;
 }
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
@@ -38,7 +38,7 @@ function bars(rows, caption, name, chosen) {
   return shown;
 }
 
-function classified(answer, asked, model) {
+function classified(answer, values, model) {
   const found = flat(answer);
   if (model.label_form === "regression") {
     return found.map((each) =>
@@ -48,9 +48,9 @@ function classified(answer, asked, model) {
   const several = model.label_form === "multi_label_classification";
   const rows = found.toSorted((one, other) => other.score - one.score);
   const picked = rows.filter((each, at) => (several ? each.score > 0.5 : at === 0)).map((each) => each.label);
-  const said = picked.length ? picked.join(", ") : "No label is above 50 %.";
+  const summary = picked.length ? picked.join(", ") : "No label is above 50 %.";
   return [
-    element("p", { class: "figure" }, said),
+    element("p", { class: "figure" }, summary),
     ...bars(rows.map((each) => [each.label, each.score, several && each.score > 0.5 ? "✓ chosen" : ""]), "Labels and their probabilities", "Label",
       (score, at) => (several ? score > 0.5 : at === 0)),
   ];
@@ -70,9 +70,9 @@ function passage(text, spans, mark) {
   return shown;
 }
 
-function entities(answer, asked) {
+function entities(answer, values) {
   const found = [answer].flat(2).map((each) => ({ ...each, label: each.entity_group ?? each.entity }));
-  if (!found.length) return [element("p", {}, "No entities in this text."), passage(asked.text, [], null)];
+  if (!found.length) return [element("p", {}, "No entities in this text."), passage(values.text, [], null)];
   const labels = [...new Set(found.map((each) => each.label))].toSorted();
   const tint = (label) => `e${labels.indexOf(label) % 8}`;
   const marked = (span, words) =>
@@ -80,21 +80,21 @@ function entities(answer, asked) {
   const legend = labels.map((label) =>
     element("li", {}, element("mark", { class: tint(label) }, label), ` ${found.filter((each) => each.label === label).length}`),
   );
-  return [passage(asked.text, found, marked), element("ul", { class: "legend", "aria-label": "Labels and how often each was found" }, ...legend)];
+  return [passage(values.text, found, marked), element("ul", { class: "legend", "aria-label": "Labels and how often each was found" }, ...legend)];
 }
 
-function answered(answer, asked) {
+function answered(answer, values) {
   const [best] = [answer].flat();
-  if (!best || !best.answer) return [element("p", {}, "The paragraph has no answer to this question, says the model."), passage(asked.context, [], null)];
-  const said = element("p", {}, element("span", { class: "figure" }, best.answer));
-  if (typeof best.score === "number") said.append(element("span", { class: "quiet" }, ` ${percent(best.score)}`));
-  return [said, passage(asked.context, [best], (span, words) => element("mark", {}, words))];
+  if (!best || !best.answer) return [element("p", {}, "The model found no answer to this question in the paragraph."), passage(values.context, [], null)];
+  const answerLine = element("p", {}, element("span", { class: "figure" }, best.answer));
+  if (typeof best.score === "number") answerLine.append(element("span", { class: "quiet" }, ` ${percent(best.score)}`));
+  return [answerLine, passage(values.context, [best], (span, words) => element("mark", {}, words))];
 }
 
 function written(answer) {
   return flat(answer).map((each) => {
     const text = each.summary_text ?? each.translation_text ?? each.generated_text ?? "";
-    return text ? element("p", { class: "text box" }, text) : element("p", {}, "The model wrote nothing.");
+    return text ? element("p", { class: "text box" }, text) : element("p", {}, "The model generated no text.");
   });
 }
 
@@ -106,15 +106,15 @@ function filled(answer) {
   ]);
 }
 
-const inputs = (asked) => ({ inputs: asked.text });
+const inputs = (values) => ({ inputs: values.text });
 const WRITES = { fields: () => [TEXT], body: inputs, show: written };
 
 export const TASKS = {
   "text-classification": {
     fields: (model) => (model.pairs ? [{ id: "text", label: "First text" }, { id: "text_pair", label: "Second text" }] : [TEXT]),
     example: { text: "The plot is thin, but the actors are a joy to watch.", text_pair: "The actors are good." },
-    body: (asked, model) => ({
-      inputs: model.pairs ? { text: asked.text, text_pair: asked.text_pair } : asked.text,
+    body: (values, model) => ({
+      inputs: model.pairs ? { text: values.text, text_pair: values.text_pair } : values.text,
       parameters: { top_k: Math.max(1, (model.labels ?? []).length) },
     }),
     show: classified,
@@ -131,7 +131,7 @@ export const TASKS = {
       question: "When did the first steam train run between the two cities?",
       context: "The railway between Liverpool and Manchester was opened in 1830. It was the first that ran by a timetable and drew all its trains with steam.",
     },
-    body: (asked) => ({ inputs: { question: asked.question, context: asked.context } }),
+    body: (values) => ({ inputs: { question: values.question, context: values.context } }),
     show: answered,
   },
   summarization: {
@@ -142,12 +142,12 @@ export const TASKS = {
   },
   translation: { ...WRITES, example: { text: "The train leaves at nine." } },
   "masked-lm": {
-    fields: (model) => [{ ...TEXT, note: `Write ${model.mask_token ?? "[MASK]"} where a word is to be found.` }],
+    fields: (model) => [{ ...TEXT, note: `Write ${model.mask_token ?? "[MASK]"} in place of the word to predict.` }],
     example: (model) => ({ text: `The capital of France is ${model.mask_token ?? "[MASK]"}.` }),
     body: inputs,
     show: filled,
   },
 };
-const CHAT = { chat: true, fields: (model) => [{ id: "text", label: model.chat === false ? "Text to write on from" : "Message" }], example: { text: "Name three things to see in Prague." } };
+const CHAT = { chat: true, fields: (model) => [{ id: "text", label: model.chat === false ? "Text to continue" : "Message" }], example: { text: "Name three things to see in Prague." } };
 TASKS["text-generation"] = CHAT;
 TASKS["preference-tuning"] = CHAT;

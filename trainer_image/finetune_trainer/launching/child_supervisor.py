@@ -46,9 +46,9 @@ class End:
 
     code: int
     """Exit code; minus the signal if it was killed."""
-    asked_at: float | None
+    stop_requested_at: float | None
     """Unix time in seconds of the request to stop; None: there was none."""
-    last_words: str
+    last_output: str
     """End of the stderr of the program and its children."""
 
 
@@ -73,21 +73,21 @@ def end_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-class Below:
+class ChildSupervisor:
     """Runs one program in the main thread of this process."""
 
     def __init__(
-        self, ask: Callable[[int], None] | None = None, grace_seconds: float = 60.0, attached: bool = False
+        self, request_stop: Callable[[int], None] | None = None, grace_seconds: float = 60.0, attached: bool = False
     ) -> None:
-        """`ask` requests the program (by its process id) to stop, by SIGTERM if None; `grace_seconds` later everything
+        """`request_stop` stops the program with this process id, by SIGTERM if None; `grace_seconds` later everything
         is killed. `attached`: everything is also killed when our standard input ends, as its writer has ended or wants
         that; and the program when we are killed.
         """
-        self._ask = ask or _terminate
+        self._request_stop = request_stop or _terminate
         self._grace = grace_seconds
         self._attached = attached
         self._program: subprocess.Popen[bytes] | None = None
-        self._asked_at: float | None = None
+        self._stop_requested_at: float | None = None
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> End:
         """Call `start`, then `wait`."""
@@ -114,8 +114,8 @@ class Below:
         assert program.stderr is not None
         self._tail = _Tail(program.stderr)
         self._program = program
-        if self._asked_at is not None:  # the signal came during the start
-            self._ask(program.pid)
+        if self._stop_requested_at is not None:  # the signal came during the start
+            self._request_stop(program.pid)
         if self._attached:
             threading.Thread(target=_kill_at_end_of_input, name="stdin", daemon=True).start()
 
@@ -126,20 +126,20 @@ class Below:
         # The rest takes a moment, and a signal must not prevent the report.
         for number in (*_STOP_SIGNALS, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
-        kill_everything_below()
-        return End(code, self._asked_at, self._tail.text())
+        kill_all_descendants()
+        return End(code, self._stop_requested_at, self._tail.text())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass on the first signal only: a launcher that gets a second one kills at once."""
-        if self._asked_at is not None:
+        if self._stop_requested_at is not None:
             return
-        self._asked_at = time.time()
+        self._stop_requested_at = time.time()
         signal.setitimer(signal.ITIMER_REAL, self._grace)
         if self._program is not None:
-            self._ask(self._program.pid)
+            self._request_stop(self._program.pid)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        _kill(_alive_below())
+        _kill(_live_descendants())
 
 
 def _terminate(pid: int) -> None:
@@ -171,13 +171,13 @@ def _wait_for(program: subprocess.Popen[bytes]) -> int:
             return program.returncode
 
 
-def kill_everything_below() -> None:
+def kill_all_descendants() -> None:
     """Kill descendants until none is left: a killed one may have started another, which becomes our child."""
-    while below := _alive_below():
-        _kill(below)
-        _bury()
+    while descendants := _live_descendants():
+        _kill(descendants)
+        _reap_children()
         time.sleep(_KILL_AGAIN_SECONDS)
-    _bury()
+    _reap_children()
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
@@ -188,13 +188,13 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
-def _bury() -> None:
+def _reap_children() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def _alive_below() -> list[psutil.Process]:
+def _live_descendants() -> list[psutil.Process]:
     import psutil
 
     def alive(process: psutil.Process) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Turns:
+class FairLock:
     """A fair lock: handed on in the order of the requests."""
 
     def __init__(self) -> None:
