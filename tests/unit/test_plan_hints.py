@@ -33,6 +33,7 @@ ON_ONE: dict[str, Any] = {"resources": {"gpusPerNode": 1}}
 WRITES: dict[str, Any] = {"task": "text-generation"}
 DEEPSPEED: dict[str, Any] = {"strategy": "deepspeed"}
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
+KEPT = "-activation-checkpointing"
 Case = tuple[dict[str, Any], dict[str, Any]]
 """Fields of the job, and the known facts: fields of Facts, `settings`, `adaptation`, `as_known`."""
 
@@ -103,7 +104,10 @@ CASES: dict[str, Case] = {
     ),
     "all strategies have run out of memory": (
         {**ON_ONE, "parallelism": {"strategy": "single"}},
-        {"hardware": GPUS, "adaptation": Adaptation(1, ("single", "single+activation-checkpointing"))},
+        {
+            "hardware": GPUS,
+            "adaptation": Adaptation(1, tuple(f"single{tail}" for tail in ("", "+selective" + KEPT, "+" + KEPT[1:]))),
+        },
     ),
     "it does not fit": (
         {**WRITES, **ON_ONE, "parallelism": {"strategy": "single"}, "training": {"globalBatchSize": 64}},
