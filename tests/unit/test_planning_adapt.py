@@ -140,7 +140,7 @@ def test_when_every_strategy_has_run_out_of_memory_the_job_is_refused():
     assert problem.rule == (
         "single and single+activation-checkpointing ran out of memory with one row at a time, and none is left"
     )
-    assert problem.way_out == "use devices or nodes with more memory, or a smaller preparation.maxLength or model"
+    assert problem.hint == "use devices or nodes with more memory, or a smaller preparation.maxLength or model"
 
 
 @pytest.mark.parametrize(

@@ -214,14 +214,14 @@ def test_a_strategy_that_does_not_fit_is_refused_with_every_way_out_that_does():
         THIRTEEN_BILLION, EIGHT_V100.replace("192", "320"), training=FP32, parallelism={"strategy": "ddp"}
     )
     assert problem.path == "spec.parallelism.strategy"
-    first, second = problem.way_out.split("; or ")
+    first, second = problem.hint.split("; or ")
     assert first.startswith("set parallelism.strategy to auto, and the plan takes deepspeed-zero3+")
     assert second.startswith("set parallelism.tensor to 8 (")
 
 
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
     problem = refusal(THIRTEEN_BILLION, parallelism={"tensor": 4})
-    first, second = problem.way_out.split("; or ")
+    first, second = problem.hint.split("; or ")
     takes = planned(THIRTEEN_BILLION).memory
     assert takes is not None
     there = f"({takes.total_bytes / 2**30:.1f} GiB of 32.0 GiB a GPU)"
@@ -230,10 +230,10 @@ def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
 
 
 def test_what_needs_other_nodes_or_trains_less_is_named_when_nothing_smaller_fits():
-    way_out = refusal(gpt(5120, 48, 40)).way_out
-    assert way_out.startswith("set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme (")
-    assert "; or set model.adapter.method to lora, which trains a small part of the weights (" in way_out
-    assert "; or use 2 nodes (16 GPUs in all), or devices of at least " in way_out
+    hint = refusal(gpt(5120, 48, 40)).hint
+    assert hint.startswith("set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme (")
+    assert "; or set model.adapter.method to lora, which trains a small part of the weights (" in hint
+    assert "; or use 2 nodes (16 GPUs in all), or devices of at least " in hint
 
 
 WAY = re.compile(r"set parallelism\.(\w+) to (\w+)(?: and parallelism\.pipeline\.degree to (\d+))? \(([^)]*)\)")
@@ -257,7 +257,7 @@ WAY = re.compile(r"set parallelism\.(\w+) to (\w+)(?: and parallelism\.pipeline\
 )
 def test_a_degree_that_is_named_as_a_way_out_fits_as_told(model: ModelFacts, spec: dict[str, Any]):
     hardware = EIGHT_V100.replace("192", "512") if "resources" in spec else EIGHT_V100
-    found = [each for each in WAY.finditer(refusal(model, hardware, **spec).way_out) if each[1] == "tensor"]
+    found = [each for each in WAY.finditer(refusal(model, hardware, **spec).hint) if each[1] == "tensor"]
     assert len(found) == 1
     asked = {**spec["parallelism"], "tensor": int(found[0][2]), "pipeline": {"degree": int(found[0][3] or 1)}}
     made = planned(model, hardware, **{**spec, "parallelism": asked})
@@ -317,7 +317,7 @@ def test_when_nothing_is_left_that_goes_on_from_the_checkpoints_a_new_job_is_the
         "ran out of memory with one row at a time, and none is left that goes on from the checkpoints of "
         "deepspeed-zero1"
     )
-    assert problem.way_out.startswith("create a new job with checkpoints.resume never, and parallelism for ddp; or ")
+    assert problem.hint.startswith("create a new job with checkpoints.resume never, and parallelism for ddp; or ")
 
 
 # ----------------------------------------------------------------------------------------------------------- properties

@@ -81,7 +81,7 @@ def planned(spec: Mapping[str, Any] | None = None, settings: Settings = CLUSTER_
 def refused(spec: Mapping[str, Any] | None = None, settings: Settings = CLUSTER_SETTINGS, **facts: Any) -> list[Any]:
     with pytest.raises(PlanRefused) as caught:
         planned(spec, settings, **facts)
-    return [(problem.path, problem.value, problem.rule, problem.way_out) for problem in caught.value.problems]
+    return [(problem.path, problem.value, problem.rule, problem.hint) for problem in caught.value.problems]
 
 
 def training(result: JobPlan) -> Any:
@@ -730,7 +730,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
 
 
 @pytest.mark.parametrize(
-    ("spec", "way_out"),
+    ("spec", "hint"),
     [
         pytest.param(
             {"training": {"globalBatchSize": 248, "microBatchSize": 248}},
@@ -750,13 +750,13 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
         ),
     ],
 )
-def test_an_explicit_choice_that_does_not_fit_is_refused_with_each_change_that_fits(spec, way_out):
+def test_an_explicit_choice_that_does_not_fit_is_refused_with_each_change_that_fits(spec, hint):
     whole = spec | {
         "resources": {"gpusPerNode": 1},
         "parallelism": {"strategy": "single", "activationCheckpointing": "none"},
     }
     facts = {"model": BERT, "data": rows(8530, 512, 200), "hardware": parse_hardware("gpu=T4,hostMemory=32Gi")}
-    assert [problem[3] for problem in refused(whole, **facts)] == [way_out]
+    assert [problem[3] for problem in refused(whole, **facts)] == [hint]
 
 
 def test_stage_0_never_moves_the_optimizer_to_the_host_by_itself():
@@ -1250,7 +1250,7 @@ def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):
     result = plan_or_problems(job(spec), facts, settings)
     if isinstance(result, tuple):
         assert result
-        assert all(problem.path.startswith("spec") and problem.rule and problem.way_out for problem in result)
+        assert all(problem.path.startswith("spec") and problem.rule and problem.hint for problem in result)
         return
     batch, world = training(result).batch, training(result).world
     assert batch.global_batch_size == spec["training"]["globalBatchSize"]

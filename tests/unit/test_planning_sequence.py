@@ -129,7 +129,7 @@ def test_what_does_not_go_together_is_refused_with_field_rule_and_way_out(case: 
         planned(spec)
     problem = next(each for each in caught.value.problems if each.path == path)
     assert rule in problem.rule
-    assert problem.way_out
+    assert problem.hint
 
 
 def test_degrees_of_tensor_parallelism_are_not_chosen_beside_slices():
@@ -330,11 +330,11 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
 
 @pytest.mark.parametrize("case", NOT_CHOSEN)
 def test_rows_that_are_not_divided_are_refused_with_why_and_with_the_degree_that_would_fit(case: str):
-    long, why, way_out = NOT_CHOSEN[case]
+    long, why, hint = NOT_CHOSEN[case]
     problem = long.refusal()
     assert why in problem.rule
     assert ("sequence" in problem.rule) is (bool(why) or "sequence" in long.spec.get("parallelism", {}))
-    assert problem.way_out.startswith(way_out)
+    assert problem.hint.startswith(hint)
 
 
 def test_a_way_out_in_slices_fits_as_told():
@@ -344,10 +344,10 @@ def test_a_way_out_in_slices_fits_as_told():
         "a compiled model": ({"sequence": 8}, {"training": WHOLE_LOGITS}),
     }
     for case, (parallelism, spec) in written.items():
-        long, _, way_out = NOT_CHOSEN[case]
+        long, _, hint = NOT_CHOSEN[case]
         made = Long(long.model, long.hardware, long.length, {**long.spec, **spec}).plan(parallelism)
         assert made.memory is not None
-        assert f"set parallelism.sequence to 8 ({made.memory.total_bytes / 2**30:.1f} GiB of " in way_out
+        assert f"set parallelism.sequence to 8 ({made.memory.total_bytes / 2**30:.1f} GiB of " in hint
 
 
 def test_the_exchange_is_4_n_h_elements_over_the_slices_less_what_a_process_keeps():

@@ -164,7 +164,7 @@ def _scenario(entry: JobEntry, facts: Facts, settings: Settings, given: Describe
         made = plan(job, replace(facts, hardware=node, local=False), settings, as_known=True)
     except PlanRefused as refused:
         problem = refused.problems[0]
-        return Scenario(given.text, nodes, None, f"{problem.path}: {problem.rule}; {problem.way_out}")
+        return Scenario(given.text, nodes, None, f"{problem.path}: {problem.rule}; {problem.hint}")
     return Scenario(given.text, nodes, made)
 
 

@@ -282,8 +282,8 @@ def choose_stages(draft: Draft) -> Draft:
     if spec.endpoint is not None and not draft.local:
         stages.append(Stage.SERVE)
     if spec.endpoint is not None and not stages:
-        way_out = "apply the job to a cluster, or add spec.evaluation"
-        return draft.refusing(("endpoint",), None, "without a cluster nothing is served", way_out, "NotSupported")
+        hint = "apply the job to a cluster, or add spec.evaluation"
+        return draft.refusing(("endpoint",), None, "without a cluster nothing is served", hint, "NotSupported")
     if spec.endpoint is not None and draft.local:
         draft = draft.because("spec.endpoint: without a cluster nothing is served")
     return replace(draft, stages=tuple(stages)).because(
