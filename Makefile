@@ -24,7 +24,7 @@ REPORT = --junitxml=$(REPORTS)/$@.xml
 FORGET = @rm -f $(REPORTS)/$@.*
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-everything test-gpu-dry test-cluster test-e2e test-times test-changed images tools requirements audit \
+.PHONY: help install quickstart test test-slow test-everything test-gpu-dry trace-memory test-cluster test-e2e test-times test-changed images tools requirements audit \
   release release-compare fuzz gpu-check lint format generate pictures benchmark clean
 
 help: ## Show the targets
@@ -78,6 +78,9 @@ fuzz: install ## Search for input that breaks a rule: random, 25 times as much a
 test-gpu-dry: install ## Trace the training loop on fake GPUs: waits, bytes sent, memory of each strategy (about a minute; needs gcc)
 	$(FORGET)
 	$(BIN)/python -m pytest tests/tracing $(REPORT)
+
+trace-memory: install ## Trace the memory of the trainer on fake GPUs again, and compare it with the plan's (minutes; needs gcc)
+	PYTHONPATH=tests $(BIN)/python -m tracing_support.memory_table --trace
 
 test-cluster: install ## Run the operator's tests on real API servers (about 8 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(FORGET)

@@ -1,4 +1,6 @@
-"""Docstrings and comments name things: they begin with a noun or a verb, and do not speak of programs as of people."""
+"""Docstrings, comments and texts for users name things: they begin with a noun or a verb, do not speak of programs as
+of people, and are short.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +76,55 @@ def test_prose_names_what_it_speaks_of(part: str) -> None:
         words += re.findall(r"[a-z']+", " ".join([*(text for _, text in texts), *notes]).lower())
     assert words.count("what") * 10_000 / len(words) <= MOST_WHAT
     assert sum(map(words.count, TALK)) * 10_000 / len(words) <= MOST_TALK
+
+
+TEXTS = ("operator/finetune_operator", "trainer_image/finetune_trainer", "trainer_image/contract/finetune_contract")
+DIALECT = re.compile(r"\b(told|tells?|said|says|heard|hears|anew|ways? out|nobody|somebody)\b", re.IGNORECASE)
+SPOKEN_TO = ("Tell me more.",)
+"""Texts in which somebody does speak: prompts in examples of model cards."""
+LONGEST_MESSAGE = 240
+"""Characters of a message without the values in it: two lines of a wide terminal."""
+LONGER = ("api/types/", "api/settings.py", "api/network_types.py", "api/pod_types.py", "api/foreign_files.py")
+"""Files with descriptions of fields, which a page of reference shows, and with other tools' whole files translated."""
+CODE = re.compile(r"\bself\.|[=!]=|\{\{|<[a-z/]")
+"""Parts of rules in CEL, and of templates."""
+
+
+def user_texts() -> Iterator[tuple[str, str]]:
+    """Yield place and text of the sentences in the product's string literals, with {} for each value."""
+    for folder in TEXTS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            inner = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
+            prose = {line for line, _ in docstrings(tree)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.JoinedStr):
+                    text = "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values)  # type: ignore[misc]
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+                    text = node.value
+                else:
+                    continue
+                if text.count(" ") > 2 and node.lineno not in prose:
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}", text
+
+
+def test_texts_for_users_use_the_words_of_the_field() -> None:
+    found = [
+        f"{place}: {text[:100]}"
+        for place, text in user_texts()
+        if DIALECT.search(text) and not any(spoken in text for spoken in SPOKEN_TO)
+    ]
+    assert found == []
+
+
+def test_messages_fit_two_lines() -> None:
+    found = [
+        f"{place}: {len(text)}: {text[:80]}"
+        for place, text in user_texts()
+        if len(text) > LONGEST_MESSAGE and "\n" not in text and not CODE.search(text)
+        if not any(part in place for part in LONGER)
+    ]
+    assert found == []
 
 
 GENERATED = {"docs/api.md", "docs/names.md", "docs/settings.md", "docs/support.md", "manifests/examples/README.md"}

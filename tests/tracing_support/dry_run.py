@@ -16,36 +16,49 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from finetune_contract.choices import Task
 from finetune_contract.trainer_job import Training
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from finetune_trainer import adapters, distributed, float8
+from finetune_trainer.stored_weights import in_training_type, narrow_weights
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
+from finetune_trainer.tasks.masked_lm import MaskedLm
+from finetune_trainer.tasks.text_classification import TextClassification
 from finetune_trainer.tasks.text_generation import TextGeneration
 from finetune_trainer.training.activations import InHostMemory, OnDevice
+from finetune_trainer.training.chunked_loss import chunk_loss
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, StepReport, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, Pick
 from finetune_trainer.training.stopping import NeverStop
 from finetune_trainer.training.timing import CudaMoments, PartClock
 from finetune_trainer.training.training_arguments import training_arguments
-from tracing_support import stub_cuda, switched_off, traced_cases
+from tracing_support import memory_kinds, stub_cuda, switched_off, traced_cases
+from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.trace import Trace
 
+_TASKS: Mapping[Task, Any] = {
+    "text-generation": TextGeneration,
+    "masked-lm": MaskedLm,
+    "text-classification": TextClassification,
+}
 NO_GROUPS = distributed.Backends("fake", "fake", FakeStore())  # type: ignore[no-untyped-call]
 
 
 class _Rows(torch.utils.data.Dataset[Any]):
-    """Rows without padding."""
+    """Rows of a case."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, case: traced_cases.Case) -> None:
         self._count = count
+        self._case = case
 
     def __len__(self) -> int:
         return self._count
@@ -55,8 +68,8 @@ class _Rows(torch.utils.data.Dataset[Any]):
 
     def without_reference(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
         """Return rows like `TrainRows`; no case here needs a reference model."""
-        ids = np.arange(traced_cases.TOKENS) % 1000 + 1
-        return [{"input_ids": ids, "labels": ids} for _ in picks]
+        ids = np.arange(self._case.tokens) % 1000 + 1
+        return [{"input_ids": ids, "labels": ids, "label": 0} for _ in picks]
 
 
 class _RealBatches(Collate):
@@ -109,6 +122,8 @@ class _Clock(PartClock):
     def __init__(self, trace: Trace) -> None:
         super().__init__(CudaMoments())
         self._trace = trace
+        self.loop: TrainingLoop | None = None
+        """Loop whose states are marked when a backward pass has ended."""
         self.kept = 0
         """Bytes on the GPU that the last forward pass keeps for its backward pass."""
         self._before = 0
@@ -119,13 +134,15 @@ class _Clock(PartClock):
             self._before = live
         if part == "backward":
             self.kept = live - self._before
+        if self.loop is not None and part in ("forward", "backward", "optimizer", "rest"):
+            memory_kinds.mark_states(self._trace, self.loop.engine.model, self.loop.engine.optimizer)
         self._trace.enter(part)
         super().enter(part)
 
 
 def run(name: str, result: str) -> None:
     """Trace the case `name`, and write its figures to the file `result`."""
-    case = traced_cases.named(name)
+    case = next((each for each in MEMORY_CASES if each.name == name), None) or traced_cases.named(name)
     training = case.training
     local = case.rank % training.world.processes_per_node
     world = distributed.ProcessWorld(case.rank, case.size, local, training.world.processes_per_node, "environment")
@@ -142,8 +159,12 @@ def run(name: str, result: str) -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` starts in host memory
     with tempfile.TemporaryDirectory() as folder, fakes, trace:
         loop, observer, clock = _loop(case, training, trace, Path(folder))
+        clock.loop = loop
         loop.train()
     assert observer.seen == traced_cases.STEPS
+    vocabulary, tokens = case.config["vocab_size"], case.rows * case.tokens // training.strategy.sequence
+    if os.environ.get("FINETUNE_TRACE_LARGEST"):
+        print("\n".join(memory_kinds.largest_of(trace, vocabulary, tokens)))
     figures = {
         "waits": observer.waits,
         "stub_waits": observer.stub_waits,
@@ -151,6 +172,7 @@ def run(name: str, result: str) -> None:
         "peaks": trace.peaks,
         "kept": clock.kept,
         "moved": getattr(loop.parts.activations, "moved_bytes", 0),
+        "held": memory_kinds.kinds_at_peak(trace, vocabulary, tokens),
     }
     Path(result).write_text(json.dumps(figures), encoding="utf-8")
 
@@ -158,21 +180,26 @@ def run(name: str, result: str) -> None:
 def _loop(
     case: traced_cases.Case, training: Training, trace: Trace, folder: Path
 ) -> tuple[TrainingLoop, _Observer, _Clock]:
-    config = LlamaConfig(**traced_cases.WIDTH, num_hidden_layers=case.layers, pad_token_id=0)
-    strategy = strategy_for(training, _deepspeed(training, config), folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config = AutoConfig.for_model(**case.model_config)
+    strategy = strategy_for(training, _deepspeed(training, config, case.task), folder)
+    task = _TASKS[case.task]()
+    auto: Any = getattr(transformers, task.auto)
+    model = auto.from_config(config, dtype=torch.float32)
     adapted, in_float8 = _changed(model, training)
+    if strategy.takes_weights == "device":
+        in_training_type(model.parameters(), narrow_weights(model, training.precision), "cuda")
+    chunk_loss(model, training)
     shape = MeshShape.of(training.strategy, training.batch.data_parallel)
     rows = training.batch.global_batch_size * traced_cases.STEPS
-    lengths = np.full(rows, traced_cases.TOKENS)
+    lengths = np.full(rows, case.tokens)
     observer, clock = _Observer(trace), _Clock(trace)
     parts: Any = {
         "strategy": strategy,
         "adapted": adapted,
         "in_float8": in_float8,
         "order": EpochOrder(lengths, training.loop_batch, shape.data_rank(case.rank), 1, grouped=False),
-        "rows": _Rows(rows),
-        "collate": _RealBatches(TextGeneration(), 0, shape.token_slice(case.rank)),
+        "rows": _Rows(rows, case),
+        "collate": _RealBatches(task, 0, shape.token_slice(case.rank)),
         "validation": None,
         "observer": observer,
         "saver": _NoCheckpoints(),
@@ -196,8 +223,8 @@ def _changed(model: PreTrainedModel, training: Training) -> tuple[adapters.Adapt
     return adapted, float8.convert(model)
 
 
-def _deepspeed(training: Training, config: LlamaConfig) -> dict[str, Any] | None:
-    facts = model_facts(config.to_dict(), "text-generation")
+def _deepspeed(training: Training, config: PretrainedConfig, task: Task) -> dict[str, Any] | None:
+    facts = model_facts(config.to_dict(), task)
     plan: Any = SimpleNamespace(
         trainer=SimpleNamespace(training=training), model=facts, launcher="local", deepspeed_overrides={}
     )

@@ -29,6 +29,8 @@ class Figures:
     """Bytes on the GPU that a forward pass keeps for its backward pass."""
     moved: int
     """Bytes of activations that were moved to host memory, over all steps."""
+    held: Mapping[str, int]
+    """Kind -> bytes on the GPU at the peak."""
 
     @classmethod
     def read(cls, file: Path) -> Figures:

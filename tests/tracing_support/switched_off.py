@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.utils import is_invalid_grad_norm
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -72,7 +74,19 @@ class _FirstBuckets:
         return False
 
 
+def _valid_all_the_same(norm: Any) -> bool:
+    _INVALID_NORM(norm)  # it reads the device
+    return False
+
+
+def _no_overflow(optimizer: Any, partition_gradients: bool = True) -> bool:
+    _HAS_OVERFLOW(optimizer, partition_gradients)  # it reads the device
+    return False
+
+
 _DDP_INIT = DistributedDataParallel.__init__
+_HAS_OVERFLOW = DeepSpeedZeroOptimizer.has_overflow
+_INVALID_NORM = is_invalid_grad_norm
 
 ROWS = (
     SwitchedOff(
@@ -137,6 +151,25 @@ ROWS = (
         "left off",
         "it reads the other processes' numbers",
         _nothing,
+    ),
+    SwitchedOff(
+        (
+            "deepspeed.runtime.utils:is_invalid_grad_norm",
+            "deepspeed.runtime.zero.stage3:is_invalid_grad_norm",
+            "deepspeed.runtime.zero.stage_1_and_2:is_invalid_grad_norm",
+            "deepspeed.runtime.bf16_optimizer:is_invalid_grad_norm",
+        ),
+        "has DeepSpeed skip a step whose gradients' norm is no number",
+        "reads it and never skips one",
+        "every bool read from a device is true",
+        _valid_all_the_same,
+    ),
+    SwitchedOff(
+        ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.has_overflow",),
+        "has DeepSpeed skip a step with a gradient that is no number",
+        "reads them and never skips one",
+        "every number read from a device is 1",
+        _no_overflow,
     ),
     SwitchedOff(
         ("finetune_trainer.adapters:weights_digest",),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,23 @@ _YES = (_aten.allclose.default, _aten.equal.default, _aten.is_nonzero.default)
 """Comparisons, which return equal."""
 _BETWEEN = ("/torch/", "/tracing_support/", "<")
 """Parts of the paths of code between a wait and its cause."""
+_NEW_PEAK = 1 << 20
+"""Bytes by which a peak must exceed the last one before its storages are listed again."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """Origin of a storage."""
+
+    serial: int
+    phase: str
+    """Phase of the training."""
+    operator: str
+    shape: tuple[int, ...]
+    """Shape of the first tensor in it."""
+    dtype: torch.dtype
+    source: int | None
+    """Serial number of the storage that the operator cast."""
 
 
 class Trace(TorchDispatchMode):
@@ -43,6 +61,13 @@ class Trace(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         """Phase -> most bytes on a GPU."""
         self.phase = "start"
+        self.at_peak: list[tuple[Made, int]] = []
+        """Storages on the GPU at the highest peak, with their bytes."""
+        self.kinds: dict[int, str] = {}
+        """Serial number of a storage -> its kind, as marked."""
+        self._made: dict[int, Made] = {}
+        self._serial = 0
+        self._listed = 0
         self._storages: dict[int, tuple[str, int]] = {}
         self._gone: dict[int, weakref.ref[Any]] = {}
         self._pinned: set[int] = set()
@@ -54,6 +79,8 @@ class Trace(TorchDispatchMode):
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resize(storage, size)
             if storage._cdata in self._storages:
+                # FSDP resizes what it gathers, and nothing else does on a GPU.
+                self.kinds.setdefault(self._made[storage._cdata].serial, "gathered")
                 self._hold(storage._cdata, self._storages[storage._cdata][0], size)
             return storage
 
@@ -68,6 +95,13 @@ class Trace(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """Begin a phase of the training."""
         self.phase = phase
+
+    def mark(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Set the kind of the storages of `tensors`."""
+        for each in tensors:
+            each = getattr(each, "_local_tensor", each)
+            if isinstance(each, FakeTensor) and (made := self._made.get(each.untyped_storage()._cdata)) is not None:
+                self.kinds[made.serial] = kind
 
     # -------------------------------------------------------------------------------------------------------- operators
 
@@ -95,9 +129,10 @@ class Trace(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_sent(func, args)
         made = func(*args, **given)
+        source = args[0] if func is _aten._to_copy.default else None
         for each in tree_leaves(made):
             if isinstance(each, torch.Tensor):
-                self._see(each)
+                self._see(each, str(func.overloadpacket), source)
                 if given.get("pin_memory"):
                     self._pinned.add(_storage(each)._cdata)
         return made
@@ -126,6 +161,8 @@ class Trace(TorchDispatchMode):
         name = func.overloadpacket.__name__.strip("_")
         if name.startswith(("recv", "barrier", "wait")):
             return
+        if name.startswith("allgather"):
+            self.mark("gathered", tree_leaves(args[0]))
         # In operations that take both, the input follows the output.
         given = args[1] if name.startswith(("allgather", "reduce_scatter", "alltoall", "gather")) else args[0]
         for each in tree_leaves(given):
@@ -154,7 +191,7 @@ class Trace(TorchDispatchMode):
 
     # ----------------------------------------------------------------------------------------------------------- memory
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor, operator: str, source: Any) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)
         if not isinstance(tensor, FakeTensor):
             return
@@ -162,6 +199,11 @@ class Trace(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key not in self._gone:
             self._gone[key] = weakref.ref(storage, lambda _: self._drop(key))
+            self._serial += 1
+            cast = self._made.get(_storage(source)._cdata) if isinstance(source, FakeTensor) else None
+            self._made[key] = Made(
+                self._serial, self.phase, operator, tuple(tensor.shape), tensor.dtype, cast and cast.serial
+            )
         self._hold(key, tensor.device.type, size)
 
     def _hold(self, key: int, device: str, size: int) -> None:
@@ -174,9 +216,13 @@ class Trace(TorchDispatchMode):
         self._storages[key] = (device, rounded)
         if device == "cuda":
             self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live["cuda"])
+            if self.live["cuda"] > self._listed + _NEW_PEAK:
+                self._listed = self.live["cuda"]
+                self.at_peak = [(self._made[each], held) for each, (on, held) in self._storages.items() if on == "cuda"]
 
     def _drop(self, key: int) -> None:
         self._gone.pop(key, None)
+        self._made.pop(key, None)
         self._pinned.discard(key)
         device, size = self._storages.pop(key, ("cpu", 0))
         self.live[device] -= size

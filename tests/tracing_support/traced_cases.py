@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from finetune_contract.choices import Precision
+from finetune_contract.choices import Precision, Task
 from finetune_contract.trainer_job import (
     Adapter,
     Batch,
@@ -15,7 +17,8 @@ from finetune_contract.trainer_job import (
     World,
 )
 
-WIDTH = {
+WIDTH: dict[str, Any] = {
+    "model_type": "llama",
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_attention_heads": 32,
@@ -23,11 +26,11 @@ WIDTH = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
+    "pad_token_id": 0,
 }
 """Fields of the config of Llama 3.1 8B, without its number of layers."""
 BLOCK_WEIGHTS = (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096
 """Weights of a block's linear layers: queries and output, keys and values, and the three of the feed-forward part."""
-HEAD_WEIGHTS = 128256 * 4096
 TOKENS = 8192
 """Tokens of each row; a micro-batch has one row."""
 STEPS = 2
@@ -48,12 +51,25 @@ class Case:
     accumulation: int = 2
     """Micro-batches of a step."""
     adapter: Adapter | None = None
+    config: Mapping[str, Any] = field(default_factory=lambda: WIDTH, hash=False)
+    """Fields of the model's config, with `model_type`, without its number of layers."""
+    layers_field: str = "num_hidden_layers"
+    task: Task = "text-generation"
+    rows: int = 1
+    """Rows of a micro-batch."""
+    tokens: int = TOKENS
+    """Tokens of the longest row."""
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """Return the model's whole config."""
+        return {**self.config, self.layers_field: self.layers}
 
     @property
     def training(self) -> Training:
         """Settings as decided by a plan."""
         data_parallel = self.size // self.strategy.replica_ranks
-        rows = self.accumulation * data_parallel
+        rows = self.accumulation * data_parallel * self.rows
         nodes = -(-self.size // GPUS_PER_NODE)
         return Training(
             max_steps=STEPS,
@@ -71,7 +87,7 @@ class Case:
             strategy=self.strategy,
             batch=Batch(
                 global_batch_size=rows,
-                micro_batch_size=1,
+                micro_batch_size=self.rows,
                 gradient_accumulation=self.accumulation,
                 data_parallel=data_parallel,
             ),

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from finetune_contract.choices import Stage
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES
@@ -123,6 +124,38 @@ def test_other_losses_and_models_compute_all_logits() -> None:
     assert chunked_loss.chunk_loss(decoder("gemma2", head_dim=8), training()) is None
     config = AutoConfig.for_model("llama", vocab_size=41, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     assert chunked_loss.chunk_loss(AutoModelForSequenceClassification.from_config(config), training()) is None
+
+
+class ScaledForCausalLM(LlamaForCausalLM):
+    """A model with code of its own and the `model_type` of a known family."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **others: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids, **others)[0]) * 0.5
+        return CausalLMOutputWithPast(loss=self.loss_function(logits, labels, self.vocab_size), logits=logits)
+
+
+def test_classes_and_losses_outside_of_transformers_compute_all_logits() -> None:
+    assert chunked_loss.chunk_loss(ScaledForCausalLM(decoder("llama").config), training()) is None
+    model = decoder("llama")
+    model.loss_function = lambda *_: torch.zeros(())
+    assert chunked_loss.chunk_loss(model, training()) is None
+
+
+@pytest.mark.parametrize("argument", ["torch_compile_backend", "torch_compile_mode"])
+def test_arguments_that_switch_compilation_on_compute_all_logits(argument: str) -> None:
+    assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: "default"})) is None
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.usefixtures("few_logits")
+def test_the_loss_of_a_mixtures_routers_is_added_to_that_of_the_chunks(family: str) -> None:
+    model = decoder(family, output_router_logits=True, router_aux_loss_coef=0.5)
+    expected, gradients = loss_and_gradients(model, rows())
+    assert chunked_loss.chunk_loss(model, training()) is not None
+    found, mine = loss_and_gradients(model, rows())
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------- strategies

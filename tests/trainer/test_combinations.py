@@ -102,6 +102,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "adafactor over shards": ({**strategy("fsdp"), "optimizer": "adafactor"}, ("adafactor-has-whole-matrices",)),
     "adafactor of split layers": ({**ddp(tensor=2), "optimizer": "adafactor"}, ("adafactor-has-whole-matrices",)),
     "a compiled model in stages": ({**ddp(pipeline=PIPELINE), **COMPILED}, ("compiled-models-are-whole",)),
+    "stages with a backend of torch.compile": (
+        {**ddp(pipeline=PIPELINE), "arguments": {"torch_compile_backend": "eager"}},
+        ("compiled-models-are-whole",),
+    ),
     "compiled slices": ({**ddp(sequence=2), **COMPILED}, ("compiled-models-are-whole",)),
     "moved activations of a compiled model": (
         {**ddp(offload_activations="cpu"), **COMPILED},

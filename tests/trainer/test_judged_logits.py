@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from finetune_contract.plans import JUDGED_LOGITS
 from finetune_contract.trainer_job import Preference
@@ -19,6 +19,7 @@ from finetune_trainer.tasks import writing
 from finetune_trainer.tasks.preference_tuning import PreferenceTuning
 from finetune_trainer.tasks.text_generation import TextGeneration
 from finetune_trainer.tasks.writing import judged, token_nlls
+from finetune_trainer.training.run import _validation_tokens
 
 NOT_LEARNT = -100
 
@@ -213,3 +214,15 @@ def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path:
     # The activations of a tiny model come on top.
     assert 0.5 * counted < peak < 1.05 * counted
     assert counted < 0.7 * (2 * tokens * words + (2 + 8) * JUDGED_LOGITS), "a row that is long enough to tell"
+
+
+def test_validation_batches_hold_no_more_logits_than_a_training_micro_batch_needs() -> None:
+    """Their logits are all in memory, those of training need not be."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = AutoConfig.for_model("llama", vocab_size=1 << 16, **sizes)
+    decoder = AutoModelForCausalLM.from_config(config)
+    assert _validation_tokens(decoder, 512) == 4 * 512
+    assert _validation_tokens(decoder, 2048) == 4096, "as many as REQUESTED_LOGITS allows"
+    assert _validation_tokens(decoder, 8192) == 8192, "as many as in training"
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    assert _validation_tokens(classifier, 8192) == 4 * 8192

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
 from finetune_contract.trainer_job import Adapter
 from finetune_trainer.stored_weights import as_stored, in_training_type, narrow_weights
@@ -68,6 +68,46 @@ def test_experts_that_are_merged_while_loading_keep_the_types_of_files(tmp_path:
     assert all(
         torch.equal(mine, theirs) for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True)
     )
+
+
+class OfManyTypes(PreTrainedModel):
+    """A model with buffers of several types."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("places", torch.arange(4))
+        self.register_buffer("mean", torch.rand(4))
+        self.register_buffer("angles", torch.rand(4, dtype=torch.float64))
+        self.register_buffer("constants", torch.ones(4, dtype=torch.float64), persistent=False)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        pass
+
+
+def test_whole_numbers_and_buffers_get_the_types_of_the_model(tmp_path: Path) -> None:
+    OfManyTypes(LlamaConfig()).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = {"linear.weight": torch.int8, "linear.bias": torch.float64, "places": torch.float32, "mean": HALF}
+    weights = load_file(file)
+    save_file({name: value.to(stored.get(name)) for name, value in weights.items()}, file, {"format": "pt"})
+
+    def load() -> OfManyTypes:
+        return OfManyTypes.from_pretrained(tmp_path, dtype=torch.float32)
+
+    expected, found = load(), as_stored(load)
+    in_training_type(found.parameters())
+    for mine, theirs in (
+        (dict(found.named_parameters()), dict(expected.named_parameters())),
+        (dict(found.named_buffers()), dict(expected.named_buffers())),
+    ):
+        assert {name: (each.dtype, each.requires_grad) for name, each in mine.items()} == {
+            name: (each.dtype, each.requires_grad) for name, each in theirs.items()
+        }
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items() if name != "constants")
 
 
 def test_another_load_converts_as_before(tmp_path: Path) -> None:
@@ -172,6 +212,19 @@ def test_frozen_layers_of_an_adapted_model_are_held_in_bf16(
     assert narrow == {name for name in seen if name.endswith(ends)}
     assert len(narrow) == (14 if method == "lora" else 2)
     assert set(seen.values()) <= {HALF, torch.float32}
+
+
+def test_training_in_mapped_weights_does_not_write_to_their_file(
+    two_forms: tuple[Path, Path], bench_of: Callable[[Path, Path, Path], Any], tiny_data: Path, tmp_path: Path
+) -> None:
+    (file,) = two_forms[1].glob("*.safetensors")
+    before, weights = file.read_bytes(), load_file(file)
+    run = bench_of(tmp_path, two_forms[1], tiny_data)
+    run.with_training(max_steps=3, learning_rate=1e-2).train_here()
+    trained = run.weights()
+    changed = [name for name, weight in weights.items() if not torch.equal(trained[f"bert.{name}"], weight)]
+    assert len(changed) > len(weights) / 2
+    assert file.read_bytes() == before
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

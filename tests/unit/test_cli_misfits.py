@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] =
         "Qwen2.5-72B",
         {**EVALUATES, "resources": {"gpusPerNode": 1}},
         ("--hardware", "gpu=A10G,memory=24Gi"),
-        ("spec.evaluation: does not fit: one process with the whole model", "138.2 GiB in bf16"),
+        ("spec.evaluation: does not fit: one process with the whole model", "138.1 GiB in bf16"),
     ),
     "evaluation alone on the CPU": (
         "Qwen2.5-72B",

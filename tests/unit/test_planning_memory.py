@@ -152,6 +152,18 @@ def test_loading_takes_host_memory_only_where_weights_leave_their_files(
     assert found == loading * model.parameters
 
 
+@pytest.mark.parametrize(("stored", "loading"), [(2, 8 * 4 * 1000), (4, 0)], ids=["bf16", "fp32"])
+def test_loading_counts_the_layers_of_which_dora_takes_norms_in_fp32(stored: int, loading: int) -> None:
+    layers = {
+        "q_proj": LinearWidths(inputs=10, outputs=10, weights=1000),
+        "up_proj": LinearWidths(inputs=10, outputs=40, weights=4000),
+    }
+    facts = {"parameter_bytes": stored * 1_000_000, "linear_layers": layers}
+    model = model_of(1_000_000).model_copy(update=facts)
+    dora = Adapter(method="dora", rank=4, alpha=8, dropout=0, target_modules=("q_proj",))
+    assert model_states(work(model, Strategy(name="fsdp"), world=WORLD, adapter=dora)).host == loading
+
+
 @pytest.mark.parametrize(
     ("strategy", "precision", "per_parameter"),
     [
@@ -218,9 +230,85 @@ def test_grad_op_sharding_keeps_all_blocks_gathered():
         estimate(work(model_of(1_000_000), Strategy(name="fsdp", fsdp_sharding=kind), world=world), 40 * GIB)
         for kind in ("full", "grad-op")
     )
-    # 48 blocks in place of the 2 that are gathered at a time.
+    # 48 blocks in place of the 2 that are gathered at a time, in 16 bits.
     by_name = [{term.name: term.bytes for term in each.terms} for each in (full, grad_op)]
-    assert by_name[1]["gathered blocks"] - by_name[0]["gathered blocks"] == 46 * 4 * 20_000
+    assert by_name[1]["gathered blocks"] - by_name[0]["gathered blocks"] == 46 * 2 * 20_000
+
+
+def test_fsdp_makes_no_copies_of_weights_besides_gathered_ones_in_16_bits():
+    world = World(nodes=4, processes_per_node=8, device="cuda", threads_per_process=1)
+    model = model_of(30_000_000_000)
+    made = estimate(work(model, Strategy(name="fsdp"), world=world), 80 * GIB)
+    terms = {term.name: term.bytes for term in made.terms}
+    root, block = model.parameters - 48 * model.block_parameters, model.block_parameters
+    assert "autocast copies" not in terms
+    assert terms["gathered blocks"] == 2 * (root + 2 * block)
+    # Gradients of the block that is reduced: those in bf16, and their fp32 form.
+    assert terms["whole gradients"] == (2 + 4) * block
+    wide = model.model_copy(update={"block_parameters": block // 2})
+    made = estimate(work(wide, Strategy(name="fsdp"), world=world), 80 * GIB)
+    terms = {term.name: term.bytes for term in made.terms}
+    assert "gathered blocks" not in terms
+    assert terms["whole gradients"] == (2 + 4) * (model.parameters - 48 * block // 2)
+
+
+def test_autocast_keeps_no_copies_of_frozen_weights_that_are_recomputed():
+    linear = {"attn.c_proj": LinearWidths(inputs=48 * 1024, outputs=48 * 1024, weights=48 * 1024 * 1024)}
+    model = model_of(1_000_000_000).model_copy(update={"linear_layers": linear, "tied_embeddings": False})
+    copies = {}
+    for mode in ("none", "full"):
+        strategy = Strategy.model_validate({"name": "single", "activation_checkpointing": mode})
+        for adapter in (None, LORA):
+            asked = {"task": "text-generation", "adapter": adapter, "micro_batch": 32}
+            made = estimate(work(model, strategy, **asked), 80 * GIB)
+            copies[mode, adapter is None] = {term.name: term.bytes for term in made.terms}["autocast copies"]
+    every, held = model.parameters - model.embedding_parameters, 48 * 1024 * 1024 + 50257 * 1024
+    assert copies["none", True] == 2 * every
+    # The linear layers and the head are in 16 bits themselves.
+    assert copies["none", False] == 2 * (every - held)
+    assert copies["full", False] == 0
+
+
+def test_a_tied_head_has_a_copy_in_16_bits_too():
+    copies = []
+    for tied in (False, True):
+        model = model_of(1_000_000_000).model_copy(update={"tied_embeddings": tied})
+        made = estimate(work(model, Strategy(name="single"), task="text-generation", micro_batch=32), 80 * GIB)
+        copies.append({term.name: term.bytes for term in made.terms}["autocast copies"])
+    assert copies[1] - copies[0] == 2 * 50257 * 1024
+
+
+def test_ddp_holds_gradients_twice_only_where_a_step_has_several_micro_batches():
+    world = World(nodes=1, processes_per_node=4, device="cuda", threads_per_process=1)
+    model = model_of(1_000_000_000)
+    made = [
+        estimate(work(model, Strategy(name="ddp"), world=world, accumulates=several), 80 * GIB)
+        for several in (True, False)
+    ]
+    several, one = ({term.name: term.bytes for term in each.terms} for each in made)
+    assert several["communication buffers"] == several["gradients"] == one["gradients"] == 4 * model.parameters
+    assert "communication buffers" not in one
+
+
+def test_one_micro_batch_s_gradients_take_the_place_of_its_activations():
+    model = model_of(1_000_000_000)
+    most = [
+        estimate(work(model, Strategy(name="single"), precision="fp32", micro_batch=micro, accumulates=False), 80 * GIB)
+        for micro in (1, 256)
+    ]
+    few, many = ({term.name: term.bytes for term in each.terms} for each in most)
+    assert few["gradients"] == 4 * model.parameters
+    assert "activations" not in few
+    assert many["gradients"] == 0
+    assert many["activations"] > 4 * model.parameters
+
+
+def test_deepspeed_s_step_may_be_the_fullest_moment():
+    strategy = Strategy(name="deepspeed", zero_stage=2)
+    made = estimate(work(model_of(1_000_000_000), strategy), 80 * GIB)
+    terms = {term.name: term for term in made.terms}
+    assert "activations" not in terms
+    assert terms["gradients"].bytes == (2 + 4) * 1_000_000_000
 
 
 ZERO3: dict[str, Any] = {"name": "deepspeed", "zero_stage": 3}
@@ -383,13 +471,14 @@ def test_the_terms_add_up_and_show_their_numbers():
     activations = 8 * 128 * (48 * layer + 3 * 1024 * 2)
     allocated = {
         "parameters": 50_000_000,
-        "gradients": 150_000_000,
+        "gradients": 50_000_000,  # their fp32 copy is created later, when there are no activations
         "optimizer state": 300_000_000,
         "activations": activations,
         "gathered blocks": 4 * 2_000_000,
         "communication buffers": 2 * 2 * 50_000_000 + 2 * 50_000_000,
     }
-    assert terms == {**allocated, "allocator": int(0.1 * sum(allocated.values())), "process": GIB}
+    anew = sum(allocated.values()) - allocated["parameters"] - allocated["optimizer state"]
+    assert terms == {**allocated, "allocator": int(0.1 * anew), "process": GIB}
     assert estimated.total_bytes == sum(terms.values())
     assert estimated.terms[0].formula == "2 x 100,000,000 / 4 ranks"
     assert estimated.terms[4].formula == "4 x 2,000,000 of the largest layer"
@@ -417,7 +506,7 @@ def test_on_cpu_offloaded_state_stays_in_the_same_memory():
 
 def test_full_checkpointing_keeps_layer_inputs_and_one_layer():
     model = model_of(100_000_000)
-    full = work(model, Strategy(name="single", activation_checkpointing="full"))
+    full = work(model, Strategy(name="single", activation_checkpointing="full"), precision="fp32")
     one_layer = activation_bytes_per_token(full)
     terms = {term.name: term.bytes for term in estimate(full, GIB).terms}
     assert terms["activations"] == 128 * (48 * 1024 * 4 + one_layer + 3 * 1024 * 4)
@@ -425,12 +514,12 @@ def test_full_checkpointing_keeps_layer_inputs_and_one_layer():
 
 def test_selective_checkpointing_keeps_layer_inputs_and_products_and_one_layer():
     model = model_of(100_000_000)
-    selective = work(model, Strategy(name="single", activation_checkpointing="selective"))
+    selective = work(model, Strategy(name="single", activation_checkpointing="selective"), precision="fp32")
     one_layer = activation_bytes_per_token(selective)
     terms = {term.name: term.bytes for term in estimate(selective, GIB).terms}
     # GPT-2: query, key and value, output, two of the feed-forward layer; the output of the fused attention.
-    kept = 1024 * 4 + (5 * 1024 + 4096 + 1024) * 2
-    assert terms["activations"] == 128 * (48 * kept + one_layer + 3 * 1024 * 4)
+    kept = 1024 * 4 + (5 * 1024 + 4096 + 1024) * 4
+    assert terms["activations"] == 128 * (48 * kept + (one_layer - kept) + 3 * 1024 * 4)
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -449,11 +538,14 @@ def test_offloaded_activations_leave_one_layer_on_the_device(mode):
     layer, tokens = activation_bytes_per_token(here), 64 * 128
     made = [estimate(each, 40 * GIB) for each in (here, moved)]
     device = [{term.name: term.bytes for term in each.terms}["activations"] for each in made]
-    assert device[1] == tokens * (layer + 3 * 1024 * 4)
-    # Offloading loses no bytes; with checkpointing, the recomputed layer is part of both.
+    # Gradients of two products, and of three results of GELU that autocast has in fp32.
+    passing = 3 * 1024 * 4 + 4096 * (2 * 2 + 3 * 4)
+    assert device[1] == tokens * (layer + passing)
+    # Offloading loses no bytes; with checkpointing, the recomputed part of a layer is beside the kept ones.
     host = made[1].host_bytes - 2 * CPU_PROCESS_BYTES
-    kept = device[0] - tokens * ((layer if mode != "none" else 0) + 3 * 1024 * 4)
-    assert host == 2 * max(kept, 4 * model.parameters)
+    of_layer = (host // 2) // (48 * tokens)
+    again = {"none": 0, "full": layer, "selective": layer - of_layer}[mode]
+    assert host == 2 * (device[0] - tokens * (again + passing))
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
@@ -598,6 +690,32 @@ def test_a_layer_keeps_about_what_torch_saves_for_it(model_type, precision):
     # On a CPU all scores count as fp32, of which autocast has some in 16 bits. Gemma 2's count for bf16.
     highest = 2.0 if model_type == "gemma2" or (precision == "bf16" and not facts.fused_attention) else 1.35
     assert 0.85 * measured <= modelled <= highest * measured, f"modelled {modelled}, measured {measured:.0f}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_longformer_keeps_scores_of_its_window_whatever_the_length(precision: str):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {**_WIDE, "vocab_size": 1000, "max_position_embeddings": 2050}
+    ends = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
+    kept, ratios = [], []
+    for length in (1024, 2048):
+        saved = []
+        for layers in (1, 2):
+            config = transformers.AutoConfig.for_model(
+                "longformer", **sizes, **ends, num_hidden_layers=layers, attention_window=[512] * layers
+            )
+            model = transformers.AutoModelForSequenceClassification.from_config(config).train()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                saved.append(saved_bytes(model, torch, 1, length))
+        world = World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1)
+        facts = model_facts(config.to_dict())
+        asked = work(facts, Strategy(name="single"), precision=precision, world=world, length=length)
+        kept.append(activation_bytes_per_token(asked))
+        ratios.append(kept[-1] / ((saved[1] - saved[0]) / length))
+    assert kept[0] == kept[1]
+    highest = 2.0 if precision == "bf16" else 1.35  # all scores count as fp32, of which autocast has some in 16 bits
+    assert all(0.85 <= ratio <= highest for ratio in ratios), ratios
 
 
 @pytest.mark.parametrize(("precision", "of_score"), [("bf16", 4 + 2), ("fp32", 4 + 4)])

@@ -246,19 +246,19 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
 
 @contextmanager
 def _fp32_for_peft(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
-    """Show peft weights in fp32 in place of those of `layers` in 16 bits, without memory: it draws matrices in the type
-    of the weights, which it does not read, and they would be rounded.
+    """Show peft weights in fp32 in place of those of `layers` in other types, without memory: it draws matrices in the
+    type of the weights, which it does not read, and they would be rounded.
     """
-    narrow: list[tuple[nn.Parameter, torch.Tensor]] = []
+    others: list[tuple[nn.Parameter, torch.Tensor]] = []
     for name in layers:
         weight = model.get_submodule(name).weight
-        if isinstance(weight, nn.Parameter) and weight.dtype in (torch.bfloat16, torch.float16):
-            narrow.append((weight, weight.data))
+        if isinstance(weight, nn.Parameter) and weight.is_floating_point() and weight.dtype != torch.float32:
+            others.append((weight, weight.data))
             weight.data = torch.empty(1, dtype=torch.float32).expand(weight.shape)
     try:
         yield
     finally:
-        for weight, data in narrow:
+        for weight, data in others:
             weight.data = data
 
 

@@ -28,33 +28,40 @@ _COMPUTED_IN: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": to
 def as_stored(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Return the model that `build` loads by `from_pretrained` in fp32, with the weights of files in the files' types.
 
-    New weights, such as those of a head, are in fp32 and drawn as ever; so are buffers.
+    New weights, such as those of a head, are in fp32 and drawn as ever. Buffers are in the types that the model gives
+    them, and weights whose files hold whole numbers are in fp32, so that they are trained.
     """
-    with _types_of_files():
+    with _types_of_files() as as_built:
         model = build()
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.float()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        built = as_built.get(name)
+        if built is not None and not (isinstance(tensor, nn.Parameter) and tensor.is_floating_point()):
+            tensor.data = tensor.data.to(built.dtype)
+            tensor.requires_grad_(built.requires_grad)
     return model
 
 
 @contextmanager
-def _types_of_files() -> Iterator[None]:
-    """Have transformers load weights without a conversion.
+def _types_of_files() -> Iterator[dict[str, torch.Tensor]]:
+    """Have transformers load weights without a conversion, and yield the state of the model before loading; none of
+    a quantized model, which is converted as ever.
 
     Its plan of types, by patterns of names, is for parts of a model that stay in fp32 (transformers 5.23,
     `core_model_loading.convert_and_load_state_dict_in_model`); the type None leaves a tensor as it is. An argument
     `dtype` would also build the modules in it, with their constants rounded.
     """
     given: Any = PreTrainedModel._get_dtype_plan
+    as_built: dict[str, torch.Tensor] = {}
 
     def plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
-        quantized = getattr(model.config, "quantization_config", None) is not None
-        return dict(given(model, dtype)) if quantized else {"*": None}
+        if getattr(model.config, "quantization_config", None) is not None:
+            return dict(given(model, dtype))
+        as_built.update(model.state_dict(keep_vars=True))
+        return {"*": None}
 
     PreTrainedModel._get_dtype_plan = plan  # type: ignore[method-assign,assignment]
     try:
-        yield
+        yield as_built
     finally:
         PreTrainedModel._get_dtype_plan = given  # type: ignore[method-assign]
 

@@ -68,6 +68,20 @@ def four_bit_weights(model: ModelFacts, adapter: Adapter | None) -> int:
     return sum(each.weights for each in model.linear_layers.values())
 
 
+def narrow_weights(model: ModelFacts, adapter: Adapter | None, head: int) -> int:
+    """Return the number of frozen weights that the trainer holds in 16 bits where autocast computes in them: those of
+    the blocks' linear layers (but for those in 4 bits, and those that DoRA takes the norm of), and `head` weights of a
+    head that is not tied (`finetune_trainer.adapters`); 0 if the layers are not known.
+    """
+    if adapter is None or not model.linear_layers:
+        return 0
+    head = 0 if model.tied_embeddings else head
+    if adapter.method == "qlora":
+        return head
+    beside = adapted_layers(model, adapter) if adapter.method == "dora" else {}
+    return head + sum(each.weights for name, each in model.linear_layers.items() if name not in beside)
+
+
 def largest_linear(model: ModelFacts) -> int:
     """Return the weights of the blocks' largest linear layer. The n layers of a name have one shape, so that i o =
     (n i o)^2 / (n i x n o).

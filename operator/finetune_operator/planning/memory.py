@@ -6,29 +6,47 @@ hand. P is the number of parameters, N the number of data-parallel ranks. Sizes 
 Modelled: weights, gradients and optimizer state as each strategy shards them, saved activations, the blocks that ZeRO-3
 and FSDP gather, communication buffers, the fixed cost of a process and the allocator's losses. Not modelled: memory of
 a task's own metrics, and the page cache, which is reclaimable.
+
+A step has several moments that may be the fullest: the loss, with all activations; the gradient of the head; a layer's
+backward pass, with its recomputation; the last gradients; the optimizer's step. The estimate is that of the fullest.
+`make trace-memory` compares it with traces of the trainer on fake GPUs (tests/tracing_support/memory_table.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import AVERAGED_ELEMENTS, JUDGED_LOGITS, REQUESTED_LOGITS
+from finetune_contract.plans import (
+    AVERAGED_ELEMENTS,
+    CHUNKED_LOSS_FAMILIES,
+    JUDGED_LOGITS,
+    LOSS_LOGITS,
+    REQUESTED_LOGITS,
+)
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.adapter_sizes import (
     FOUR_BIT_BYTES,
     adapted_layers,
     four_bit_weights,
     largest_linear,
+    narrow_weights,
     trained_parameters,
 )
-from finetune_operator.planning.architectures import activation_shape
+from finetune_operator.planning.architectures import RELATIVE_POSITIONS, activation_shape
 from finetune_operator.planning.model_parallel_plan import in_flight, layers_of_a_process, parameters_of_a_process
 from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
 
 MIB = 1 << 20
+Moment: TypeAlias = Literal["load", "forward", "loss", "head", "layers", "ends", "step"]
+"""Moments of a training, in their order: the conversion of weights on the device, then those of a step: the end of the
+forward pass, the loss's backward pass, the gradients of the head, the layers' backward pass, the embeddings' gradients,
+the optimizer's step.
+"""
 
 CPU_PROCESS_BYTES = 900 * MIB
 """Resident set of a process that imported torch 2.15, transformers 5.23, datasets and deepspeed 0.19: 880 MiB
@@ -37,7 +55,11 @@ measured.
 CUDA_CONTEXT_BYTES = 1024 * MIB
 """CUDA context and loaded kernels (about 500 MiB on current data-centre GPUs), cuBLAS workspace, NCCL's buffers."""
 ALLOCATOR_SHARE = 0.10
-"""Share on a GPU, of all torch allocations: rounding to blocks, fragments, temporaries of single operations."""
+"""Share on a GPU of memory that is allocated anew in each step: rounding to blocks, fragments, temporaries of single
+operations. Weights and optimizer state are allocated once, in blocks of their size.
+"""
+RESIDENT = ("parameters", "optimizer state", "secondary shards")
+"""Names of the terms that are allocated once."""
 CPU_ALLOCATOR_SHARE = 1.2
 """Share on a CPU, where the C library keeps every fragment and gloo copies its messages. Measured on a 22M-parameter
 BERT with micro-batches of 16 rows over 534 steps, as peak resident set beyond the process and the other terms: 0.5 with
@@ -89,6 +111,29 @@ class Workload:
     adapter: Adapter | None = None
     secondary_shards: int = 1
     """Processes of a node over which ZeRO++ shards the parameters a second time; 1 without it."""
+    accumulates: bool = True
+    """True if a step has several micro-batches, so that gradients are there during forward passes."""
+    whole_logits: bool = False
+    """True if training arguments keep a decoder from computing its loss some tokens at a time."""
+    casts: bool = True
+    """False if weights are in the type that they compute in, as an inference process's are."""
+
+    @property
+    def autocast(self) -> bool:
+        """Return whether autocast casts weights and inputs; DeepSpeed and FSDP compute with 16-bit weights."""
+        return self.casts and self.compute_bytes < 4 and self.strategy.name not in ("deepspeed", "fsdp")
+
+    @property
+    def wide(self) -> int:
+        """Return the bytes of an element of a norm's input: autocast leaves norms and sums in fp32."""
+        return 4 if self.autocast else self.compute_bytes
+
+    @property
+    def head(self) -> int:
+        """Return the weights of a language model's head, a process's part of them; 0 for other tasks."""
+        if self.task not in LANGUAGE_TASKS:
+            return 0
+        return self.model.vocabulary_size * self.model.hidden_size // self.strategy.tensor
 
     @property
     def deepspeed(self) -> bool:
@@ -129,6 +174,12 @@ class Workload:
         return four_bit_weights(self.model, self.adapter)
 
     @property
+    def narrow(self) -> int:
+        """Return the number of frozen weights that are in 16 bits beside trained ones in fp32."""
+        narrow = self.autocast or (self.compute_bytes < 4 and self.strategy.name == "fsdp")
+        return narrow_weights(self.model, self.adapter, self.head) if narrow else 0
+
+    @property
     def shards(self) -> int:
         """Return the processes that share one copy of the sharded state."""
         return self.world.processes_per_node if self.strategy.fsdp_sharding == "hybrid" else self.world.size
@@ -141,6 +192,8 @@ class ModelStates:
     parameters: int
     gradients: int
     optimizer: int
+    stepping: int
+    """Bytes of `gradients` that only the optimizer's step takes."""
     offloaded: int
     """Bytes in host memory."""
     disk: int
@@ -193,28 +246,36 @@ def _torch_states(work: Workload) -> ModelStates:
     if work.strategy.offload_parameters == "cpu":
         # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
         moved = sum(sizes)
-        return ModelStates(0, 0, 0, moved, 0, max(moved * work.world.processes_per_node, loading), _HOST, _HOST, _HOST)
-    if work.four_bit:
-        parameters, words = _four_bit_bytes(work)
         return ModelStates(
-            parameters,
+            0, 0, 0, 0, moved, 0, max(moved * work.world.processes_per_node, loading), _HOST, _HOST, _HOST
+        )
+    if work.four_bit or work.narrow:
+        parameters, words = _frozen_bytes(work)
+        return ModelStates(
+            parameters // divided,
             *sizes[1:],
+            stepping=0,
             offloaded=0,
             disk=0,
             host=loading,
-            parameters_formula=words,
-            gradients_formula=_formula("4", count, 1),
-            optimizer_formula=_formula(f"{state:.3g}", count, 1),
+            parameters_formula=words if divided == 1 else f"({words}) / {divided} ranks",
+            gradients_formula=_formula("4", count, divided),
+            optimizer_formula=_formula(f"{state:.3g}", count, divided),
         )
     part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
+    if work.strategy.tensor > 1:
+        # torch computes the gradient of embeddings that are split over the vocabulary whole, and sums it up so.
+        count += work.model.embedding_parameters - work.model.embedding_parameters // work.strategy.tensor
+        sizes = (sizes[0], 4 * count, sizes[2])
     return ModelStates(
         *sizes,
+        stepping=0,
         offloaded=0,
         disk=0,
         host=loading,
         parameters_formula=_formula("4", held, divided) + part,
         gradients_formula=_formula("4", count, divided) + part,
-        optimizer_formula=_formula(f"{state:.3g}", count, divided) + part,
+        optimizer_formula=_formula(f"{state:.3g}", work.trained, divided) + part,
     )
 
 
@@ -228,7 +289,8 @@ def _deepspeed_states(work: Workload) -> ModelStates:
     if stage == 3:
         stepped = min(stepped, SUB_GROUP_ELEMENTS)
     parameters, parameters_formula = _shards(held, width, by_parameters), _formula(str(width), held, by_parameters)
-    gradients = _shards(count, width, by_gradients) + fp32_copy * stepped
+    stepping = fp32_copy * stepped
+    gradients = _shards(count, width, by_gradients) + stepping
     gradients_formula = f"{_formula(str(width), count, by_gradients)} + fp32 copy {fp32_copy} x {stepped:,}"
     optimizer = _shards(count, 4 + state, by_optimizer)
     optimizer_formula = f"(master copy 4 + {state:.3g}) {_formula('', count, by_optimizer)}"
@@ -237,12 +299,12 @@ def _deepspeed_states(work: Workload) -> ModelStates:
     match work.strategy.offload_optimizer:
         case "cpu":
             offloaded += _shards(count, fp32_copy + 4 + state, ranks)
-            gradients, optimizer, gradients_formula, optimizer_formula = 0, 0, _HOST, _HOST
+            gradients, stepping, optimizer, gradients_formula, optimizer_formula = 0, 0, 0, _HOST, _HOST
         case "nvme":
             group = min(count // ranks, NVME_SUB_GROUP_ELEMENTS)
             offloaded += _shards(count, fp32_copy, ranks) + NVME_OPTIMIZER_BUFFERS * 4 * group
             disk += _shards(count, fp32_copy + 4 + state, ranks)
-            gradients, optimizer, gradients_formula, optimizer_formula = 0, 0, _HOST, _FILES
+            gradients, stepping, optimizer, gradients_formula, optimizer_formula = 0, 0, 0, _HOST, _FILES
     match work.strategy.offload_parameters:
         case "cpu":
             offloaded += parameters
@@ -255,6 +317,7 @@ def _deepspeed_states(work: Workload) -> ModelStates:
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
+        stepping=stepping,
         offloaded=offloaded,
         disk=disk,
         host=max(offloaded * processes, _loading_bytes(work)),
@@ -267,17 +330,22 @@ def _deepspeed_states(work: Workload) -> ModelStates:
 _HOST, _FILES = "on the host", "in files"
 
 
-def _four_bit_bytes(work: Workload) -> tuple[int, str]:
-    """Return the bytes of one process's weights, some of them in 4 bits, and the formula.
+def _frozen_bytes(work: Workload) -> tuple[int, str]:
+    """Return the bytes of one process's weights, some of them in 4 or in 16 bits, and the formula.
 
-    A GPU gets only the 4-bit form. On a CPU the whole model is in memory beside it: before it is quantized, and again
-    when the adapter is merged.
+    A GPU gets only these forms. On a CPU the whole model is in memory as well: before it is quantized or cast, and
+    again when the adapter is merged.
     """
     packed, words = int(FOUR_BIT_BYTES * work.four_bit), f"{FOUR_BIT_BYTES:.3f} x {work.four_bit:,} in 4 bits"
     if work.world.device == "cpu":
+        if not work.four_bit:
+            return 4 * work.held, _formula("4", work.held, 1)
         return 4 * work.held + packed, f"4 x {work.held:,}, read and merged whole, + {words}"
-    wide = work.held - work.four_bit
-    return 4 * wide + packed, f"4 x {wide:,} + {words}"
+    wide = work.held - work.four_bit - work.narrow
+    terms = [f"4 x {wide:,}"]
+    terms += [f"2 x {work.narrow:,} frozen"] if work.narrow else []
+    terms += [words] if work.four_bit else []
+    return 4 * wide + 2 * work.narrow + packed, " + ".join(terms)
 
 
 def _unfolded(work: Workload) -> MemoryTerm | None:
@@ -300,15 +368,27 @@ def _loading_bytes(work: Workload) -> int:
     Weights stay in their files, as safetensors maps them, until each is converted on its device: the processes of a
     node share the pages, which are reclaimable (`finetune_trainer.stored_weights`; with transformers 5.23 and
     safetensors 0.8 the private memory of a process grows by less than 0.1 bytes a parameter). In memory are experts,
-    which files hold one by one and models in one piece; weights in 4 bits, which are rounded there; and whole models
-    that are split.
+    which files hold one by one and models in one piece; weights in 4 bits, which are rounded there; those that DoRA
+    takes norms of in fp32; and whole models that are split.
     """
     model, processes = work.model, work.world.processes_per_node
     if work.strategy.model_ranks > 1 or work.strategy.sequence > 1:
         return _spreading_bytes(work)
     merged = model.parameter_bytes if model.idle_parameters else 0
     packed = int(FOUR_BIT_BYTES * work.four_bit) + 4 * largest_linear(model) if work.four_bit else 0
-    return (merged + packed) * processes
+    return (merged + packed + _normed_bytes(work)) * processes
+
+
+def _normed_bytes(work: Workload) -> int:
+    """Return the bytes of the weights that a process converts to fp32 for DoRA; all if the layers are not known."""
+    if work.adapter is None or work.adapter.method != "dora" or _mapped_in_fp32(work.model):
+        return 0
+    weights = sum(each.weights for each in adapted_layers(work.model, work.adapter).values())
+    return 4 * (weights or work.model.parameters)
+
+
+def _mapped_in_fp32(model: ModelFacts) -> bool:
+    return model.parameter_bytes > 3 * model.parameters
 
 
 def _spreading_bytes(work: Workload) -> int:
@@ -317,9 +397,8 @@ def _spreading_bytes(work: Workload) -> int:
     are in fp32, too. Tensor ranks copy their shards of all layers before the stages are cut.
     """
     whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
-    mapped = work.model.parameter_bytes > 3 * work.model.parameters
     shards = whole * processes // tensor if tensor > 1 else 0
-    return (whole if mapped else whole * processes) + shards
+    return (whole if _mapped_in_fp32(work.model) else whole * processes) + shards
 
 
 def _saving_bytes(work: Workload) -> int:
@@ -367,29 +446,45 @@ def _mask_bytes_per_token(work: Workload) -> int:
 def activation_bytes_per_token(work: Workload) -> int:
     """Return the bytes that one layer saves for the backward pass, for one token.
 
-    Korthikanti et al. (2022), section 4.1, with element widths set apart: norms keep fp32 inputs under autocast,
-    dropout masks are one byte on GPUs and a whole element on CPU, and unfused attention keeps its scores in fp32 on
-    CPU.
+    Korthikanti et al. (2022), section 4.1, with element widths set apart: norms keep fp32 inputs under autocast, and
+    RMS norms in any case; autocast casts an input once for each layer that reads it; dropout masks are one byte on GPUs
+    and a whole element on CPU, and unfused attention keeps its scores in fp32 on CPU.
     """
     shape, model = activation_shape(work.model.model_type), work.model
-    wide = work.compute_bytes if work.deepspeed else 4
     mask = 1 if work.world.device == "cuda" else work.compute_bytes
     # Every tensor rank has the full inputs of queries, of the feed-forward layer and of norms, and the full masks;
     # other activations are split (Korthikanti et al., section 4.2).
     tensor = work.strategy.tensor
     hidden = min(shape.hidden, 2) + max(0, shape.hidden - 2) / tensor
+    if model.key_value_heads is not None and work.world.device == "cuda" and not _mask_bytes_per_token(work):
+        # Fused attention without a mask takes keys and values as they are, otherwise transformers repeats them for each
+        # query head (`transformers.integrations.sdpa_attention.use_gqa_in_sdpa`).
+        hidden -= 2 * (1 - model.key_value_width / model.hidden_size) / tensor
+    norms = shape.norm_inputs * work.wide + shape.norm_casts * (4 - work.wide)
+    # With dropout before an adapter's matrices their inputs are counted there; a frozen layer keeps none.
+    casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
+    fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
+    feed_forward = shape.feed_forward * work.compute_bytes + fp32 * (4 - work.compute_bytes)
     linear = (
-        model.hidden_size * (shape.norm_inputs * wide + hidden * work.compute_bytes + shape.dropout_masks * mask)
-        + model.intermediate_size * shape.feed_forward * work.compute_bytes / tensor
+        model.hidden_size * (norms + (hidden + casts) * work.compute_bytes + shape.dropout_masks * mask)
+        + model.intermediate_size * feed_forward / tensor
     )
+    attention = model.attention_heads / tensor * _score_bytes_per_token(work)
+    return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+
+
+def _score_bytes_per_token(work: Workload) -> float:
+    """Return the bytes of the scores that one head saves for one token; 0 if attention is fused."""
+    shape, length = activation_shape(work.model.model_type), work.length
+    if shape.gpu_score_bytes is not None and work.world.device == "cuda":
+        return length * shape.gpu_score_bytes + min(length, RELATIVE_POSITIONS) * shape.gpu_relative_bytes
     score_width = 4 if work.world.device == "cpu" else work.compute_bytes
     scores = _unfused_scores(work)
     if shape.fused_attention and not work.model.fused_attention:
         # transformers' own attention computes the softmax in fp32, and saves it.
         scores += (4 - score_width) / score_width
     dropped = (4 if work.world.device == "cpu" else 1) if scores and shape.attention_dropout else 0
-    attention = model.attention_heads / tensor * work.length * (scores * score_width + dropped)
-    return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+    return (shape.attention_window or length) * (scores * score_width + dropped)
 
 
 def _adapter_bytes_per_token(work: Workload, mask: int) -> float:
@@ -418,8 +513,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
     attention (`finetune_trainer.training.activations`); a layer with unknown linear layers counts as four square ones
     and two of the feed-forward layer.
     """
-    model, width = work.model, work.compute_bytes
-    wide = width if work.deepspeed else 4
+    model, width, wide = work.model, work.compute_bytes, work.wide
     match work.strategy.activation_checkpointing:
         case "none":
             layer = activation_bytes_per_token(work)
@@ -437,30 +531,62 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
             return kept, f"{kept:,} of inputs and products"
 
 
-def _activations(work: Workload) -> tuple[MemoryTerm, int]:
-    """Return the activations on the device, and the bytes of offloaded activations."""
+def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
+    """Return the activations on the device at `moment`, and the bytes of offloaded activations."""
     model, length = work.model, slice_tokens(work.length, work.strategy.sequence)
     tokens = work.micro_batch * work.sequences * length
     layer = activation_bytes_per_token(work)
-    wide = work.compute_bytes if work.deepspeed else 4
-    ends = 3 * model.hidden_size * wide  # embedding output, its norm and dropout; the final norm
-    if work.task in LANGUAGE_TASKS:
-        ends += model.vocabulary_size * (work.compute_bytes + 8)  # logits, their fp32 form, its gradient
+    ends = 3 * model.hidden_size * work.wide  # embedding output, its norm and dropout; the final norm
+    judged = _chunk(work) or tokens
+    logits = judged * model.vocabulary_size * _logit_bytes(work, moment) if work.task in LANGUAGE_TASKS else 0
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline
     layers, kept_at_once = layers_of_a_process(model, pipeline), 1 if pipeline is None else in_flight(pipeline)
-    recomputes = work.strategy.activation_checkpointing != "none"
+    recomputes = work.strategy.activation_checkpointing != "none" and moment == "layers"
+    if moment == "layers" and work.autocast and work.world.device == "cuda":
+        # Gradients of the feed-forward layer's two products, and of what autocast computes in fp32 between them.
+        fp32 = activation_shape(model.model_type).feed_forward_fp32
+        ends += model.intermediate_size * int(2 * work.compute_bytes + 4 * fp32) // work.strategy.tensor
+    again = max(0, layer - kept) if work.strategy.activation_checkpointing == "selective" else layer
     words = f"{layers} {what}" if what == "layer inputs" else f"{layers} layers x {what}"
-    words += f" + 1 layer of {layer:,}" if recomputes else ""
-    total, offloaded = layers * kept * kept_at_once + (layer if recomputes else 0) + ends, 0
+    words += f" + 1 layer of {again:,}" if recomputes else ""
+    total, offloaded = layers * kept * kept_at_once + (again if recomputes else 0) + ends, 0
     if work.strategy.offload_activations != "none" and work.world.device == "cuda":
-        # Only the layer that computes is on the device.
-        words, total, offloaded = f"1 layer of {layer:,}", layer + ends, layers * kept
+        # Only the layer that computes is on the device; none does while the loss is computed.
+        computing = layer if moment in ("forward", "layers") else 0
+        words, total, offloaded = f"{1 if computing else 0} layers of {layer:,}", computing + ends, layers * kept
     passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
     each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
     part = "" if length == work.length else f" of {work.length}"
     words = f"{work.micro_batch} rows{each} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
-    return MemoryTerm(name="activations", bytes=int(tokens * total), formula=words), int(tokens * offloaded)
+    if logits:
+        words += f" + {judged:,} x {model.vocabulary_size:,} logits x {_logit_bytes(work, moment)}"
+    return MemoryTerm(name="activations", bytes=int(tokens * total) + logits, formula=words), int(tokens * offloaded)
+
+
+def _chunk(work: Workload) -> int:
+    """Return the tokens for which logits are computed at a time (`finetune_trainer.training.chunked_loss`); 0: all."""
+    whole = work.strategy.model_ranks == 1 and not work.whole_logits
+    if not whole or work.task != "text-generation" or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
+        return 0
+    tokens = work.micro_batch * work.sequences * slice_tokens(work.length, work.strategy.sequence)
+    chunk = max(1, LOSS_LOGITS // work.model.vocabulary_size)
+    return chunk if chunk < tokens else 0
+
+
+def _logit_bytes(work: Workload, moment: Moment) -> int:
+    """Return the bytes of one logit: at the end of the forward pass itself, its fp32 form and the log-probability; for
+    the loss's backward pass the log-probability and two gradients in fp32, those of torch's `nll_loss` and
+    `log_softmax`; then its gradient.
+    """
+    match moment:
+        case "forward":
+            return work.compute_bytes + 8
+        case "loss":
+            return 12
+        case "head":
+            return work.compute_bytes
+    return 0
 
 
 def gathered_bytes(largest_layer_parameters: int, width: int) -> int:
@@ -501,25 +627,76 @@ def _rounded(work: Workload) -> MemoryTerm | None:
     return MemoryTerm(name="rounding to fp8", bytes=FP8_ROUNDING_BYTES * elements, formula=words)
 
 
-def _gathered(work: Workload) -> MemoryTerm | None:
-    model = work.model
-    if work.strategy.name == "fsdp":
-        root = max(0, model.parameters - model.layers * model.block_parameters)
-        # fully_shard keeps the root (embeddings and head) gathered from forward to backward, and holds two blocks
-        # when it prefetches. Gradients are full-size until they are reduced; frozen weights have none.
-        graded = root + model.block_parameters if work.adapter is None else work.trained
-        blocks = 2 if work.strategy.fsdp_sharding != "grad-op" else model.layers
-        size = 4 * root + blocks * 4 * model.block_parameters + 4 * graded
-        words = (
-            f"4 x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block "
-            f"+ gradients {graded:,})"
-        )
+def _root(model: ModelFacts) -> int:
+    """Return the parameters outside of the blocks: embeddings and head."""
+    return max(0, model.parameters - model.layers * model.block_parameters)
+
+
+def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
+    """Return the weights that a process has whole: with fully_shard the root from forward to backward, the block that
+    computes and the prefetched one; with ZeRO-3 the largest layers.
+    """
+    model, width = work.model, work.compute_bytes
+    if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
+        root = _root(model)
+        blocks = 2 if moment in ("forward", "layers") else 1
+        if work.strategy.fsdp_sharding == "grad-op":
+            blocks = model.layers
+        words = f"{width} x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block)"
+        size = width * (root + blocks * model.block_parameters)
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
     if work.deepspeed and work.strategy.zero_stage == 3:
         layer = largest_layer(model)
         words = f"{2 * work.weight_bytes} x {layer:,} of the largest layer"
         return MemoryTerm(name="gathered blocks", bytes=gathered_bytes(layer, work.weight_bytes), formula=words)
     return None
+
+
+def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
+    """Return the gradients that are not yet added to those of earlier micro-batches, or not yet reduced.
+
+    Autocast computes those of a weight in 16 bits and casts them to fp32. fully_shard keeps the root's until the end of
+    the backward pass, and copies what it reduces, in fp32, into one buffer. Frozen weights have none. A loss in chunks
+    adds up the head's: in place where autocast casts them, else into a third tensor.
+    """
+    if work.adapter is not None:
+        return None
+    model, width = work.model, work.compute_bytes
+    if work.world.device == "cpu":
+        # In CPU_ALLOCATOR_SHARE, which was measured with these terms, but for FSDP's.
+        if work.strategy.name != "fsdp":
+            return None
+        held = _root(model) + model.block_parameters
+        words = f"{width} x {held:,} of embeddings, head and a block"
+        return MemoryTerm(name="whole gradients", bytes=width * held, formula=words)
+    embeddings, chunked = min(model.embedding_parameters, work.held), _chunk(work) > 0
+    if moment == "loss" and chunked:
+        return MemoryTerm(
+            name="whole gradients", bytes=width * work.head, formula=f"{width} x {work.head:,} of the head"
+        )
+    if work.strategy.name == "fsdp":
+        match moment:
+            case "head":
+                each = 3 * width if chunked else width
+                size, words = each * work.head, f"{each} x {work.head:,} of the head"
+            case "layers":
+                block = model.block_parameters
+                size = width * (work.head + block) + 4 * block
+                words = f"{width} x {work.head:,} of the head + {width + 4} x {block:,} of a block"
+            case "ends":
+                size, words = (width + 4) * _root(model), f"{width + 4} x {_root(model):,} of embeddings and head"
+            case _:
+                return None
+    else:
+        each = (4 if chunked else width + 4) if work.autocast else (3 * width if chunked else width)
+        match moment:
+            case "head":
+                size, words = each * work.head, f"{each} x {work.head:,} of the head"
+            case "ends" if work.accumulates:
+                size, words = work.weight_bytes * embeddings, f"{work.weight_bytes} x {embeddings:,} of the embeddings"
+            case _:
+                return None
+    return MemoryTerm(name="whole gradients", bytes=size, formula=words) if size else None
 
 
 def _secondary(work: Workload) -> MemoryTerm | None:
@@ -561,8 +738,10 @@ def _buffers(work: Workload) -> MemoryTerm | None:
         bucket = min(count, AVERAGED_ELEMENTS)
         return MemoryTerm(name="communication buffers", bytes=4 * bucket, formula=f"averaged gradients 4 x {bucket:,}")
     if work.strategy.name == "ddp":
-        # Gradients are in the buckets of DistributedDataParallel once reduced; those of earlier micro-batches are
-        # beside the buckets until then. With one micro-batch a step this overestimates.
+        # Gradients are views of the buckets of DistributedDataParallel; those of earlier micro-batches are beside the
+        # buckets until they are reduced.
+        if not work.accumulates:
+            return None
         return MemoryTerm(name="communication buffers", bytes=4 * count, formula=f"gradient buckets 4 x {count:,}")
     if not work.deepspeed or not work.strategy.zero_stage:
         return None
@@ -576,48 +755,119 @@ def _buffers(work: Workload) -> MemoryTerm | None:
     return MemoryTerm(name="communication buffers", bytes=size, formula=words)
 
 
-def _autocast_copies(work: Workload) -> MemoryTerm | None:
-    """Return the 16-bit copies of linear layers' weights that autocast saves for the backward pass."""
-    if work.deepspeed or work.compute_bytes == 4:
+def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
+    """Return the 16-bit copies of linear layers' weights.
+
+    Autocast keeps those of trained weights until the forward pass ends, and the backward pass needs all of layers that
+    are not recomputed.
+    """
+    if not work.autocast or moment in ("load", "ends", "step"):
         return None
-    count = max(0, work.model.parameters - work.model.embedding_parameters - work.four_bit)
+    tied = work.head if work.model.tied_embeddings else 0
+    there = work.four_bit + work.narrow
+    count = max(0, work.model.parameters - work.model.embedding_parameters - there) + tied
+    head = 0 if work.narrow and not tied else work.head
     if work.strategy.model_ranks > 1:
         count = min(count, work.held)
+    cached = moment == "forward" and work.adapter is None
+    if work.strategy.activation_checkpointing != "none" and not cached:
+        layers = layers_of_a_process(work.model, work.strategy.pipeline)
+        count = min(count, max(0, count - head) // layers if moment == "layers" else head)
     return MemoryTerm(name="autocast copies", bytes=2 * count, formula=f"2 x {count:,} weights of linear layers")
+
+
+def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, ...]]:
+    """Yield the terms of each moment of a step."""
+    moments: tuple[Moment, ...] = ("load", "forward", "loss", "head", "layers", "ends", "step")
+    for moment in moments:
+        found = [
+            MemoryTerm(name="parameters", bytes=states.parameters, formula=states.parameters_formula),
+            _gradients(work, states, moment),
+            MemoryTerm(name="optimizer state", bytes=states.optimizer, formula=states.optimizer_formula),
+        ]
+        if work.world.device == "cpu" and states.offloaded:
+            words = "in the memory it would have lain in anyway, as the device is the host"
+            found.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
+        if moment == "load":
+            found = [found[0], *_converted(work)]
+        passing = moment not in ("load", "ends", "step")
+        if passing:
+            found.append(_activations(work, moment)[0])
+        extras = (
+            _autocast_copies(work, moment),
+            _unfolded(work) if passing else None,
+            _rounded(work) if moment == "layers" else None,
+            _gathered(work, moment),
+            _whole_gradients(work, moment),
+            _secondary(work),
+            _buffers(work) if moment != "load" else None,
+            _checkpoint_copy(work),
+        )
+        yield (*found, *(term for term in extras if term is not None))
+
+
+def _converted(work: Workload) -> Iterator[MemoryTerm]:
+    """Yield the weights beside those that stay while a process converts them on its device, one after the other in the
+    type of its file, and before FSDP shards the last ones, embeddings and head.
+    """
+    if work.world.device == "cpu" or work.deepspeed or work.strategy.model_ranks > 1:
+        return
+    model = work.model
+    largest = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
+    width = min(4, -(-model.parameter_bytes // model.parameters))
+    size, words = width * largest, f"{width} x {largest:,} of the largest weight"
+    if work.strategy.name == "fsdp":
+        frozen = work.head if work.narrow and not model.tied_embeddings else 0
+        size += 4 * _root(model) - 2 * frozen
+        words += f" + 4 x {_root(model):,} of embeddings and head"
+    yield MemoryTerm(name="conversion", bytes=size, formula=words)
+
+
+def _gradients(work: Workload, states: ModelStates, moment: Moment) -> MemoryTerm:
+    """Return the gradients that stay until the optimizer's step: with one micro-batch, none before a backward pass."""
+    size, words = states.gradients, states.gradients_formula
+    if states.stepping and moment != "step":
+        size, words = size - states.stepping, words.partition(" + fp32 copy")[0]
+    reused = work.strategy.name in ("ddp", "deepspeed") or work.strategy.model_ranks > 1
+    if not work.accumulates and not reused and moment in ("forward", "loss", "head", "layers"):
+        # The layers' gradients take the place of their activations; FSDP's are in `_whole_gradients`.
+        first = work.head if moment == "layers" and work.strategy.name != "fsdp" and work.adapter is None else 0
+        size, words = 4 * first, f"4 x {first:,}, the others after their activations"
+    return MemoryTerm(name="gradients", bytes=size, formula=words)
+
+
+def _fullest(work: Workload, states: ModelStates) -> list[MemoryTerm]:
+    """Return the terms of the fullest moment. On a CPU the C library keeps the memory of each, so that every term
+    counts as it is at most.
+    """
+    moments = list(_moments(work, states))
+    if work.world.device == "cuda":
+        return list(max(moments, key=lambda terms: sum(term.bytes for term in terms)))
+    most: dict[str, MemoryTerm] = {}
+    for term in (each for terms in moments for each in terms):
+        if term.name not in most or term.bytes > most[term.name].bytes:
+            most[term.name] = term
+    return list(most.values())
 
 
 def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
     """Estimate the memory of one process of `work` on a device (on CPU, a share of a node) of `capacity_bytes`."""
     states = model_states(work)
     on_cpu = work.world.device == "cpu"
-    terms: list[MemoryTerm] = [
-        MemoryTerm(name="parameters", bytes=states.parameters, formula=states.parameters_formula),
-        MemoryTerm(name="gradients", bytes=states.gradients, formula=states.gradients_formula),
-        MemoryTerm(name="optimizer state", bytes=states.optimizer, formula=states.optimizer_formula),
-    ]
     processes = work.world.processes_per_node
-    if on_cpu and states.offloaded:
-        words = "in the memory it would have lain in anyway, as the device is the host"
-        terms.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
-    activations, moved = _activations(work)
-    terms.append(activations)
-    extras = (
-        _autocast_copies(work),
-        _unfolded(work),
-        _rounded(work),
-        _gathered(work),
-        _secondary(work),
-        _buffers(work),
-        _checkpoint_copy(work),
-    )
-    terms.extend(term for term in extras if term is not None)
-    share = CPU_ALLOCATOR_SHARE if on_cpu else ALLOCATOR_SHARE
-    allocated = sum(term.bytes for term in terms)
-    terms.append(MemoryTerm(name="allocator", bytes=int(allocated * share), formula=f"{share:.0%} of the terms above"))
+    terms = _fullest(work, states)
+    if on_cpu:
+        share, subject, words = CPU_ALLOCATOR_SHARE, terms, "the terms above"
+    else:
+        share, subject = ALLOCATOR_SHARE, [term for term in terms if term.name not in RESIDENT]
+        words = "what a step allocates"
+    lost = int(share * sum(term.bytes for term in subject))
+    terms.append(MemoryTerm(name="allocator", bytes=lost, formula=f"{share:.0%} of {words}"))
     fixed = CPU_PROCESS_BYTES if on_cpu else CUDA_CONTEXT_BYTES
     words = "interpreter and libraries, measured" if on_cpu else "CUDA context, cuBLAS and NCCL"
     terms.append(MemoryTerm(name="process", bytes=fixed, formula=words))
     total = sum(term.bytes for term in terms)
+    moved = _activations(work, "layers")[1]
     # The largest of three that do not overlap: reading the weights, activations, a checkpoint between steps.
     offloaded = max(
         states.host, (states.offloaded + moved) * processes, states.offloaded * processes + _saving_bytes(work)
@@ -639,10 +889,10 @@ def inference_bytes(
     `length`; `cached`: tokens whose keys and values are in the cache while it generates.
 
     Activations are those of one layer at a time, at most as many as training saves. Logits are there in full, and twice
-    if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time, and
-    the next ones before the last are freed. `JUDGED_LOGITS` have a copy, its float32 form and the log-probabilities;
-    scoring and generation do not overlap. Weights are allocated once, in blocks of their size: only temporary memory is
-    subject to the allocator's losses.
+    if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time,
+    and the next ones before the last are freed. `JUDGED_LOGITS` have a copy, its float32 form and the
+    log-probabilities; scoring and generation do not overlap. Weights are allocated once, in blocks of their size: only
+    temporary memory is subject to the allocator's losses.
     """
     alone = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
     work = Workload(
@@ -654,6 +904,7 @@ def inference_bytes(
         world=alone,
         micro_batch=max(1, tokens // length),
         length=length,
+        casts=False,
     )
     width, judged = work.compute_bytes, 0
     if task in LANGUAGE_TASKS:

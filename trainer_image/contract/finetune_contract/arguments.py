@@ -98,6 +98,14 @@ FREE: frozenset[str] = frozenset(
 )
 """Fields that a job may set and that have an effect in the trainer's loop."""
 
+COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+"""Fields each of which switches torch.compile on (transformers 5.23, `TrainingArguments.__post_init__`)."""
+
+
+def compiles(arguments: Mapping[str, object]) -> bool:
+    """Return whether `training.arguments` switch torch.compile on."""
+    return any(arguments.get(name) for name in COMPILATION)
+
 
 @dataclass(frozen=True)
 class ArgumentProblem:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from finetune_contract.arguments import compiles
 from finetune_contract.choices import (
     FP8_STRATEGIES,
     WHOLE_STRATEGIES,
@@ -100,7 +101,7 @@ def choices_of(job: TrainerJob, training: Training) -> Choices:
         adapter=adapter.method if adapter is not None else "none",
         precision=training.precision,
         optimizer=training.optimizer,
-        torch_compile=bool(training.arguments.get("torch_compile")),
+        torch_compile=compiles(training.arguments),
         liger=bool(training.arguments.get("use_liger_kernel")),
         device=world.device,
         nodes=world.nodes,

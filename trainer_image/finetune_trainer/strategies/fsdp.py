@@ -5,6 +5,7 @@ We shard the model ourselves: for FSDP on CPU, accelerate would silently wrap th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -160,7 +161,14 @@ def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if blocks:
-        # Some models list embeddings there too; a group of their own does no harm.
-        return blocks
+        # Some models list embeddings there too. A group of their own does no harm, unless the head shares their
+        # weights, which have to be in one group.
+        uses = _uses_of_weights(model)
+        return [block for block in blocks if _uses_of_weights(block).items() <= uses.items()]
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return max((list(each) for each in lists), key=len, default=[])
+
+
+def _uses_of_weights(module: torch.nn.Module) -> Mapping[int, int]:
+    """Return the number of names under which a module has each of its weights, by id."""
+    return Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))

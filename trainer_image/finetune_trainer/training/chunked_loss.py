@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
+from finetune_contract.arguments import compiles
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, LOSS_LOGITS
 from finetune_contract.trainer_job import Training
 from finetune_trainer.data.slices import FOLLOWING, NOT_LEARNT
@@ -25,12 +27,16 @@ def chunk_loss(model: PreTrainedModel, training: Training) -> ChunkedLoss | None
     that is whole on each process. None: it computes all logits at once.
     """
     arguments = training.arguments
-    others = arguments.get("torch_compile") or arguments.get("use_liger_kernel") or training.label_smoothing
+    others = compiles(arguments) or arguments.get("use_liger_kernel") or training.label_smoothing
     whole = training.strategy.model_ranks == 1
-    is_decoder = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    if others or not whole or not is_decoder or model.config.model_type not in CHUNKED_LOSS_FAMILIES:
-        return None
-    return ChunkedLoss(model)
+    return ChunkedLoss(model) if whole and not others and _is_known_decoder(model) else None
+
+
+def _is_known_decoder(model: PreTrainedModel) -> bool:
+    """Return whether `model` is a decoder whose loss is known; code that comes with a model may compute another one."""
+    kind = type(model)
+    known = kind.__module__.startswith("transformers.") and kind.__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return known and model.config.model_type in CHUNKED_LOSS_FAMILIES and model.loss_function is ForCausalLMLoss
 
 
 class ChunkedLoss:

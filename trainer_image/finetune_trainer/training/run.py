@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune_contract.arguments import groups_by_length
+from finetune_contract.arguments import compiles, groups_by_length
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
 from finetune_trainer.allocator import give_back_freed_memory
@@ -227,7 +228,7 @@ def _start(run: _Run) -> _Start:
             in_training_type(model.parameters(), narrow, training.world.device)
         case "files":
             pass
-    if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
+    if training.world.device == "cpu" and not compiles(training.arguments):  # which has its own dropout
         share_random_bits(model)
     in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
     if run.task.objective is None:
@@ -246,7 +247,7 @@ def _parts(
     clock: PartClock,
 ) -> LoopParts:
     training, prepared, settings = run.training, run.prepared, run.training.strategy
-    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
+    tokens = _validation_tokens(start.model, training.batch.micro_batch_size * prepared.facts.max_length)
     deal = Deal(prepared, run.task, tokens, run.data_rank, training.batch.data_parallel, run.tokens_of_rows)
     reference = _reference(run, start, deal, order, partial(observer.on_validation_batch, saver.first_step))
     return LoopParts(
@@ -269,6 +270,17 @@ def _parts(
         activations=InHostMemory() if settings.offload_activations == "cpu" else OnDevice(),
         clock=clock,
     )
+
+
+def _validation_tokens(model: PreTrainedModel, micro_batch: int) -> int:
+    """Return the limit of padded tokens in a validation batch. `micro_batch`: that of training. A language model holds
+    all logits of the batch: no more than `REQUESTED_LOGITS`, or those of as many tokens as in training.
+    """
+    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * micro_batch
+    if cast(Any, model).get_output_embeddings() is None:
+        return tokens
+    vocabulary: int = model.config.get_text_config().vocab_size
+    return min(tokens, max(micro_batch, REQUESTED_LOGITS // vocabulary))
 
 
 def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str, Any], best: Path | None) -> None:
@@ -400,7 +412,7 @@ def _in_float8(training: Training, model: PreTrainedModel) -> InFloat8:
     """Convert the model's layers, and log the result."""
     converted = convert(model)
     log.info("%s.", converted)
-    if not training.arguments.get("torch_compile"):
+    if not compiles(training.arguments):
         log.warning("Without training.arguments.torch_compile fp8 is slower than bf16: rounding is not fused.")
     return converted
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from finetune_contract.arguments import compiles
 from finetune_contract.choices import FP8_STRATEGIES
 from finetune_contract.combinations import CONSTRAINTS, FIELDS, Choices, Constraint, Term, Value
 from finetune_operator.api.rules.processes import PROCESSES, SPREAD, WORLD_FIELDS, certain_processes
@@ -25,7 +26,7 @@ def choices_of(spec: FineTuneJobSpec) -> Choices:
         adapter=spec.model.adapter.method,
         precision=None if training is None else _unless_auto(training.precision),
         optimizer=None if training is None else training.optimizer,
-        torch_compile=bool(arguments.get("torch_compile")),
+        torch_compile=compiles(arguments),
         liger=bool(arguments.get("use_liger_kernel")),
         strategy=_unless_auto(parallelism.strategy),
         zero_stage=_unless_auto(parallelism.zero_stage),
@@ -162,7 +163,7 @@ def _table_rule(constraint: Constraint) -> Rule:
         cel=_constraint_cel(constraint) if _CEL.keys() >= set(choices) else None,
         holds=lambda spec: constraint.holds(choices_of(spec)),
         text=constraint.rule,
-        way_out=constraint.hint,
+        hint=constraint.hint,
         advice=_ADVICE.get(constraint.name),
         reads=tuple(dict.fromkeys(fields)),
         schema_around=_SCHEMA_AROUND.get(constraint.name, {}),

@@ -1,0 +1,198 @@
+"""The plan's memory of traced runs against their traces: a developers' tool.
+
+    python -m tracing_support.memory_table [--trace] [NAME ...]
+
+prints the table from the kept traces; `--trace` traces the cases again and keeps them (`make trace-memory`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.memory import Workload, estimate
+from finetune_operator.planning.plan_types import MemoryEstimate
+from tracing_support.memory_cases import MEMORY_CASES
+from tracing_support.traced_cases import CASES, Case
+
+KEPT = Path(__file__).parents[1] / "tracing" / "memory_traces.json"
+LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "peft")
+OVERHEAD = ("allocator", "process")
+"""Terms of the plan that a trace has none of."""
+GIB = 1 << 30
+TRACED = (*MEMORY_CASES, *(case for case in CASES if case.strategy.pipeline is None))
+"""All cases that are compared: of a pipeline the plan counts the fullest process, and the traced one is in the middle.
+"""
+
+
+@dataclass(frozen=True)
+class KeptTrace:
+    """Memory of one traced run."""
+
+    name: str
+    peak: int
+    """Most bytes on the GPU."""
+    phase: str
+    """Phase of the peak."""
+    held: Mapping[str, int]
+    """Kind -> bytes at the peak."""
+    kept: int
+    """Bytes that a forward pass keeps for its backward pass."""
+
+
+def kept_traces(file: Path = KEPT) -> dict[str, KeptTrace]:
+    """Return the kept traces by their cases' names."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        name: KeptTrace(name, each["peak"], each["phase"], each["held"], each["kept"]) for name, each in values.items()
+    }
+
+
+def workload(case: Case) -> Workload:
+    """Return what the plan knows of the case."""
+    training = case.training
+    return Workload(
+        model=model_facts(case.model_config, case.task),
+        task=case.task,
+        strategy=training.strategy,
+        precision=case.precision,
+        optimizer="adamw",
+        world=training.world,
+        micro_batch=case.rows,
+        length=case.tokens,
+        adapter=case.adapter,
+        accumulates=case.accumulation > 1,
+    )
+
+
+def planned(case: Case) -> MemoryEstimate:
+    """Return the plan's memory of the case."""
+    return estimate(workload(case), 80 * GIB)
+
+
+def allocated(made: MemoryEstimate) -> int:
+    """Return the bytes of the plan's terms that a trace has."""
+    return sum(term.bytes for term in made.terms if term.name not in OVERHEAD)
+
+
+def rows(cases: Iterable[Case], traces: Mapping[str, KeptTrace]) -> list[str]:
+    """Return the table's lines, and for each case the terms of both sides in MiB."""
+    lines = []
+    for case in cases:
+        if (trace := traces.get(case.name)) is None:
+            continue
+        made = planned(case)
+        ours = {term.name: term.bytes for term in made.terms}
+        ratio, whole = allocated(made) / trace.peak, made.total_bytes / trace.peak
+        lines.append(f"{case.name:32} plan {_gib(allocated(made))} trace {_gib(trace.peak)} {ratio:5.2f} ({whole:.2f})")
+        lines.append(f"      plan:  {_parts(ours)}")
+        lines.append(f"      trace: {_parts(trace.held)} in {trace.phase}; kept {_gib(trace.kept)}")
+    return lines
+
+
+def table() -> str:
+    """Return the comparison as Markdown."""
+    lines = ["| run | tokens | planned GiB | traced GiB | planned / traced |", "|---|---|---|---|---|"]
+    traces = kept_traces()
+    for case in TRACED:
+        ours, peak = allocated(planned(case)), traces[case.name].peak
+        cells = [
+            case.name,
+            f"{case.rows} x {case.tokens:,}",
+            _gib(ours).strip(),
+            _gib(peak).strip(),
+            f"{ours / peak:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size > GIB // 200)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:6.2f}"
+
+
+def trace_all(cases: Iterable[Case]) -> dict[str, Any]:
+    """Trace the cases, and return what is kept of them."""
+    from tracing_support import stub_cuda
+    from trainer_support.forking import ForkServer
+
+    traces = {}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "stub"
+        folder.mkdir()
+        stub_cuda.build(folder)
+        server = ForkServer(environment={**stub_cuda.environment(folder), "DS_ACCELERATOR": "cuda"})
+        try:
+            for case in cases:
+                result = folder / "result.json"
+                run = {"call": "tracing_support.dry_run:run", "arguments": {"name": case.name, "result": str(result)}}
+                codes, printed = server.run({"processes": 1, "environment": {}, "log": str(folder / "log"), **run})
+                if codes != [0]:
+                    raise SystemExit(f"{case.name}:\n{printed}")
+                traces[case.name] = _kept(case, json.loads(result.read_text(encoding="utf-8")))
+                print(case.name, printed if os.environ.get("FINETUNE_TRACE_LARGEST") else "", flush=True)
+        finally:
+            server.stop()
+    return traces
+
+
+def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
+    peaks = figures["peaks"]
+    phase = max(peaks, key=lambda each: peaks[each])
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "commit": commit,
+        "libraries": {name: version(name) for name in LIBRARIES},
+        "config": case.model_config,
+        "recipe": {
+            "task": case.task,
+            "strategy": case.strategy.model_dump(mode="json", exclude_defaults=True),
+            "processes": case.size,
+            "precision": case.precision,
+            "rows": case.rows,
+            "tokens": case.tokens,
+            "accumulation": case.accumulation,
+            "adapter": None if case.adapter is None else case.adapter.model_dump(mode="json"),
+        },
+        "peak": peaks[phase],
+        "phase": phase,
+        "held": dict(sorted(figures["held"].items())),
+        "kept": figures["kept"],
+    }
+
+
+def _keep(made: Mapping[str, Any]) -> None:
+    """Write the traces beside those of other cases, in the order of the cases."""
+    before = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
+    found = {**before, **made}
+    kept = {case.name: found[case.name] for case in TRACED if case.name in found}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Trace and print, as the module's text says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("names", nargs="*")
+    asked = parser.parse_args()
+    cases = [case for case in TRACED if not asked.names or any(name in case.name for name in asked.names)]
+    if asked.trace:
+        _keep(trace_all(cases))
+    print("\n".join(rows(cases, kept_traces())))
+
+
+if __name__ == "__main__":
+    main()
