@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from finetune_contract.arguments import COMPILATION
+from finetune_contract.arguments import COMPILATION, compiles
 from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadDevice, Stage
 from finetune_contract.combinations import Choices, broken
 from finetune_contract.trainer_job import Strategy, World
@@ -131,9 +131,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
 def _has_whole_logits(draft: Draft) -> bool:
     """Return whether the training's settings keep a decoder from computing its loss in chunks."""
     asked = draft.training
-    return bool(
-        asked.label_smoothing or asked.arguments.get("torch_compile") or asked.arguments.get("use_liger_kernel")
-    )
+    return bool(asked.label_smoothing or compiles(asked.arguments) or asked.arguments.get("use_liger_kernel"))
 
 
 def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
