@@ -41,14 +41,23 @@ def command_reference() -> str:
 
 def gpu_table() -> str:
     """Return the built-in table of GPUs."""
-    rows = ["| product | memory | capability | bf16 | fp8 | half TFLOP/s | fp32 TFLOP/s | links GB/s |"]
-    rows.append("|---|---|---|---|---|---|---|---|")
+    titles = ("product", "memory", "capability", "bf16", "fp8", "half TFLOP/s", "fp32 TFLOP/s")
+    speeds = ("memory GB/s", "links GB/s", "network GB/s", "host GB/s")
+    rows = [f"| {' | '.join((*titles, *speeds))} |", f"|{'---|' * (len(titles) + len(speeds))}"]
     for gpu in GPU_MODELS:
         yes = [("yes" if has else "no") for has in (gpu.bf16, gpu.fp8)]
-        figures = [f"{each:g}" for each in (gpu.half_tflops, gpu.fp32_tflops, gpu.link_gigabytes)]
+        rates = (gpu.bandwidth, gpu.link_gigabytes, gpu.network, gpu.host)
+        figures = [f"{each:g}" for each in (gpu.half_tflops, gpu.fp32_tflops, *rates)]
         cells = [f"`{gpu.name}`", f"{gpu.memory_mib:,} MiB", gpu.capability or "-", *yes, *figures]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
+
+
+def published_speeds() -> str:
+    """Return the table of planned and published speeds."""
+    from planning_support.published_speed import table
+
+    return table() + "\n"
 
 
 def argo_health() -> str:
@@ -117,6 +126,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_reference,
     "docs/names.md": names_reference,
     "docs/commands.md": command_reference,
+    "docs/estimates.md": between_marks("docs/estimates.md", published_speeds),
     "docs/hardware.md": between_marks("docs/hardware.md", gpu_table),
     "docs/operator.md": between_marks("docs/operator.md", launchers_table),
     "docs/support.md": support_matrix,

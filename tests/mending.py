@@ -46,7 +46,7 @@ def parts(path: str) -> tuple[PathPart, ...]:
 
 def alternatives(problem: Problem) -> list[list[Edit]]:
     """Return the alternatives in a problem's hint that can be parsed, each as its edits."""
-    text = problem.way_out
+    text = problem.hint
     for reader in (_renamed, _moved, _quoted, _left_or_set, _written):
         found = reader(problem, text)
         if found:
@@ -198,7 +198,7 @@ def mend(
             document = apply(document, [Edit(field, value) for field, value in _edits(problem.path, edits).items()])
             continue
         ways = alternatives(problem)
-        assert ways, f"no hint can be followed: {problem.path}: {problem.way_out}"
+        assert ways, f"no hint can be followed: {problem.path}: {problem.hint}"
         document = apply(document, ways[0])
     return without_gone(document), used
 

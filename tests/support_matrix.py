@@ -143,7 +143,7 @@ _LONG_LIST = re.compile(r"(\w+, \w+, \w+)((?:, \w+){12,})")
 
 def reason(problem: Problem) -> str:
     """Return the message of a refusal as Markdown, without the value; a long list is cut."""
-    words = f"`{problem.path}`: {problem.rule}; {problem.way_out}."
+    words = f"`{problem.path}`: {problem.rule}; {problem.hint}."
     return _LONG_LIST.sub(lambda found: f"{found[1]} and {found[2].count(',')} others", words)
 
 

@@ -37,4 +37,4 @@ def read_settings_file(file: Path) -> Settings:
 
 def _format_problem(file: Path, problem: Problem) -> str:
     where = " ".join(part for part in (problem.path, problem.value) if part)
-    return f"{file}: {where}: {problem.rule}; {problem.way_out}"
+    return f"{file}: {where}: {problem.rule}; {problem.hint}"

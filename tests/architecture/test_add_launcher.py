@@ -91,7 +91,7 @@ made = plan(job, Facts(served=discovered), CLUSTER_SETTINGS)
 try:
     plan(job, Facts(), CLUSTER_SETTINGS)
 except PlanRefused as refused:
-    unserved = refused.problems[0].way_out
+    unserved = refused.problems[0].hint
 manifests = stage(made, RenderContext("team", job.spec), Attempt(Stage.TRAIN))
 child = child_view({**manifests[-1], "status": {"jobStatus": "FAILED"}})
 version = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -100,7 +100,7 @@ print(json.dumps({
     "problems": [str(problem) for problem in problems],
     "planned": plan(judged()[0], Facts(served=discovered), CLUSTER_SETTINGS).launcher,
     "unserved": unserved,
-    "misspelt": judged(launcher="kuberay")[1][0].way_out,
+    "misspelt": judged(launcher="kuberay")[1][0].hint,
     "reserved": [problem.path for problem in judged(template={"env": [{"name": "RAY_X", "value": "1"}]})[1]],
     "rendered": [manifest["kind"] for manifest in manifests],
     "read": [child.ref.kind, child.state],

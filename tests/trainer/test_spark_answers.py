@@ -174,7 +174,9 @@ def test_wrong_settings_are_refused_before_spark_runs(models: dict[str, Path], t
     classes = models["classes"]
     assert refused(tmp_path / "none").reason == "ModelNotFound"
     assert refused(models["llama"]).reason == "NoHead"
-    assert refused(classes, columns=("txt",)).message.startswith("predict.columns has txt; supported are text, text_pair,")
+    assert refused(classes, columns=("txt",)).message.startswith(
+        "predict.columns has txt; supported are text, text_pair,"
+    )
     assert refused(classes, columns=("text", "tokens")).reason == "ColumnOfAnotherTask"
     assert refused(classes, columns=()).message.startswith("predict.columns.text is not set")
     assert refused(classes, max_length=4096).reason == "MaxLengthTooLong"

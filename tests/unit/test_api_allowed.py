@@ -257,10 +257,10 @@ def test_too_large_job_is_refused_with_the_limit(case: str) -> None:
     (problem,) = [each for each in found if (each.path, each.rule) not in before]
     assert problem.path == path
     assert str(*allow.values()) in problem.rule
-    assert str(*allow.values()) in problem.way_out
+    assert str(*allow.values()) in problem.hint
 
 
 def test_no_value_of_a_credential_is_repeated() -> None:
     (problem,) = validate_job(job(**env("DB_PASSWORD", "correct horse")))[1]
     assert problem.value == HIDDEN
-    assert "correct horse" not in json.dumps([problem.rule, problem.way_out])
+    assert "correct horse" not in json.dumps([problem.rule, problem.hint])

@@ -112,7 +112,7 @@ def test_all_problems_of_the_settings_are_reported_at_once(case: str) -> None:
     settings, problems = check_settings(value)
     assert settings is None
     assert [(problem.path, problem.value, problem.reason) for problem in problems] == expected
-    assert all(problem.rule and problem.way_out for problem in problems)
+    assert all(problem.rule and problem.hint for problem in problems)
 
 
 @pytest.mark.parametrize("value", [None, {}, {"namespaces": None, "defaults": {"image": None}}])

@@ -88,7 +88,7 @@ def problems_of(**template: Any) -> list[tuple[str, str]]:
             "template": template,
         },
     }
-    return [(problem.path, problem.way_out) for problem in validate_job(value)[1]]
+    return [(problem.path, problem.hint) for problem in validate_job(value)[1]]
 
 
 def test_job_cannot_set_the_managed_by_label() -> None:

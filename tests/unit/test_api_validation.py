@@ -532,17 +532,17 @@ def test_a_bad_job_has_these_problems_and_no_other(name: str) -> None:
     problems = problems_of(JOBS / "bad" / f"{name}.yaml")
     assert [(problem.path, problem.reason) for problem in problems] == [row[:2] for row in BAD[name]]
     for problem, (_, _, part) in zip(problems, BAD[name], strict=True):
-        assert part in f"{problem.rule} | {problem.way_out}"
+        assert part in f"{problem.rule} | {problem.hint}"
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_no_message_speaks_the_language_of_a_library_or_repeats_a_token(name: str) -> None:
     for problem in problems_of(JOBS / "bad" / f"{name}.yaml"):
-        text = f"{problem.path} {problem.value} {problem.rule} {problem.way_out}"
+        text = f"{problem.path} {problem.value} {problem.rule} {problem.hint}"
         for word in ("Input should", "pydantic", "literal[", "constrained", "valid integer", "hf_abc"):
             assert word not in text
         assert problem.rule
-        assert problem.way_out
+        assert problem.hint
 
 
 def test_a_job_with_a_problem_is_not_returned() -> None:
@@ -650,7 +650,7 @@ def test_value_is_shown_next_to_an_invalid_required_field() -> None:
 
 def test_an_object_that_is_written_as_one_value_is_explained() -> None:
     _, problems = validate_job(job(model="hf://org/name", training=True), LOCAL_SETTINGS)
-    assert [(problem.path, problem.way_out) for problem in problems] == [
+    assert [(problem.path, problem.hint) for problem in problems] == [
         ("spec.model", "write the URI one level deeper, as uri: hf://org/name"),
         ("spec.training", "write {} to take the defaults"),
     ]
@@ -660,7 +660,7 @@ def test_hint_for_a_missing_field_lists_its_values() -> None:
     value = job()
     value["spec"] = {"training": {}, "dataset": {"uri": "hf://org/rows"}}
     _, problems = validate_job(value, LOCAL_SETTINGS)
-    assert [(problem.path, problem.way_out) for problem in problems] == [
+    assert [(problem.path, problem.hint) for problem in problems] == [
         (
             "spec.task",
             "write one of text-classification, token-classification, question-answering, text-generation, "

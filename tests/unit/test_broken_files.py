@@ -95,7 +95,7 @@ def test_broken_file_is_reported(command: str, content: bytes, tmp_path: Path) -
 
 def test_helm_template_is_recognized() -> None:
     _, (problem,) = read_documents(BROKEN["the braces of Helm"])
-    assert "helm template" in problem.way_out
+    assert "helm template" in problem.hint
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])

@@ -92,6 +92,10 @@ def test_a_missing_field_points_to_the_object_that_should_hold_it(tmp_path: Path
         ["validate", "job.yaml", "-o", "xml"],
         ["plan", "job.yaml", "--hardware", "gpu"],
         ["plan", "job.yaml", "--settings", "job.yaml"],
+        ["plan", "job.yaml", "--what-if", "gpu=H100,nodes=0"],
+        ["plan", "job.yaml", "--what-if", "gpu=H100,nodes=1,nodes=2"],
+        ["plan", "job.yaml", "--what-if", "gpu=H100,network=fast"],
+        ["plan", "job.yaml", "--what-if", "gpu=H100", "--alternatives"],
         ["run", "job.yaml", "--resume", "--restart"],
         ["run", "both.yaml"],
         ["run", "both.yaml", "--name", "third"],
@@ -371,7 +375,7 @@ def test_unusable_settings_are_reported_by_their_field_names(tmp_path: Path) -> 
         "Error: --settings: settings.yaml: prices[0].gpus: is required; set it: number of GPUs on the node; "
         'settings.yaml: colour "blue": there is no such field; the fields here are namespaces, defaults, limits, '
         "progress, spot, spark, networkPolicy, allow, schemes, gitHosts, images, trustRemoteCode, currency, prices, "
-        "hardware, nodes"
+        "hardware, nodes, planning"
     )
 
 

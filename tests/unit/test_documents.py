@@ -305,7 +305,7 @@ def values_of(source: str | bytes) -> list[JsonValue]:
 
 def refusals_of(source: str | bytes) -> list[Problem]:
     problems = read_documents(source)[1]
-    assert all(problem.rule and problem.way_out for problem in problems)
+    assert all(problem.rule and problem.hint for problem in problems)
     return problems
 
 
@@ -445,7 +445,7 @@ def test_exploding_aliases_are_refused_at_the_line_that_exceeds_the_limit() -> N
     (by_share,) = refusals_of(billion_laughs(10))
     (by_count,) = refusals_of("pad: [" + "1, " * 2000 + "]\n" + billion_laughs(10))
     assert (by_share.line, by_share.rule) == (4, "aliases must not make up nearly all of a document")
-    assert (by_count.line, by_count.way_out) == (6, "use fewer aliases, or split the file")
+    assert (by_count.line, by_count.hint) == (6, "use fewer aliases, or split the file")
 
 
 def test_aliases_that_do_not_explode_are_written_out() -> None:

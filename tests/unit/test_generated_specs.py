@@ -78,7 +78,7 @@ def check(counts: Counter[str], spec: dict[str, Any]) -> None:
     if job is None or problems:
         counts["invalid"] += 1
         assert problems
-        assert all(problem.path and problem.rule and problem.way_out for problem in problems)
+        assert all(problem.path and problem.rule and problem.hint for problem in problems)
         return
     counts["valid"] += 1
     launcher = spec.get("launcher", LAUNCHERS[counts["valid"] % len(LAUNCHERS)])

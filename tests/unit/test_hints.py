@@ -51,7 +51,7 @@ def problems_of(value: Any, settings: Settings = LOCAL_SETTINGS) -> list[Problem
 
 
 def text_of(problem: Problem) -> str:
-    return f"{problem.path}: {problem.value}: {problem.rule}. {problem.way_out}"
+    return f"{problem.path}: {problem.value}: {problem.rule}. {problem.hint}"
 
 
 # ---------------------------------------------------------------------------------------------------------- whole files
@@ -220,7 +220,7 @@ def test_foreign_name_in_any_object_gets_a_valid_hint(place: str) -> None:
             target[name] = 1
             path = format_path((*parts(place), name))
             (problem,) = [problem for problem in problems_of(document) if problem.path == path]
-            assert "the fields here are" not in problem.way_out, text_of(problem)
+            assert "the fields here are" not in problem.hint, text_of(problem)
             for edits in alternatives(problem):
                 after = problems_of(without_gone(apply(document, edits)))
                 assert path not in [found.path for found in after], text_of(problem)
@@ -241,10 +241,10 @@ def test_foreign_value_gets_a_valid_hint(row: ForeignValue) -> None:
         target[leaf] = name
         (problem,) = [problem for problem in problems_of(document) if problem.path == row.field]
         if not row.instead:
-            assert row.hint in problem.way_out
+            assert row.hint in problem.hint
             continue
         # Problems that the value then causes follow in the same message.
-        alone = replace(problem, way_out=problem.way_out.partition("; it then ")[0])
+        alone = replace(problem, hint=problem.hint.partition("; it then ")[0])
         after = without_gone(apply(document, alternatives(alone)[0]))
         assert row.field not in [found.path for found in problems_of(after) if found.reason == "NotSupported"]
         for field, value in row.instead.items():
@@ -301,12 +301,12 @@ ONE_BY_ONE = {
 def test_mistakes_of_beginners_get_a_hint(case: str) -> None:
     patch, expected = ONE_BY_ONE[case]
     (problem,) = problems_of(job(**patch))
-    assert expected in problem.way_out
+    assert expected in problem.hint
 
 
 def test_hint_names_the_place_of_a_field_next_to_spec() -> None:
     problems = problems_of({**job(), "epochs": 3, "training": {}, "namespace": "x"})
-    assert [(problem.path, problem.way_out) for problem in problems] == [
+    assert [(problem.path, problem.hint) for problem in problems] == [
         ("epochs", "move it below spec.training"),
         ("training", "move it below spec"),
         ("namespace", "move it below metadata"),
@@ -342,7 +342,7 @@ def test_a_hint_offers_only_schemes_that_are_served_and_allowed() -> None:
         (Settings(schemes=("pvc",)), {"pvc"}),
     ):
         for problem in problems_of(document, settings):
-            text = f"{problem.rule} {problem.way_out}".replace("hf://bert-base", "")
+            text = f"{problem.rule} {problem.hint}".replace("hf://bert-base", "")
             text = text.replace("file:// names", "").replace("s3:// is not allowed here", "")
             named = {scheme for scheme in ("hf", "s3", "gs", "az", "pvc", "file", "pkg") if f"{scheme}://" in text}
             assert named <= offered, text_of(problem)
@@ -350,14 +350,14 @@ def test_a_hint_offers_only_schemes_that_are_served_and_allowed() -> None:
 
 def test_hint_offers_only_supported_values() -> None:
     (problem,) = problems_of(job(launcher="trainjobs"))
-    assert "trainjob," not in f"{problem.rule} {problem.way_out}"
+    assert "trainjob," not in f"{problem.rule} {problem.hint}"
     assert "endpoint" not in " ".join(map(text_of, problems_of(job(training=None))))
 
 
 def test_a_hint_names_no_field_that_is_refused() -> None:
     config = {"strategy": "deepspeed", "deepspeedConfig": {"elasticity": {"enabled": True}}}
     (problem,) = problems_of(job(parallelism=config))
-    assert problem.way_out == "leave it out: spec.resources.elastic is not supported in this version"
+    assert problem.hint == "leave it out: spec.resources.elastic is not supported in this version"
 
 
 def test_unsupported_field_is_the_only_problem_of_its_block() -> None:
@@ -425,8 +425,8 @@ def test_configuration_of_another_tool_is_one_problem(text: str, tool: str, hint
     (problem,) = problems_of({**job(), "spec": value} if beside else value)
     assert f"a configuration of {tool}," in problem.rule
     assert problem.path == ("spec" if beside else "")
-    assert hint in problem.way_out
-    assert "docs/names.md" in problem.way_out
+    assert hint in problem.hint
+    assert "docs/names.md" in problem.hint
 
 
 def test_few_foreign_names_are_reported_one_by_one() -> None:

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 def problems_of(spec: dict[str, Any]) -> dict[str, str]:
     document = job_document(spec)
-    return {problem.path: problem.way_out for problem in validate_job(document, LOCAL_SETTINGS)[1]}
+    return {problem.path: problem.hint for problem in validate_job(document, LOCAL_SETTINGS)[1]}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,7 +166,7 @@ def test_workspace_of_kaito_is_one_problem() -> None:
     workspace = {"apiVersion": "kaito.sh/v1beta1", "kind": "Workspace", "resource": {"count": 1}, "tuning": {}}
     (problem,) = validate_job(workspace, LOCAL_SETTINGS)[1]
     assert problem.rule == "this is a Workspace of KAITO, whose field names differ from those of a FineTuneJob"
-    assert "tuning.method is spec.model.adapter.method" in problem.way_out
+    assert "tuning.method is spec.model.adapter.method" in problem.hint
 
 
 def test_value_that_looks_like_a_credential_is_not_repeated() -> None:

@@ -39,7 +39,7 @@ def inputs_of(folder: str, name: str) -> Inputs:
 
 def messages(name: str) -> str:
     inputs = inputs_of("naive", name)
-    problems = [f"{each.path}: {each.value}: {each.rule}. {each.way_out}" for _, each in inputs.problems]
+    problems = [f"{each.path}: {each.value}: {each.rule}. {each.hint}" for _, each in inputs.problems]
     return "\n".join([name, *(f"  {line}" for line in (*inputs.notes, *problems))]).replace(f"{JOBS}/", "")
 
 

@@ -33,6 +33,7 @@ ON_ONE: dict[str, Any] = {"resources": {"gpusPerNode": 1}}
 WRITES: dict[str, Any] = {"task": "text-generation"}
 DEEPSPEED: dict[str, Any] = {"strategy": "deepspeed"}
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
+KEPT = "-activation-checkpointing"
 Case = tuple[dict[str, Any], dict[str, Any]]
 """Fields of the job, and the known facts: fields of Facts, `settings`, `adaptation`, `as_known`."""
 
@@ -103,7 +104,10 @@ CASES: dict[str, Case] = {
     ),
     "all strategies have run out of memory": (
         {**ON_ONE, "parallelism": {"strategy": "single"}},
-        {"hardware": GPUS, "adaptation": Adaptation(1, ("single", "single+activation-checkpointing"))},
+        {
+            "hardware": GPUS,
+            "adaptation": Adaptation(1, tuple(f"single{tail}" for tail in ("", "+selective" + KEPT, "+" + KEPT[1:]))),
+        },
     ),
     "it does not fit": (
         {**WRITES, **ON_ONE, "parallelism": {"strategy": "single"}, "training": {"globalBatchSize": 64}},
@@ -188,10 +192,10 @@ def test_each_way_out_of_a_refusal_clears_it_and_one_leads_to_a_plan(case: str) 
     assert problems, "nothing is refused"
     for problem in problems:
         ways = ways_out(case, problem)
-        assert ways, f"nobody can tell what to do: {problem.path}: {problem.way_out}"
+        assert ways, f"nobody can tell what to do: {problem.path}: {problem.hint}"
         for edits in ways:
             after = problems_of(without_gone(apply(written, edits)), known)
-            assert still(problem, after) == [], (edits, problem.way_out)
+            assert still(problem, after) == [], (edits, problem.hint)
     firsts = [edits for problem in problems for edits in ways_out(case, problem)[:1]]
     whole = without_gone(apply(written, [edit for edits in firsts for edit in edits]))
     assert [each.path for each in problems_of(whole, known)] in ([], ["spec.training"])  # nothing is left to do

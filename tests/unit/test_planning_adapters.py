@@ -387,11 +387,8 @@ def test_the_plan_carries_the_adapter_says_what_is_trained_and_chooses_by_the_me
         Row("adapter", "lora", "rank 16, alpha 8, dropout 0.05, on q_proj, v_proj"),
         Row("trainable", "2.26 million", "0.22% of 1.03 billion parameters"),
     ]
-    # 16 bytes for each of 1.0B parameters do not fit in 16 GB beside the rest; 2, and 12 for each trained one, do.
-    small = "gpu=T4,gpus=2,hostMemory=512Gi"
-    lora = {"method": "lora", "targetModules": ["q_proj", "v_proj"], "alpha": 8}
-    chosen = [planned(each, hardware=small).strategy for each in ({"method": "none"}, lora)]
-    assert chosen == ["deepspeed-zero1", "ddp"]
+    # 16 bytes for each of 1.0B parameters do not fit in 24 GB beside the rest; 2, and 12 for each trained one, do.
+    assert (planned({"method": "none"}).strategy, made.strategy) == ("ddp+tensor2", "ddp")
 
 
 def test_a_model_at_whose_layers_nobody_has_looked_is_planned_as_if_every_weight_were_trained():
@@ -404,7 +401,8 @@ def test_a_model_at_whose_layers_nobody_has_looked_is_planned_as_if_every_weight
     rows = {row.label for section in summarise(made) for row in section.rows}
     assert "adapter" in rows
     assert "trainable" not in rows
-    assert made.strategy == planned({"method": "none"}, model=unseen).strategy
+    assert made.memory is not None
+    assert f"{unseen.parameters:,}" in next(term.formula for term in made.memory.terms if term.name == "gradients")
 
 
 def test_weights_in_4_bits_stay_whole_and_make_room_for_a_model_that_would_have_to_be_divided():

@@ -7,12 +7,13 @@ import re
 import pytest
 
 from finetune_contract.choices import Task
-from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.settings import CLUSTER_SETTINGS, HardwareRow, Settings
 from finetune_operator.api.validation import validate_job
-from finetune_operator.planning.assumed_facts import assumed_model, parse_hardware
+from finetune_operator.planning.assumed_facts import HardwareError, assumed_model, parse_hardware
 from finetune_operator.planning.cost import forward_flops, training_flops
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts
+from planning_support.cases import job
 
 
 def operations_a_token(task: Task, model: str) -> float:
@@ -57,3 +58,48 @@ def test_a_token_passes_the_experts_that_are_chosen_for_it() -> None:
     assert training_flops(mixture, 1, 0, recompute=False) / 6e9 == pytest.approx(12.9 - 0.13, rel=0.01)
     assert training_flops(dense, 1, 0, recompute=False) / training_flops(mixture, 1, 0, recompute=False) > 3.5
     assert forward_flops(mixture, 1, 0) == training_flops(mixture, 1, 0, recompute=False) / 3
+
+
+def step_of(hardware: str, settings: Settings = CLUSTER_SETTINGS, **training: object) -> tuple[str, float, str]:
+    """Return precision, seconds and basis of a plan for two nodes, whose model is divided by ZeRO-3."""
+    spec = {
+        "task": "text-generation",
+        "model": {"uri": "hf://meta-llama/Llama-3.2-1B"},
+        "training": {"maxSteps": 10, "globalBatchSize": 32, **training},
+        "preparation": {"maxLength": 512},
+        "parallelism": {"strategy": "deepspeed", "zeroStage": 3},
+        "resources": {"gpusPerNode": 8, "nodes": 2},
+    }
+    made = plan(job(spec), Facts(hardware=parse_hardware(hardware, settings.hardware)), settings)
+    assert made.trainer.training is not None
+    assert made.estimate.seconds is not None
+    return made.trainer.training.precision, made.estimate.seconds, made.estimate.basis
+
+
+def test_a_slow_network_makes_a_training_over_nodes_longer():
+    node = "gpu=H100,gpus=8,hostMemory=1Ti"
+    quick, slow = (step_of(f"{node},network={gigabits}")[1] for gigabits in (3200, 25))
+    assert slow > 3 * quick
+    assert step_of(node)[1] == quick
+
+
+def test_figures_of_the_settings_take_the_place_of_those_of_the_table():
+    node = "gpu=H100,gpus=8,hostMemory=1Ti"
+    row = HardwareRow.model_validate({"name": "H100", "networkGigabytes": 25 / 8 / 8})
+    settings = CLUSTER_SETTINGS.model_copy(update={"hardware": (row,)})
+    assert step_of(node, settings)[1] == pytest.approx(step_of(f"{node},network=25")[1])
+
+
+@pytest.mark.parametrize("product", ["T4,memory=15Gi", "V100-32GB"])
+def test_gpus_without_bf16_train_in_fp16_at_the_rate_of_their_matrix_units(product: str):
+    node = f"gpu={product},gpus=8,hostMemory=1Ti"
+    precision, seconds, basis = step_of(node)
+    assert precision == "fp16"
+    assert "TFLOP/s in fp16" in basis
+    assert step_of(node, precision="fp32")[1] > 1.5 * seconds
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "-1", "1e9", "nan"])
+def test_a_network_that_is_no_number_of_gigabits_is_refused(text: str):
+    with pytest.raises(HardwareError, match=rf"network={text}: it is a number of Gbit/s of one node"):
+        parse_hardware(f"gpu=H100,network={text}")

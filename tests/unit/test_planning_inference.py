@@ -172,13 +172,13 @@ REFUSED: dict[str, tuple[str, ModelFacts, str, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("field", ["evaluation", "predict"])
 def test_an_evaluation_or_prediction_that_was_asked_for_is_refused(case: str, field: str):
-    gpu, shape, rule, way_out = REFUSED[case]
+    gpu, shape, rule, hint = REFUSED[case]
     with pytest.raises(PlanRefused) as refused:
         on(gpu, shape, **{field: {}})
     (problem,) = [each for each in refused.value.problems if each.path == f"spec.{field}"]
     assert problem.reason == "NotSupported"
     assert problem.rule == f"does not fit: one process with the whole model does it, {rule}"
-    assert problem.way_out == way_out
+    assert problem.hint == hint
 
 
 def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
@@ -300,7 +300,7 @@ def test_sparks_driver_is_one_of_the_workers_that_predict() -> None:
 def test_spark_predicts_where_it_is_served_and_granted_and_nobody_asks_once_it_has() -> None:
     with pytest.raises(PlanRefused) as refused:
         by_spark(4, granted=False)
-    assert [(each.path, each.rule, each.way_out) for each in refused.value.problems] == [
+    assert [(each.path, each.rule, each.hint) for each in refused.value.problems] == [
         (
             "spec.predict.engine",
             "the cluster has to serve SparkApplication (sparkoperator.k8s.io/v1beta2)",

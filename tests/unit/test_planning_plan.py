@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ def planned(spec: Mapping[str, Any] | None = None, settings: Settings = CLUSTER_
 def refused(spec: Mapping[str, Any] | None = None, settings: Settings = CLUSTER_SETTINGS, **facts: Any) -> list[Any]:
     with pytest.raises(PlanRefused) as caught:
         planned(spec, settings, **facts)
-    return [(problem.path, problem.value, problem.rule, problem.way_out) for problem in caught.value.problems]
+    return [(problem.path, problem.value, problem.rule, problem.hint) for problem in caught.value.problems]
 
 
 def training(result: JobPlan) -> Any:
@@ -511,8 +512,9 @@ def test_adapter_is_offered_where_it_fits_and_the_model_does_not(parallelism, gp
 
 def test_fp8_is_estimated_faster_than_bf16_when_it_is_compiled_and_slower_else():
     def seconds(precision: str, **arguments: Any) -> float:
-        spec = in_fp8(training={"precision": precision, "arguments": arguments})
-        made = planned(spec, hardware=EIGHT_H100).estimate.seconds
+        spec = in_fp8(training={"precision": precision, "arguments": arguments, "globalBatchSize": 64}) | SEQUENCE
+        spec["parallelism"] = {"strategy": "fsdp", "activationCheckpointing": "full"}
+        made = planned(spec, hardware=EIGHT_H100, model=gpt(4096, 32, 32), data=None).estimate.seconds
         assert made is not None
         return made
 
@@ -584,20 +586,20 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
         pytest.param(
             {"resources": {"gpusPerNode": 8}},
             {"model": ROBERTA_LARGE, "hardware": parse_hardware("gpu=V100-32GB,gpus=8"), "data": rows(8530, 128)},
-            "ddp",
-            id="nor over the eight of a p3dn that was published with four pipeline stages",
+            "deepspeed-zero1",
+            id="over the eight of a p3dn 16-bit gradients are sent sooner; it was published with four pipeline stages",
         ),
         pytest.param(
             {**SEQUENCE, "resources": {"gpusPerNode": 8, "nodes": 16}, "training": {"globalBatchSize": 640}},
             {"model": gpt(7168, 48, 64), "hardware": P4D, "data": None},
-            "deepspeed-zero3",
+            "deepspeed-zero3+selective-activation-checkpointing",
             id="GPT-2 30B over 16 p4d has to be divided whole",
         ),
         pytest.param(
             {**SEQUENCE, "resources": {"gpusPerNode": 8}},
             {"model": gpt(2048, 48, 16), "hardware": P4D, "data": None},
-            "deepspeed-zero1",
-            id="2.5B over 8 A100 40 GB: the optimizer is divided",
+            "fsdp",
+            id="2.5B over 8 A100 40 GB: its state is divided",
         ),
         pytest.param(
             {**SEQUENCE, "resources": {"gpusPerNode": 1}},
@@ -606,8 +608,8 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
                 "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=512Gi"),
                 "data": None,
             },
-            "deepspeed-zero2+optimizer-offload",
-            id="6.6B on one A100 80 GB: the optimizer moves to the host",
+            "deepspeed-zero3+optimizer-offload+parameter-offload",
+            id="6.6B on one A100 80 GB: the optimizer moves to the host, and the weights for more rows at once",
         ),
         pytest.param(
             {**SEQUENCE, "resources": {"gpusPerNode": 1}},
@@ -616,18 +618,8 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
                 "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=1Ti"),
                 "data": None,
             },
-            "deepspeed-zero2+activation-checkpointing+optimizer-offload",
-            id="39B on one A100 80 GB: layers are recomputed as well",
-        ),
-        pytest.param(
-            {**SEQUENCE, "resources": {"gpusPerNode": 1}},
-            {
-                "model": gpt(8192, 54, 64),
-                "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=1Ti"),
-                "data": None,
-            },
-            "deepspeed-zero3+optimizer-offload+parameter-offload",
-            id="44B on one A100 80 GB: the parameters move as well",
+            "deepspeed-zero3+selective-activation-checkpointing+optimizer-offload+parameter-offload",
+            id="39B on one A100 80 GB: the parameters move as well",
         ),
         pytest.param(
             {
@@ -680,12 +672,12 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
         pytest.param(
             {**SEQUENCE, "parallelism": {"strategy": "deepspeed", "zeroStage": 0}, "resources": {"gpusPerNode": 1}},
             {"model": gpt(1600, 48, 25), "hardware": parse_hardware("gpu=A100-40GB"), "data": None},
-            "deepspeed-zero0",
+            "deepspeed-zero0+selective-activation-checkpointing",
             id="stage 0 as asked",
         ),
     ],
 )
-def test_the_strategy_is_the_cheapest_that_fits_or_the_one_asked_for(spec, facts, strategy):
+def test_the_strategy_is_the_quickest_that_fits_or_the_one_asked_for(spec, facts, strategy):
     assert planned(spec, **facts).strategy == strategy
 
 
@@ -710,7 +702,7 @@ def test_a_long_row_makes_layers_recomputed_when_not_even_one_fits():
         max_position_embeddings=4098,
     )
     facts = {"model": long, "data": rows(100, 3072, 2000), "hardware": parse_hardware("gpu=T4")}
-    assert planned(spec, **facts).strategy == "single+activation-checkpointing"
+    assert planned(spec, **facts).strategy == "single+selective-activation-checkpointing"
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would_do():
@@ -738,7 +730,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
 
 
 @pytest.mark.parametrize(
-    ("spec", "way_out"),
+    ("spec", "hint"),
     [
         pytest.param(
             {"training": {"globalBatchSize": 248, "microBatchSize": 248}},
@@ -758,13 +750,13 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
         ),
     ],
 )
-def test_an_explicit_choice_that_does_not_fit_is_refused_with_each_change_that_fits(spec, way_out):
+def test_an_explicit_choice_that_does_not_fit_is_refused_with_each_change_that_fits(spec, hint):
     whole = spec | {
         "resources": {"gpusPerNode": 1},
         "parallelism": {"strategy": "single", "activationCheckpointing": "none"},
     }
     facts = {"model": BERT, "data": rows(8530, 512, 200), "hardware": parse_hardware("gpu=T4,hostMemory=32Gi")}
-    assert [problem[3] for problem in refused(whole, **facts)] == [way_out]
+    assert [problem[3] for problem in refused(whole, **facts)] == [hint]
 
 
 def test_stage_0_never_moves_the_optimizer_to_the_host_by_itself():
@@ -788,7 +780,8 @@ def test_a_free_choice_is_advised_together_with_what_would_forbid_it():
     facts = {"model": ROBERTA_LARGE, "data": rows(8530), "hardware": parse_hardware("gpu=T4,memory=5Gi")}
     assert [problem[3] for problem in refused(spec, **facts)] == [
         "set parallelism.strategy to auto and leave parallelism.zeroStage and parallelism.deepspeedConfig out, and "
-        "the plan takes deepspeed-zero2+optimizer-offload (4.5 GiB of 5.0 GiB a GPU)"
+        "the plan takes deepspeed-zero3+selective-activation-checkpointing+optimizer-offload+parameter-offload "
+        "(4.5 GiB of 5.0 GiB a GPU)"
     ]
 
 
@@ -1113,15 +1106,18 @@ def test_time_and_cost_follow_from_operations_and_prices():
     result = planned(spec, PRICES, model=BERT, hardware=EIGHT_H100, data=rows(64_000, 128, 128))
     tokens = 64_000 * 128
     flops = tokens * (6 * (BERT.parameters - BERT.embedding_parameters) + 12 * 12 * 768 * 128)
-    seconds = flops / (16 * 989e12 * 0.35)
-    assert result.estimate.seconds == pytest.approx(seconds)
+    seconds = result.estimate.seconds
+    assert seconds is not None
     assert result.estimate.cost == pytest.approx(seconds / 3600 * 2 * 98.32)
     assert result.estimate.currency == "USD"
-    assert result.estimate.basis == (
-        f"{flops:.3g} operations for 8,192,000 tokens on 16 processes at 35% of H100's 989 TFLOP/s in bf16; "
-        f"loading, saving and "
-        "evaluation not counted; 2 nodes at 98.32 USD an hour"
+    found = re.fullmatch(
+        rf"{re.escape(f'{flops:.3g}')} operations for 8,192,000 tokens on 16 processes at [0-9]+% of H100's 989 "
+        r"TFLOP/s in bf16; a step takes ([0-9.]+) ms: computation [0-9]+%, communication [0-9]+%, optimizer [0-9]+%; "
+        r"loading, saving and evaluation not counted; 2 nodes at 98.32 USD an hour",
+        result.estimate.basis,
     )
+    assert found is not None, result.estimate.basis
+    assert float(found[1]) == pytest.approx(seconds, rel=0.05)
     spot = planned(
         spec | {"spot": {"enabled": True}}, PRICES, model=BERT, hardware=EIGHT_H100, data=rows(64_000, 128, 128)
     )
@@ -1254,7 +1250,7 @@ def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):
     result = plan_or_problems(job(spec), facts, settings)
     if isinstance(result, tuple):
         assert result
-        assert all(problem.path.startswith("spec") and problem.rule and problem.way_out for problem in result)
+        assert all(problem.path.startswith("spec") and problem.rule and problem.hint for problem in result)
         return
     batch, world = training(result).batch, training(result).world
     assert batch.global_batch_size == spec["training"]["globalBatchSize"]

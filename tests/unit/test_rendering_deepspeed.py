@@ -228,7 +228,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
     ],
 )
 def test_a_key_that_cannot_stand_is_refused(overrides, problem):
-    assert [(each.path, each.rule, each.way_out) for each in override_problems(overrides)] == [problem]
+    assert [(each.path, each.rule, each.hint) for each in override_problems(overrides)] == [problem]
 
 
 def test_every_key_that_a_plan_writes_and_another_field_decides_is_owned():

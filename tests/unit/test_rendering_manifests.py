@@ -470,7 +470,7 @@ def test_what_names_no_place_in_a_claim_is_refused_with_its_field(fields: dict[s
         rendered(spec_with(**fields))
     found = [problem for problem in refused.value.problems if problem.path == path]
     assert found
-    assert all("pvc://" in problem.way_out or ".jsonl" in problem.way_out for problem in found)
+    assert all("pvc://" in problem.hint or ".jsonl" in problem.hint for problem in found)
 
 
 @pytest.mark.parametrize(

@@ -79,5 +79,5 @@ def test_job_that_cannot_be_validated_in_time_is_refused_alone(released: threadi
     for name in slow:
         (problem,) = views[name].problems
         assert "TooSlowError: validation took longer than" in problem.rule
-        assert "finetune validate" in problem.way_out
+        assert "finetune validate" in problem.hint
     assert views["a"].problems == views["b"].problems == ()

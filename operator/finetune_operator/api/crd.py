@@ -250,7 +250,7 @@ def _kubernetes_node(node: Schema) -> Schema:
 def _validation(rule: Rule) -> Schema:
     return {
         "rule": rule.cel,
-        "message": f"{rule.path} {rule.text}: {rule.way_out}",
+        "message": f"{rule.path} {rule.text}: {rule.hint}",
         "fieldPath": f".{rule.path}",
     }
 

@@ -211,7 +211,7 @@ def _intended(
             return None, None
         if row is not None:
             return (path, row.instead[field]) if list(row.instead) == [field] else (None, None)
-        intended = plain_meaning(shape, value, problem.way_out)
+        intended = plain_meaning(shape, value, problem.hint)
         return (None, None) if intended is None else (path, intended)
     hint = _name_hint(root, path, document, prefix)
     place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()

@@ -66,7 +66,7 @@ class Problem:
     """Short form of the offending value from `describe_value`; None if there is none to show."""
     rule: str
     """Rule that must hold, as a sentence without its full stop."""
-    way_out: str
+    hint: str
     """Hint at the solution, as a sentence without its full stop."""
     line: int | None = None
     """Line of the file, from 1; None when the problem does not come from a file."""

@@ -105,6 +105,21 @@ class HardwareRow(SpecModel):
         description="Bandwidth from one GPU to the others of its node, in 10^9 bytes per second and direction. If "
         "unset, it is not known.",
     )
+    memory_gigabytes: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Bandwidth of its memory, in 10^9 bytes a second. Left out: passes and optimizer steps are counted "
+        "without the time that memory takes.",
+    )
+    network_gigabytes: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Share of one GPU in the network of its node, in 10^9 bytes a second and direction: 50 for 400 "
+        "Gbit/s a GPU. Left out: 100 Gbit/s for 8 GPUs, or the figure of the built-in table.",
+    )
+    host_gigabytes: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Bandwidth between a GPU and host memory, in 10^9 bytes a second and direction. Left out: 16, or "
+        "the figure of the built-in table.",
+    )
     labels: Annotated[tuple[HardwareLabel, ...], Field(max_length=16)] = Field(
         default=(),
         description="Labels of nodes with the product; pods are scheduled to nodes with one of them. Defaults to none.",
@@ -463,6 +478,17 @@ class Allow(SpecModel):
         return PROFILES[self.profile][which] if configured is None else configured
 
 
+class Planning(SpecModel):
+    """Margins of plans."""
+
+    memory_margin: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        default=0.06,
+        description="Share of a GPU's memory that a plan leaves free where it can, as estimates have errors and "
+        "fragments of memory cannot be used. A job that fits only without it runs, and its plan shows that. "
+        "Default 0.06.",
+    )
+
+
 class Settings(SpecModel):
     """Settings of one installation."""
 
@@ -500,6 +526,7 @@ class Settings(SpecModel):
         description="GPUs in addition to the built-in table (docs/hardware.md), or overrides of its values.",
     )
     nodes: Nodes = Field(default=Nodes(), description="Sources of facts about the GPUs of nodes.")
+    planning: Planning = Field(default=Planning(), description="Margins of plans.")
 
     def progress_deadline(self, policy: RunPolicySpec) -> int:
         """Return the seconds without progress after which an attempt is stopped: the job's, or else ours; 0: never."""

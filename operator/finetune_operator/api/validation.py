@@ -327,7 +327,7 @@ def _across_fields(
     defaults = spec.model_dump(mode="json", by_alias=True)
     touched = {path[:length] for path in gone for length in range(len(path) + 1)}
     missing = unsupported(spec, settings.schemes)
-    absent = {tuple(str(problem.path).split(".")[1:]) for problem in missing if problem.way_out == "leave it out"}
+    absent = {tuple(str(problem.path).split(".")[1:]) for problem in missing if problem.hint == "leave it out"}
     settled = settle(spec).spec
     for rule in RULES:
         if (gone and _reads(rule, gone, touched)) or (absent and _reads(rule, absent, set())):
@@ -338,7 +338,7 @@ def _across_fields(
             if given is None:
                 given = value_at(defaults, path)
             shown = None if given is None else describe_value(given, path)
-            advice = rule.advice(spec) if rule.advice else rule.way_out
+            advice = rule.advice(spec) if rule.advice else rule.hint
             reason: Reason = "Required" if given is None else "Invalid"
             yield Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
     others = (
@@ -535,8 +535,8 @@ def _merge_followups(problems: Sequence[Problem], placed: Set[Path]) -> list[Pro
     for problem in problems:
         if problem.path in paths and problem.path in at:
             first = joined[at[problem.path]]
-            follows = f"{first.way_out}; it then {problem.rule}: {problem.way_out}"
-            joined[at[problem.path]] = replace(first, way_out=follows)
+            follows = f"{first.hint}; it then {problem.rule}: {problem.hint}"
+            joined[at[problem.path]] = replace(first, hint=follows)
         else:
             at.setdefault(problem.path, len(joined))
             joined.append(problem)

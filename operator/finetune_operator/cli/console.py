@@ -107,7 +107,7 @@ def described(problem: Problem, source: str) -> str:
     parts = [problem.path] if problem.path else []
     if problem.value is not None:
         parts.append(f"value {problem.value}")
-    hint = problem.way_out[:1].upper() + problem.way_out[1:]
+    hint = problem.hint[:1].upper() + problem.hint[1:]
     return ": ".join([place, *parts, f"{sentence(problem.rule)} {sentence(hint)}"])
 
 
@@ -131,7 +131,7 @@ def problem_data(source: str, problem: Problem) -> dict[str, Any]:
         "path": problem.path,
         "value": problem.value,
         "rule": problem.rule,
-        "wayOut": problem.way_out,
+        "wayOut": problem.hint,
         "reason": problem.reason,
     }
 

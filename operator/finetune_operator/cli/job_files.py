@@ -152,7 +152,7 @@ def located(document: Document, problem: Problem) -> Problem:
         return problem
     position = _position(document, problem.path)
     return Problem(
-        problem.path, problem.value, problem.rule, problem.way_out, position.line, position.column, problem.reason
+        problem.path, problem.value, problem.rule, problem.hint, position.line, position.column, problem.reason
     )
 
 

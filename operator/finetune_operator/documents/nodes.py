@@ -84,7 +84,7 @@ class RefusedError(Exception):
             path="",
             value=None,
             rule=rule,
-            way_out=hint,
+            hint=hint,
             line=position.line,
             column=position.column,
             reason=reason,

@@ -186,7 +186,7 @@ class ValueReader:
             path=format_path(path),
             value=None if text is None else describe_value(text, path),
             rule=rule,
-            way_out=hint,
+            hint=hint,
             line=position.line,
             column=position.column,
             reason=reason,

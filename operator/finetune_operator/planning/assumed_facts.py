@@ -135,6 +135,16 @@ def _count(key: str, text: str) -> int:
     return int(text)
 
 
+def _gigabits(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1e5:
+        raise HardwareError(f"{key}={text}: it is a number of Gbit/s of one node, above 0, e.g. 400")
+    return value
+
+
 def _flag(key: str, text: str) -> bool:
     if text not in ("true", "false"):
         raise HardwareError(f"{key}={text}: it is true or false")
@@ -157,6 +167,7 @@ _KEYS: dict[str, Callable[[str, str], Any]] = {
     "cpu": _count,
     "hostMemory": _quantity,
     "cpuBf16": _flag,
+    "network": _gigabits,
 }
 
 
@@ -164,8 +175,9 @@ def parse_hardware(text: str, rows: Rows = ()) -> HardwareFacts:
     """Parse the description of one node, e.g. `gpu=H100,memory=80Gi,gpus=8,cpu=96,hostMemory=1Ti`.
 
     Keys: `gpu` (product), `memory` (of one GPU; needed if the product is not in the table), `gpus` (1 if only `gpu` is
-    given), `bf16` (of a GPU that is not in the table; default true), `cpu` (cores; 8 a GPU, 8 without),
-    `hostMemory` (64Gi a GPU, 32Gi without), `cpuBf16` (false). Raise HardwareError with the wrong key.
+    given), `bf16` (of a GPU that is not in the table; default true), `cpu` (cores; 8 a GPU, 8 without), `hostMemory`
+    (64Gi a GPU, 32Gi without), `cpuBf16` (false), `network` (Gbit/s of the node; as in the table of GPUs).
+    Raise HardwareError with the wrong key.
     """
     values = _read_pairs(text)
     if "nodes" in values:
@@ -187,6 +199,7 @@ def parse_hardware(text: str, rows: Rows = ()) -> HardwareFacts:
         gpu=_device(parsed, rows) if gpus else None,
         cpu_bf16=parsed.get("cpuBf16", False),
         assumed=True,
+        network_gigabits=parsed.get("network"),
     )
 
 

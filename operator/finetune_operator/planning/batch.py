@@ -142,8 +142,8 @@ def batch_arithmetic(batch: Batch) -> str:
     return f"{batch.global_batch_size} = {per_rank} x {ranks}"
 
 
-def explain_batch(draft: Draft, batch: Batch) -> str:
-    """Return the reason for this micro-batch."""
+def explain_batch(draft: Draft, batch: Batch, most: bool = True) -> str:
+    """Return the reason for this micro-batch; `most`: no larger one fits."""
     micro, arithmetic = batch.micro_batch_size, batch_arithmetic(batch)
     share = batch.global_batch_size // batch.data_parallel
     if micro == draft.training.micro_batch_size:
@@ -168,4 +168,6 @@ def explain_batch(draft: Draft, batch: Batch) -> str:
             f"above which "
             f"a CPU computes no faster at {draft.lengths.row:.0f} tokens a row; {arithmetic}"
         )
+    if not most:
+        return f"micro-batch {micro}: a step takes no less time with more rows at once; {arithmetic}"
     return f"micro-batch {micro}: the largest divisor of {share} whose activations fit the memory; {arithmetic}"

@@ -22,7 +22,7 @@ def check_rules(draft: Draft) -> Draft:
         if not rule.holds(spec):
             path = tuple(rule.path.split("."))
             value = value_at(draft.spec.model_dump(mode="json", by_alias=True), path)
-            hint = rule.advice(spec) if rule.advice else rule.way_out
+            hint = rule.advice(spec) if rule.advice else rule.hint
             draft = draft.refusing(path, value, rule.text, hint, "Required" if value is None else "Invalid")
     return draft
 

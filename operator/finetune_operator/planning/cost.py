@@ -1,63 +1,35 @@
 """Time and cost of the training, from arithmetic alone.
 
-An estimate to compare plans by, not a promise: the share of the peak that a run reaches differs by a factor of two
-between models. The estimate includes its basis; it has no number if the device's speed or the node's price is not
-known.
+An estimate to compare plans by, not a promise. On GPUs it is the time of a step by `step_time`; on CPUs computation at
+a measured share of the peak. The estimate includes its basis; it has no number if the device's speed or the node's
+price is not known.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from finetune_contract.arguments import compiles
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, LOSS_LOGITS
 from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
+from finetune_operator.api.quantities import human_seconds
+from finetune_operator.api.rules.parallelism import secondary_shards
 from finetune_operator.api.settings import Price, Settings
-from finetune_operator.planning.adapter_sizes import trained_parameters
+from finetune_operator.planning.adapter_sizes import four_bit_weights, trained_parameters
 from finetune_operator.planning.assumed_facts import UNKNOWN_GPU
-from finetune_operator.planning.devices import find_gpu, link_bytes
+from finetune_operator.planning.devices import GpuModel, find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.memory import compute_bytes, weight_bytes
-from finetune_operator.planning.model_parallel_plan import bubble
+from finetune_operator.planning.gpu_table import CARD_HOST
 from finetune_operator.planning.plan_types import Estimate
+from finetune_operator.planning.step_time import Machine, StepTime, StepWork, matrix_parameters, time_of_step
 
 GPU_UTILISATION = 0.35
-"""Share of the dense peak in fine-tuning at 16 bits. Published: 23 % (GPT-3 175B over 960 A100) to 45 % (GPT-2 30B, 141
-TFLOP/s an A100).
-"""
-GPU_UTILISATION_FP8 = 0.19
-"""Share of the fp8 peak (twice that of bf16) with torch.compile: 1.1 times as fast as bf16. torchao measured 1.25 times
-with 8 billion parameters on 8 GPUs, and smaller layers gain less; attention, head and optimizer are not in fp8.
-"""
-GPU_UTILISATION_FP8_EAGER = 0.12
-"""Share without torch.compile: 0.7 of the speed in bf16. Each tensor is read and written several times to be rounded;
-on an H100 two layers took 1.4 times as long as in bf16 (pytorch/ao, issue 2262).
-"""
-GPU_UTILISATION_FP32 = 0.6
-"""Share of the fp32 peak; it is higher, as plain fp32 has no matrix units that wait for data."""
+"""Share of the dense 16-bit peak in the forward passes of inference; published trainings reach 23 to 45 %."""
 CPU_FLOPS_PER_CORE = 80e9
 """fp32 peak of one server core with AVX-512, measured on 2 cores (160 to 180 GFLOP/s together)."""
 CPU_UTILISATION = 0.5
 """Share of the peak, measured: a 22M-parameter BERT, length-grouped, trains 50 rows/s of 27 tokens on those 2 cores."""
-LINK_UTILISATION = 0.5
-"""Share of a link's bandwidth that messages reach; an assumption, as is NETWORK_BYTES. It is the same for all compared
-plans, and communication is assumed not to overlap with computation.
-"""
-NETWORK_BYTES = 12.5e9
-"""Bytes a second that a GPU sends to other nodes: 100 Gbit/s a GPU, as with 8 GPUs and 8 adapters of that speed; no
-fact describes the network.
-"""
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Throughput of one process."""
-
-    flops: float
-    """Achieved operations a second."""
-    words: str
 
 
 def training_flops(
@@ -72,7 +44,7 @@ def training_flops(
     2021, appendix; Kaplan et al., 2020). Recomputation repeats the forward pass: a third more. Frozen weights have no
     gradient, which is 2 of the 4.
     """
-    matrix = model.parameters - model.embedding_parameters - model.idle_parameters + tied
+    matrix = matrix_parameters(model, tied)
     parts = trained_parameters(model, adapter)
     per_token = (
         4 * (matrix + parts.added) + 2 * min(matrix, parts.trained) + 12 * model.layers * model.hidden_size * length
@@ -92,108 +64,92 @@ def tied_head(draft: Draft) -> int:
     return model.vocabulary_size * model.hidden_size if scores and model.tied_embeddings else 0
 
 
-def process_speed(draft: Draft) -> Speed | None:
-    """Return the speed of one process, of a draft with a decided precision; None for a GPU that is not in the table."""
-    world = decided(draft.world)
+def cpu_flops(threads: int) -> float:
+    """Return the operations a second of a process with `threads` threads on a CPU."""
+    return threads * CPU_FLOPS_PER_CORE * CPU_UTILISATION
+
+
+def table_gpu(draft: Draft) -> GpuModel | None:
+    """Return the entry of the draft's GPU; None on a CPU, and for a GPU whose speed is not known."""
     precision: Precision = decided(draft.precision)
-    if world.device == "cpu":
-        threads = world.threads_per_process
-        peak = threads * CPU_FLOPS_PER_CORE
-        return Speed(
-            peak * CPU_UTILISATION,
-            f"{CPU_UTILISATION:.0%} of {threads} x {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s",
-        )
-    gpu = find_gpu(decided(draft.hardware.gpu).product, draft.settings.hardware)
-    peak = 0.0 if gpu is None else gpu.peak_flops(precision)
-    if gpu is None or not peak:
+    if decided(draft.world).device == "cpu":
         return None
-    match precision:
-        case "fp32":
-            share = GPU_UTILISATION_FP32
-        case "fp8":
-            compiled = compiles(draft.training.arguments)
-            share = GPU_UTILISATION_FP8 if compiled else GPU_UTILISATION_FP8_EAGER
-        case _:
-            share = GPU_UTILISATION
-    return Speed(peak * share, f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {precision}")
+    gpu = find_gpu(decided(draft.hardware.gpu).product, draft.settings.hardware)
+    return gpu if gpu is not None and gpu.peak_flops(precision) else None
 
 
-# ------------------------------------------------------------------------------------------------------------ messages
+def machine_of(draft: Draft) -> Machine | None:
+    """Return the speeds of the draft's nodes; None if that of its GPU is not known, and on a CPU."""
+    gpu, world, hardware = table_gpu(draft), decided(draft.world), draft.hardware
+    if gpu is None:
+        return None
+    # Products in fp8 have their own rate, twice that of bf16; attention and head are in bf16.
+    half: Precision = "bf16" if draft.precision == "fp8" else decided(draft.precision)
+    link = link_bytes(decided(hardware.gpu).product, draft.settings.hardware)
+    network = gpu.network * 1e9
+    if hardware.network_gigabits is not None:
+        network = hardware.network_gigabits / 8 * 1e9 / max(1, hardware.gpus_per_node)
+    return Machine(
+        nodes=world.nodes,
+        gpus_per_node=world.processes_per_node,
+        half_flops=gpu.peak_flops(half),
+        fp32_flops=gpu.fp32_tflops * 1e12,
+        memory=gpu.bandwidth * 1e9,
+        link=link or CARD_HOST * 1e9,
+        network=network,
+        host=gpu.host * 1e9,
+        cores_per_node=hardware.cpu_cores,
+    )
 
 
-def exchanged_bytes(model: ModelFacts, strategy: Strategy, tokens: float, width: int) -> float:
-    """Return the bytes that one process sends in attention while its group reads `tokens` tokens, forward and backward.
+def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -> StepWork:
+    """Return what a step of `accumulation` micro-batches of `micro` rows computes and sends."""
+    task, lengths, parts = draft.spec.task, draft.lengths, trained_parameters(draft.model, draft.adapter)
+    texts = task in ("text-generation", "preference-tuning")
+    # A padded or packed batch has a mask, with which attention computes every score.
+    alone = micro * lengths.sequences == 1 and not draft.packing
+    return StepWork(
+        model=draft.model,
+        strategy=strategy,
+        precision=decided(draft.precision),
+        optimizer=draft.training.optimizer,
+        micro_rows=micro,
+        accumulation=accumulation,
+        row_tokens=lengths.row,
+        length=lengths.typical,
+        world=decided(draft.world).size,
+        tied_head=tied_head(draft),
+        scores_vocabulary=texts or task == "masked-lm",
+        trained=parts.trained,
+        added=parts.added,
+        four_bit=four_bit_weights(draft.model, draft.adapter),
+        chunked_loss=_chunks_loss(draft, strategy, micro),
+        compiled=compiles(draft.training.arguments),
+        causal=texts and alone,
+        secondary_shards=secondary_shards(draft.spec.parallelism),
+    )
 
-    Each layer exchanges queries, keys, values and attention outputs, N h elements each for N tokens of width h, of
-    which a P-th belongs to one process: 4 N h / P (Jacobs et al., "DeepSpeed Ulysses", 2023, section on the analysis of
-    communication). Shared (grouped-query) keys and values are narrower, and a process keeps a P-th of its part.
-    Gradients are exchanged likewise; recomputation repeats the forward pass.
-    """
-    degree = strategy.sequence
-    elements = tokens * 2 * (model.hidden_size + model.key_value_width) / degree * (degree - 1) / degree
-    passes = 3 if strategy.activation_checkpointing == "full" else 2
-    return elements * width * model.layers * passes
+
+def needs_whole_logits(draft: Draft) -> bool:
+    """Return whether the training's settings keep a decoder from computing its loss in chunks."""
+    asked = draft.training
+    return bool(asked.label_smoothing or compiles(asked.arguments) or asked.arguments.get("use_liger_kernel"))
 
 
-def state_bytes(strategy: Strategy, held: int, trained: int, width: int, batch: Batch, ranks: int) -> float:
-    """Return the bytes of weights (`width` bytes each) and gradients that one of `ranks` processes sends in a step.
-
-    Rajbhandari et al., "ZeRO" (2020), section 7: an all-reduce of gradients sends 2 a parameter, and so do stages 1 and
-    2: a reduce-scatter of gradients, and an all-gather of weights after the step. Stage 3, and fsdp, gathers the
-    weights once for each pass instead. From stage 2 on gradients are sent with every micro-batch.
-    """
-    micros, share = batch.gradient_accumulation, width * (ranks - 1) / ranks
-    if strategy.name == "fsdp" or strategy.zero_stage == 3:
-        return share * micros * (2 * held + trained)
-    return share * trained * (1 + (micros if strategy.zero_stage == 2 else 1))
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Time of an optimizer step whose rows are in slices."""
-
-    computing: float
-    """Seconds of computation."""
-    exchanging: float
-    """Seconds of the exchange of heads for tokens."""
-    sending: float
-    """Seconds of sending weights and gradients."""
-    exchanged_bytes: float
-    """Bytes that one process sends to exchange heads for tokens."""
-
-    @property
-    def total(self) -> float:
-        """Return the seconds of the step, without any overlap."""
-        return self.computing + self.exchanging + self.sending
-
-    @property
-    def exchanging_share(self) -> str:
-        """Return the exchange's share of the total as text."""
-        share = self.exchanging / self.total
-        return "less than 1%" if share < 0.01 else f"{share:.0%}"
+def _chunks_loss(draft: Draft, strategy: Strategy, micro: int) -> bool:
+    """Return whether the trainer computes the loss in chunks (`finetune_trainer.training.chunked_loss`)."""
+    others = needs_whole_logits(draft)
+    known = draft.spec.task == "text-generation" and draft.model.model_type in CHUNKED_LOSS_FAMILIES
+    logits = micro * draft.lengths.row * draft.model.vocabulary_size
+    return known and not others and strategy.model_ranks == 1 and logits > LOSS_LOGITS
 
 
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:
-    """Return the time of a step; None if the speed of the device or of its links is not known, as on a CPU."""
-    world, speed = decided(draft.world), process_speed(draft)
-    precision: Precision = decided(draft.precision)
-    link = link_bytes(decided(draft.hardware.gpu).product, draft.settings.hardware) if world.device == "cuda" else None
-    if speed is None or link is None:
+    """Return the time of a step on GPUs; None if their speed is not known, and on a CPU."""
+    machine = machine_of(draft)
+    if machine is None:
         return None
-    tokens, parts = batch.global_batch_size * draft.lengths.row, trained_parameters(draft.model, draft.adapter)
-    recompute = strategy.activation_checkpointing == "full"
-    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter, tied_head(draft))
-    width = weight_bytes(strategy, precision)
-    sent = state_bytes(strategy, draft.model.parameters + parts.added, parts.trained, width, batch, world.size)
-    inside = world.processes_per_node % strategy.sequence == 0
-    exchanged = exchanged_bytes(draft.model, strategy, tokens / batch.data_parallel, compute_bytes(precision))
-    between = link if world.nodes == 1 else NETWORK_BYTES
-    return StepTime(
-        computing=flops / (speed.flops * world.size),
-        exchanging=exchanged / ((link if inside else NETWORK_BYTES) * LINK_UTILISATION),
-        sending=sent / (between * LINK_UTILISATION),
-        exchanged_bytes=exchanged,
-    )
+    return time_of_step(step_work(draft, strategy, batch.micro_batch_size, batch.gradient_accumulation), machine)
 
 
 # ------------------------------------------------------------------------------------------------------------- estimate
@@ -202,8 +158,8 @@ def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None
 def estimate_training(draft: Draft) -> Estimate:
     """Return time and cost of the whole training of a finished draft."""
     world, batch, steps = decided(draft.world), decided(draft.batch), decided(draft.steps)
-    speed = process_speed(draft)
-    if speed is None:
+    strategy = decided(draft.strategy)
+    if world.device != "cpu" and table_gpu(draft) is None:
         product = decided(draft.hardware.gpu).product
         if product == UNKNOWN_GPU:
             return Estimate(
@@ -212,21 +168,43 @@ def estimate_training(draft: Draft) -> Estimate:
         return Estimate(basis=f"no estimate: the speed of {product} is not in the table of GPUs")
     tokens = batch.global_batch_size * steps.total * draft.lengths.row
     # Selective checkpointing repeats no matrix product.
-    recompute = decided(draft.strategy).activation_checkpointing == "full"
-    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter, tied_head(draft))
+    recompute = strategy.activation_checkpointing == "full"
+    trained = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter, tied_head(draft))
+    flops = trained
     if draft.compares:
         # The untrained model's answers are computed once for each row that is read.
         once = tokens * min(1.0, steps.per_epoch / steps.total)
         flops += forward_flops(draft.model, once, draft.lengths.typical, tied_head(draft))
-    pipeline = decided(draft.strategy).pipeline
-    idle = 0.0 if pipeline is None else bubble(pipeline)
-    seconds = flops / (speed.flops * world.size * (1 - idle))
-    waiting = f", {idle:.0%} of the time idle in the pipeline" if idle else ""
-    basis = (
-        f"{flops:.3g} operations for {tokens:,.0f} tokens on {world.size} process{'es' if world.size > 1 else ''} "
-        f"at {speed.words}{waiting}; loading, saving and evaluation not counted"
+    basis = f"{flops:.3g} operations for {tokens:,.0f} tokens on {world.size} process{'es' if world.size > 1 else ''} "
+    time = step_time(draft, strategy, batch)
+    if time is None:
+        seconds = flops / (cpu_flops(world.threads_per_process) * world.size)
+        at = f"{CPU_UTILISATION:.0%} of {world.threads_per_process} x {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s"
+    else:
+        seconds = steps.total * (time.total + time.computing * (flops / trained - 1))
+        at = _gpu_words(draft, time, trained / steps.total)
+    return _with_cost(draft, seconds, f"{basis}at {at}; loading, saving and evaluation not counted")
+
+
+def step_words(seconds: float) -> str:
+    """Format the time of a step: `14 ms`, `1.25 s`, `2 min`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.2g} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.3g} s" if seconds < 90 else human_seconds(seconds)
+
+
+def _gpu_words(draft: Draft, time: StepTime, flops: float) -> str:
+    """Describe a step of `flops` operations: the share of the peak while it computes, and the parts of its time."""
+    gpu = table_gpu(draft)
+    precision: Precision = decided(draft.precision)
+    assert gpu is not None
+    peak = gpu.peak_flops(precision)
+    share = flops / (time.computing * peak * decided(draft.world).size)
+    parts = [f"{name} {time.share(seconds)}" for name, seconds in time.parts() if seconds]
+    return (
+        f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {precision}; a step takes "
+        f"{step_words(time.total)}: {', '.join(parts)}"
     )
-    return _with_cost(draft, seconds, basis)
 
 
 def cost_problems(draft: Draft, estimate: Estimate) -> tuple[Problem, ...]:

@@ -27,8 +27,8 @@ def with_degrees(draft: Draft, tensor: int, pipeline: int) -> Draft:
         changed = _unread(changed)
     elif pipeline > 1 and model.model_type not in PIPELINE_FAMILIES:
         rule = f"models of type {model.model_type} are not known to be cut into stages"
-        way_out = "set the degree yourself, and the trainer looks at the model"
-        changed = changed.refusing(("parallelism", "pipeline", "degree"), pipeline, rule, way_out)
+        hint = "set the degree yourself, and the trainer looks at the model"
+        changed = changed.refusing(("parallelism", "pipeline", "degree"), pipeline, rule, hint)
     return check_model_parallel(changed)
 
 
@@ -41,14 +41,14 @@ def with_slices(draft: Draft, degree: int) -> Draft:
         changed = _unread(changed)
     elif draft.model.model_type not in SEQUENCE_FAMILIES:
         rule = f"rows of models of type {draft.model.model_type} are not known to be cut into slices"
-        way_out = "set the degree yourself, and the trainer looks at the model"
-        changed = changed.refusing(("parallelism", "sequence"), degree, rule, way_out)
+        hint = "set the degree yourself, and the trainer looks at the model"
+        changed = changed.refusing(("parallelism", "sequence"), degree, rule, hint)
     return check_sequence(changed)
 
 
 def _unread(draft: Draft) -> Draft:
-    rule, way_out = "nobody has read the model yet, and not every family can be split", "set the degree yourself"
-    return draft.refusing(("parallelism",), None, rule, way_out)
+    rule, hint = "nobody has read the model yet, and not every family can be split", "set the degree yourself"
+    return draft.refusing(("parallelism",), None, rule, hint)
 
 
 def degrees(nodes: int, processes_per_node: int) -> Iterator[tuple[int, int]]:

@@ -96,6 +96,7 @@ def _part(whole: GpuModel, slices: int, memory_gb: int) -> GpuModel:
         half_tflops=whole.half_tflops * share,
         fp32_tflops=whole.fp32_tflops * share,
         link_gigabytes=min(whole.link_gigabytes, PCIE_GIGABYTES),
+        bandwidth=whole.bandwidth * memory_gb / whole.memory_gb,
         labels={},
         gpu_hour=None,
         spot_gpu_hour=None,
@@ -137,6 +138,9 @@ def _with(gpu: GpuModel, row: HardwareRow) -> GpuModel:
             ("half_tflops", row.half_tflops),
             ("fp32_tflops", row.fp32_tflops),
             ("link_gigabytes", row.link_gigabytes),
+            ("bandwidth", row.memory_gigabytes),
+            ("network", row.network_gigabytes),
+            ("host", row.host_gigabytes),
             ("gpu_hour", row.gpu_hour),
             ("spot_gpu_hour", row.spot_gpu_hour),
         )

@@ -195,9 +195,9 @@ class Draft:
         return replace(self, assumptions=(*self.assumptions, assumption))
 
     def refusing(
-        self, path: Sequence[PathPart], value: object, rule: str, way_out: str, reason: Reason = "Invalid"
+        self, path: Sequence[PathPart], value: object, rule: str, hint: str, reason: Reason = "Invalid"
     ) -> Self:
         """Add a problem with the field at `path` below `spec`; a value of None is not shown."""
         full = ("spec", *path)
         shown = None if value is None else describe_value(value, full)
-        return replace(self, problems=(*self.problems, Problem(format_path(full), shown, rule, way_out, reason=reason)))
+        return replace(self, problems=(*self.problems, Problem(format_path(full), shown, rule, hint, reason=reason)))

@@ -28,8 +28,8 @@ def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, Endpoin
             return draft, "deployment", "as asked"
         case "kserve":
             if not draft.kserve:
-                rule, way_out = f"the cluster has to serve {KSERVE_KIND} ({KSERVE_API})", "install KServe, or set it to"
-                draft = draft.refusing(path, asked, rule, f"{way_out} auto or deployment", "NotSupported")
+                rule, hint = f"the cluster has to serve {KSERVE_KIND} ({KSERVE_API})", "install KServe, or set it to"
+                draft = draft.refusing(path, asked, rule, f"{hint} auto or deployment", "NotSupported")
             elif obstacle is not None:
                 draft = draft.refusing(path, asked, obstacle, "set it to deployment", "NotSupported")
             return draft, "kserve", "as asked"

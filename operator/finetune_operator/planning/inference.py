@@ -192,8 +192,8 @@ def check_inference(draft: Draft) -> Draft:
     if room.fits():
         return draft
     for path in paths:
-        way_out = f"leave it out, or use {need.enough(draft)}"
-        draft = draft.refusing((path,), None, f"does not fit: {need.rule(draft)}", way_out, "NotSupported")
+        hint = f"leave it out, or use {need.enough(draft)}"
+        draft = draft.refusing((path,), None, f"does not fit: {need.rule(draft)}", hint, "NotSupported")
     return draft
 
 

@@ -36,6 +36,7 @@ from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
 from finetune_operator.planning.adapter_sizes import choose_adapter
+from finetune_operator.planning.alternatives import Alternative, alternatives
 from finetune_operator.planning.assumed_facts import (
     assumed_device,
     assumed_hardware,
@@ -107,6 +108,28 @@ def plan(
     return _finish(draft)
 
 
+def other_forms(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Alternative, ...]:
+    """Return the planned form of a job's training and all others that the job leaves open; none for a job without the
+    built-in loop. PlanRefused.
+    """
+    made = plan(job, facts, settings, as_known=True)
+    training = made.trainer.training
+    if training is None:
+        return ()
+    formed = formed_draft(job, facts, settings, scaled=training.precision == "fp16")
+    return alternatives(replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory))
+
+
+def formed_draft(job: FineTuneJob, facts: Facts, settings: Settings, scaled: bool = True) -> Draft:
+    """Return the draft of a training with all that its strategy depends on; `scaled`: `auto` may choose fp16.
+
+    PlanRefused.
+    """
+    draft = _begin(job, facts, settings, NOT_ADAPTED, as_known=True)
+    first = (choose_stages, choose_packing, choose_launcher, choose_world, choose_precision)
+    return _formed(_walk(replace(draft, scaled=scaled), *first))
+
+
 def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem, ...]:
     """Return the problems, by the known facts, of a job planned provisionally because prepare measures first."""
     try:
@@ -122,13 +145,17 @@ def _walk_training(draft: Draft) -> Draft:
     """
     begun = _walk(draft, choose_world, choose_precision)
     try:
-        formed = _walk(begun, check_rules, choose_adapter, choose_steps)
-        formed = _walk(formed, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
-        return _walk(formed, choose_strategy, check_inference)
+        return _walk(_formed(begun), choose_strategy, check_inference)
     except PlanRefused:
         if begun.precision != "fp16" or draft.training.precision != "auto":
             raise
     return _walk_training(replace(draft, scaled=False))
+
+
+def _formed(draft: Draft) -> Draft:
+    """Return a draft with a world and a precision with all that its strategy depends on."""
+    formed = _walk(draft, check_rules, choose_adapter, choose_steps)
+    return _walk(formed, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
 
 
 def _walk(draft: Draft, *phases: Phase) -> Draft:
@@ -144,7 +171,7 @@ def _walk(draft: Draft, *phases: Phase) -> Draft:
 
 def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation, as_known: bool) -> Draft:
     """Return a draft with assumptions for all missing facts, and with copied settings replaced by our fields."""
-    told = notices(job.spec)
+    reasons = notices(job.spec)
     job = job.model_copy(update={"spec": settle(job.spec).spec})
     assumptions: list[str] = []
     model = facts.model
@@ -195,7 +222,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         as_known=as_known,
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
-        reasons=told,
+        reasons=reasons,
         assumptions=tuple(assumptions),
     )
     return _with_lengths(draft)
@@ -212,8 +239,8 @@ def _device_of(spec: FineTuneJobSpec, nodes: NodesTold | None, settings: Setting
     resource = gpu_resource(spec, settings.defaults)
     product = mig_product(accelerator.product, resource)
     device, sentence = assumed_device(product, memory or mig_memory(resource), settings.hardware)
-    told = [] if nodes is None else [f"hardware: {nodes.words}"]
-    return device, told + ([] if sentence is None else [sentence])
+    sources = [] if nodes is None else [f"hardware: {nodes.words}"]
+    return device, sources + ([] if sentence is None else [sentence])
 
 
 def _with_lengths(draft: Draft) -> Draft:
@@ -255,8 +282,8 @@ def choose_stages(draft: Draft) -> Draft:
     if spec.endpoint is not None and not draft.local:
         stages.append(Stage.SERVE)
     if spec.endpoint is not None and not stages:
-        way_out = "apply the job to a cluster, or add spec.evaluation"
-        return draft.refusing(("endpoint",), None, "without a cluster nothing is served", way_out, "NotSupported")
+        hint = "apply the job to a cluster, or add spec.evaluation"
+        return draft.refusing(("endpoint",), None, "without a cluster nothing is served", hint, "NotSupported")
     if spec.endpoint is not None and draft.local:
         draft = draft.because("spec.endpoint: without a cluster nothing is served")
     return replace(draft, stages=tuple(stages)).because(

@@ -1,243 +1,43 @@
-"""Choice of the strategy: the first rung of a ladder, from the cheapest to the most frugal, on which a micro-batch
-fits. If none fits, layers are split and the model is cut into stages, in the smallest degrees that fit. If these do not
-fit either, rows of text are divided.
+"""Decision on strategy, degrees, checkpointing, offload and micro-batch, with its reasons (`choice` compares forms).
 
-An explicit choice leaves one rung, or a few; it is met or refused, never replaced. A job that fits on no rung is
-refused with the arithmetic and each change that would fit.
+An explicit choice leaves one rung of the ladder, or a few; it is met or refused, never replaced. A job that fits on no
+rung is refused with the arithmetic and each change that would fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
-from finetune_contract.arguments import COMPILATION, compiles
-from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadDevice, Stage
-from finetune_contract.combinations import Choices, broken
-from finetune_contract.trainer_job import Strategy, World
+from finetune_contract.arguments import COMPILATION
+from finetune_contract.choices import AdapterMethod, Stage
+from finetune_contract.trainer_job import Strategy
 from finetune_operator.api.quantities import human_bytes, human_count
-from finetune_operator.api.rules.parallelism import secondary_shards
 from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
-from finetune_operator.planning import memory
 from finetune_operator.planning.adapter_sizes import choose_adapter
 from finetune_operator.planning.assumed_facts import UNKNOWN_GPU, assumed_memory
-from finetune_operator.planning.batch import (
-    batch_arithmetic,
-    batch_of,
-    divisors,
-    explain_batch,
-    less_padded,
-    micro_batches,
-)
-from finetune_operator.planning.combination_checks import decided_choices, with_parallelism, with_spec
-from finetune_operator.planning.cost import step_time
+from finetune_operator.planning.batch import batch_arithmetic, batch_of, divisors, explain_batch, micro_batches
+from finetune_operator.planning.choice import SIMPLER_MARGIN, best_fit, choose_fit, fewest_slices, fitting
+from finetune_operator.planning.combination_checks import with_parallelism, with_spec
+from finetune_operator.planning.cost import machine_of, step_time, step_words
 from finetune_operator.planning.degrees import obstacles, slices, spreads
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.model_parallel_plan import explain_pipeline, filled, spread
-from finetune_operator.planning.plan_types import MemoryEstimate
+from finetune_operator.planning.ladder import Fit, estimate, fits, open_rungs, rungs, with_passes
+from finetune_operator.planning.model_parallel_plan import explain_pipeline
 
+MOST_LABELS = 5
+"""Most forms that a reason lists by their labels."""
 MOST_NODES = 4096
 """Most nodes that a refusal tries in its search for a sufficient number."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Strategy and micro-batch with their memory."""
-
-    strategy: Strategy
-    micro_batch: int
-    memory: MemoryEstimate
-
-
-def ladder(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
-    """Yield the strategies that the spec leaves open, the cheapest first.
-
-    Sharding comes before recomputation (a third more arithmetic), and both before offload (each step waits for the
-    host), of the optimizer's state first. ZeRO-0 is not tried by itself: stage 1 sends as much and needs less. Offload
-    is tried on GPUs only, as on CPU it moves nothing, and never to files, whose speed is unknown.
-    """
-    modes: tuple[CheckpointingMode, ...] = ("none", "full")
-    if asked.activation_checkpointing != "auto":
-        modes = (asked.activation_checkpointing,)
-    for optimizer, parameters in _offloads(asked, world):
-        changes = {
-            "offload_optimizer": optimizer,
-            "offload_parameters": parameters,
-            "offload_activations": asked.offload.activations,
-        }
-        for mode in modes:
-            bases = list(_sharding(asked, world))
-            if optimizer != "none" and requested_strategy(asked) is None and world.size == 1:
-                bases += [Strategy(name="deepspeed", zero_stage=2 if parameters == "none" else 3)]
-            for base in bases:
-                rung = spread(asked, base.model_copy(update={"activation_checkpointing": mode, **changes}))
-                if not broken(Choices().with_strategy(rung)):
-                    yield rung
-
-
-def _offloads(asked: ParallelismSpec, world: World) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
-    """Return the possible places of optimizer state and parameters, the cheapest first."""
-    name, given = requested_strategy(asked), asked.offload
-    if name == "fsdp" and given.parameters == "cpu":
-        return (("cpu", "cpu"),)
-    if (given.optimizer, given.parameters) != ("none", "none"):
-        return ((given.optimizer, given.parameters),)
-    if asked.model_ranks > 1 or world.device == "cpu" or name not in (None, "deepspeed"):
-        return (("none", "none"),)
-    return (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
-
-
-def _sharding(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
-    match requested_strategy(asked):
-        case None if asked.model_ranks > 1:
-            yield Strategy(name="ddp")
-        case None:
-            yield Strategy(name="single" if world.size == 1 else "ddp")
-            if world.size > 1:
-                yield from (Strategy(name="deepspeed", zero_stage=stage) for stage in (1, 2, 3))
-        case "deepspeed" if asked.zero_stage == "auto":
-            yield from (Strategy(name="deepspeed", zero_stage=stage) for stage in (1, 2, 3))
-        case "deepspeed":
-            yield Strategy.model_validate({"name": "deepspeed", "zero_stage": asked.zero_stage})
-        case "fsdp":
-            yield Strategy(name="fsdp", fsdp_sharding=asked.sharding)
-        case name:
-            yield Strategy(name=name)
-
-
-def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
-    """Estimate the memory of one process of this draft."""
-    work = memory.Workload(
-        model=draft.model,
-        task=draft.spec.task,
-        strategy=strategy,
-        precision=decided(draft.precision),
-        optimizer=draft.training.optimizer,
-        world=decided(draft.world),
-        micro_batch=micro,
-        length=draft.lengths.longest,
-        sequences=draft.lengths.sequences,
-        packed=draft.packing,
-        adapter=draft.adapter,
-        secondary_shards=secondary_shards(draft.spec.parallelism),
-        whole_logits=_has_whole_logits(draft),
-        accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
-    )
-    return memory.estimate(work, draft.device_bytes)
-
-
-def _has_whole_logits(draft: Draft) -> bool:
-    """Return whether the training's settings keep a decoder from computing its loss in chunks."""
-    asked = draft.training
-    return bool(asked.label_smoothing or compiles(asked.arguments) or asked.arguments.get("use_liger_kernel"))
-
-
-def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
-    """Return whether it fits the device and the host."""
-    return estimated.total_bytes <= estimated.capacity_bytes and estimated.host_bytes <= draft.hardware.memory_bytes
-
-
-def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
-    """Return the rungs of the ladder that are compatible with the job's other choices."""
-    world, choices = decided(draft.world), decided_choices(draft)
-    found = ladder(asked, world)
-    if draft.precision == "fp8" and requested_strategy(asked) is None and world.size > 1:
-        # Without a requested strategy, fsdp replaces DeepSpeed's stages.
-        found = chain(found, ladder(asked.model_copy(update={"strategy": "fsdp"}), world))
-    return tuple(rung for rung in found if not broken(choices.with_strategy(rung)))
-
-
-def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
-    """Return the ladder of this draft, without strategies that have run out of memory with one row at a time, and
-    without those that cannot resume from the existing checkpoints.
-    """
-    skipped, form = draft.adaptation.skipped_strategies, draft.adaptation.checkpoint_form
-    return tuple(
-        rung for rung in _open(draft, asked) if rung.label not in skipped and (form is None or rung.resumes_from(form))
-    )
-
-
-def _filled(draft: Draft, rung: Strategy, micro: int) -> Strategy:
-    """Return the rung with the micro-batches of a pipeline pass set by their size, `micro`."""
-    share = draft.training.global_batch_size // draft.data_ranks
-    return filled(rung, draft.spec.parallelism.pipeline, max(1, share // micro))
-
-
-def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Fit | None:
-    """Return the first rung on which one of `micros` (largest first) fits, without those that would waste time on
-    padding there.
-    """
-    for rung in rungs(draft, asked):
-        for micro in less_padded(draft, rung, micros):
-            strategy = _filled(draft, rung, micro)
-            estimated = estimate(draft, strategy, micro)
-            if fits(draft, estimated):
-                return Fit(strategy, micro, estimated)
-    return None
-
-
-def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
-    """Return the first rung that fits, and the draft of its job: this one or, if all is left open and no rung fits, the
-    one with the first degrees of tensor and pipeline parallelism on which one does, and else one whose rows are
-    divided.
-
-    Slices come after the degrees even if they would be quicker, since that depends on links between GPUs that no fact
-    describes.
-    """
-    asked = draft.spec.parallelism
-    found = first_fit(draft, asked, micro_batches(draft))
-    if found is not None:
-        return draft, found
-    if requested_strategy(asked) is not None or asked.replica_ranks > 1:
-        return None
-    return next(_fitting(spreads(draft)), None) or _quickest_slices(draft)
-
-
-def _fitting(drafts: Iterable[Draft]) -> Iterator[tuple[Draft, Fit]]:
-    """Yield the drafts without problems that fit, each with its first rung."""
-    for draft in drafts:
-        found = None if draft.problems else first_fit(draft, draft.spec.parallelism, micro_batches(draft))
-        if found is not None:
-            yield draft, found
-
-
-def _quickest_slices(draft: Draft) -> tuple[Draft, Fit] | None:
-    """Return the quickest degree of sequence parallelism above the job's own on which a rung fits, inside a node if
-    there is one; None if there is none.
-    """
-    own = draft.spec.parallelism.sequence
-    for drafts in slices(draft):
-        fitting = tuple(_fitting(each for each in drafts if each.spec.parallelism.sequence > own))
-        if fitting:
-            return min(fitting, key=_slowness)
-    return None
-
-
-def _slowness(chosen: tuple[Draft, Fit]) -> tuple[int, float]:
-    """Return the sort key of fits: offload last, as on the ladder, since the host's speed is unknown; then the time of
-    a step. If that is unknown, all are equal.
-    """
-    draft, found = chosen
-    strategy = found.strategy
-    offloads = (strategy.offload_optimizer, strategy.offload_parameters)
-    time = step_time(draft, strategy, batch_of(draft, found.micro_batch))
-    return sum(where != "none" for where in offloads), 0.0 if time is None else time.total
 
 
 def choose_strategy(draft: Draft) -> Draft:
     """Choose strategy, degrees, checkpointing, offload and micro-batch together, as they share the memory."""
     chosen = best_fit(draft)
     if chosen is not None:
-        changed, found = chosen
-        batch = batch_of(changed, found.micro_batch)
-        sentence, nothing = _explain_strategy(draft, found), "nothing fits without"
-        if found.strategy.sequence > draft.spec.parallelism.sequence:
-            sentence += _explain_exchange(changed, found)
-            nothing += " in as many slices"
-        draft = replace(changed, strategy=found.strategy, batch=batch, memory=found.memory).because(sentence)
-        return explain_pipeline(_explain_extras(draft.because(explain_batch(draft, batch)), found.strategy, nothing))
+        return _decide(draft, *chosen)
     if not rungs(draft, draft.spec.parallelism):
         return _refuse_more(draft)
     if not _may_fit(draft):
@@ -251,8 +51,36 @@ def choose_strategy(draft: Draft) -> Draft:
     return draft.assuming(
         f"memory: as assumed here nothing fits ({human_bytes(found.memory.total_bytes)} of "
         f"{human_bytes(found.memory.capacity_bytes)} with {found.strategy.label}); prepare measures first, and the "
-        "plan is made anew before the training starts"
+        "job is planned again before the training"
     )
+
+
+def _decide(draft: Draft, changed: Draft, found: Fit) -> Draft:
+    """Return `changed`, the draft with the chosen degrees, with the decision and its reasons."""
+    batch = batch_of(changed, found.micro_batch)
+    sentence = _explain_strategy(draft, changed, found)
+    if found.strategy.sequence > draft.spec.parallelism.sequence:
+        sentence += _explain_exchange(changed, found)
+    margin = draft.settings.planning.memory_margin
+    if machine_of(draft) is not None and not fits(changed, found.memory, margin):
+        share = found.memory.total_bytes / found.memory.capacity_bytes
+        sentence += f"; it fills {share:.0%} of the GPU, as nothing fits that leaves {margin:.0%} free"
+    decision = replace(changed, strategy=found.strategy, batch=batch, memory=found.memory).because(sentence)
+    decision = decision.because(explain_batch(decision, batch, _is_most(changed, found)))
+    return explain_pipeline(_explain_extras(decision, found.strategy, changed))
+
+
+def _is_most(draft: Draft, found: Fit) -> bool:
+    """Return whether no larger micro-batch of the same form fits."""
+    margin = draft.settings.planning.memory_margin if machine_of(draft) is not None else 0.0
+    larger = [size for size in micro_batches(draft) if size > found.micro_batch]
+    return not larger or not fits(draft, _at(draft, found.strategy, larger[-1]).memory, margin)
+
+
+def _at(draft: Draft, strategy: Strategy, micro: int) -> Fit:
+    """Return the form at a micro-batch, whether or not it fits."""
+    filled = with_passes(draft, strategy, micro)
+    return Fit(filled, micro, estimate(draft, filled, micro))
 
 
 def _may_fit(draft: Draft) -> bool:
@@ -266,8 +94,8 @@ def _may_fit(draft: Draft) -> bool:
     return best_fit(replace(draft, lengths=replace(draft.lengths, longest=1, typical=1.0))) is not None
 
 
-def _explain_strategy(draft: Draft, found: Fit) -> str:
-    """Return the reason for the fit; `draft` is the one before its degrees were chosen."""
+def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
+    """Return the reason for the fit; `draft` is the one before its degrees were chosen, `changed` the one after."""
     asked, world = draft.spec.parallelism, decided(draft.world)
     words = found.strategy.label
     need = f"{human_bytes(found.memory.total_bytes)} of {human_bytes(found.memory.capacity_bytes)}"
@@ -275,25 +103,63 @@ def _explain_strategy(draft: Draft, found: Fit) -> str:
         form = draft.adaptation.checkpoint_form
         kept = "" if form is None else f"; it goes on from the checkpoints of {form}"
         return f"strategy {words}: {_ran_out_at_one(left_out)}; one process needs {need}{kept}"
-    if found.strategy.model_ranks > asked.model_ranks:
-        return (
-            f"strategy {words}: the smallest degrees that fit ({need}); with whole layers on each {_unit(draft)} "
-            f"nothing does: {_lacking(draft, _most_frugal(draft))}"
-        )
-    if found.strategy.sequence > asked.sequence:
-        return (
-            f"strategy {words}: rows in {found.strategy.sequence} slices fit ({need}); with whole rows on each "
-            f"{_unit(draft)} nothing does: {_lacking(draft, _most_frugal(draft))}"
-        )
+    if found.strategy.replica_ranks > asked.replica_ranks:
+        return _explain_degrees(draft, changed, found, need)
     if asked.zero_stage != "auto" or asked.strategy not in ("auto", "deepspeed"):
         alone = "; with one process nothing is divided" if world.size == 1 and asked.strategy != "single" else ""
         return f"strategy {words}: as asked; one process needs {need}{alone}"
-    labels = [rung.label for rung in _open(draft, asked)]
-    skipped = labels[: labels.index(words)]
+    before = open_rungs(draft, asked)
+    labels = [rung.label for rung in before]
+    skipped = before[: labels.index(words)]
+    if machine_of(draft) is not None:
+        return f"strategy {words}: {_quickest_words(draft, found)} ({need}){_explain_skipped(draft, skipped)}"
     if not skipped:
         kind = "the cheapest one" if requested_strategy(asked) is None else "the lowest stage"
         return f"strategy {words}: {kind} fits; one process needs {need}"
-    return f"strategy {words}: the first that fits ({need}); {', '.join(skipped)} would need more"
+    passed = ", ".join(rung.label for rung in skipped)
+    return f"strategy {words}: the first that fits ({need}); {passed} would need more"
+
+
+def _quickest_words(draft: Draft, found: Fit) -> str:
+    time = decided(step_time(draft, found.strategy, batch_of(draft, found.micro_batch)))
+    return f"a step takes {step_words(time.total)}, within {SIMPLER_MARGIN:.0%} of the least of all forms that fit"
+
+
+def _explain_skipped(draft: Draft, skipped: Sequence[Strategy]) -> str:
+    """Describe simpler forms than the chosen one: those that need more memory, and those that take longer."""
+    smallest = micro_batches(draft)[-1]
+    margin = draft.settings.planning.memory_margin
+    small = [rung for rung in skipped if not fits(draft, _at(draft, rung, smallest).memory, margin)]
+    slow = [rung for rung in skipped if rung not in small]
+    return "".join(
+        f"; {_few([rung.label for rung in group])} would {what}"
+        for group, what in ((small, "need more"), (slow, "take longer"))
+        if group
+    )
+
+
+def _few(labels: Sequence[str]) -> str:
+    """List the first labels, and count the others."""
+    more = f" and {len(labels) - MOST_LABELS} more" if len(labels) > MOST_LABELS else ""
+    return ", ".join(labels[:MOST_LABELS]) + more
+
+
+def _explain_degrees(draft: Draft, changed: Draft, found: Fit, need: str) -> str:
+    """Return the reason for degrees that the plan chose."""
+    words, unit, slices = found.strategy.label, _unit(draft), f"rows in {found.strategy.sequence} slices"
+    whole = choose_fit(draft, draft.spec.parallelism, micro_batches(draft))
+    if whole is not None:
+        taken = step_time(draft, whole.strategy, batch_of(draft, whole.micro_batch))
+        longer = "" if taken is None else f", which takes {step_words(taken.total)}"
+        return (
+            f"strategy {words}: {_quickest_words(changed, found)} ({need}); the quickest with whole layers and rows on "
+            f"each {unit} is {whole.strategy.label}{longer}"
+        )
+    lacking = _lacking(draft, _most_frugal(draft))
+    if found.strategy.model_ranks > draft.spec.parallelism.model_ranks:
+        which = "the smallest degrees that fit" if machine_of(draft) is None else _quickest_words(changed, found)
+        return f"strategy {words}: {which} ({need}); with whole layers on each {unit} nothing does: {lacking}"
+    return f"strategy {words}: {slices} fit ({need}); with whole rows on each {unit} nothing does: {lacking}"
 
 
 def _explain_exchange(draft: Draft, found: Fit) -> str:
@@ -305,16 +171,17 @@ def _explain_exchange(draft: Draft, found: Fit) -> str:
             "heads for tokens is not known"
         )
     return (
-        "; it is the quickest degree that does, and to exchange heads for tokens takes "
+        "; to exchange heads for tokens takes "
         f"{time.exchanging_share} of the time ({human_bytes(time.exchanged_bytes)} a process and step)"
     )
 
 
-def _explain_extras(draft: Draft, strategy: Strategy, nothing: str) -> Draft:
-    """Add reasons for checkpointing and offload. `nothing`: text that nothing fits without them."""
+def _explain_extras(draft: Draft, strategy: Strategy, before: Draft) -> Draft:
+    """Add reasons for checkpointing and offload; `before` is the draft with the chosen degrees."""
     asked = draft.spec.parallelism
     if strategy.activation_checkpointing != "none":
-        why = nothing if asked.activation_checkpointing == "auto" else "as asked"
+        without = _why_with(before, strategy, lambda rung: rung.activation_checkpointing == "none")
+        why = without if asked.activation_checkpointing == "auto" else "as asked"
         twice = "layers are" if strategy.activation_checkpointing == "full" else "all but matrix products is"
         draft = draft.because(
             f"activation checkpointing {strategy.activation_checkpointing}: {why}; {twice} computed twice"
@@ -330,12 +197,31 @@ def _explain_extras(draft: Draft, strategy: Strategy, nothing: str) -> Draft:
             continue
         why = "as asked" if given != "none" else "fsdp moves it with the parameters"
         if given == "none" and strategy.name != "fsdp":
-            why = nothing
+            why = _why_with(before, strategy, _stays_optimizer if name == "optimizer" else _stays_parameters)
         what = "its state lies" if name == "optimizer" else "they lie"
         draft = draft.because(f"{name} offload: {why}; {what} in {where[device]}")
     if strategy.offload_activations != "none":
         draft = draft.because(f"activation offload: as asked; they lie in {where['cpu']} until the backward pass")
     return draft
+
+
+def _stays_optimizer(rung: Strategy) -> bool:
+    return rung.offload_optimizer == "none"
+
+
+def _stays_parameters(rung: Strategy) -> bool:
+    return rung.offload_parameters == "none"
+
+
+def _why_with(draft: Draft, strategy: Strategy, without: Callable[[Strategy], bool]) -> str:
+    """Return the reason for a part of `strategy`: nothing fits without it, or a step takes longer."""
+    smallest = micro_batches(draft)[-1]
+    others = [rung for rung in rungs(draft, draft.spec.parallelism) if without(rung)]
+    margin = draft.settings.planning.memory_margin if machine_of(draft) is not None else 0.0
+    if any(fits(draft, _at(draft, rung, smallest).memory, margin) for rung in others):
+        return "a step takes less time with it, as more rows fit at once"
+    slices = " in as many slices" if strategy.sequence > 1 else ""
+    return f"nothing fits without{slices}"
 
 
 # -------------------------------------------------------------------------------------------------------------- refusal
@@ -359,9 +245,9 @@ def _refuse_more(draft: Draft) -> Draft:
         ways.insert(0, free)
     if tried.checkpoint_form is not None:
         rule += f" that goes on from the checkpoints of {tried.checkpoint_form}"
-        anew = best_fit(replace(draft, adaptation=replace(tried, checkpoint_form=None)))
-        if anew is not None:
-            label = anew[1].strategy.label
+        fresh = best_fit(replace(draft, adaptation=replace(tried, checkpoint_form=None)))
+        if fresh is not None:
+            label = fresh[1].strategy.label
             ways.insert(0, f"create a new job with checkpoints.resume never, and parallelism for {label}")
     shown = requested_strategy(asked) or "auto"
     return draft.refusing(("parallelism", "strategy"), shown, rule, "; or ".join(ways))
@@ -380,7 +266,7 @@ def _refuse(draft: Draft) -> Draft:
     value: str | None = requested_strategy(asked)
     if value is None and best.memory.total_bytes > best.memory.capacity_bytes:
         value = f"{world.size} x {human_bytes(best.memory.capacity_bytes)}"
-    ways = tuple(_ways_out(draft)) or (*_greater_ways_out(draft), _more(draft, best))
+    ways = tuple(_changes_that_fit(draft)) or (*_larger_changes(draft), _more(draft, best))
     return draft.refusing(path, value, rule, "; or ".join((*_assumed_less(draft, best), *ways)))
 
 
@@ -478,7 +364,7 @@ def _why_whole(draft: Draft) -> Iterator[str]:
 def _most_frugal(draft: Draft) -> Fit:
     """Return the rung that needs the least on the device, at the smallest micro-batch that the spec allows."""
     micro = micro_batches(draft)[-1]
-    forms = [_filled(draft, rung, micro) for rung in rungs(draft, draft.spec.parallelism)]
+    forms = [with_passes(draft, rung, micro) for rung in rungs(draft, draft.spec.parallelism)]
     tried = [Fit(form, micro, estimate(draft, form, micro)) for form in forms]
     on_host = [fit for fit in tried if fit.memory.host_bytes <= draft.hardware.memory_bytes]
     return min(on_host or tried, key=lambda fit: fit.memory.total_bytes)
@@ -490,17 +376,17 @@ def _takes(draft: Draft, fit: Fit) -> str:
     return f"{human_bytes(needed.total_bytes)} of {human_bytes(needed.capacity_bytes)} a {_unit(draft)}"
 
 
-def _ways_out(draft: Draft) -> Iterator[str]:
+def _changes_that_fit(draft: Draft) -> Iterator[str]:
     """Yield changes that keep the training the same, each computed to fit, the smallest first."""
     asked, training, seen = draft.spec.parallelism, draft.training, set[str]()
     if training.micro_batch_size != "auto":
         share = training.global_batch_size // draft.data_ranks
-        found = first_fit(draft, asked, tuple(size for size in divisors(share) if size < training.micro_batch_size))
+        found = choose_fit(draft, asked, tuple(size for size in divisors(share) if size < training.micro_batch_size))
         if found is not None:
             takes = f"{_takes(draft, found)}; the global batch stays"
             yield f"set training.microBatchSize to {found.micro_batch} or to auto ({takes})"
     relaxed = asked.model_copy(update={"activation_checkpointing": "auto"})
-    if (found := first_fit(draft, relaxed, micro_batches(draft))) is not None:
+    if (found := choose_fit(draft, relaxed, micro_batches(draft))) is not None:
         seen.add(found.strategy.label)
         yield f"set parallelism.activationCheckpointing to full or auto ({_takes(draft, found)})"
     free = ParallelismSpec(
@@ -514,7 +400,7 @@ def _ways_out(draft: Draft) -> Iterator[str]:
     if asked.model_ranks > 1 and (chosen := best_fit(with_parallelism(draft, ParallelismSpec()))) is not None:
         label = chosen[1].strategy.label
         yield f"leave parallelism out, and the plan takes {label} ({_takes(draft, chosen[1])})"
-    for changed, found in _fitting(spreads(draft)):
+    for changed, found in fitting(spreads(draft)):
         degrees = changed.spec.parallelism
         if degrees.model_ranks > asked.model_ranks and found.strategy.label not in seen:
             stages = f" and parallelism.pipeline.degree to {degrees.pipeline.degree}"
@@ -541,7 +427,7 @@ def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
     training = training.model_copy(update={"arguments": kept, "precision": precision})
     changed = with_spec(draft, spec.model_copy(update={"training": training}))
     packing = spec.preparation.packing == "always"
-    chosen = _quickest_slices(replace(changed, precision=precision, packing=packing))
+    chosen = fewest_slices(replace(changed, precision=precision, packing=packing))
     if chosen is None or chosen[1].strategy.label in seen:
         return
     steps.append(f"set parallelism.sequence to {chosen[1].strategy.sequence}")
@@ -549,13 +435,13 @@ def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
     yield f"{' and '.join(steps)} ({_takes(draft, chosen[1])}{packs})"
 
 
-def _greater_ways_out(draft: Draft) -> Iterator[str]:
+def _larger_changes(draft: Draft) -> Iterator[str]:
     """Yield changes that need more of the nodes or train less of the model, each computed to fit."""
     asked, adapter = draft.spec.parallelism, draft.spec.model.adapter
     for devices in ({"optimizer": "nvme"}, {"optimizer": "nvme", "parameters": "nvme"}):
         moved = ParallelismSpec.model_validate({"strategy": "deepspeed", "offload": devices})
         changed = with_parallelism(draft, moved)
-        if decided(draft.world).device == "cuda" and (chosen := next(_fitting((changed,)), None)) is not None:
+        if decided(draft.world).device == "cuda" and (chosen := next(fitting((changed,)), None)) is not None:
             disk = human_bytes(chosen[1].memory.disk_bytes)
             what = " and ".join(f"parallelism.offload.{name} to nvme" for name in devices)
             yield (
@@ -578,7 +464,7 @@ def _greater_ways_out(draft: Draft) -> Iterator[str]:
             model = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": method})})
             spec = draft.spec.model_copy(update={"model": model, "parallelism": parallelism})
             changed = choose_adapter(with_spec(draft, spec))
-            found = None if changed.problems else first_fit(changed, parallelism, micro_batches(changed))
+            found = None if changed.problems else choose_fit(changed, parallelism, micro_batches(changed))
             if found is not None:
                 takes = f"{found.strategy.label}, {_takes(draft, found)}"
                 yield f"set model.adapter.method to {method}{step}, which {what} ({takes})"
@@ -625,7 +511,7 @@ def _nodes_that_fit(draft: Draft) -> str:
     nodes = world.nodes
     while (nodes := nodes * 2) <= MOST_NODES:
         wider = replace(draft, world=world.model_copy(update={"nodes": nodes}))
-        if first_fit(wider, free, (1,)) is not None:
+        if choose_fit(wider, free, (1,)) is not None:
             size = decided(wider.world).size
             multiple = (
                 "" if draft.training.global_batch_size % size == 0 else f" with a globalBatchSize that {size} divides"

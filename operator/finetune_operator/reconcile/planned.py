@@ -193,7 +193,7 @@ def problems_text(problems: tuple[Problem, ...]) -> str:
 
 def _sentence(problem: Problem) -> str:
     value = "" if problem.value is None else f" (value {problem.value})"
-    rule, hint = problem.rule.rstrip("."), problem.way_out.rstrip(".")
+    rule, hint = problem.rule.rstrip("."), problem.hint.rstrip(".")
     return f"{problem.path}{value}: {rule}; {hint}." if problem.path else f"{rule}{value}; {hint}."
 
 

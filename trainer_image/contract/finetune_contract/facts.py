@@ -143,6 +143,8 @@ class HardwareFacts(Message):
     """True if the CPU has bf16 units (AVX512-BF16 or AMX); emulated bf16 is slower than fp32."""
     assumed: bool = False
     """True if not measured: given on the command line, or a default."""
+    network_gigabits: float | None = Field(default=None, gt=0, exclude_if=lambda network: network is None)
+    """Network of the node in 10^9 bits a second and direction; None: unknown."""
 
     @property
     def device(self) -> Device:

@@ -163,7 +163,7 @@ def _table_rule(constraint: Constraint) -> Rule:
         cel=_constraint_cel(constraint) if _CEL.keys() >= set(choices) else None,
         holds=lambda spec: constraint.holds(choices_of(spec)),
         text=constraint.rule,
-        way_out=constraint.hint,
+        hint=constraint.hint,
         advice=_ADVICE.get(constraint.name),
         reads=tuple(dict.fromkeys(fields)),
         schema_around=_SCHEMA_AROUND.get(constraint.name, {}),

@@ -149,7 +149,7 @@ def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
         cel=f"!({present} && has(self.{block}.columns.{column})) || {is_one_of(tasks)}",
         holds=holds,
         text=f"is read by {', '.join(tasks)} only",
-        way_out=f"leave it out, or set spec.task to {' or '.join(tasks)}",
+        hint=f"leave it out, or set spec.task to {' or '.join(tasks)}",
         advice=lambda spec: _column_advice(spec, column, tasks, block),
     )
 
@@ -201,7 +201,7 @@ def _form_rule(block: str) -> Rule:
         holds=holds,
         text="mixes row formats; text-generation reads text, or source and target, or messages"
         + ("" if block == "dataset" else ", as in spec.dataset"),
-        way_out="name the columns of one format",
+        hint="name the columns of one format",
         advice=advice,
         reads=("task", *dict.fromkeys(("dataset", block))),
     )
@@ -223,7 +223,7 @@ def _labels_rule(block: str) -> Rule:
         cel=f"!({named}) || self.task == 'text-classification'",
         holds=holds,
         text="is read by text-classification only",
-        way_out="leave it out, or set spec.task to text-classification",
+        hint="leave it out, or set spec.task to text-classification",
     )
 
 
@@ -234,7 +234,7 @@ def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
         cel=f"!({given}) || self.{uri}.startsWith('hf://')",
         holds=holds,
         text=f"applies to the Hub only: spec.{uri} must begin with hf://",
-        way_out="leave it out, or name a Hub repository",
+        hint="leave it out, or name a Hub repository",
     )
 
 
@@ -247,7 +247,7 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
         f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_PARENT_STEP}'))",
         holds=lambda spec: _names_a_claim(read(spec)),
         text="must be pvc://claim or pvc://claim/path, with a claim of the job's namespace and no .. in the path",
-        way_out="write the claim's name after pvc://: lowercase letters, digits and -",
+        hint="write the claim's name after pvc://: lowercase letters, digits and -",
     )
 
 

@@ -52,7 +52,7 @@ def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
         cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {reserved})",
         holds=holds,
         text=f"must not use the prefixes {', '.join(RESERVED_PREFIXES)}, which are reserved",
-        way_out="choose another prefix",
+        hint="choose another prefix",
     )
 
 
@@ -95,7 +95,7 @@ def _size_rule(path: str, least: str, usual: str) -> Rule:
         cel=None,
         holds=holds,
         text=too_small_rule(least),
-        way_out=f"write a size such as {usual}",
+        hint=f"write a size such as {usual}",
         advice=advice,
         reads=(path,),
     )

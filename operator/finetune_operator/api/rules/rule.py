@@ -26,7 +26,7 @@ class Rule:
     holds: Holds
     text: str
     """Rule as a sentence without its full stop."""
-    way_out: str
+    hint: str
     advice: Callable[[FineTuneJobSpec], str] | None = None
     """Hint with the job's own numbers, if arithmetic helps."""
     reads: tuple[str, ...] = ()

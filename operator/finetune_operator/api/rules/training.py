@@ -64,7 +64,7 @@ def _script_rule(path: str, *, inference: bool = False) -> Rule:
         cel=None if path in ("training.arguments", "checkpoints.every") else f"{free} || {kept}",
         holds=holds,
         text=f"{text}, and nothing is evaluated or predicted" if inference else text,
-        way_out="leave it out" + (", or pass it to the program in spec.training.script.hyperparameters" * passed_on),
+        hint="leave it out" + (", or pass it to the program in spec.training.script.hyperparameters" * passed_on),
         reads=(path, "training.script", *(("evaluation", "predict") if inference else ())),
     )
 
@@ -92,7 +92,7 @@ def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
         cel=f"!(has(self.training){given}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
         holds=holds,
         text="must stay inside the repository",
-        way_out="write it without ..",
+        hint="write it without ..",
     )
 
 

@@ -54,6 +54,13 @@ else:
 DEFAULT_NAMESPACE = "default"
 
 
+class Goal(StrEnum):
+    """Figures that compared hardware is ordered by."""
+
+    TIME = "time"
+    COST = "cost"
+
+
 # ------------------------------------------------------------------------------------------------------------- validate
 
 
@@ -154,6 +161,19 @@ def plan(
         bool,
         typer.Option("--nodes", help="With --cluster: read the GPUs of the cluster's nodes, as the operator does."),
     ] = False,
+    others: Annotated[
+        bool,
+        typer.Option("--alternatives", help="Compare all forms of the training: memory, time, cost, and why not."),
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="KEY=VALUE,...",
+            help="Compare hardware: the keys of --hardware, and nodes. Repeatable.",
+        ),
+    ] = None,
+    goal: Annotated[Goal, typer.Option("--goal", help="Order of the rows of --what-if.")] = Goal.TIME,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
@@ -163,7 +183,8 @@ def plan(
     The plan lists strategy, processes, batch, memory and time. It is made for this machine, or for nodes that
     --hardware describes, and uses data that an earlier run prepared in --workspace (default: runs). With
     --cluster, show the operator's first plan: until prepare has measured the model and the data, it is based on
-    the job alone and lists its assumptions.
+    the job alone and lists its assumptions. With --alternatives, list all strategies, micro-batches and degrees
+    that the job leaves open; with --what-if, plans for other hardware.
 
     \b
     Examples:
@@ -173,6 +194,8 @@ def plan(
       finetune plan job.yaml --hardware gpu=H100,memory=80Gi,gpus=8
       finetune plan job.yaml --hardware cpu=32,hostMemory=128Gi -o yaml
       finetune plan job.yaml --no-measure -o json
+      finetune plan job.yaml --hardware gpu=H100,gpus=8,network=3200 --alternatives
+      finetune plan job.yaml --what-if gpu=H100,gpus=8,nodes=2 --what-if gpu=A100-80GB,gpus=8,nodes=4 --goal cost
     """
     from finetune_operator.cli.commands.steps import (
         checked_jobs,
@@ -186,10 +209,16 @@ def plan(
     )
     from finetune_operator.planning.gpu_nodes import told_by
 
+    if others and what_if:
+        raise UsageError("--alternatives: it compares forms on one hardware, and --what-if hardware; leave one out")
     if nodes and (not cluster or hardware is not None):
         raise UsageError("--nodes requires --cluster, and excludes --hardware")
     limits = settings_of(settings, cluster=cluster)
     node = hardware_of(hardware, limits)
+    if others or what_if:
+        from finetune_operator.cli.plan_comparison import compare_forms, compare_hardware, described
+
+        asked = [described(text, limits) for text in what_if or ()]
     plans = []
     entries = checked_jobs([*(files or []), *(filename or [])], limits, output)
     if not cluster and measure is not False:
@@ -205,7 +234,15 @@ def plan(
             facts = cluster_facts(entry, node, workspace, measure is True, nodes_found)
         else:
             facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
+        if others or what_if:
+            if what_if:
+                compare_hardware(entry, facts, limits, asked, by_cost=goal is Goal.COST, output=output)
+            else:
+                compare_forms(entry, facts, limits, output)
+            continue
         plans.append(planned(entry, facts, limits, output, as_known=True))
+    if others or what_if:
+        return
     if output is not Output.TEXT:
         emit([json.loads(job_plan.to_json()) for job_plan in plans], output)
         return

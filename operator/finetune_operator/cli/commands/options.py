@@ -49,7 +49,7 @@ Hardware: TypeAlias = Annotated[
     typer.Option(
         "--hardware",
         metavar="KEY=VALUE,...",
-        help="Plan for nodes like this; keys: gpu, memory, gpus, bf16, cpu, hostMemory, cpuBf16.",
+        help="Plan for nodes like this; keys: gpu, memory, gpus, bf16, cpu, hostMemory, cpuBf16, network (Gbit/s).",
     ),
 ]
 Workspace: TypeAlias = Annotated[

@@ -26,8 +26,10 @@ def settings_of(file: Path | None, *, cluster: bool) -> Settings:
     return CLUSTER_SETTINGS if cluster else LOCAL_SETTINGS
 
 
-def hardware_of(text: str | None, settings: Settings = LOCAL_SETTINGS) -> HardwareFacts | None:
-    """Return the node that --hardware describes."""
+def hardware_of(
+    text: str | None, settings: Settings = LOCAL_SETTINGS, option: str = "--hardware"
+) -> HardwareFacts | None:
+    """Return the node that an option describes."""
     if text is None:
         return None
     from finetune_operator.planning.assumed_facts import HardwareError, parse_hardware
@@ -35,7 +37,7 @@ def hardware_of(text: str | None, settings: Settings = LOCAL_SETTINGS) -> Hardwa
     try:
         return parse_hardware(text, settings.hardware)
     except HardwareError as error:
-        raise UsageError(f"--hardware: {error}") from error
+        raise UsageError(f"{option}: {error}") from error
 
 
 def print_notes(inputs: Inputs) -> None:

@@ -1,0 +1,206 @@
+"""Published training runs, each as the step that its own recipe computes, with the published speed.
+
+Rows are those of `shared/reference/published-runs.md`. Rows for calibration may set constants of `step_time`; held rows
+only judge them. Not here: the 175B run on 120 p4d, whose degrees and batch were not published; and GPT-2 30B with
+tensor parallelism, which names a number of nodes and no speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from finetune_contract.choices import Precision
+from finetune_contract.facts import ModelFacts
+from finetune_contract.trainer_job import Pipeline, Strategy
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.devices import find_gpu
+from finetune_operator.planning.known_models import known_config
+from finetune_operator.planning.step_time import Machine, StepWork, time_of_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """Published run."""
+
+    name: str
+    use: Literal["cal", "held"]
+    work: StepWork
+    machine: Machine
+    rows: int
+    """Rows of an optimizer step of all processes."""
+    seconds: float
+    """Published seconds of a step."""
+    bound: float = 0.2
+    """Allowed difference of the planned speed from the published one."""
+    why: str = ""
+    """Reason for a bound that is wider than a fifth."""
+
+    @property
+    def ratio(self) -> float:
+        """Return the planned speed as a share of the published one."""
+        return self.seconds / time_of_step(self.work, self.machine).total
+
+
+def machine(product: str, nodes: int, gpus: int = 8, **changes: float) -> Machine:
+    """Return nodes with a product of the table; `changes` replace its figures."""
+    gpu = find_gpu(product)
+    assert gpu is not None
+    figures: dict[str, Any] = {
+        "half_flops": gpu.half_tflops * 1e12,
+        "fp32_flops": gpu.fp32_tflops * 1e12,
+        "memory": gpu.bandwidth * 1e9,
+        "link": gpu.link_gigabytes * 1e9,
+        "network": gpu.network * 1e9,
+        "host": gpu.host * 1e9,
+    }
+    return Machine(nodes=nodes, gpus_per_node=gpus, cores_per_node=96, **{**figures, **changes})
+
+
+def titan_nodes(nodes: int) -> Machine:
+    """Return nodes of torchtitan's measurements: H100 with HBM2e at 2.4 TB/s."""
+    return machine("H100", nodes, memory=2.4e12)
+
+
+def work(
+    model: ModelFacts, strategy: Strategy, precision: Precision, rows: tuple[int, int, int], **more: Any
+) -> StepWork:
+    """Return the step of a decoder; `rows`: of a micro-batch, micro-batches, tokens of a row."""
+    micro, accumulation, length = rows
+    defaults: dict[str, Any] = {"scores_vocabulary": True, "causal": True, "optimizer": "adamw"}
+    defaults["trained"] = model.parameters
+    if model.tied_embeddings:
+        defaults["tied_head"] = model.vocabulary_size * model.hidden_size
+    return StepWork(
+        model=model,
+        strategy=strategy,
+        precision=precision,
+        micro_rows=micro,
+        accumulation=accumulation,
+        row_tokens=length,
+        length=length,
+        **{**defaults, **more},
+    )
+
+
+def llama(size: str) -> ModelFacts:
+    """Return the facts of Llama 3.1."""
+    return model_facts(known_config(f"llama-3.1-{size}"), "text-generation")
+
+
+def titan(
+    name: str,
+    size: str,
+    nodes: int,
+    rows: tuple[int, int, int],
+    speed: float,
+    use: Literal["cal", "held"] = "held",
+    **of: Any,
+) -> Run:
+    """Return a run of torchtitan, whose `speed` is in tokens a second and GPU."""
+    mode, precision = of.pop("mode", "full"), of.pop("precision", "fp8")
+    degrees: Mapping[str, Any] = of.pop("degrees", {})
+    bound, why = of.pop("bound", 0.2), of.pop("why", "")
+    strategy = Strategy(name="fsdp", activation_checkpointing=mode, **degrees)
+    # torchtitan's selective checkpointing repeats every second product.
+    again = 0.5 if mode == "selective" else 0.0
+    of = {"compiled": True, "split_norms": True, "recomputed_products": again, **of}
+    step = work(llama(size), strategy, precision, rows, world=8 * nodes, **of)
+    whole = rows[0] * rows[1] * step.world // strategy.replica_ranks
+    tokens = whole * rows[2]
+    return Run(f"torchtitan {name}", use, step, titan_nodes(nodes), whole, tokens / (speed * step.world), bound, why)
+
+
+def gpt2_30b() -> Run:
+    """Return the 30B run on 16 p4d: 141 TFLOP/s a GPU by Megatron's formula, which counts full recomputation."""
+    h, layers, length, micro = 7168, 48, 2048, 4
+    config = {
+        "model_type": "gpt2",
+        "n_embd": h,
+        "n_layer": layers,
+        "n_head": 64,
+        "vocab_size": 50257,
+        "n_positions": 2048,
+    }
+    model = model_facts(config, "text-generation")
+    strategy = Strategy(name="fsdp", activation_checkpointing="full")
+    step = work(model, strategy, "bf16", (micro, 1, length), world=128, causal=False)
+    operations = 96 * micro * length * layers * h**2 * (1 + length / (6 * h) + 50257 / (16 * layers * h))
+    return Run("GPT-2 30B, 16 p4d", "held", step, machine("A100-40GB", 16), micro * 128, operations / 141e12)
+
+
+def encoder_work(model_type: str, h: int, layers: int, vocabulary: int, strategy: Strategy, **of: Any) -> StepWork:
+    """Return the step of an encoder that classifies."""
+    config = {
+        "model_type": model_type,
+        "hidden_size": h,
+        "num_hidden_layers": layers,
+        "num_attention_heads": h // 64,
+        "intermediate_size": 4 * h,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 514,
+    }
+    model = model_facts(config, "text-classification")
+    return work(model, strategy, of.pop("precision"), of.pop("rows"), scores_vocabulary=False, causal=False, **of)
+
+
+def roberta(name: str, strategy: Strategy, precision: Precision, micro: int, seconds: float, **of: Any) -> Run:
+    """Return a run of roberta-base on 8 nodes with one T4, whose size has 8 Gbit/s by Azure's tables."""
+    step = encoder_work(
+        "roberta", 768, 12, 50265, strategy, precision=precision, rows=(micro, 1, 128), world=8, reduced_bytes=2
+    )
+    return Run(name, "held", step, machine("T4", 8, 1, network=1e9), micro * 8, seconds, **of)
+
+
+def deberta(micro: int, speed: float) -> Run:
+    """Return a run of deberta-v2-xxlarge on 2 nodes of 8 V100, at the length of its model card's recipe (256)."""
+    strategy = Strategy(name="deepspeed", zero_stage=1)
+    step = encoder_work("deberta-v2", 1536, 48, 128100, strategy, precision="fp16", rows=(micro, 1, 256), world=16)
+    return Run(
+        f"deberta-v2-xxlarge, micro-batch {micro}",
+        "held",
+        step,
+        machine("V100-32GB", 2),
+        16 * micro,
+        16 * micro / speed,
+    )
+
+
+_EIGHT = (2, 1, 8192)
+RUNS: tuple[Run, ...] = (
+    titan("8B, 8 GPUs", "8b", 1, _EIGHT, 5762, "cal", mode="selective", precision="bf16", compiled=False),
+    titan("8B, 8 GPUs, compiled", "8b", 1, _EIGHT, 6667, "cal", mode="selective", precision="bf16"),
+    titan("8B, 8 GPUs, compiled, fp8", "8b", 1, _EIGHT, 8532, mode="selective"),
+    titan("8B, 8 GPUs, fp8, 32k", "8b", 1, (1, 1, 32_768), 3890),
+    titan(
+        "8B, 8 GPUs, fp8, 131k", "8b", 1, (1, 1, 131_072), 1071, degrees={"sequence": 4}, bound=0.75,
+        why="ring attention, whose pieces are short and unevenly masked; it is planned as slices by heads",
+    ),
+    titan("8B, 128 GPUs", "8b", 16, _EIGHT, 5605, mode="selective", precision="bf16", compiled=False),
+    titan("8B, 128 GPUs, compiled", "8b", 16, _EIGHT, 6514, mode="selective", precision="bf16"),
+    titan("70B, 256 GPUs, fp8", "70b", 32, (16, 1, 8192), 829, degrees={"tensor": 8}),
+    titan("405B, 512 GPUs, fp8, 1F1B", "405b", 64, (1, 32, 8192), 100,
+          degrees={"tensor": 8, "pipeline": Pipeline(degree=8, micro_batches=32, schedule="1f1b")}),
+    titan("405B, 512 GPUs, fp8, interleaved", "405b", 64, (1, 32, 8192), 128,
+          degrees={"tensor": 8, "pipeline": Pipeline(degree=8, micro_batches=32, schedule="interleaved")}),
+    gpt2_30b(),
+    roberta("roberta-base, 8 T4, fp32", Strategy(name="ddp"), "fp32", 48, 0.90, bound=0.4,
+            why="875 MB of gradients a GPU in 0.9 s take more than the 8 Gbit/s that the nodes have by Azure's tables"),
+    roberta("roberta-base, 8 T4, fp16", Strategy(name="fsdp", fsdp_sharding="grad-op"), "fp16", 96, 0.56),
+    deberta(8, 140.6),
+    deberta(11, 162.4),
+)  # fmt: skip
+
+
+def table() -> str:
+    """Return planned and published speeds, in rows a second, as a Markdown table."""
+    lines = ["| run | use | published rows/s | planned rows/s | ratio |", "|---|---|---|---|---|"]
+    for run in RUNS:
+        published, planned = run.rows / run.seconds, run.rows / run.seconds * run.ratio
+        lines.append(f"| {run.name} | {run.use} | {published:.3g} | {planned:.3g} | {run.ratio:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

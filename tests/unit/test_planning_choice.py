@@ -1,0 +1,243 @@
+"""Choice of a form by time: against exhaustive search, and with its margins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import finetune_operator.planning.choice as choice
+from finetune_contract.facts import ModelFacts
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Planning, Settings
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.batch import less_padded, micro_batches
+from finetune_operator.planning.choice import SIMPLER_MARGIN, Candidate, best_fit
+from finetune_operator.planning.cost import step_time
+from finetune_operator.planning.degrees import slices, spreads
+from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.known_models import known_config
+from finetune_operator.planning.ladder import estimate, fits, rungs, with_passes
+from finetune_operator.planning.plan import formed_draft, other_forms, plan
+from finetune_operator.planning.plan_types import Facts, PlanRefused
+from planning_support.cases import job
+
+MODELS = (
+    "bert-base-uncased",
+    "roberta-large",
+    "gpt2-xl",
+    "llama-3.2-1b",
+    "llama-3.1-8b",
+    "qwen2.5-32b",
+    "llama-3.1-70b",
+)
+NODES = (
+    "gpu=T4,cpu=8,hostMemory=28Gi",
+    "gpu=V100-32GB,gpus=8,cpu=64,hostMemory=768Gi",
+    "gpu=A10G,gpus=4,cpu=48,hostMemory=192Gi",
+    "gpu=L4,gpus=2,cpu=24,hostMemory=96Gi",
+    "gpu=A100-40GB,gpus=8,cpu=96,hostMemory=1152Gi",
+    "gpu=A100-80GB,cpu=24,hostMemory=220Gi",
+    "gpu=H100,gpus=8,cpu=192,hostMemory=2Ti",
+    "gpu=H200,gpus=8,cpu=192,hostMemory=2Ti",
+)
+
+
+def facts_of(name: str, task: Any) -> ModelFacts:
+    """Return the facts of a known model."""
+    return model_facts(known_config(name), task)
+
+
+def case(seed: int) -> tuple[Any, Facts]:
+    """Return a random job and the facts about its model and nodes."""
+    draw = random.Random(seed)
+    name, node = draw.choice(MODELS), draw.choice(NODES)
+    task = "text-classification" if name.startswith(("bert", "roberta")) else "text-generation"
+    hardware, nodes = parse_hardware(node), draw.choice((1, 1, 2, 4, 16))
+    world = hardware.gpus_per_node * nodes
+    parallelism: dict[str, Any] = draw.choice(
+        ({}, {}, {}, {"strategy": "fsdp"}, {"strategy": "deepspeed"}, {"activationCheckpointing": "full"})
+    )
+    spec = {
+        "task": task,
+        "preparation": {"maxLength": draw.choice((128, 512)), "packing": "never"},
+        "training": {"globalBatchSize": world * draw.choice((1, 4, 12, 32)), "maxSteps": 10},
+        "resources": {"nodes": nodes, "gpusPerNode": hardware.gpus_per_node},
+        "parallelism": parallelism,
+    }
+    if task == "text-generation":
+        spec["preparation"] = {"maxLength": draw.choice((512, 2048, 8192)), "packing": "never"}
+    return job(spec), Facts(model=facts_of(name, task), hardware=hardware)
+
+
+def all_forms(draft: Draft) -> Iterator[tuple[float, Draft, Any, int]]:
+    """Yield every form of a job with its time: each rung at each micro-batch with each degree."""
+    drafts = [draft]
+    asked = draft.spec.parallelism
+    if asked.strategy == "auto":
+        drafts += [*spreads(draft), *(each for group in slices(draft) for each in group)]
+    for each in drafts:
+        for rung in () if each.problems else rungs(each, each.spec.parallelism):
+            for micro in less_padded(each, rung, micro_batches(each)):
+                strategy = with_passes(each, rung, micro)
+                batch = choice_batch(each, micro)
+                yield decided(step_time(each, strategy, batch)).total, each, strategy, micro
+
+
+def choice_batch(draft: Draft, micro: int) -> Any:
+    from finetune_operator.planning.batch import batch_of
+
+    return batch_of(draft, micro)
+
+
+def searched(draft: Draft) -> float | None:
+    """Return the least time of all forms that fit, by estimating the memory of each; None if none fits."""
+    forms = [(seconds, fit_in(each, strategy, micro)) for seconds, each, strategy, micro in all_forms(draft)]
+    for margin in (draft.settings.planning.memory_margin, 0.0):
+        found = [seconds for seconds, (draft_, memory) in forms if fits(draft_, memory, margin)]
+        if found:
+            return min(found)
+    return None
+
+
+def fit_in(draft: Draft, strategy: Any, micro: int) -> tuple[Draft, Any]:
+    return draft, estimate(draft, strategy, micro)
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_choice_is_within_2_percent_of_exhaustive_search_for_random_jobs(block: int):
+    fitting = 0
+    for seed in range(10 * block, 10 * block + 10):
+        asked, facts = case(seed)
+        draft = formed_draft(asked, facts, CLUSTER_SETTINGS)
+        least, chosen = searched(draft), best_fit(draft)
+        assert (least is None) is (chosen is None), seed
+        if least is None or chosen is None:
+            continue
+        changed, found = chosen
+        taken = decided(step_time(changed, found.strategy, choice_batch(changed, found.micro_batch))).total
+        assert least <= taken <= least * (1 + SIMPLER_MARGIN), (seed, found.strategy.label, taken, least)
+        fitting += 1
+    assert fitting >= 3, "most random jobs fit, or the test shows nothing"
+
+
+def test_choice_for_a_thousand_gpus_estimates_the_memory_of_few_candidates(monkeypatch: pytest.MonkeyPatch):
+    counted = {"times": 0, "memories": 0}
+    time, memory = choice.time_of_step, choice.estimate
+
+    def timed(*given: Any) -> Any:
+        counted["times"] += 1
+        return time(*given)
+
+    def estimated(*given: Any) -> Any:
+        counted["memories"] += 1
+        return memory(*given)
+
+    monkeypatch.setattr(choice, "time_of_step", timed)
+    monkeypatch.setattr(choice, "estimate", estimated)
+    spec = {
+        "task": "text-generation",
+        "preparation": {"maxLength": 4096, "packing": "never"},
+        "training": {"globalBatchSize": 4000},
+        "resources": {"nodes": 125, "gpusPerNode": 8},
+    }
+    facts = Facts(model=facts_of("llama-3.1-70b", "text-generation"), hardware=parse_hardware(NODES[6]))
+    assert plan(job(spec), facts, CLUSTER_SETTINGS).trainer.training is not None
+    # 30 us for a time and 150 us for an estimate on one core: below half a second.
+    assert 100 < counted["times"] < 4000
+    assert counted["memories"] < 2000
+
+
+# -------------------------------------------------------------------------------------------------------------- margins
+
+ONE = "gpu=H100,gpus=8,cpu=192,hostMemory=2Ti"
+
+
+def drafted(spec: dict[str, Any], settings: Settings = CLUSTER_SETTINGS, node: str = ONE) -> Draft:
+    """Return the draft of a decoder's training before its strategy is chosen."""
+    usual = {
+        "task": "text-generation",
+        "preparation": {"maxLength": 4096, "packing": "never"},
+        "training": {"globalBatchSize": 64},
+        "resources": {"gpusPerNode": 8},
+    }
+    facts = Facts(model=facts_of("llama-3.1-8b", "text-generation"), hardware=parse_hardware(node))
+    return formed_draft(job({**usual, **spec}), facts, settings)
+
+
+def test_fixed_fields_stay_fixed():
+    asked = {"parallelism": {"strategy": "deepspeed", "zeroStage": 3, "activationCheckpointing": "full"}}
+    found = best_fit(drafted(asked))
+    assert found is not None
+    assert found[1].strategy.label == "deepspeed-zero3+activation-checkpointing"
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.06, 0.2])
+def test_the_share_of_memory_that_the_settings_keep_free_stays_free(margin: float):
+    settings = CLUSTER_SETTINGS.model_copy(update={"planning": Planning(memoryMargin=margin)})
+    found = best_fit(drafted({}, settings))
+    assert found is not None
+    memory = found[1].memory
+    assert memory.total_bytes <= (1 - margin) * memory.capacity_bytes
+
+
+def test_what_fits_only_without_the_margin_runs_and_its_plan_shows_it():
+    asked: dict[str, Any] = {
+        "parallelism": {"strategy": "deepspeed", "zeroStage": 2, "activationCheckpointing": "none"}
+    }
+    wide = CLUSTER_SETTINGS.model_copy(update={"planning": Planning(memoryMargin=0.5)})
+    draft = drafted(asked, wide)
+    made = plan(draft.job, Facts(model=draft.model, hardware=draft.hardware), wide)
+    assert made.memory is not None
+    assert made.memory.total_bytes > made.memory.capacity_bytes / 2
+    assert any("as nothing fits that leaves 50% free" in reason for reason in made.reasons)
+
+
+def test_a_simpler_form_is_kept_unless_another_is_quicker_by_the_margin():
+    draft = drafted({})
+    forms = tuple(choice.all_forms(draft))
+    small = {each.strategy.label: each for each in forms if each.micro_batch == 1}
+
+    def chosen(gain: float) -> str:
+        pair: tuple[Candidate, ...] = (
+            replace(small["deepspeed-zero2"], seconds=1.0),
+            replace(small["deepspeed-zero3"], seconds=1 / gain),
+        )
+        found = choice.quickest(pair, 0.0)
+        assert found is not None
+        return found[1].strategy.label
+
+    assert chosen(1 + SIMPLER_MARGIN / 2) == "deepspeed-zero2"
+    assert chosen(1 + 2 * SIMPLER_MARGIN) == "deepspeed-zero3"
+
+
+def test_selective_checkpointing_is_taken_where_it_is_quicker_than_full():
+    found = best_fit(drafted({"resources": {"gpusPerNode": 8, "nodes": 2}}, node=NODES[4]))
+    assert found is not None
+    assert found[1].strategy.activation_checkpointing == "selective"
+
+
+# --------------------------------------------------------------------------------------------------------- alternatives
+
+
+def test_alternatives_name_one_chosen_form_and_a_reason_for_each_other():
+    draft = drafted({})
+    facts = Facts(model=draft.model, hardware=draft.hardware)
+    rows = other_forms(draft.job, facts, CLUSTER_SETTINGS)
+    made = plan(draft.job, facts, CLUSTER_SETTINGS)
+    assert [row.strategy for row in rows if row.chosen] == [made.strategy]
+    assert rows[0].chosen
+    assert rows[0].seconds == made.estimate.seconds
+    assert len({row.strategy for row in rows}) == len(rows) > 20
+    whys = {row.strategy: row.why for row in rows}
+    assert whys["ddp"].startswith("needs ")
+    assert any(why.endswith(" longer") for why in whys.values())
+
+
+def test_alternatives_of_a_job_that_does_not_fit_are_refused():
+    asked = drafted({"parallelism": {"strategy": "ddp"}})
+    with pytest.raises(PlanRefused):
+        other_forms(asked.job, Facts(model=asked.model, hardware=asked.hardware), CLUSTER_SETTINGS)
