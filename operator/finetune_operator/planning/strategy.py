@@ -219,7 +219,7 @@ def _why_with(draft: Draft, strategy: Strategy, without: Callable[[Strategy], bo
     others = [rung for rung in rungs(draft, draft.spec.parallelism) if without(rung)]
     margin = draft.settings.planning.memory_margin if machine_of(draft) is not None else 0.0
     if any(fits(draft, _at(draft, rung, smallest).memory, margin) for rung in others):
-        return "a step takes less time with it, as more rows fit at once"
+        return "a step takes less time with it than in the other forms that fit"
     slices = " in as many slices" if strategy.sequence > 1 else ""
     return f"nothing fits without{slices}"
 
