@@ -83,7 +83,7 @@ def sentence(made: JobPlan) -> str:
 
 
 def test_layers_are_split_inside_a_node_where_nothing_else_fits():
-    made = planned(THIRTEEN_BILLION)
+    made = planned(THIRTEEN_BILLION, training=FP32)
     assert made.strategy == "ddp+tensor8+activation-checkpointing"
     assert re.fullmatch(
         r"strategy ddp\+tensor8\+activation-checkpointing: a step takes [0-9.]+ s, within 2% of the least of all forms "
@@ -220,9 +220,9 @@ def test_a_strategy_that_does_not_fit_is_refused_with_every_way_out_that_does():
 
 
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
-    problem = refusal(THIRTEEN_BILLION, parallelism={"tensor": 4})
+    problem = refusal(THIRTEEN_BILLION, training=FP32, parallelism={"tensor": 4})
     first, second = problem.hint.split("; or ")
-    takes = planned(THIRTEEN_BILLION).memory
+    takes = planned(THIRTEEN_BILLION, training=FP32).memory
     assert takes is not None
     there = f"({takes.total_bytes / 2**30:.1f} GiB of 32.0 GiB a GPU)"
     assert first == f"leave parallelism out, and the plan takes ddp+tensor8+activation-checkpointing {there}"

@@ -90,7 +90,7 @@ def test_the_status_and_the_command_tell_how_many_groups_there_are():
 
 def test_auto_takes_the_quickest_strategy_whose_state_fits_beside_the_slices():
     labels = {degree: planned({"parallelism": {"sequence": degree}}).strategy for degree in (1, 2, 8)}
-    assert labels == {1: "deepspeed-zero1", 2: "fsdp+sequence2", 8: "deepspeed-zero1+sequence8"}
+    assert labels == {1: "fsdp", 2: "fsdp+sequence2", 8: "deepspeed-zero1+sequence8"}
 
 
 def test_deepspeed_is_told_of_all_processes_as_it_takes_them_for_replicas():
@@ -205,11 +205,11 @@ def compiled(**arguments: bool) -> dict[str, Any]:
 CHOSEN: dict[str, tuple[Long, str]] = {
     "8 billion parameters on rows of 32k tokens are quicker in slices than with offload": (
         Long(EIGHT_BILLION, EIGHT_H100, 32768),
-        "deepspeed-zero3+sequence4+selective-activation-checkpointing",
+        "fsdp+sequence4+selective-activation-checkpointing",
     ),
     "on rows of 128k tokens, in as many slices as leave the optimizer on the GPUs": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072),
-        "deepspeed-zero1+sequence8+activation-checkpointing",
+        "fsdp+sequence8+activation-checkpointing",
     ),
     "in as few as fit on a GPU whose speed nobody knows": (
         Long(EIGHT_BILLION, "gpu=X9,memory=80Gi,gpus=8,cpu=128,hostMemory=1Ti", 131072),
@@ -217,7 +217,7 @@ CHOSEN: dict[str, tuple[Long, str]] = {
     ),
     "packs have a mask of all their tokens": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072, {"dataset": {"uri": "hf://org/books"}}),
-        "deepspeed-zero2+sequence8+activation-checkpointing",
+        "fsdp+sequence8+activation-checkpointing",
     ),
     "a small model on two small GPUs": (
         Long(HALF_A_BILLION, TWO_SMALL, 8192),
@@ -257,8 +257,8 @@ def test_auto_divides_rows_where_nothing_else_fits(case: str):
 def test_the_plan_tells_why_rows_are_divided_and_what_that_costs():
     (sentence,) = (each for each in CHOSEN["weights in 4 bits"][0].plan().reasons if each.startswith("strategy "))
     assert sentence == (
-        "strategy ddp+sequence8+activation-checkpointing: rows in 8 slices fit (20.3 GiB of 22.5 GiB); with whole rows "
-        "on each GPU nothing does: ddp+activation-checkpointing with micro-batch 1 needs 85.0 GiB a GPU, and there are "
+        "strategy ddp+sequence8+activation-checkpointing: rows in 8 slices fit (17.1 GiB of 22.5 GiB); with whole rows "
+        "on each GPU nothing does: ddp+activation-checkpointing with micro-batch 1 needs 79.1 GiB a GPU, and there are "
         "22.5 GiB; to exchange heads for tokens takes 6% of the time "
         "(105.0 GiB a process and step)"
     )
@@ -274,7 +274,7 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
         Long(EIGHT_BILLION, EIGHT_H100, 131072, compiled(torch_compile=True)),
         "parallelism.sequence is not chosen: torch_compile cannot be combined with spec.parallelism.tensor, "
         "pipeline, sequence and offload.activations",
-        "leave training.arguments.torch_compile out and set parallelism.sequence to 8 (74.5 GiB of 79.6 GiB a GPU)",
+        "leave training.arguments.torch_compile out and set parallelism.sequence to 8 (49.6 GiB of 79.6 GiB a GPU)",
     ),
     "Liger's kernels and fp8": (
         Long(
@@ -286,18 +286,18 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
         "fp8 cannot be combined with spec.parallelism.sequence above 1, and use_liger_kernel needs GPUs, and rows "
         "that spec.parallelism.sequence does not split",
         "leave training.arguments.use_liger_kernel out and set training.precision to bf16 and set parallelism.sequence "
-        "to 8 (74.5 GiB of 79.6 GiB a GPU)",
+        "to 8 (49.6 GiB of 79.6 GiB a GPU)",
     ),
     "another strategy": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072, {"parallelism": {"zeroStage": 3}}),
         "",
-        "leave parallelism.zeroStage out, and the plan takes deepspeed-zero1+sequence8+activation-checkpointing "
-        "(74.5 GiB of 79.6 GiB a GPU); or set parallelism.sequence to 8 (49.2 GiB of 79.6 GiB a GPU)",
+        "leave parallelism.zeroStage out, and the plan takes fsdp+sequence8+activation-checkpointing "
+        "(49.6 GiB of 79.6 GiB a GPU); or set parallelism.sequence to 8 (49.2 GiB of 79.6 GiB a GPU)",
     ),
     "a degree that is too small": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072, {"parallelism": {"sequence": 2}}),
         "",
-        "set parallelism.sequence to 8 (74.5 GiB of 79.6 GiB a GPU)",
+        "set parallelism.sequence to 8 (49.6 GiB of 79.6 GiB a GPU)",
     ),
     "packs": (
         Long(EIGHT_BILLION, "gpu=A100-40GB,gpus=8,cpu=128,hostMemory=1Ti", 131072, {"dataset": {"uri": "hf://o/d"}}),
@@ -308,7 +308,7 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
     "a degree of tensor parallelism": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072, {"parallelism": {"tensor": 8}}),
         "",
-        "leave parallelism out, and the plan takes deepspeed-zero1+sequence8+activation-checkpointing (74.5 GiB of "
+        "leave parallelism out, and the plan takes fsdp+sequence8+activation-checkpointing (49.6 GiB of "
         "79.6 GiB a GPU)",
     ),
     "too few GPUs for slices that are short enough": (
