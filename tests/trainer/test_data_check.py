@@ -137,7 +137,7 @@ def test_the_command_checks_several_jobs_and_names_their_lines(tmp_path: Path) -
     assert (ran.exit_code, made["valid"]) == (1, False)
     data = made["jobs"][0]["data"]
     assert (data["splits"][0]["labels"], data["problems"]) == ({"1": 1, "2": 1, "3": 1}, [])
-    assert ["semicolons separate" in note for note in data["notes"]] == [True, False]
+    assert ["semicolons as separators" in note for note in data["notes"]] == [True, False]
     (problem,) = made["problems"]
     assert (problem["line"], problem["path"], problem["wayOut"]) == (
         20,

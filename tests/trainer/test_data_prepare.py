@@ -216,7 +216,7 @@ def test_columns_that_first_look_empty_take_the_type_of_later_rows(tmp_path, mon
     write_lines(tmp_path / "train-1.jsonl", [{"text": "f", "label": 3}] * 2 + [{"text": "g", "label": "word"}] * 2)
     with pytest.raises(StageError) as caught:
         read_all(a_job(tmp_path))
-    assert (caught.value.reason, "train-1.jsonl: a column changes" in caught.value.message) == ("MixedTypes", True)
+    assert (caught.value.reason, "train-1.jsonl: the type of a column" in caught.value.message) == ("MixedTypes", True)
 
 
 @pytest.mark.parametrize("words", [pa.array(["x", "y"]).dictionary_encode(), pa.array(["x", "y"], pa.string_view())])

@@ -216,13 +216,12 @@ def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path:
     assert counted < 0.7 * (2 * tokens * words + (2 + 8) * JUDGED_LOGITS), "a row that is long enough to tell"
 
 
-def test_validation_batches_hold_no_more_logits_than_a_training_micro_batch_needs() -> None:
-    """Their logits are all in memory, those of training need not be."""
+def test_validation_batches_of_a_language_model_hold_one_row_or_a_limited_part_of_logits() -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = AutoConfig.for_model("llama", vocab_size=1 << 16, **sizes)
     decoder = AutoModelForCausalLM.from_config(config)
-    assert _validation_tokens(decoder, 512) == 4 * 512
-    assert _validation_tokens(decoder, 2048) == 4096, "as many as REQUESTED_LOGITS allows"
-    assert _validation_tokens(decoder, 8192) == 8192, "as many as in training"
+    assert _validation_tokens(decoder, 4, 128) == 4 * 4 * 128
+    assert _validation_tokens(decoder, 16, 512) == 4096, "as many as REQUESTED_LOGITS allows"
+    assert _validation_tokens(decoder, 2, 8192) == 8192, "a row"
     classifier = AutoModelForSequenceClassification.from_config(config)
-    assert _validation_tokens(classifier, 8192) == 4 * 8192
+    assert _validation_tokens(classifier, 2, 8192) == 4 * 2 * 8192

@@ -247,7 +247,7 @@ def _parts(
     clock: PartClock,
 ) -> LoopParts:
     training, prepared, settings = run.training, run.prepared, run.training.strategy
-    tokens = _validation_tokens(start.model, training.batch.micro_batch_size * prepared.facts.max_length)
+    tokens = _validation_tokens(start.model, training.batch.micro_batch_size, prepared.facts.max_length)
     deal = Deal(prepared, run.task, tokens, run.data_rank, training.batch.data_parallel, run.tokens_of_rows)
     reference = _reference(run, start, deal, order, partial(observer.on_validation_batch, saver.first_step))
     return LoopParts(
@@ -272,15 +272,17 @@ def _parts(
     )
 
 
-def _validation_tokens(model: PreTrainedModel, micro_batch: int) -> int:
-    """Return the limit of padded tokens in a validation batch. `micro_batch`: that of training. A language model holds
-    all logits of the batch: no more than `REQUESTED_LOGITS`, or those of as many tokens as in training.
+def _validation_tokens(model: PreTrainedModel, rows: int, length: int) -> int:
+    """Return the limit of padded tokens in a validation batch, for micro-batches of `rows` x `length` in training.
+
+    A language model holds all logits of the batch, in 16 bits and in the fp32 to which accelerate converts them: those
+    of one row, or `REQUESTED_LOGITS` if that is more. The plan counts none beside those of training.
     """
-    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * micro_batch
+    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * rows * length
     if cast(Any, model).get_output_embeddings() is None:
         return tokens
     vocabulary: int = model.config.get_text_config().vocab_size
-    return min(tokens, max(micro_batch, REQUESTED_LOGITS // vocabulary))
+    return min(tokens, max(length, REQUESTED_LOGITS // vocabulary))
 
 
 def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str, Any], best: Path | None) -> None:
