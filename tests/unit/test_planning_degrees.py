@@ -220,7 +220,7 @@ def test_a_strategy_that_does_not_fit_is_refused_with_every_way_out_that_does():
 
 
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
-    problem = refusal(THIRTEEN_BILLION, parallelism={"tensor": 4})
+    problem = refusal(THIRTEEN_BILLION, training=FP32, parallelism={"tensor": 4})
     first, second = problem.hint.split("; or ")
     takes = planned(THIRTEEN_BILLION, training=FP32).memory
     assert takes is not None
