@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Object, str, str]] = {
     "discovered": (job("discovered"), "H100", "1 node with 8 x H100 of 79.6 GiB (label nvidia.com/gpu.product)"),
     "gke": (job("gke"), "L4", "(label cloud.google.com/gke-accelerator)"),
     "eks": (job("eks"), "A100-40GB", "(label node.kubernetes.io/instance-type)"),
-    "silent": (job("silent"), "unknown GPU", "no label tells the product"),
+    "silent": (job("silent"), "unknown GPU", "no label has the product"),
     "mig": (
         job("mig", 1, resource="nvidia.com/mig-3g.40gb"),
         "A100-80GB-MIG-3g.40gb",

@@ -395,7 +395,7 @@ def test_a_model_at_whose_layers_nobody_has_looked_is_planned_as_if_every_weight
     unseen = LLAMA.model_copy(update={"linear_layers": {}, "head_parameters": 0})
     made = planned({"method": "lora", "targetModules": ["whatever"]}, model=unseen)
     assert [each for each in made.assumptions if each.startswith("adapter")] == [
-        "adapter: nobody has looked at the model's layers; memory is counted as if every weight were trained"
+        "adapter: the model's layers are not known yet; memory is counted as if every weight were trained"
     ]
     assert "adapter lora of rank 16: as asked" in made.reasons
     rows = {row.label for section in summarise(made) for row in section.rows}
@@ -434,7 +434,7 @@ def test_weights_that_nobody_has_counted_are_planned_as_with_lora():
     uncounted = LLAMA.model_copy(update={"linear_layers": layers})
     made = planned({"method": "qlora"}, model=uncounted)
     assert [each for each in made.assumptions if each.startswith("adapter")] == [
-        "adapter: nobody has counted the weights of the model's linear layers; memory is counted as with lora"
+        "adapter: the weights of the model's linear layers are not known yet; memory is counted as with lora"
     ]
     assert made.memory == planned({"method": "lora"}, model=uncounted, strategy="ddp").memory
 

@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[ModelFacts | None, dict[str, Any], tuple[str, ...]]] = 
     "a model that nobody has read": (
         None,
         {"model": {"uri": "hf://org/gpt-175b"}},
-        ("parallelism.tensor is not chosen: nobody has read the model yet",),
+        ("parallelism.tensor is not chosen: the model has not been read yet",),
     ),
     "heads that no degree divides, and no room for stages": (
         gpt(25 * 320, 50, 25),

@@ -323,7 +323,7 @@ def write_adapter_and_merge(
             "BaseModelChanged",
             f"The weights of {job.model.uri} have changed since the training began, and the adapter needs the old "
             "ones.",
-            "Use a revision that does not change, or a folder that nobody writes to, and train again.",
+            "Use a revision that does not change, or a folder that is not written to, and train again.",
         )
     if adapted.held:
         four_bits().round_weights(model, adapted.held)

@@ -111,7 +111,7 @@ def choose_adapter(draft: Draft) -> Draft:
     if model.linear_layers:
         return _explain_four_bits(draft.because(_reason(model, adapter)), adapter)
     return draft.because(f"adapter {adapter.method} of rank {adapter.rank}: as asked").assuming(
-        "adapter: nobody has looked at the model's layers; memory is counted as if every weight were trained"
+        "adapter: the model's layers are not known yet; memory is counted as if every weight were trained"
     )
 
 
@@ -132,7 +132,7 @@ def _explain_four_bits(draft: Draft, adapter: Adapter) -> Draft:
         return draft
     if not held:
         return draft.assuming(
-            "adapter: nobody has counted the weights of the model's linear layers; memory is counted as with lora"
+            "adapter: the weights of the model's linear layers are not known yet; memory is counted as with lora"
         )
     return draft.because(
         f"4 bits: the linear layers of the blocks have {human_count(held)} weights, frozen, that take "

@@ -79,7 +79,7 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
     if name is None and (said := _size_in_name(words[-1:])) is not None:
         facts = model_facts(_decoder_of(said), task, labels)
         return facts, (
-            f"model: {uri} was not read; its name says {human_count(said)} parameters, and a Llama-like model of "
+            f"model: {uri} was not read; by its name it has {human_count(said)} parameters, and a Llama-like model of "
             f"about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"
         )
     if name is None:

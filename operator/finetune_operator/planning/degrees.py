@@ -47,7 +47,7 @@ def with_slices(draft: Draft, degree: int) -> Draft:
 
 
 def _unread(draft: Draft) -> Draft:
-    rule, hint = "nobody has read the model yet, and not every family can be split", "set the degree yourself"
+    rule, hint = "the model has not been read yet, and not every family can be split", "set the degree yourself"
     return draft.refusing(("parallelism",), None, rule, hint)
 
 

@@ -174,7 +174,7 @@ def _product(node: Node, settings: Settings) -> tuple[str | None, GpuModel | Non
             named = (value, key)
     if named is not None:
         return named[0], None, f"label {named[1]}, in no table of GPUs"
-    return None, None, "no label tells the product"
+    return None, None, "no label has the product"
 
 
 def _memory(node: Node) -> int | None:

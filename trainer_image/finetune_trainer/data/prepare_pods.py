@@ -105,7 +105,7 @@ class Pod:
             raise StageError(
                 FailureClass.CONFIG,
                 "AttemptMissing",
-                f"{world.size} pods prepare together and {ENV_ATTEMPT} is not set, so they cannot tell each other's "
+                f"{world.size} pods prepare together and {ENV_ATTEMPT} is not set, so they cannot distinguish their "
                 "files from those of an earlier attempt.",
                 "Set it to the same value in all pods, and to a new value for each attempt.",
             )

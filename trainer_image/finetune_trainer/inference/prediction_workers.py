@@ -171,7 +171,7 @@ class Worker:
             raise StageError(
                 FailureClass.CONFIG,
                 "AttemptMissing",
-                f"{planned} workers predict together and {ENV_ATTEMPT} is not set, so they cannot tell each other's "
+                f"{planned} workers predict together and {ENV_ATTEMPT} is not set, so they cannot distinguish their "
                 "claims from those of an earlier attempt.",
                 "Set it to the same value in all workers, and to a new value for each attempt.",
             )
