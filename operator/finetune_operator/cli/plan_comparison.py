@@ -116,6 +116,8 @@ class Described:
     """None: that of the plan."""
     nodes: int | None
     """None: those of the job."""
+    counts_gpus: bool
+    """True if it says how many GPUs a node has; otherwise as many as the job asks for."""
 
 
 def described(text: str, settings: Settings) -> Described:
@@ -129,7 +131,8 @@ def described(text: str, settings: Settings) -> Described:
         if not (count.isascii() and count.isdigit() and 0 < int(count) <= MOST_NODES):
             raise UsageError(f"--what-if nodes={count}: it is a whole number from 1 to {MOST_NODES}")
     nodes = int(counts[0]) if counts else None
-    return Described(node or "as planned", hardware_of(node or None, settings, "--what-if"), nodes)
+    counts_gpus = any(pair.partition("=")[0].strip() == "gpus" for pair in pairs)
+    return Described(node or "as planned", hardware_of(node or None, settings, "--what-if"), nodes, counts_gpus)
 
 
 def compare_hardware(
@@ -154,6 +157,8 @@ def _scenario(entry: JobEntry, facts: Facts, settings: Settings, given: Describe
     accelerator = resources.accelerator
     if given.node is not None:
         accelerator = accelerator.model_copy(update={"product": None, "memory": None})
+        if given.node.gpu is not None and not given.counts_gpus and isinstance(resources.gpus_per_node, int):
+            node = given.node.model_copy(update={"gpus_per_node": resources.gpus_per_node})
     changes: dict[str, Any] = {"nodes": nodes, "accelerator": accelerator}
     if node is not None:
         changes["gpus_per_node"] = node.gpus_per_node
