@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from finetune_contract import plans
 from finetune_contract.choices import Stage
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES
 from finetune_contract.trainer_job import Training
@@ -34,7 +35,7 @@ def training(**changes: Any) -> Training:
 
 @pytest.fixture
 def few_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(chunked_loss, "LOSS_LOGITS", LOGITS)
+    monkeypatch.setattr(plans, "LOSS_LOGITS", LOGITS)
     return
 
 

@@ -7,10 +7,10 @@ price is not known.
 
 from __future__ import annotations
 
-from finetune_contract.arguments import compiles
+from finetune_contract.arguments import compiles, needs_whole_logits
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, LOSS_LOGITS
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, loss_tokens
 from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_seconds
@@ -130,18 +130,12 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
     )
 
 
-def needs_whole_logits(draft: Draft) -> bool:
-    """Return whether the training's settings keep a decoder from computing its loss in chunks."""
-    asked = draft.training
-    return bool(asked.label_smoothing or compiles(asked.arguments) or asked.arguments.get("use_liger_kernel"))
-
-
 def _chunks_loss(draft: Draft, strategy: Strategy, micro: int) -> bool:
     """Return whether the trainer computes the loss in chunks (`finetune_trainer.training.chunked_loss`)."""
-    others = needs_whole_logits(draft)
+    others = needs_whole_logits(draft.training.arguments, draft.training.label_smoothing)
     known = draft.spec.task == "text-generation" and draft.model.model_type in CHUNKED_LOSS_FAMILIES
-    logits = micro * draft.lengths.row * draft.model.vocabulary_size
-    return known and not others and strategy.model_ranks == 1 and logits > LOSS_LOGITS
+    several = micro * draft.lengths.row > loss_tokens(draft.model.vocabulary_size)
+    return known and not others and strategy.model_ranks == 1 and several
 
 
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from finetune_contract.arguments import needs_whole_logits
 from finetune_contract.choices import CheckpointingMode, OffloadDevice
 from finetune_contract.combinations import Choices, broken
 from finetune_contract.trainer_job import Strategy, World
@@ -15,7 +16,7 @@ from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.combination_checks import decided_choices
-from finetune_operator.planning.cost import machine_of, needs_whole_logits
+from finetune_operator.planning.cost import machine_of
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel_plan import filled, spread
 from finetune_operator.planning.plan_types import MemoryEstimate
@@ -104,7 +105,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         packed=draft.packing,
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
-        whole_logits=needs_whole_logits(draft),
+        whole_logits=needs_whole_logits(draft.training.arguments, draft.training.label_smoothing),
         accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
     )
     return memory.estimate(work, draft.device_bytes)

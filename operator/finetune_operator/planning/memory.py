@@ -24,8 +24,8 @@ from finetune_contract.plans import (
     AVERAGED_ELEMENTS,
     CHUNKED_LOSS_FAMILIES,
     JUDGED_LOGITS,
-    LOSS_LOGITS,
     REQUESTED_LOGITS,
+    loss_tokens,
 )
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.adapter_sizes import (
@@ -570,7 +570,7 @@ def _chunk(work: Workload) -> int:
     if not whole or work.task != "text-generation" or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
         return 0
     tokens = work.micro_batch * work.sequences * slice_tokens(work.length, work.strategy.sequence)
-    chunk = max(1, LOSS_LOGITS // work.model.vocabulary_size)
+    chunk = loss_tokens(work.model.vocabulary_size)
     return chunk if chunk < tokens else 0
 
 

@@ -107,6 +107,11 @@ def compiles(arguments: Mapping[str, object]) -> bool:
     return any(arguments.get(name) for name in COMPILATION)
 
 
+def needs_whole_logits(arguments: Mapping[str, object], label_smoothing: float) -> bool:
+    """Return whether a training's settings keep a decoder from computing its loss in chunks."""
+    return bool(label_smoothing or compiles(arguments) or arguments.get("use_liger_kernel"))
+
+
 @dataclass(frozen=True)
 class ArgumentProblem:
     """A field under `training.arguments` that cannot be accepted."""

@@ -29,6 +29,12 @@ large vocabulary. All of a micro-batch would be the largest part of a training's
 8,192 tokens of a vocabulary of 128,000.
 """
 
+
+def loss_tokens(vocabulary_size: int) -> int:
+    """Return the most tokens whose logits the loss of a decoder's training has at a time."""
+    return max(1, LOSS_LOGITS // vocabulary_size)
+
+
 CHUNKED_LOSS_FAMILIES = (
     "bloom",
     "falcon",

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from finetune_contract.arguments import compiles
-from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, LOSS_LOGITS
+from finetune_contract.arguments import needs_whole_logits
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, loss_tokens
 from finetune_contract.trainer_job import Training
 from finetune_trainer.data.slices import FOLLOWING, NOT_LEARNT
 
@@ -26,8 +26,7 @@ def chunk_loss(model: PreTrainedModel, training: Training) -> ChunkedLoss | None
     """Have `model` compute its loss in chunks, if it can: a decoder of a known family whose own loss is minimised and
     that is whole on each process. None: it computes all logits at once.
     """
-    arguments = training.arguments
-    others = compiles(arguments) or arguments.get("use_liger_kernel") or training.label_smoothing
+    others = needs_whole_logits(training.arguments, training.label_smoothing)
     whole = training.strategy.model_ranks == 1
     return ChunkedLoss(model) if whole and not others and _is_known_decoder(model) else None
 
@@ -69,7 +68,7 @@ class ChunkedLoss:
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the loss, shape (), in place of logits if there are labels and more than one chunk of logits."""
         labels = self._labels
-        tokens = max(1, LOSS_LOGITS // self._vocabulary)
+        tokens = loss_tokens(self._vocabulary)
         self.chunks = 0
         if labels is None or labels.numel() <= tokens or hidden.shape[:-1].numel() != labels.numel():
             return cast(torch.Tensor, self._given_head(hidden))
