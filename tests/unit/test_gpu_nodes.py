@@ -12,7 +12,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.devices import find_gpu, link_bytes, product_labels
-from finetune_operator.planning.gpu_nodes import Node, read_node, told_by
+from finetune_operator.planning.gpu_nodes import Node, facts_of_nodes, read_node
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.rendering.render_types import Attempt, RenderContext
@@ -47,7 +47,7 @@ def settings(value: dict[str, Any]) -> Settings:
 
 def told(*nodes: Node, resources: dict[str, Any] | None = None, more: Settings = CLUSTER_SETTINGS, **spec: Any) -> Any:
     asked = {"gpusPerNode": 8, **(resources or {})}
-    return told_by(nodes, job({"resources": asked, **spec}).spec, more)
+    return facts_of_nodes(nodes, job({"resources": asked, **spec}).spec, more)
 
 
 @pytest.mark.parametrize(

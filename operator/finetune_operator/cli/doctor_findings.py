@@ -14,7 +14,7 @@ from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import BUILT_IN, TRAINING, LauncherName, launcher
-from finetune_operator.planning.gpu_nodes import Node, gpu_kinds, gpu_resource, told_by
+from finetune_operator.planning.gpu_nodes import Node, facts_of_nodes, gpu_kinds, gpu_resource
 
 State: TypeAlias = Literal["ok", "gap", "unknown", "note"]
 Value = TypeVar("Value")
@@ -210,7 +210,7 @@ def _gpus(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Setting
         )
     if spec is None or not requires_gpus:
         return
-    found, gpus = told_by(nodes, spec, settings), spec.resources.gpus_per_node
+    found, gpus = facts_of_nodes(nodes, spec, settings), spec.resources.gpus_per_node
     resource = gpu_resource(spec, settings.defaults)
     if found.gpu is None or "pods wait" in found.words:
         hint = "change resources.accelerator, gpusPerNode or the template's nodeSelector, or add such nodes"

@@ -81,7 +81,7 @@ def failure_of(stage: Stage, exit_code: int, reports: Path, log: Path) -> Failur
     if report is not None and report.failure is not None:
         rank, failure = report.rank, report.failure
     else:
-        rank, failure = None, causes.of_exit(exit_code, who="The launcher")
+        rank, failure = None, causes.of_exit(exit_code, subject="The launcher")
     return FailureStatus(
         failure_class=failure.failure_class.value,
         reason=failure.reason,

@@ -16,7 +16,7 @@ from finetune_operator.cli.commands.steps import hardware_of, refuse_plan
 from finetune_operator.cli.console import Output, UsageError, emit, out
 from finetune_operator.cli.job_files import JobEntry
 from finetune_operator.planning.alternatives import Alternative
-from finetune_operator.planning.cost import step_words
+from finetune_operator.planning.cost import step_duration
 from finetune_operator.planning.plan import other_forms, plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 
@@ -82,7 +82,7 @@ def _cells(row: Alternative) -> tuple[str, ...]:
         str(row.micro_batch),
         row.checkpointing,
         f"{human_bytes(row.memory_bytes)} of {human_bytes(row.capacity_bytes)}",
-        "unknown" if row.step_seconds is None else step_words(row.step_seconds),
+        "unknown" if row.step_seconds is None else step_duration(row.step_seconds),
         _time(row.seconds),
         _cost(row.cost, row.currency),
         row.why,

@@ -29,7 +29,7 @@ __all__ = [
     "assumed_model",
     "is_well_known",
     "model_facts",
-    "node_words",
+    "node_description",
     "parse_hardware",
 ]
 
@@ -76,11 +76,11 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
         name = None
         facts = model_facts(known_config(FALLBACK_NAME), "text-classification", labels)
     size = f"{human_count(facts.parameters)} parameters"
-    if name is None and (said := _size_in_name(words[-1:])) is not None:
-        facts = model_facts(_decoder_of(said), task, labels)
+    if name is None and (named_size := _size_in_name(words[-1:])) is not None:
+        facts = model_facts(_decoder_of(named_size), task, labels)
         return facts, (
-            f"model: {uri} was not read; by its name it has {human_count(said)} parameters, and a Llama-like model of "
-            f"about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"
+            f"model: {uri} was not read; by its name it has {human_count(named_size)} parameters, and a Llama-like model "
+            f"of about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"
         )
     if name is None:
         return facts, (
@@ -265,10 +265,10 @@ def assumed_hardware(
     facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, assumed=True)
     if gpus:
         facts = facts.model_copy(update={"gpus_per_node": gpus, "gpu": device})
-    return facts, f"hardware: no node was measured; {node_words(facts)} are taken"
+    return facts, f"hardware: no node was measured; {node_description(facts)} are taken"
 
 
-def node_words(node: HardwareFacts) -> str:
+def node_description(node: HardwareFacts) -> str:
     """Describe a node, e.g. `8 x H100 with 79.6 GiB and bf16, 64 cores and 512 GiB of memory`."""
     words = f"{node.cpu_cores} core{'s' * (node.cpu_cores != 1)} and {node.memory_bytes / GIB:.0f} GiB of memory"
     if node.gpu is None:

@@ -176,18 +176,18 @@ def estimate_training(draft: Draft) -> Estimate:
         at = f"{CPU_UTILISATION:.0%} of {world.threads_per_process} x {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s"
     else:
         seconds = steps.total * (time.total + time.computing * (flops / trained - 1))
-        at = _gpu_words(draft, time, trained / steps.total)
+        at = _gpu_basis(draft, time, trained / steps.total)
     return _with_cost(draft, seconds, f"{basis}at {at}; loading, saving and evaluation not counted")
 
 
-def step_words(seconds: float) -> str:
+def step_duration(seconds: float) -> str:
     """Format the time of a step: `14 ms`, `1.25 s`, `2 min`."""
     if seconds < 1:
         return f"{seconds * 1000:.2g} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
     return f"{seconds:.3g} s" if seconds < 90 else human_seconds(seconds)
 
 
-def _gpu_words(draft: Draft, time: StepTime, flops: float) -> str:
+def _gpu_basis(draft: Draft, time: StepTime, flops: float) -> str:
     """Describe a step of `flops` operations: the share of the peak while it computes, and the parts of its time."""
     gpu = table_gpu(draft)
     precision: Precision = decided(draft.precision)
@@ -197,7 +197,7 @@ def _gpu_words(draft: Draft, time: StepTime, flops: float) -> str:
     parts = [f"{name} {time.share(seconds)}" for name, seconds in time.parts() if seconds]
     return (
         f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {precision}; a step takes "
-        f"{step_words(time.total)}: {', '.join(parts)}"
+        f"{step_duration(time.total)}: {', '.join(parts)}"
     )
 
 

@@ -27,7 +27,7 @@ from finetune_operator.planning.devices import (
     product_labels,
 )
 from finetune_operator.planning.gpu_table import MIB, Labels
-from finetune_operator.planning.plan_types import NodesTold
+from finetune_operator.planning.plan_types import NodesFacts
 
 MEMORY_LABELS = ("nvidia.com/gpu.memory", "karpenter.k8s.aws/instance-gpu-memory")
 """Labels with the memory of a GPU in MiB."""
@@ -50,7 +50,7 @@ def gpu_taints(resource: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((f"{resource.partition('/')[0]}/gpu", resource)))
 
 
-def asked_labels(spec: FineTuneJobSpec, settings: Settings) -> Labels:
+def requested_labels(spec: FineTuneJobSpec, settings: Settings) -> Labels:
     """Return labels of which each node with the job's product has one; {} if the job names no product."""
     product = spec.resources.accelerator.product
     if product is None:
@@ -143,12 +143,12 @@ def _kind(node: Node, resource: str, settings: Settings) -> GpuKind | None:
         model = None if product is None else find_gpu(product, settings.hardware)
         how = f"resource {resource}" if product is None else f"resource {resource}, {how}"
     shares = max(1, _whole(node.labels.get(SHARES_LABEL, "1"))) if part is None else 1
-    told = None if part is not None else _memory(node)
+    reported = None if part is not None else _memory(node)
     known = None if model is None else model.memory_mib * MIB
     capability = _capability(node) or (None if model is None else model.capability or None)
     device = DeviceFacts(
         product=product or UNKNOWN_GPU,
-        memory_bytes=(told or part or known or LEAST_GPU_MEMORY) // shares,
+        memory_bytes=(reported or part or known or LEAST_GPU_MEMORY) // shares,
         bf16=model.bf16 if model is not None else has_bf16(capability),
         capability=capability,
     )
@@ -200,7 +200,7 @@ def _whole(text: str) -> int:
 # ----------------------------------------------------------------------------------------------------- nodes of one job
 
 
-def told_by(nodes: Sequence[Node], spec: FineTuneJobSpec, settings: Settings) -> NodesTold:
+def facts_of_nodes(nodes: Sequence[Node], spec: FineTuneJobSpec, settings: Settings) -> NodesFacts:
     """Return the GPUs of the nodes that can run a job's pods; the weakest of several kinds."""
     resource, asked = gpu_resource(spec, settings.defaults), spec.resources.gpus_per_node
     least = 1 if asked == "auto" else asked
@@ -210,15 +210,15 @@ def told_by(nodes: Sequence[Node], spec: FineTuneJobSpec, settings: Settings) ->
     if not kinds:
         there = gpu_kinds(nodes, resource, settings)
         if not there:
-            return NodesTold(words=f"no node of the cluster has {resource} now")
-        return NodesTold(
+            return NodesFacts(words=f"no node of the cluster has {resource} now")
+        return NodesFacts(
             words=f"no node with {resource} fits the job's labels and tolerations now; there are {_listed(there)}"
         )
     small = "" if large else f"no node has {least} GPUs, and pods wait for one; "
     chosen = large or kinds
     if len({kind.device for kind in chosen}) == 1:
-        return NodesTold(gpu=chosen[0].device, words=f"{small}{_listed(chosen)}")
-    return NodesTold(
+        return NodesFacts(gpu=chosen[0].device, words=f"{small}{_listed(chosen)}")
+    return NodesFacts(
         gpu=chosen[0].device,
         words=f"{small}pods can go to several kinds of nodes: {_listed(chosen)}; the plan is for the weakest, "
         f"{chosen[0].device.product}; resources.accelerator.product chooses one",
@@ -232,23 +232,25 @@ def _listed(kinds: Sequence[GpuKind]) -> str:
 
 def can_run(node: Node, spec: FineTuneJobSpec, settings: Settings) -> bool:
     """Return whether labels and taints of a node allow the scheduler to place a pod of the training there."""
-    template, labels = spec.template, asked_labels(spec, settings)
+    template, labels = spec.template, requested_labels(spec, settings)
     if any(node.labels.get(key) != value for key, value in template.node_selector.items()):
         return False
     if labels and not any(node.labels.get(key) in values for key, values in labels.items()):
         return False
-    borne: list[Mapping[str, JsonValue]] = [
+    tolerations: list[Mapping[str, JsonValue]] = [
         {"key": key, "operator": "Exists"} for key in gpu_taints(gpu_resource(spec, settings.defaults))
     ]
-    borne += template.tolerations
+    tolerations += template.tolerations
     if spec.spot.enabled:
-        borne += [each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in settings.spot.tolerations]
-    if any(taint.get("effect") in _NEVER and not _bears(borne, taint) for taint in node.taints):
+        tolerations += [
+            each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in settings.spot.tolerations
+        ]
+    if any(taint.get("effect") in _NEVER and not _tolerates(tolerations, taint) for taint in node.taints):
         return False
     return _in_affinity(node, template.affinity)
 
 
-def _bears(tolerations: Iterable[Mapping[str, JsonValue]], taint: Mapping[str, str]) -> bool:
+def _tolerates(tolerations: Iterable[Mapping[str, JsonValue]], taint: Mapping[str, str]) -> bool:
     # Kubernetes' own taints are temporary: a node that is cordoned or not ready returns unchanged.
     if str(taint.get("key", "")).partition("/")[0] in ("node.kubernetes.io", "node.cloudprovider.kubernetes.io"):
         return True

@@ -137,8 +137,8 @@ def choose_optimization(draft: Draft) -> Draft:
             "predictions are computed in the way that is fastest on a sample of the rows, in a small job by the model "
             "as it is (spec.predict.optimization is auto)"
         )
-    told = {"tolerance": asked.tolerance, "metricTolerance": asked.metric_tolerance}
-    for name in [name for name, value in told.items() if value is not None]:
+    limits = {"tolerance": asked.tolerance, "metricTolerance": asked.metric_tolerance}
+    for name in [name for name, value in limits.items() if value is not None]:
         draft = draft.because(f"spec.predict.{name} has no effect: {why}, and the model as it is predicts")
     return draft
 

@@ -42,7 +42,7 @@ from finetune_operator.planning.assumed_facts import (
     assumed_hardware,
     assumed_model,
     is_well_known,
-    node_words,
+    node_description,
 )
 from finetune_operator.planning.capacity import choose_capacity
 from finetune_operator.planning.combination_checks import check_rules
@@ -61,7 +61,7 @@ from finetune_operator.planning.inference import (
 )
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
-from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, NodesTold, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, NodesFacts, PlanRefused
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence_plan import check_sequence
@@ -202,7 +202,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
             assumptions += sentences
         if hardware.assumed:
             assumptions.append(
-                f"hardware: the node was not measured, or only in part; {node_words(hardware)} are taken"
+                f"hardware: the node was not measured, or only in part; {node_description(hardware)} are taken"
             )
     draft = Draft(
         job=job,
@@ -228,7 +228,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
     return _with_lengths(draft)
 
 
-def _device_of(spec: FineTuneJobSpec, nodes: NodesTold | None, settings: Settings) -> tuple[DeviceFacts, list[str]]:
+def _device_of(spec: FineTuneJobSpec, nodes: NodesFacts | None, settings: Settings) -> tuple[DeviceFacts, list[str]]:
     """Return the GPU of unmeasured nodes, by their labels or by the job and the tables, and sentences with the
     assumptions.
     """

@@ -24,7 +24,7 @@ EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
 """Kind of object that runs an endpoint's servers."""
 
 
-class NodesTold(Message):
+class NodesFacts(Message):
     """GPUs of the nodes that can run a job's pods, by the nodes' labels and resources."""
 
     gpu: DeviceFacts | None = None
@@ -40,7 +40,7 @@ class Facts:
     model: ModelFacts | None = None
     data: DataFacts | None = None
     hardware: HardwareFacts | None = None
-    nodes: NodesTold | None = None
+    nodes: NodesFacts | None = None
     """GPUs by the labels of the cluster's nodes; None if the nodes were not read."""
     model_revision: str | None = None
     """Commit of the model on the Hub when prepare read it; later stages use the same one."""

@@ -21,7 +21,7 @@ from finetune_operator.planning.assumed_facts import UNKNOWN_GPU, assumed_memory
 from finetune_operator.planning.batch import batch_arithmetic, batch_of, divisors, explain_batch, micro_batches
 from finetune_operator.planning.choice import SIMPLER_MARGIN, best_fit, choose_fit, fewest_slices, fitting
 from finetune_operator.planning.combination_checks import with_parallelism, with_spec
-from finetune_operator.planning.cost import machine_of, step_time, step_words
+from finetune_operator.planning.cost import machine_of, step_duration, step_time
 from finetune_operator.planning.degrees import obstacles, slices, spreads
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.ladder import Fit, estimate, fits, open_rungs, rungs, with_passes
@@ -112,7 +112,7 @@ def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
     labels = [rung.label for rung in before]
     skipped = before[: labels.index(words)]
     if machine_of(draft) is not None:
-        return f"strategy {words}: {_quickest_words(draft, found)} ({need}){_explain_skipped(draft, skipped)}"
+        return f"strategy {words}: {_quickest_reason(draft, found)} ({need}){_explain_skipped(draft, skipped)}"
     if not skipped:
         kind = "the cheapest one" if requested_strategy(asked) is None else "the lowest stage"
         return f"strategy {words}: {kind} fits; one process needs {need}"
@@ -120,9 +120,9 @@ def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
     return f"strategy {words}: the first that fits ({need}); {passed} would need more"
 
 
-def _quickest_words(draft: Draft, found: Fit) -> str:
+def _quickest_reason(draft: Draft, found: Fit) -> str:
     time = decided(step_time(draft, found.strategy, batch_of(draft, found.micro_batch)))
-    return f"a step takes {step_words(time.total)}, within {SIMPLER_MARGIN:.0%} of the least of all forms that fit"
+    return f"a step takes {step_duration(time.total)}, within {SIMPLER_MARGIN:.0%} of the least of all forms that fit"
 
 
 def _explain_skipped(draft: Draft, skipped: Sequence[Strategy]) -> str:
@@ -150,14 +150,14 @@ def _explain_degrees(draft: Draft, changed: Draft, found: Fit, need: str) -> str
     whole = choose_fit(draft, draft.spec.parallelism, micro_batches(draft))
     if whole is not None:
         taken = step_time(draft, whole.strategy, batch_of(draft, whole.micro_batch))
-        longer = "" if taken is None else f", which takes {step_words(taken.total)}"
+        longer = "" if taken is None else f", which takes {step_duration(taken.total)}"
         return (
-            f"strategy {words}: {_quickest_words(changed, found)} ({need}); the quickest with whole layers and rows on "
-            f"each {unit} is {whole.strategy.label}{longer}"
+            f"strategy {words}: {_quickest_reason(changed, found)} ({need}); the quickest with whole layers and rows "
+            f"on each {unit} is {whole.strategy.label}{longer}"
         )
     lacking = _lacking(draft, _most_frugal(draft))
     if found.strategy.model_ranks > draft.spec.parallelism.model_ranks:
-        which = "the smallest degrees that fit" if machine_of(draft) is None else _quickest_words(changed, found)
+        which = "the smallest degrees that fit" if machine_of(draft) is None else _quickest_reason(changed, found)
         return f"strategy {words}: {which} ({need}); with whole layers on each {unit} nothing does: {lacking}"
     return f"strategy {words}: {slices} fit ({need}); with whole rows on each {unit} nothing does: {lacking}"
 

@@ -36,7 +36,7 @@ def summarise(plan: JobPlan) -> tuple[Section, ...]:
     """Return the sections of `plan` in reading order."""
     training = plan.trainer.training
     sections = (
-        Section("What runs", _what_runs(plan)),
+        Section("What runs", _stage_rows(plan)),
         Section("Training", () if training is None else _training(plan, training)),
         Section("Memory of one process", () if plan.memory is None else _memory(plan.memory)),
         Section("Endpoint", _endpoint(plan)),
@@ -47,7 +47,7 @@ def summarise(plan: JobPlan) -> tuple[Section, ...]:
     return tuple(section for section in sections if section.rows)
 
 
-def _what_runs(plan: JobPlan) -> tuple[Row, ...]:
+def _stage_rows(plan: JobPlan) -> tuple[Row, ...]:
     trainer, model = plan.trainer, plan.model
     rows = [
         Row("job", plan.name),
@@ -56,7 +56,7 @@ def _what_runs(plan: JobPlan) -> tuple[Row, ...]:
         Row("model", trainer.model.uri, f"{model.model_type}, {human_count(model.parameters)} parameters"),
     ]
     if trainer.dataset is not None:
-        rows.append(Row("data", trainer.dataset.uri, _rows_words(plan)))
+        rows.append(Row("data", trainer.dataset.uri, _rows_note(plan)))
     if trainer.script is not None:
         program = f"{trainer.script.entry_point} {shlex.join(trainer.script.arguments)}".strip()
         rows.append(Row("program", program, f"{trainer.script.url} at {trainer.script.ref}"))
@@ -70,7 +70,7 @@ def _what_runs(plan: JobPlan) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _rows_words(plan: JobPlan) -> str:
+def _rows_note(plan: JobPlan) -> str:
     if plan.data is None:
         return "not prepared yet"
     return ", ".join(f"{role} {split.rows:,}" for role, split in plan.data.splits.items()) + " rows"

@@ -297,13 +297,13 @@ def _hint(failure: FailureReport) -> str:
 
 
 def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
-    exit = of_exit(code, who=f"The process {where}")
+    exit = of_exit(code, subject=f"The process {where}")
     cause = CLASS_OF_EXIT_CODE.get(code) or (OperatorCause.KILLED if retryable(code) else FailureClass.PROGRAM)
     return Cause(cause, exit.reason, exit.message, _HINTS.get(cause, _SEE_LOG), pod)
 
 
 def _no_report(pod: PodView | None) -> Cause:
-    exit = of_exit(EXIT_OK, who="The process" if pod is None else f"The process in pod {pod.name}")
+    exit = of_exit(EXIT_OK, subject="The process" if pod is None else f"The process in pod {pod.name}")
     return Cause(
         OperatorCause.NO_REPORT,
         exit.reason,

@@ -21,9 +21,9 @@ from finetune_operator.api.types import AdaptationStatus, EstimateStatus, Measur
 from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
-from finetune_operator.planning.gpu_nodes import told_by
+from finetune_operator.planning.gpu_nodes import facts_of_nodes
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesTold, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesFacts, PlanRefused
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
@@ -68,7 +68,7 @@ def _facts(state: ReconcileState) -> Facts:
     return Facts(
         model=_read(ModelFacts, measured.model),
         data=_read(DataFacts, measured.data),
-        nodes=_read(NodesTold, measured.nodes),
+        nodes=_read(NodesFacts, measured.nodes),
         model_revision=None if state.status.artifacts is None else state.status.artifacts.model_revision,
         served=_launchers(state),
         kserve=state.observed.kserve,
@@ -119,15 +119,15 @@ def _adaptation(state: ReconcileState) -> Adaptation:
 def with_nodes(state: ReconcileState) -> ReconcileState:
     """Store the nodes' facts about their GPUs until the first stage begins: plans of later stages use the same ones."""
     read, gpus = state.observed.nodes, state.spec.resources.gpus_per_node
-    nodes_facts: NodesTold | None = None
+    nodes_facts: NodesFacts | None = None
     if gpus == 0 or (read is None and not state.settings.nodes.read):
         nodes_facts = None
     elif read is None:
         return state  # not requested yet
     elif read.failure is not None:
-        nodes_facts = NodesTold(words=read.failure)
+        nodes_facts = NodesFacts(words=read.failure)
     else:
-        nodes_facts = told_by(read.nodes, state.spec, state.settings)
+        nodes_facts = facts_of_nodes(read.nodes, state.spec, state.settings)
     kept = None if nodes_facts is None else nodes_facts.model_dump(mode="json", by_alias=True, exclude_none=True)
     before = state.status.measured
     if kept == (None if before is None else before.nodes):

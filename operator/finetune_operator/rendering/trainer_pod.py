@@ -23,7 +23,7 @@ from finetune_contract.layout import (
     ENV_STACKS_SECONDS,
 )
 from finetune_operator.launchers.launcher_rows import launcher
-from finetune_operator.planning.gpu_nodes import asked_labels, gpu_resource, gpu_taints
+from finetune_operator.planning.gpu_nodes import gpu_resource, gpu_taints, requested_labels
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.claims import Storage, storage
@@ -200,7 +200,7 @@ def stage_pod(pods: StagePods, role: Role = TRAINER) -> Pod:
     folders, on_spot = storage(spec, pods.names, pods.stage), pods.attempt.capacity == "spot"
     gpus = stage_gpus(pods.plan, spec, pods.stage) if role.computes else 0
     resource, template = gpu_resource(spec, defaults), spec.template
-    labels = asked_labels(spec, settings) if gpus else {}
+    labels = requested_labels(spec, settings) if gpus else {}
     # One value of one label becomes a node selector, which is easier to read than an affinity.
     only = {key: values[0] for key, values in labels.items()} if len(labels) == 1 == len(*labels.values()) else {}
     return Pod(

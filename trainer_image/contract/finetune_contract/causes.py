@@ -53,27 +53,27 @@ def first_cause(reports: Iterable[TrainerReport], ends: Mapping[int, int], time:
     return silent[0] if silent else None
 
 
-def of_exit(code: int, time: float = 0.0, who: str = "The process") -> FailureReport:
+def of_exit(code: int, time: float = 0.0, subject: str = "The process") -> FailureReport:
     """Return the failure of a process that exited without a report.
 
     `code` is minus the signal for a killed one, or 128 + it as a shell or a container reports it; the contract's own
-    codes above that have the meaning of its table. `who` begins the message.
+    codes above that have the meaning of its table. `subject` begins the message.
     """
     signalled = signal_of(code)
     if signalled is not None:
-        return _killed(signalled, time, who)
+        return _killed(signalled, time, subject)
     if code == EXIT_OK:
         return FailureReport(
             failure_class=FailureClass.PROGRAM,
             reason="NoReport",
-            message=f"{who} ended with exit code 0 but wrote no success report, so its results may be incomplete.",
+            message=f"{subject} ended with exit code 0 but wrote no success report, so its results may be incomplete.",
             hint="Look for code that ends the process early, e.g. os._exit in a library.",
             time=time,
         )
     return FailureReport(
         failure_class=CLASS_OF_EXIT_CODE.get(code, FailureClass.PROGRAM),
         reason="NoReport",
-        message=f"{who} ended with exit code {code} and wrote no report.",
+        message=f"{subject} ended with exit code {code} and wrote no report.",
         hint="See the last lines of the log.",
         time=time,
     )
@@ -90,13 +90,13 @@ def signal_of(code: int) -> int | None:
     return number
 
 
-def _killed(number: int, time: float, who: str) -> FailureReport:
+def _killed(number: int, time: float, subject: str) -> FailureReport:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
         return FailureReport(
             failure_class=FailureClass.OUT_OF_MEMORY,
             reason="Killed",
-            message=f"{who} was killed from outside with {name} (exit code 137), most often by the kernel because "
+            message=f"{subject} was killed from outside with {name} (exit code 137), most often by the kernel because "
             "memory ran out.",
             hint="Check the kernel log (dmesg). If memory ran out, lower training.microBatchSize or "
             "preparation.maxLength, or shard or offload more under parallelism.",
@@ -106,14 +106,14 @@ def _killed(number: int, time: float, who: str) -> FailureReport:
         return FailureReport(
             failure_class=FailureClass.PREEMPTED,
             reason="Terminated",
-            message=f"{who} was stopped by {name} before it could save or report.",
+            message=f"{subject} was stopped by {name} before it could save or report.",
             hint="Run the job again; it resumes from its last checkpoint.",
             time=time,
         )
     return FailureReport(
         failure_class=FailureClass.PROGRAM,
         reason="KilledBySignal",
-        message=f"{who} was ended by {name} and wrote no report.",
+        message=f"{subject} was ended by {name} and wrote no report.",
         hint="See the last lines of the log; a crash in a native library leaves its trace there.",
         time=time,
     )

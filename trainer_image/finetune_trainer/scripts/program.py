@@ -164,7 +164,7 @@ def _check_end(end: End, program: Program, world: ProcessWorld) -> None:
     if end.code == EXIT_OK:
         return
     if signal_of(end.code) is not None:
-        failure = of_exit(end.code, who="The program")
+        failure = of_exit(end.code, subject="The program")
         hint = _HINTS.get(failure.failure_class, failure.hint)
         raise StageError(failure.failure_class, failure.reason, failure.message, hint)
     raise _raised(end, program, world)

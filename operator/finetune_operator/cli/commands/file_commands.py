@@ -207,7 +207,7 @@ def plan(
         refuse_absent,
         settings_of,
     )
-    from finetune_operator.planning.gpu_nodes import told_by
+    from finetune_operator.planning.gpu_nodes import facts_of_nodes
 
     if others and what_if:
         raise UsageError("--alternatives: it compares forms on one hardware, and --what-if hardware; leave one out")
@@ -227,7 +227,7 @@ def plan(
     for entry in entries:
         if cluster:
             nodes_found = (
-                told_by(listed_nodes, entry.job.spec, limits)
+                facts_of_nodes(listed_nodes, entry.job.spec, limits)
                 if nodes and entry.job.spec.resources.gpus_per_node
                 else None
             )

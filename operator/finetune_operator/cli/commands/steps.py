@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune_contract.facts import DataFacts, HardwareFacts
     from finetune_operator.api.problems import Problem
     from finetune_operator.planning.gpu_nodes import Node
-    from finetune_operator.planning.plan_types import Facts, JobPlan, NodesTold, PlanRefused
+    from finetune_operator.planning.plan_types import Facts, JobPlan, NodesFacts, PlanRefused
 
 
 def settings_of(file: Path | None, *, cluster: bool) -> Settings:
@@ -97,7 +97,7 @@ def cluster_facts(
     node: HardwareFacts | None,
     workspace: Path | None,
     measure_model: bool,
-    nodes: NodesTold | None = None,
+    nodes: NodesFacts | None = None,
 ) -> Facts:
     """Return the facts of the operator before the first stage, which come from the job alone, and those of the options.
 
