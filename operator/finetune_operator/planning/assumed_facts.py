@@ -79,8 +79,8 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
     if name is None and (named_size := _size_in_name(words[-1:])) is not None:
         facts = model_facts(_decoder_of(named_size), task, labels)
         return facts, (
-            f"model: {uri} was not read; by its name it has {human_count(named_size)} parameters, and a Llama-like model "
-            f"of about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"
+            f"model: {uri} was not read; by its name it has {human_count(named_size)} parameters, and a Llama-like "
+            f"model of about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"
         )
     if name is None:
         return facts, (
