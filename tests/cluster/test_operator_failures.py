@@ -210,7 +210,7 @@ def test_ranks_that_never_find_each_other_are_not_tried_for_ever(world: World) -
     status = world.wait_phase("apart", "Failed")
     assert (status["failure"]["class"], status["failure"]["attempt"]) == ("CollectiveFailed", 3)
     assert (status["restarts"], status["countedRestarts"]) == (2, 2)
-    assert "nothing shows that the infrastructure did it" in status["failure"]["hint"]
+    assert "no sign of an infrastructure failure" in status["failure"]["hint"]
 
 
 MEMORY: dict[str, Play] = {

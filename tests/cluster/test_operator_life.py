@@ -202,7 +202,7 @@ def test_a_job_of_the_same_name_waits_for_pods_that_still_write_to_its_place(wor
         world.apply("heir")
 
         def waits(status: Object) -> bool:
-            return "earlier job of this name" in condition(status, "Running").get("message", "")
+            return "deleted job of this name" in condition(status, "Running").get("message", "")
 
         world.wait("heir", "it waits", waits)
         assert [name for _, name in _creations(world, mark) if name.startswith("heir-")] == []
