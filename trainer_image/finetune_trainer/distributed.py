@@ -247,7 +247,7 @@ def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "DeviceMissing",
         f"The plan runs this stage on GPUs; process {rank}, local rank {local_rank}, sees {torch.cuda.device_count()} "
-        f"(torch {torch.__version__}, built "
+        f"of them (torch {torch.__version__}, built "
         f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}).",
         "Request as many GPUs as processes per node, use an image that is built with CUDA, and check the driver.",
     )

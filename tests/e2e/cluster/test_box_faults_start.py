@@ -167,7 +167,7 @@ def test_a_gpu_that_the_image_does_not_see_is_an_error_and_no_training_on_the_cp
     assert told(one, "class", "reason", "stage", "attempt", "rank", "exitCode", "pod", "node") == [
         "StrategyNotInEffect", "DeviceMissing", "train", 1, 0, 13, pod["metadata"]["name"], pod["spec"]["nodeName"],
     ]  # fmt: skip
-    assert "sees 0 " in one.failure["message"]
+    assert "sees 0 of them" in one.failure["message"]
     assert "image" in one.failure["hint"]
     assert "DeviceMissing" in one.failure["logTail"]
     assert not (team.results(one.name) / "history.jsonl").exists()
