@@ -30,7 +30,7 @@ def test_status_of_running_job_shows_progress_plan_and_stages(jobs: Jobs) -> Non
     code, out, err = jobs.finetune("status", "reviews")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert lines[0].startswith(f"reviews Training namespace {jobs.namespace}, made ")
+    assert lines[0].startswith(f"reviews Training namespace {jobs.namespace}, created ")
     assert lines[0].endswith(" ago, 1 restart")
     assert lines[1].startswith("progress ━")
     assert lines[1].endswith(" 45 % step 450/1,000 loss 0.412 5 min left")
