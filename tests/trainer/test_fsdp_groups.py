@@ -33,4 +33,7 @@ SIZES: dict[str, Any] = {
 )
 def test_embeddings_are_a_group_unless_head_shares_their_weights(auto: Any, tied: bool, groups: list[str]):
     model = auto.from_config(AutoConfig.for_model("bert", **SIZES, tie_word_embeddings=tied))
+    if tied and auto is AutoModelForMaskedLM:
+        # transformers ties no weights while another thread of the process loads a model.
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
     assert [type(block).__name__ for block in transformer_blocks(model)] == groups
