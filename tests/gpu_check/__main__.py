@@ -24,8 +24,8 @@ from gpu_check import gpu_facts, gpu_jobs, gpu_kernels, gpu_links
 from gpu_check.gpu_report import Result, checked, write_report
 
 GROUPS = ("kernels", "links", "trainings")
-LONGEST_TRAINING = 300.0
-"""Seconds, the first of which go to loading libraries and compiling DeepSpeed's operators."""
+LONGEST = 300.0
+"""Seconds of one check; the first of a training go to loading libraries and compiling DeepSpeed's operators."""
 
 
 def kernels(small: bool) -> Iterator[Result]:
@@ -34,12 +34,12 @@ def kernels(small: bool) -> Iterator[Result]:
         yield checked("kernels", name, partial(check, device, small))
 
 
-def links(small: bool) -> Iterator[Result]:
+def links(small: bool, longest: float) -> Iterator[Result]:
     processes = torch.cuda.device_count() or 2
-    yield checked("links", "all-reduce", partial(gpu_links.all_reduce, processes, 4 if small else 256))
+    yield checked("links", "all-reduce", partial(gpu_links.all_reduce, processes, 4 if small else 256, longest))
 
 
-def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float) -> Iterator[Result]:
+def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float, longest: float) -> Iterator[Result]:
     gpus = torch.cuda.device_count()
     memory = None if small else torch.cuda.get_device_properties(0).total_memory / gpu_facts.GIB
     size = gpu_jobs.size_of(memory)
@@ -50,7 +50,7 @@ def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float) -> It
         if left < 10:
             yield Result("trainings", name, "skipped", 0.0, "no time was left: --minutes is the limit of all checks")
             continue
-        limit = min(left, LONGEST_TRAINING)
+        limit = min(left, longest)
         result = checked("trainings", name, partial(gpu_jobs.train, name, folder, size, gpus, reference, limit))
         if reference is None and result.outcome == "ok" and name in gpu_jobs.SAME_LOSSES:
             reference = result.figures["losses"]
@@ -61,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder for the report")
     parser.add_argument("--minutes", type=float, default=15.0, help="limit of all checks together")
+    parser.add_argument("--seconds", type=float, default=LONGEST, help="limit of one check")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of checks")
     parser.add_argument("--ways", nargs="+", choices=list(gpu_jobs.WAYS), default=list(gpu_jobs.WAYS), help="to train")
     parser.add_argument("--small", action="store_true", help="sizes for a machine without GPUs")
@@ -73,8 +74,8 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     groups = {
         "kernels": kernels(small),
-        "links": links(small),
-        "trainings": trainings(options.out, options.ways, small, ends),
+        "links": links(small, options.seconds),
+        "trainings": trainings(options.out, options.ways, small, ends, options.seconds),
     }
     results: list[Result] = []
     for group in options.only:

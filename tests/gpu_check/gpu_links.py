@@ -16,11 +16,13 @@ from typing import Any
 from gpu_check.gpu_report import SkippedError
 
 ROUNDS = 10
-SECONDS = 180
 
 
-def all_reduce(processes: int, mebibytes: int) -> Mapping[str, Any]:
-    """Return the bandwidth of an all-reduce, by a process for each GPU (on a machine without, by gloo)."""
+def all_reduce(processes: int, mebibytes: int, limit: float) -> Mapping[str, Any]:
+    """Return the bandwidth of an all-reduce, by a process for each GPU (on a machine without, by gloo).
+
+    `limit`: seconds until it has failed.
+    """
     if processes < 2:
         raise SkippedError("one GPU has nothing to exchange with")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -29,7 +31,7 @@ def all_reduce(processes: int, mebibytes: int) -> Mapping[str, Any]:
         [*command, "-m", "gpu_check.gpu_links", str(mebibytes)],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=limit,
         env=environment,
         check=False,
     )

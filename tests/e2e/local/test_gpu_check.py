@@ -22,8 +22,9 @@ TESTS = Path(__file__).parents[2]
 
 def check(out: Path, *options: str) -> tuple[int, str, list[dict[str, Any]]]:
     """Run the command; return its exit code, its output, and the results in its report."""
+    limits = ("--minutes", str(patient(10)), "--seconds", str(patient(500)))
     run = subprocess.run(
-        [sys.executable, "-m", "gpu_check", "--small", "--minutes", "60", "--out", str(out), *options],
+        [sys.executable, "-m", "gpu_check", "--small", *limits, "--out", str(out), *options],
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
@@ -37,12 +38,11 @@ def check(out: Path, *options: str) -> tuple[int, str, list[dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_ways_to_train_are_measured_beside_their_plans(tmp_path: Path) -> None:
-    code, output, results = check(tmp_path, "--only", "links", "trainings", "--ways", "single", "LoRA", "ddp")
+    code, output, results = check(tmp_path, "--only", "links", "trainings", "--ways", "single", "ddp")
     assert code == 0, output
     assert [(each["name"], each["outcome"]) for each in results] == [
         ("all-reduce", "ok"),
         ("single", "ok"),
-        ("LoRA", "ok"),
         ("ddp", "skipped"),
     ]
     assert results[0]["figures"]["GB/s of each link"] > 0
