@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -60,7 +61,10 @@ def test_an_example_names_no_namespace_and_no_image(name: str):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_head_of_an_example_has_the_figures_of_the_command_that_it_names(name: str):
+def test_the_head_of_an_example_has_the_figures_of_the_command_that_it_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)  # away from the data that a quickstart has prepared in runs/
     _, title, told = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition(f"{TITLE}\n")
     assert title
     words = dict(line[1:].split(maxsplit=1) for line in told.partition("apiVersion:")[0].splitlines())
