@@ -13,7 +13,7 @@ from finetune_operator.planning.batch import batch_of, micro_batches
 from finetune_operator.planning.choice import SIMPLER_MARGIN, open_drafts
 from finetune_operator.planning.cost import estimate_training, machine_of, step_time
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.ladder import Fit, estimate, fits, rungs, with_passes
+from finetune_operator.planning.ladder import Fit, fit_at, fits, free_margin, rungs
 
 
 class Alternative(Message):
@@ -58,28 +58,22 @@ def _rows(draft: Draft) -> Iterator[Alternative]:
     for each in open_drafts(draft):
         for rung in rungs(each, each.spec.parallelism):
             same = rung.label == chosen.label
-            fit = _at(each, rung, micro) if same else _best(each, rung)
+            fit = fit_at(each, rung, micro) if same else _best(each, rung)
             yield _row(each, fit, same, least)
 
 
 def _best(draft: Draft, rung: Strategy) -> Fit:
     """Return the rung at the micro-batch with the quickest step of those that fit; if none fits, at the smallest."""
-    fitting = [fit for micro in micro_batches(draft) if _is_free(draft, fit := _at(draft, rung, micro))]
+    fitting = [fit for micro in micro_batches(draft) if _is_free(draft, fit := fit_at(draft, rung, micro))]
     if not fitting:
-        return _at(draft, rung, micro_batches(draft)[-1])
+        return fit_at(draft, rung, micro_batches(draft)[-1])
     if machine_of(draft) is None:
         return fitting[0]
     return min(fitting, key=lambda fit: decided(step_time(draft, fit.strategy, batch_of(draft, fit.micro_batch))).total)
 
 
-def _at(draft: Draft, rung: Strategy, micro: int) -> Fit:
-    strategy = with_passes(draft, rung, micro)
-    return Fit(strategy, micro, estimate(draft, strategy, micro))
-
-
 def _is_free(draft: Draft, fit: Fit) -> bool:
-    margin = draft.settings.planning.memory_margin if machine_of(draft) is not None else 0.0
-    return fits(draft, fit.memory, margin)
+    return fits(draft, fit.memory, free_margin(draft))
 
 
 def _row(draft: Draft, fit: Fit, chosen: bool, least: float | None) -> Alternative:

@@ -18,7 +18,7 @@ from finetune_operator.planning.batch import less_padded, micro_batches
 from finetune_operator.planning.cost import machine_of, step_work
 from finetune_operator.planning.degrees import slices, spreads
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.ladder import Fit, estimate, fits, rungs, with_passes
+from finetune_operator.planning.ladder import Fit, estimate, fit_at, fits, rungs, with_passes
 from finetune_operator.planning.step_time import time_of_step
 
 SIMPLER_MARGIN = 0.02
@@ -161,10 +161,9 @@ def _first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) ->
     """
     for rung in rungs(draft, asked):
         for micro in less_padded(draft, rung, micros):
-            strategy = with_passes(draft, rung, micro)
-            estimated = estimate(draft, strategy, micro)
-            if fits(draft, estimated):
-                return Fit(strategy, micro, estimated)
+            found = fit_at(draft, rung, micro)
+            if fits(draft, found.memory):
+                return found
     return None
 
 

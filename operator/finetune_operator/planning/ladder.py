@@ -111,6 +111,17 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
     return memory.estimate(work, draft.device_bytes)
 
 
+def fit_at(draft: Draft, rung: Strategy, micro: int) -> Fit:
+    """Return the rung at a micro-batch, whether or not it fits."""
+    strategy = with_passes(draft, rung, micro)
+    return Fit(strategy, micro, estimate(draft, strategy, micro))
+
+
+def free_margin(draft: Draft) -> float:
+    """Return the share of a GPU's memory that a choice by time leaves free if it can; 0 if times are not known."""
+    return draft.settings.planning.memory_margin if machine_of(draft) is not None else 0.0
+
+
 def fits(draft: Draft, estimated: MemoryEstimate, margin: float = 0.0) -> bool:
     """Return whether it fits the device, of which a share of `margin` stays free, and the host."""
     device = (1 - margin) * estimated.capacity_bytes

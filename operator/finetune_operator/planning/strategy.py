@@ -24,7 +24,7 @@ from finetune_operator.planning.combination_checks import with_parallelism, with
 from finetune_operator.planning.cost import machine_of, step_duration, step_time
 from finetune_operator.planning.degrees import obstacles, slices, spreads
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.ladder import Fit, estimate, fits, open_rungs, rungs, with_passes
+from finetune_operator.planning.ladder import Fit, fit_at, fits, free_margin, open_rungs, rungs
 from finetune_operator.planning.model_parallel_plan import explain_pipeline
 
 MOST_LABELS = 5
@@ -72,15 +72,8 @@ def _decide(draft: Draft, changed: Draft, found: Fit) -> Draft:
 
 def _is_most(draft: Draft, found: Fit) -> bool:
     """Return whether no larger micro-batch of the same form fits."""
-    margin = draft.settings.planning.memory_margin if machine_of(draft) is not None else 0.0
     larger = [size for size in micro_batches(draft) if size > found.micro_batch]
-    return not larger or not fits(draft, _at(draft, found.strategy, larger[-1]).memory, margin)
-
-
-def _at(draft: Draft, strategy: Strategy, micro: int) -> Fit:
-    """Return the form at a micro-batch, whether or not it fits."""
-    filled = with_passes(draft, strategy, micro)
-    return Fit(filled, micro, estimate(draft, filled, micro))
+    return not larger or not fits(draft, fit_at(draft, found.strategy, larger[-1]).memory, free_margin(draft))
 
 
 def _may_fit(draft: Draft) -> bool:
@@ -129,7 +122,7 @@ def _explain_skipped(draft: Draft, skipped: Sequence[Strategy]) -> str:
     """Describe simpler forms than the chosen one: those that need more memory, and those that take longer."""
     smallest = micro_batches(draft)[-1]
     margin = draft.settings.planning.memory_margin
-    small = [rung for rung in skipped if not fits(draft, _at(draft, rung, smallest).memory, margin)]
+    small = [rung for rung in skipped if not fits(draft, fit_at(draft, rung, smallest).memory, margin)]
     slow = [rung for rung in skipped if rung not in small]
     return "".join(
         f"; {_few([rung.label for rung in group])} would {what}"
@@ -217,8 +210,8 @@ def _why_with(draft: Draft, strategy: Strategy, without: Callable[[Strategy], bo
     """Return the reason for a part of `strategy`: nothing fits without it, or a step takes longer."""
     smallest = micro_batches(draft)[-1]
     others = [rung for rung in rungs(draft, draft.spec.parallelism) if without(rung)]
-    margin = draft.settings.planning.memory_margin if machine_of(draft) is not None else 0.0
-    if any(fits(draft, _at(draft, rung, smallest).memory, margin) for rung in others):
+    margin = free_margin(draft)
+    if any(fits(draft, fit_at(draft, rung, smallest).memory, margin) for rung in others):
         return "a step takes less time with it than in the other forms that fit"
     slices = " in as many slices" if strategy.sequence > 1 else ""
     return f"nothing fits without{slices}"
@@ -364,8 +357,7 @@ def _why_whole(draft: Draft) -> Iterator[str]:
 def _most_frugal(draft: Draft) -> Fit:
     """Return the rung that needs the least on the device, at the smallest micro-batch that the spec allows."""
     micro = micro_batches(draft)[-1]
-    forms = [with_passes(draft, rung, micro) for rung in rungs(draft, draft.spec.parallelism)]
-    tried = [Fit(form, micro, estimate(draft, form, micro)) for form in forms]
+    tried = [fit_at(draft, rung, micro) for rung in rungs(draft, draft.spec.parallelism)]
     on_host = [fit for fit in tried if fit.memory.host_bytes <= draft.hardware.memory_bytes]
     return min(on_host or tried, key=lambda fit: fit.memory.total_bytes)
 
