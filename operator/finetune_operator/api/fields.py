@@ -16,10 +16,10 @@ from typing import Generic, TypeAlias, TypeVar
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from finetune_operator.api.foreign_names import find_value
-from finetune_operator.api.hints import NameHint, missing, unknown_name, wrong_value
-from finetune_operator.api.meant_values import plain_meaning
+from finetune_operator.api.hints import Around, NameHint, meant_task, missing, on_hub, unknown_name, wrong_value
+from finetune_operator.api.meant_values import named_settings, plain_meaning
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
-from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, find
+from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, accepts, find
 
 Path: TypeAlias = tuple[PathPart, ...]
 Model = TypeVar("Model", bound=BaseModel)
@@ -71,9 +71,10 @@ def read_fields(
                 (_document_path(shape, entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)
             ]
             parents = {path[:length] for path, _ in entries for length in range(len(path))}
-            for path, kind in entries:
+            # Names first: one that stands for a required field says so, and the field is not missing as well.
+            for path, kind in sorted(entries, key=lambda entry: entry[1] == "missing"):
                 # `auto` or an object: if a field of the object is wrong, the error that it is not `auto` is noise.
-                if path in parents:
+                if path in parents or (kind == "missing" and value_at(remainder, path) is not None):
                     continue
                 seen = value if value_at(value, path) is not None else remainder
                 if not any(path[:length] in faults for length in range(len(path) + 1)):
@@ -85,7 +86,10 @@ def read_fields(
                     corrected.add(path)
                     continue
                 removed_path = _remove(shape, remainder, path, placeholders or {})
-                if place is None or not _put(remainder, place, intended):
+                written = False
+                for field, setting in _settings(shape, path, kind, seen, prefix, faults[path]):
+                    written = _put(remainder, field, setting) or written
+                if (place is None or not _put(remainder, place, intended)) and not written:
                     removed.add(removed_path)
     return Read(None, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
 
@@ -138,7 +142,8 @@ def _field_problem(
         return _unknown(full, value, _name_hint(root, path, document, prefix))
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
-    rule, hint = wrong_value(shape, full, value, schemes)
+    task = document.get("task") if isinstance(document, dict) else None
+    rule, hint = wrong_value(shape, full, value, schemes, task)
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
     return Problem(format_path(full), describe_value(value, full), rule, hint, reason=reason)
 
@@ -168,7 +173,11 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
         task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
     value = value_at(document, path)
     data = value_at(document, ("dataset", "uri"))
-    hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), task=task, data=data)
+    above = value_at(document, path[:-1])
+    around = Around(
+        meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document, root)
+    )
+    hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), around=around)
     setting = _SETTING_HINT.fullmatch(hint.text)
     given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
     if setting is None or not isinstance(given, str) or given == "auto" or setting[2] == given:
@@ -180,6 +189,18 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
         )
     current = describe_value(given, path)
     return NameHint(f"leave it out: spec.{setting[1]} is already {current}; or replace that value")
+
+
+def _processes(document: JsonValue, root: Shape) -> int | None:
+    """Return the number of training processes as far as a spec gives it; None: the plan decides."""
+    counts = []
+    for path in (("resources", "nodes"), ("resources", "gpusPerNode")):
+        shape, given = find(root, path), value_at(document, path)
+        count = given if given is not None else shape.default if shape is not None else None
+        if isinstance(count, bool) or not isinstance(count, int):
+            return None
+        counts.append(max(count, 1))
+    return counts[0] * counts[1] if counts else None
 
 
 def value_at(value: JsonValue, path: Path) -> JsonValue:
@@ -216,6 +237,25 @@ def _intended(
     hint = _name_hint(root, path, document, prefix)
     place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
     return (place, value) if place and find(root, place) is not None else (None, None)
+
+
+def _settings(
+    root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path, problem: Problem
+) -> list[tuple[Path, JsonValue]]:
+    """Return the fields and values that a hint asks to set instead of the field at `path`."""
+    if prefix != ("spec",) or any(isinstance(part, int) for part in path) or kind == "missing":
+        return []
+    unknown = kind == "extra_forbidden"
+    settings = _name_hint(root, path, document, prefix).settings if unknown else named_settings(problem.hint)
+    found = []
+    for field, value in settings.items():
+        place: Path = tuple(field.split(".")[1:])
+        shape = find(root, place)
+        if shape is not None and shape.body is not None and place != path and accepts(shape, value):
+            found.append((place, value))
+        elif shape is not None and value in shape.words and place != path:
+            found.append((place, value))
+    return found
 
 
 def _set(document: JsonValue, path: Path, value: JsonValue) -> bool:

@@ -66,8 +66,9 @@ _WORKLOADS = frozenset({
 def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
     """Return the one problem of a document that is, or whose spec is, another tool's configuration; else None."""
     spec = value.get("spec")
-    if (workspace := _workspace(value)) is not None:
-        return workspace
+    for path, inner in (("", value), ("spec", spec if isinstance(spec, dict) else {})):
+        if (workspace := _workspace(path, inner)) is not None:
+            return workspace
     for path, inner, known in (
         ("", value, DOCUMENT),
         ("spec", spec if isinstance(spec, dict) else {}, tuple(_spec_fields())),
@@ -113,6 +114,11 @@ def _configuration_problem(
         known = find_value(f"spec.{name}", value) if path else None
         for field, instead in known.instead.items() if known is not None else ():
             fields[field], values[field] = [name], f": {instead}"
+        if path and name not in given and isinstance(value, str) and name in ("model", "dataset"):
+            uri = as_uri(value) if "/" in value else None
+            translate(name, f"spec.{name}.uri", f": {uri}" if uri else "")
+        elif path and name not in given and isinstance(value, str) and name == "template":
+            left_out.append(name)
         for inner, field, accepted in named_inside(name, name, value) if path and name not in given else ():
             if not field or not field.endswith(f".{inner}"):
                 translate(inner, field, accepted)
@@ -195,14 +201,17 @@ def _address(value: JsonValue) -> JsonValue:
     return value
 
 
-def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
-    """Return the problem of a KAITO Workspace, whose parts stand beside metadata; None for any other document."""
+def _workspace(path: str, value: Mapping[str, JsonValue]) -> Problem | None:
+    """Return the problem of a KAITO Workspace, whose parts stand beside metadata or below `spec`; None for any other
+    document.
+    """
     if not {"tuning", "resource"} <= set(value) and not {"inference", "resource"} <= set(value):
         return None
+    begin = "" if path else f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and "
+    begin += "" if path and "task" in value else f"{'begin with ' * bool(path)}spec.task, e.g. text-generation; then "
     return Problem(
-        "", None, f"this is a Workspace of KAITO, whose field names differ from those of a {KIND}",
-        f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task, e.g. text-generation; then "
-        "tuning.preset.name is spec.model.uri, with hf://organisation/ before it; tuning.method is "
+        path, None, f"this is a Workspace of KAITO, whose field names differ from those of a {KIND}",
+        f"{begin}tuning.preset.name is spec.model.uri, with hf://organisation/ before it; tuning.method is "
         "spec.model.adapter.method; tuning.input is "
         f"{_workspace_data(value)}; "
         "`spec.training: {}` trains; resource.count is spec.resources.nodes, and each node has "

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from pydantic import JsonValue
 
+from finetune_contract.metrics import LOWER_IS_BETTER
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 HF, AXOLOTL, FACTORY, DEEPSPEED, KUBERNETES = "Hugging Face", "axolotl", "LLaMA-Factory", "DeepSpeed", "Kubernetes"
@@ -45,6 +46,8 @@ class ForeignName:
     """Function that converts the given value into values by field path, if one field does not accept it unchanged;
     empty result: no conversion, and `field` and `hint` are the answer.
     """
+    writes_beside: Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]] | None = None
+    """Function like `writes` that also gets the object with the name, if the meaning depends on its other fields."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,68 @@ def _held_out(given: JsonValue) -> Mapping[str, JsonValue]:
         return {}
     kept = 100 - percent
     return {"spec.dataset.splits.train": f"train[:{kept}%]", "spec.dataset.splits.validation": f"train[{kept}%:]"}
+
+
+_DATA_FILE = re.compile(r"(?:file://)?(?P<folder>.*/)?(?P<stem>[^/]+?)\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?")
+"""Path of a file with rows."""
+_OTHER_FILES = frozenset({"validationfile", "evalfile", "devfile", "testfile", "validationdata", "evaldata", "testdata"})
+
+
+def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]]:
+    """Return a function that converts the file of a split into the folder of all files and the split's name there; a
+    train file alone stays an address.
+    """
+
+    def write(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        found = _DATA_FILE.fullmatch(given) if isinstance(given, str) else None
+        if found is None:
+            return {}
+        split: Mapping[str, JsonValue] = {f"{_SPLITS}{role}": found["stem"]}
+        if role != "train":
+            return split
+        if not any(plain(name) in _OTHER_FILES for name in beside):
+            return {}
+        return {"spec.dataset.uri": f"file://{(found['folder'] or '.').removesuffix('/') or '/'}", **split}
+
+    return write
+
+
+def _config_name(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Convert the name of a data set whose address stands beside it: it is that of its configuration."""
+    named = any(isinstance(beside.get(address), str) for address in ("uri", "path", "id", "repo", "repo_id"))
+    return {"spec.dataset.config": given} if named and isinstance(given, str) and "/" not in given else {}
+
+
+_GATE = "spec.evaluation.gate."
+_LIMITS = frozenset({
+    "threshold", "min", "max", "atleast", "atmost", "lowerbound", "upperbound", "minvalue", "maxvalue", "value",
+    "minimum", "maximum", "target", "goal",
+})  # fmt: skip
+"""Names of the limit of a gate."""
+
+
+def _measured(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Convert one metric below `evaluation`: with a limit beside it, it is that of the gate."""
+    if not isinstance(given, str) or not given:
+        return {}
+    if any(plain(name) in _LIMITS for name in beside):
+        return {f"{_GATE}metric": given}
+    return {"spec.evaluation.metrics": [given]}
+
+
+def _limit(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Convert a limit whose side follows from the operator or the metric beside it."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return {}
+    named = next((beside[name] for name in ("metric", "name", "metric_name") if isinstance(beside.get(name), str)), "")
+    sign = next((str(beside[name]) for name in beside if plain(name) in _OPERATORS), "")
+    metric = plain(str(named)).removeprefix("eval")
+    lower = plain(sign) in ("lt", "lte", "le", "max", "below", "less") or sign.startswith("<")
+    lower = lower or (not sign and metric in {*map(plain, LOWER_IS_BETTER), "ppl"})
+    return {f"{_GATE}{'maximum' if lower else 'minimum'}": given}
+
+
+_OPERATORS = frozenset({"operator", "op", "comparison", "direction", "mode", "condition"})
 
 
 def _first_rows(given: JsonValue) -> Mapping[str, JsonValue]:
@@ -159,6 +224,10 @@ NAMES: tuple[ForeignName, ...] = (
         ("lora_target_modules", "lora_target"), EVERYBODY, "spec.model.adapter.targetModules",
         "auto stands for all linear layers",
     ),
+    ForeignName(
+        ("target", "targets", "modules"), HF, "spec.model.adapter.targetModules", "auto stands for all linear layers",
+        under=("adapter", "lora", "peft", "qlora", "lora_config", "peft_config"),
+    ),
     ForeignName(("lora_target_linear",), AXOLOTL, "spec.model.adapter.targetModules", "which is the default", "auto"),
     ForeignName(
         ("load_in_4bit", "quantization_bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "quantization_config",
@@ -184,12 +253,20 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     # ---- data
     ForeignName(
-        ("dataset_name", "datasets", "dataset_path", "data_path", "data_files", "train_file", "train_data",
-         "train_dataset", "training_data", "dataset_dir", "data", "dataset_id"),
+        ("dataset_name", "datasets", "dataset_path", "data_path", "data_files", "dataset_dir", "data", "dataset_id"),
         EVERYBODY, "spec.dataset.uri", "hf:// before the name of a Hub repository, file:// before a path",
     ),
     ForeignName(
-        ("name", "path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
+        ("train_file", "train_data", "train_dataset", "training_data", "training_file"), EVERYBODY, "spec.dataset.uri",
+        "hf:// before the name of a Hub repository, file:// before a path", writes_beside=_data_file("train"),
+    ),
+    ForeignName(
+        ("name",), EVERYBODY, "spec.dataset.uri",
+        "hf:// before the name of a Hub repository; the name of a configuration is spec.dataset.config",
+        under=("dataset",), writes_beside=_config_name,
+    ),
+    ForeignName(
+        ("path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
         "hf:// before the name of a Hub repository, file:// before a path", under=("dataset",),
     ),
     ForeignName(
@@ -228,13 +305,15 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),
     ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are truncated to spec.preparation.maxLength"),
     ForeignName(
-        ("validation_file", "eval_dataset", "eval_file", "validation_data", "dev_file"), EVERYBODY,
+        ("validation_file", "eval_dataset", "eval_file", "validation_data", "dev_file", "eval_data"), EVERYBODY,
         "spec.dataset.splits.validation",
         "the file's name without its extension; spec.dataset.uri is the folder of all files", same=False,
+        writes_beside=_data_file("validation"),
     ),
     ForeignName(
         ("test_file", "test_datasets", "test_dataset", "test_data"), EVERYBODY, "spec.dataset.splits.test",
         "the file's name without its extension; spec.dataset.uri is the folder of all files", same=False,
+        writes_beside=_data_file("test"),
     ),
     ForeignName(
         ("val_set_size", "val_size", "validation_split_percentage", "test_size", "validation_size", "eval_size",
@@ -420,6 +499,10 @@ NAMES: tuple[ForeignName, ...] = (
         "{} takes the defaults", {}),
     ForeignName(("save_steps", "save_interval", "checkpoint_interval"), EVERYBODY, "spec.checkpoints.every.steps"),
     ForeignName(
+        ("interval", "frequency", "save_every", "period", "save_interval", "checkpoint_every", "schedule"), EVERYBODY,
+        "spec.checkpoints.every", under=("checkpoints",),
+    ),
+    ForeignName(
         ("save_strategy", "saves_per_epoch"), EVERYBODY, None,
         "leave it out: spec.checkpoints.every sets the interval, as auto, {steps: N} or {minutes: N}",
     ),
@@ -456,13 +539,36 @@ NAMES: tuple[ForeignName, ...] = (
         ("compute_metrics", "eval_metric", "eval_metrics", "metric_name"), HF, "spec.evaluation.metrics",
         "a list", same=False,
     ),
-    ForeignName(("metric",), HF, "spec.evaluation.metrics", "a list", under=("evaluation",), same=False),
     ForeignName(
-        ("threshold", "min", "at_least", "lower_bound", "min_value", "value"), EVERYBODY,
-        "spec.evaluation.gate.minimum", under=("gate",),
+        ("metric",), HF, "spec.evaluation.metrics", "a list", under=("evaluation",), same=False,
+        writes_beside=_measured,
     ),
     ForeignName(
-        ("max", "at_most", "upper_bound", "max_value"), EVERYBODY, "spec.evaluation.gate.maximum", under=("gate",)
+        ("threshold", "value", "target", "goal"), EVERYBODY, "spec.evaluation.gate.minimum",
+        under=("gate", "evaluation"), writes_beside=_limit,
+    ),
+    ForeignName(
+        ("min", "at_least", "lower_bound", "min_value"), EVERYBODY, "spec.evaluation.gate.minimum",
+        under=("gate", "evaluation"),
+    ),
+    ForeignName(
+        ("max", "at_most", "upper_bound", "max_value"), EVERYBODY, "spec.evaluation.gate.maximum",
+        under=("gate", "evaluation"),
+    ),
+    ForeignName(
+        ("operator", "op", "comparison", "direction", "mode", "condition"), EVERYBODY, None,
+        "leave it out: minimum is a lower limit, maximum an upper one", under=("gate", "evaluation"),
+    ),
+    ForeignName(
+        ("name", "metric_name"), EVERYBODY, "spec.evaluation.gate.metric", under=("gate",),
+    ),
+    ForeignName(
+        ("every", "frequency", "interval", "strategy"), EVERYBODY, None, _DEFAULT_EVALUATION, under=("evaluation",),
+    ),
+    ForeignName(
+        ("batch_size", "batch", "per_device_batch_size", "max_batch_size"), EVERYBODY, None,
+        "leave it out: evaluate, predict and endpoints use the largest batch that fits the memory",
+        under=("predict", "evaluation", "endpoint"),
     ),
     ForeignName(("max_target_length", "max_gen_length", "max_tokens"), HF, "spec.generation.maxNewTokens"),
     ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are sampled", same=False),
@@ -613,6 +719,11 @@ NAMES: tuple[ForeignName, ...] = (
         ("container_image", "trainer_image", "docker_image", "image"), KUBERNETES, "spec.image"
     ),
     ForeignName(
+        ("image", "command", "args"), KUBERNETES, None,
+        "leave it out: the operator's image trains; a program of your own is spec.training.script",
+        under=("containers", "trainer", "init_containers"),
+    ),
+    ForeignName(
         ("command", "args", "entrypoint", "script"), KUBERNETES, "spec.training.script",
         "a program in a git repository, with git.url, entryPoint and hyperparameters below it", same=False,
         under=("", "spec", "template"),
@@ -627,8 +738,8 @@ NAMES: tuple[ForeignName, ...] = (
         ("pytorch_replica_specs", "mpi_replica_specs", "tf_replica_specs", "trainer", "elastic_policy", "completions",
          "completion_mode", "replicated_jobs"),
         KUBERNETES, "spec.resources.nodes",
-        "the number of pods; GPUs of each are spec.resources.gpusPerNode, its image is spec.image, its nodeSelector "
-        "and tolerations go below spec.template", same=False,
+        "the number of pods; GPUs of each are spec.resources.gpusPerNode; nodeSelector and tolerations go below "
+        "spec.template", same=False,
     ),
     ForeignName(
         ("runtime_ref", "run_policies"), KUBERNETES, None,
@@ -649,6 +760,16 @@ NAMES: tuple[ForeignName, ...] = (
         ("backoff_limit", "max_retries", "retries", "backoff"), KUBERNETES, "spec.runPolicy.maxRestarts"
     ),
     ForeignName(("timeout", "timeout_seconds", "deadline"), KUBERNETES, "spec.runPolicy.activeDeadlineSeconds"),
+    ForeignName(
+        ("max_run", "max_run_seconds", "max_runtime_seconds", "max_runtime", "time_limit"), f"{HF}, {KUBERNETES}",
+        "spec.runPolicy.activeDeadlineSeconds", under=("", "spec", "training", "resources", "runPolicy"),
+    ),
+    ForeignName(("max_wait",), HF, "spec.spot.maxWaitSeconds"),
+    ForeignName(
+        ("use_spot_instances", "spot_instances", "use_spot", "spot_instance", "preemptible", "enable_spot",
+         "use_preemptible", "train_on_spot"),
+        f"{HF}, {KUBERNETES}", "spec.spot.enabled",
+    ),
     ForeignName(("ttl", "ttl_seconds"), KUBERNETES, "spec.runPolicy.ttlSecondsAfterFinished"),
     ForeignName(("priority", "priority_class"), KUBERNETES, "spec.runPolicy.priorityClassName"),
     ForeignName(
@@ -679,6 +800,25 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),
     ForeignName(
         ("serve", "serving", "inference_service", "deploy"), KUBERNETES, "spec.endpoint", same=False,
+    ),
+    ForeignName(
+        ("min_replicas", "min", "num_replicas", "initial_replicas"), KUBERNETES, "spec.endpoint.replicas",
+        under=("endpoint", "autoscaling"),
+    ),
+    ForeignName(("max",), KUBERNETES, "spec.endpoint.maxReplicas", under=("endpoint", "autoscaling")),
+    ForeignName(
+        ("port", "ports", "service_port", "host", "service_type", "ingress", "engine", "server"), KUBERNETES, None,
+        "leave it out: the operator writes the server and its Service; status.endpointUrl is the address",
+        under=("endpoint",),
+    ),
+    ForeignName(
+        ("timeout", "latency", "max_latency", "max_batch_delay"), EVERYBODY, "spec.endpoint.maxLatencyMilliseconds",
+        "in milliseconds", under=("endpoint",),
+    ),
+    ForeignName(
+        ("schedule", "cron", "cron_schedule", "cron_job", "start_at", "start_time"), KUBERNETES, None,
+        "leave it out: a job starts when it is created; a CronJob of Kubernetes that creates it can repeat it",
+        under=("", "spec", "runPolicy"),
     ),
     ForeignName(
         ("job_type", "kind_of_job", "trainer_type"), EVERYBODY, None, _NO_COUNTERPART,
@@ -874,12 +1014,19 @@ def _values() -> Mapping[tuple[str, str], ForeignValue]:
     return {(row.field, plain(str(name))): row for row in VALUES for name in row.names}
 
 
-def written(row: ForeignName, given: JsonValue, *, hub: bool) -> Mapping[str, JsonValue]:
-    """Convert the value given under the name of a row into values by field; `hub`: the data are on the Hub, whose
-    splits have slices. Empty: it cannot be converted.
+def written(
+    row: ForeignName, given: JsonValue, *, hub: bool, beside: Mapping[str, JsonValue] = _NOTHING
+) -> Mapping[str, JsonValue]:
+    """Convert the value given under the name of a row into values by field.
+
+    `hub`: the data are on the Hub, whose splits have slices. `beside`: the object that contains the name. Empty result:
+    it cannot be converted.
     """
+    if row.writes_beside is not None and (found := row.writes_beside(given, beside)):
+        return found
     converted = row.writes(given) if row.writes is not None else {}
-    return {} if not hub and any(field.startswith(_SPLITS) for field in converted) else converted
+    sliced = any(field.startswith(_SPLITS) and "[" in str(value) for field, value in converted.items())
+    return {} if sliced and not hub else converted
 
 
 def find_name(name: str, parent: str) -> ForeignName | None:

@@ -11,15 +11,16 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from pydantic import JsonValue
 
 from finetune_contract.arguments import FREE
 from finetune_contract.hub import is_hub_name
+from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain, written
-from finetune_operator.api.meant_values import form_hint
+from finetune_operator.api.meant_values import form_hint, in_other_form, named_settings, plain_meaning, role_of
 from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, PathPart, describe_value, is_secret_name
 from finetune_operator.api.shapes import (
     Boolean,
@@ -83,6 +84,11 @@ _COLUMNS_OF_TASK: Mapping[str, tuple[str, str]] = {
     "translation": ("source", "target"),
     "preference-tuning": ("prompt", "chosen"),
 }
+_ANSWERS: Mapping[str, str] = {
+    **dict.fromkeys(("accepted", "preferred", "winner", "positive", "better", "good", "chosenresponse"), "chosen"),
+    **dict.fromkeys(("dispreferred", "loser", "negative", "worse", "bad", "refused", "rejectedresponse"), "rejected"),
+}
+"""Names of the two answers of a pair."""
 _CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
 
@@ -97,6 +103,22 @@ class NameHint:
     text: str
     place: str | None = None
     """Dotted path of the field that accepts the value as it is, so that its checks can continue; None: none does."""
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Values by dotted path that the hint asks to set."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """Other fields of a job on which the meaning of a name depends."""
+
+    task: JsonValue = None
+    """Task that the job means: column names depend on it."""
+    hub: bool = False
+    """True if the data are on the Hub, whose splits have slices."""
+    beside: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Object with the name."""
+    processes: int | None = None
+    """Processes of the training; None: the job does not say."""
 
 
 def unknown_name(
@@ -105,26 +127,34 @@ def unknown_name(
     names: Sequence[str],
     *,
     of_job: bool,
-    task: JsonValue = None,
-    data: JsonValue = None,
+    around: Around | None = None,
 ) -> NameHint:
-    """Find the hint for a field that the object at the path's parent, which has `names`, does not have.
-
-    `task` is the job's task: column names depend on it. `data` is the URI of its data set: splits have slices on the
-    Hub only.
-    """
-    text = _unknown_name(path, value, names, of_job, task, on_hub(data))
+    """Find the hint for a field that the object at the path's parent, which has `names`, does not have."""
+    text = _unknown_name(path, value, names, of_job, around or Around())
     above = ".".join(str(part) for part in path[:-1])
     if (renamed := re.match(r"did you mean (\w+)\?", text)) is not None:
         return NameHint(text, f"{above}.{renamed[1]}" if above else renamed[1])
     moved = re.fullmatch(r"move it below (spec(?:\.\w+)*)(?:, as (\w+))?", text)
     if moved is not None:
         return NameHint(text, f"{moved[1]}.{moved[2] or path[-1]}")
-    return NameHint(text)
+    return NameHint(text, settings=named_settings(text))
+
+
+def meant_task(task: JsonValue) -> JsonValue:
+    """Return the task that a misspelt or foreign one means; the same value if it is neither."""
+    row = find_value("spec.task", task)
+    if row is not None:
+        return row.instead.get("spec.task", task)
+    near = difflib.get_close_matches(task.lower(), _COLUMNS_OF_TASK, n=1) if isinstance(task, str) else []
+    return near[0] if near else task
 
 
 def _unknown_name(
-    path: Sequence[PathPart], value: JsonValue, names: Sequence[str], of_job: bool, task: JsonValue, hub: bool
+    path: Sequence[PathPart],
+    value: JsonValue,
+    names: Sequence[str],
+    of_job: bool,
+    around: Around,
 ) -> str:
     name = str(path[-1])
     own = {plain(known): known for known in names}
@@ -133,24 +163,28 @@ def _unknown_name(
     parent = str(path[-2]) if len(path) > 1 else ""
     if of_job:
         row = find_name(name, parent)
-        column = column_of(task, name)
+        column = column_of(around.task, name)
+        if (special := _by_value(path, value, names, around)) is not None:
+            return special
         if column is not None and parent == "columns" and (row is None or row.field is None):
             return f"did you mean {column}?"
         if column is not None and row is not None and row.field is not None and row.field.startswith(_COLUMNS):
             return _set(f"{_COLUMNS}{column}", value)
         if row is not None and row.under:
-            return _by_row(row, path, value, hub=hub)
+            return _by_row(row, path, value, around)
         places = _places(name, path)
         fitting = tuple(place for place in places if _could_hold(place, value))
         if fitting:
             return _moved(fitting, name, value)
         if row is not None:
-            return _by_row(row, path, value, hub=hub)
-        if places:
+            return _by_row(row, path, value, around)
+        if places and not isinstance(value, dict):
             return _moved(places, name, value)
     near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
     if near:
         return f"did you mean {near[0]}?"
+    if of_job and isinstance(value, dict) and (inner := "; ".join(_inner(".".join(map(str, path)), value))):
+        return f"leave it out, and move its content: {inner}"
     if of_job:
         argument = _argument(name)
         if argument is not None:
@@ -159,6 +193,37 @@ def _unknown_name(
         if far:
             return _moved(_places(far[0], path), name, value)
     return f"the fields here are {', '.join(names)}"
+
+
+_ROLE_NAMES = frozenset({
+    "input", "inputs", "output", "outputs", "source", "target", "targets", "feature", "features", "x", "y", "prompt",
+    "completion", "question", "answer",
+})  # fmt: skip
+"""Names of columns that stand for a role in any data set: the value beside one of them is the name in the data."""
+_NAMES_OF_METRICS = frozenset(name for task in METRICS for name in metrics_of(task))
+
+
+def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: Around) -> str | None:
+    """Return the hint for an unknown name whose value or place gives its meaning; None: neither does."""
+    name, parent = str(path[-1]), str(path[-2]) if len(path) > 1 else ""
+    above = ".".join(map(str, path[:-1]))
+    if parent == "columns" and isinstance(value, str) and value in names and plain(name) not in _ROLE_NAMES:
+        if not set(around.beside) & set(names):
+            return f"set {above}.{value} to {shown_value(name, value)}: our name is on the left, that of the data right"
+    elif parent == "splits" and (role := role_of(name)) in names:
+        return f"did you mean {role}?"
+    elif parent == "gate" and name in _NAMES_OF_METRICS and isinstance(value, int | float):
+        limit = "maximum" if name in LOWER_IS_BETTER else "minimum"
+        return f"set {above}.metric to {name} and {above}.{limit} to {value}"
+    elif above in _SERVER_RESOURCES and name in ("limits", "requests") and isinstance(value, dict):
+        inner = {key: each for key, each in value.items() if key in names}
+        sets = " and ".join(f"{above}.{key} to {shown_value(each, key)}" for key, each in inner.items())
+        return f"set {sets}" if sets else "leave it out: servers compute on CPUs"
+    return None
+
+
+_SERVER_RESOURCES = ("spec.endpoint.resources",)
+"""Objects with cpu and memory of their own."""
 
 
 @cache
@@ -186,6 +251,8 @@ def on_hub(data: JsonValue) -> bool:
 
 def column_of(task: JsonValue, name: str) -> str | None:
     """Return the column of a task that another tool, or another task, calls `name`; None: there is none."""
+    if task == "preference-tuning" and (answer := _ANSWERS.get(plain(name))) is not None:
+        return answer
     columns = _COLUMNS_OF_TASK.get(task) if isinstance(task, str) else None
     if columns is None:
         return None
@@ -224,6 +291,10 @@ def _could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
             return isinstance(value, dict) or (shape is not None and value in shape.words)
         case Items():
             return isinstance(value, list) or (shape is not None and value in shape.words)
+        case None if isinstance(value, str) and shape is not None:
+            field = ".".join(place)
+            known = find_value(field, value) is not None or form_hint(shape, field, value, shown_value) is not None
+            return known or accepts(shape, value)
         case _:
             return not isinstance(value, dict | list)
 
@@ -258,10 +329,19 @@ def _free_arguments() -> Mapping[str, str]:
     return {plain(name): name for name in FREE}
 
 
-def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue, *, hub: bool = False) -> str:
+def _by_row(
+    row: ForeignName,
+    path: Sequence[PathPart],
+    value: JsonValue,
+    around: Around = Around(),
+) -> str:
     hint = _joined(row.hint)
-    if converted := written(row, value, hub=hub):
+    if rows := _rows_of_a_step(row, value, around):
+        return rows
+    if converted := written(row, value, hub=around.hub, beside=around.beside):
         return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in converted.items())}"
+    if value is None:
+        return "leave it out"
     if row.field is None:
         inside = "; ".join(_inner("spec.training", value, with_value=True)) if isinstance(value, dict) else ""
         return f"{row.hint}; {inside}" if inside else row.hint
@@ -282,6 +362,30 @@ def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue, *, hub
     return f"{_set(row.field, value) if row.same else f'set {row.field}'}{hint}"
 
 
+_MICRO_BATCH, _GLOBAL_BATCH = "spec.training.microBatchSize", "spec.training.globalBatchSize"
+
+
+def _rows_of_a_step(row: ForeignName, value: JsonValue, around: Around) -> str:
+    """Return the hint for a micro-batch or an accumulation of other tools: the rows of a step follow from both; empty:
+    it is neither, or the rows of a step are given.
+    """
+    if row.field not in (_MICRO_BATCH, _GLOBAL_BATCH) or (row.field == _GLOBAL_BATCH and row.same):
+        return ""
+    counts: dict[str, int] = {}
+    for name, given in around.beside.items():
+        other = find_name(name, "training")
+        if plain(name) in ("globalbatchsize", "microbatchsize") or (other and other.field == _GLOBAL_BATCH and other.same):
+            return ""
+        if other is not None and other.field is not None and isinstance(given, int) and given > 0:
+            counts[other.field] = given
+    micro, accumulated = counts.get(_MICRO_BATCH), counts.get(_GLOBAL_BATCH, 1)
+    if micro is None or around.processes is None or not isinstance(value, int):
+        return ""
+    factors = f"{micro} rows x {f'{accumulated} steps x ' if _GLOBAL_BATCH in counts else ''}{around.processes} processes"
+    rows = f"{_GLOBAL_BATCH} to {micro * accumulated * around.processes} ({factors})"
+    return f"set {_MICRO_BATCH} to {micro} and {rows}" if row.field == _MICRO_BATCH else f"set {rows}"
+
+
 def _joined(hint: str) -> str:
     return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
 
@@ -294,10 +398,13 @@ def _inner(field: str, value: dict[str, JsonValue], *, with_value: bool = False)
     """
     found = list(dict.fromkeys(named_inside(field.split(".")[-2], "", value)))
     counted_at: dict[str, str] = {}
+    left_out: dict[str, list[str]] = {}
     for name, place, given in found:
         if not place:
-            if not with_value:
-                yield f"{name}: {given}"
+            left_out.setdefault(given, []).append(name)
+            if not with_value and len(left_out[given]) == 1:
+                names = " and ".join(dict.fromkeys(n for n, p, other in found if not p and other == given))
+                yield f"{names}: {given}"
             continue
         if with_value and not given:
             continue
@@ -338,7 +445,7 @@ def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[st
         elif len(places) == 1 and name not in _CONTAINERS:
             place = ".".join(places[0])
             shape = _shape_at(place)
-            yield shown, place, f": {shown_value(given, place)}" if shape is not None and accepts(shape, given) else ""
+            yield shown, place, "" if shape is None else accepted_field_value(place, given)
 
 
 def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) -> list[tuple[str, str, str]]:
@@ -350,7 +457,7 @@ def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) 
         shape = _shape_at(".".join((*places[0], child)))
         if shape is not None:
             place = ".".join((*places[0], child))
-            found.append((f"{name}.{child}", place, f": {shown_value(value, place)}" if accepts(shape, value) else ""))
+            found.append((f"{name}.{child}", place, accepted_field_value(place, value)))
     return found
 
 
@@ -372,7 +479,10 @@ def accepted_value(row: ForeignName, given: JsonValue) -> str:
         uri = _uri_of(row.field, shape, given)
         return f": {uri}" if uri else ""
     word = {plain(each): each for each in shape.words}.get(plain(given)) if isinstance(given, str) else None
-    return f": {shown_value(word or given, row.field)}" if word or accepts(shape, given) else ""
+    if word or accepts(shape, given):
+        return f": {shown_value(word or given, row.field)}"
+    meant = plain_meaning(shape, given, wrong_value(shape, row.field.split("."), given, None)[1])
+    return "" if meant is None else f": {shown_value(meant, row.field)}"
 
 
 def accepted_field_value(field: str, given: JsonValue) -> str:
@@ -442,9 +552,11 @@ def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
 
 
 def wrong_value(
-    shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None
+    shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None, task: JsonValue = None
 ) -> tuple[str, str]:
-    """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
+    """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow, `task`
+    is the job's.
+    """
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
     general_hint = "change it" if shape.required else "change it, or leave it out"
@@ -453,6 +565,8 @@ def wrong_value(
         same = list(row.instead) == [row.field]
         hint = _joined(row.hint)
         return rule, f"write {shown_value(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
+    if (instead := in_other_form(shape, ".".join(map(str, path)), value)) is not None:
+        return rule, instead
     match shape.body:
         case Text() if _is_uri(shape):
             prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
@@ -474,6 +588,8 @@ def wrong_value(
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
+        case Fields(fields) if "textPair" in fields and (columns := _columns_in_order(value, task)):
+            return rule, f"write {{{', '.join(f'{name}: {shown_value(given, name)}' for name, given in columns)}}}"
         case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
             return rule, (
                 "only one dataset is supported: write all rows, with the same column names, to one folder, and set "
@@ -507,6 +623,24 @@ def _form_hint(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str 
             ]
         )
     return hint
+
+
+def _columns_in_order(value: JsonValue, task: JsonValue) -> list[tuple[str, str]]:
+    """Return the task's columns with the names of a list, input first; empty: they do not correspond."""
+    task = meant_task(task)
+    columns = _COLUMNS_OF_TASK.get(task, ()) if isinstance(task, str) else ()
+    given = [value] if isinstance(value, str) else value
+    if task in _TEXT_TASKS and isinstance(given, list) and len(given) == 1:
+        columns = ("text",)
+    elif task not in ("text-classification", "token-classification", "summarization", "translation", "text-generation"):
+        return []
+    if not isinstance(given, list) or len(given) != len(columns):
+        return []
+    return [(column, each) for column, each in zip(columns, given, strict=True) if isinstance(each, str)]
+
+
+_TEXT_TASKS = ("masked-lm", "text-generation")
+"""Tasks that can learn from one column."""
 
 
 @cache

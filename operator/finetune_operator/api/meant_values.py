@@ -6,6 +6,7 @@ A suggestion is always a value that the field accepts. Values of other tools by 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,38 @@ _BOUND = re.compile(r"[<>]=?\s*(.+)")
 _MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", re.IGNORECASE)
+_POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*[*x\u00d7]\s*10\s*(?:\^|\*\*)\s*\(?(-?[0-9]+)\)?")
+"""Power of ten as in a paper: `2*10^-5`."""
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_COMMA = re.compile(r"[0-9]+,[0-9]+")
+_COUNTED = re.compile(
+    r"(?P<number>[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)\s*(?:x\s*)?"
+    r"(?:tokens?|epochs?|ep|steps?|rows?|examples?|samples?|sequences?|gpus?|nodes?|machines?|pods?|workers?|replicas?|"
+    r"process(?:es)?|layers?|stages?|beams?|checkpoints?|times|restarts?|retries|bits?)",
+    re.IGNORECASE,
+)
+"""Number with the unit that the field has anyway: `512 tokens`."""
+_LETTER_NUMBER = re.compile(r"[A-Za-z]{1,2}[ =:]?([0-9]+(?:\.[0-9]+)?)")
+"""Number behind the letter of a formula: `r16`."""
+_COMPARED = re.compile(
+    r"(?P<metric>[A-Za-z][\w/ +-]*?)\s*(?P<sign>>=|<=|=>|=<|==?|>|<|:|\u2265|\u2264)\s*"
+    r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<percent>%?)"
+)
+"""Condition on a metric: `accuracy >= 0.85`."""
+_GPUS = re.compile(
+    r"(?:(?P<before>[0-9]+)\s*(?:[x*\u00d7]\s*)?(?=[A-Za-z]))?(?P<product>[A-Za-z][\w -]*?)"
+    r"(?:\s*[x:*\u00d7]\s*(?P<after>[0-9]+))?"
+)
+"""Product of GPUs with their number before or behind it: `2x H100`, `A100-80GB:4`."""
+_GPU_WORD = re.compile(
+    r"\b(?:[ABHLTVP][0-9]{1,3}[A-Z]{0,2}|GH[0-9]{3}|GB[0-9]{3}|MI[0-9]{3}[A-Z]?|RTX|GTX|Tesla|NVIDIA)\b", re.IGNORECASE
+)
+_ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Name of a split -> its role."""
 _COUNT_OF = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s+([A-Za-z]+)")
 _SECONDS: Mapping[str, int] = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
@@ -62,6 +95,8 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
     match shape.body, value:
         case Number(), str():
             return _number(shape, leaf, value, shown)
+        case Number(integer=True, minimum=minimum), -1 if minimum is not None and minimum >= 0 and not shape.required:
+            return "leave it out to take the default"
         case Number(integer=True, minimum=minimum), int() if minimum is not None and value < minimum:
             return f"write {minimum:.0f}" + ("" if shape.required else ", or leave it out")
         case Boolean(), str() if value.lower() in _BOOLEAN_TEXTS:
@@ -91,6 +126,63 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
             strategy = ", and set spec.parallelism.strategy to deepspeed" if leaf == "deepspeedConfig" else ""
             return f"write the fields of that file here{strategy}"
     return _choice_hint(shape, path, value, shown)
+
+
+def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
+    """Return the hint for GPUs, a gate, splits and labels in a common other form; None: it is none of them."""
+    leaf = path.rpartition(".")[2]
+    match leaf, shape.body, value:
+        case "gpusPerNode" | "accelerator", _, str():
+            return _gpus(value)
+        case "gate", Fields(), str() if found := _COMPARED.fullmatch(value.strip()):
+            number = float(found["number"]) / (100 if found["percent"] else 1)
+            limit = "maximum" if found["sign"] in ("<", "<=", "=<", "\u2264") else "minimum"
+            return f"write {{metric: {found['metric'].strip()}, {limit}: {number:g}}}"
+        case "splits", Fields(), list() if value and all(isinstance(each, str) for each in value):
+            roles = {_ROLES.get(plain(str(each)), ""): each for each in value}
+            named = ", ".join(f"{role}: {each}" for role, each in roles.items())
+            return f"write {{{named}}}" if "" not in roles and len(roles) == len(value) else None
+        case "labels", Map(), list() if value and all(isinstance(each, str) for each in value):
+            return f"write {json.dumps({str(at): each for at, each in enumerate(value)}, ensure_ascii=False)}"
+    return None
+
+
+def _gpus(value: str) -> str | None:
+    """Return the hint for a product of GPUs, with or without their number, in place of either field."""
+    found = _GPUS.fullmatch(value.strip())
+    if found is None or not _GPU_WORD.search(found["product"]):
+        return None
+    product = found["product"].strip().replace(" ", "-")
+    count = found["before"] or found["after"] or "1"
+    return f"set spec.resources.accelerator.product to {product} and spec.resources.gpusPerNode to {count}"
+
+
+_TO = re.compile(r"(spec(?:\.\w+)+) to (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[^\s,;]*[^\s,;.])")
+_IS = re.compile(
+    r"(?:is|are) (spec(?:\.\w+)+): (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[^\s,;]*[^\s,;.])(?=$|[,;])"
+)
+
+
+def named_settings(hint: str) -> Mapping[str, JsonValue]:
+    """Return the values by dotted path that a hint asks to set: `set A to 1 and B to 2`, `X is A: 1`. A hint with
+    alternatives names none.
+    """
+    if HIDDEN in hint or re.search(r"(?:, or|; or) (?:set|leave|replace)", hint):
+        return {}
+    found = [*_TO.findall(hint.partition(" (")[0] if hint.startswith("set ") else ""), *_IS.findall(hint)]
+    values: dict[str, JsonValue] = {}
+    for field, text in found:
+        try:
+            value: JsonValue = yaml.safe_load(text)
+        except yaml.YAMLError:
+            continue
+        values.setdefault(field, next(_whole(value), value) if isinstance(value, str) else value)
+    return values
+
+
+def role_of(split: str) -> str:
+    """Return the role of a split with a common name; empty: the name has no role."""
+    return _ROLES.get(plain(split), "")
 
 
 def _listed(value: str) -> list[JsonValue]:
@@ -147,6 +239,16 @@ def _numbers(text: str, leaf: str) -> Iterator[float | int]:
         yield from _numbers(found[1], leaf)
     if found := _PERCENT.fullmatch(text):
         yield float(found[1]) / 100
+    if found := _POWER.fullmatch(text):
+        yield from _whole(f"{found[1]}e{found[2]}")
+    if _GROUPED.fullmatch(text):
+        yield int(text.replace(",", ""))
+    if _COMMA.fullmatch(text):
+        yield from _whole(text.replace(",", "."))
+    if "Seconds" not in leaf and (found := _COUNTED.fullmatch(text)):
+        yield from _whole(found["number"])
+    if found := _LETTER_NUMBER.fullmatch(text):
+        yield from _whole(found[1])
     if "Seconds" in leaf and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:
         yield round(float(found[1]) * _SECONDS[found[2].lower()])
     elif found := _MULTIPLE.fullmatch(text):

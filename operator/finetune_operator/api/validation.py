@@ -50,7 +50,7 @@ from finetune_operator.api.problems import (
     describe_value,
     format_path,
 )
-from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules import RULES, SOMETHING_TO_DO
 from finetune_operator.api.rules.rule import Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import spec_shape
@@ -66,6 +66,7 @@ from finetune_operator.api.types import (
     FineTuneJob,
     FineTuneJobSpec,
     ObjectMeta,
+    TrainingSpec,
 )
 
 _HUB_TOKEN = re.compile(rf"\b{HUB_TOKEN_PATTERN}")
@@ -112,8 +113,6 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
                 "", describe_value(value), "a FineTuneJob must be an object", f"start with apiVersion: {API_VERSION}"
             )
         ]
-    if version := _other_version(value):
-        return None, [version]
     if exceeded := _exceeded_limit(value):
         return None, [exceeded]
     if other := recognise(value):
@@ -220,23 +219,15 @@ def _limit_problem(path: Path, rule: str, hint: str) -> Problem:
     return Problem(format_path(path), None, rule, hint)
 
 
-def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
-    """Return the problem of an unserved version of our group: its fields may differ, so nothing else is checked."""
-    version = value.get("apiVersion")
-    if isinstance(version, str) and version.startswith(f"{GROUP}/") and version != API_VERSION:
-        return Problem(
-            "apiVersion", describe_value(version), f"must be {API_VERSION}, the version that is served",
-            f"write apiVersion: {API_VERSION}", reason="NotSupported",
-        )  # fmt: skip
-    return None
-
-
 def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
     """Check apiVersion, kind, and fields beside them."""
     for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
         given = value.get(field)
         if given is None or given == "":
             yield Problem(field, None, "is required", f"write {field}: {expected}", reason="Required")
+        elif field == "apiVersion" and isinstance(given, str) and given.startswith(f"{GROUP}/") and given != expected:
+            rule = f"must be {expected}, the version that is served"
+            yield Problem(field, describe_value(given), rule, f"write {field}: {expected}", reason="NotSupported")
         elif given != expected:
             yield Problem(field, describe_value(given), f"must be {expected}", f"write {field}: {expected}")
     names = ("apiVersion", "kind", "metadata", "spec", "status")
@@ -324,23 +315,20 @@ def _across_fields(
     settings: Settings,
 ) -> Iterator[Problem]:
     """Check rules, missing support, settings and foreign vocabularies, except on fields that are faulty themselves."""
-    defaults = spec.model_dump(mode="json", by_alias=True)
     touched = {path[:length] for path in gone for length in range(len(path) + 1)}
     missing = unsupported(spec, settings.schemes)
     absent = {tuple(str(problem.path).split(".")[1:]) for problem in missing if problem.hint == "leave it out"}
+    if not SOMETHING_TO_DO.holds(spec) and not _reads(SOMETHING_TO_DO, gone, touched):
+        yield _broken(SOMETHING_TO_DO, spec, written)
+        if spec.dataset is not None:
+            # The hint is to train with the defaults: the other rules apply to that.
+            spec = spec.model_copy(update={"training": TrainingSpec()})
     settled = settle(spec).spec
     for rule in RULES:
         if (gone and _reads(rule, gone, touched)) or (absent and _reads(rule, absent, set())):
             continue
-        if not rule.holds(spec) or not rule.holds(settled):
-            path: Path = tuple(rule.path.split("."))
-            given = value_at(written, path)
-            if given is None:
-                given = value_at(defaults, path)
-            shown = None if given is None else describe_value(given, path)
-            advice = rule.advice(spec) if rule.advice else rule.hint
-            reason: Reason = "Required" if given is None else "Invalid"
-            yield Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
+        if rule is not SOMETHING_TO_DO and (not rule.holds(spec) or not rule.holds(settled)):
+            yield _broken(rule, spec, written)
     others = (
         *missing,
         *_hub_names(spec),
@@ -357,6 +345,18 @@ def _across_fields(
         ends = [at for at, letter in enumerate(problem.path) if letter in ".["]
         if not any(problem.path[:end] in faulty for end in (*ends, len(problem.path))):
             yield problem
+
+
+def _broken(rule: Rule, spec: FineTuneJobSpec, written: JsonValue) -> Problem:
+    """Return the problem of a spec that breaks a rule; `written` is its document."""
+    path: Path = tuple(rule.path.split("."))
+    given = value_at(written, path)
+    if given is None:
+        given = value_at(spec.model_dump(mode="json", by_alias=True), path)
+    shown = None if given is None else describe_value(given, path)
+    advice = rule.advice(spec) if rule.advice else rule.hint
+    reason: Reason = "Required" if given is None else "Invalid"
+    return Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
 
 
 def _reads(rule: Rule, gone: Set[Path], touched: Set[Path]) -> bool:

@@ -263,15 +263,17 @@ def _names_a_claim(uri: str | None) -> bool:
     return re.fullmatch(DNS_SUBDOMAIN_PATTERN, claim) is not None and ".." not in path.split("/") and "\n" not in path
 
 
+SOMETHING_TO_DO = Rule(
+    "something-to-do",
+    "training",
+    "has(self.training) || has(self.evaluation) || has(self.predict) || has(self.endpoint)",
+    lambda spec: any(part is not None for part in (spec.training, spec.evaluation, spec.predict, spec.endpoint)),
+    "at least one of spec.training, spec.evaluation and spec.predict is needed",
+    "write `training: {}` to train with the defaults",
+)
+
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "something-to-do",
-        "training",
-        "has(self.training) || has(self.evaluation) || has(self.predict) || has(self.endpoint)",
-        lambda spec: any(part is not None for part in (spec.training, spec.evaluation, spec.predict, spec.endpoint)),
-        "at least one of spec.training, spec.evaluation and spec.predict is needed",
-        "write `training: {}` to train with the defaults",
-    ),
+    SOMETHING_TO_DO,
     Rule(
         "training-needs-dataset",
         "dataset",
