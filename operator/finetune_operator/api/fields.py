@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeGuard, TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
@@ -72,7 +72,8 @@ def read_fields(
             ]
             parents = {path[:length] for path, _ in entries for length in range(len(path))}
             # Names first: one that stands for a required field says so, and the field is not missing as well.
-            for path, kind in sorted(entries, key=lambda entry: entry[1] == "missing"):
+            entries.sort(key=lambda entry: prefix == ("spec",) and entry[1] == "missing")
+            for path, kind in entries:
                 # `auto` or an object: if a field of the object is wrong, the error that it is not `auto` is noise.
                 if path in parents or (kind == "missing" and value_at(remainder, path) is not None):
                     continue
@@ -175,7 +176,7 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     data = value_at(document, ("dataset", "uri"))
     above = value_at(document, path[:-1])
     around = Around(
-        meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document, root)
+        meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document)
     )
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), around=around)
     setting = _SETTING_HINT.fullmatch(hint.text)
@@ -191,16 +192,17 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     return NameHint(f"leave it out: spec.{setting[1]} is already {current}; or replace that value")
 
 
-def _processes(document: JsonValue, root: Shape) -> int | None:
+def _processes(document: JsonValue) -> int | None:
     """Return the number of training processes as far as a spec gives it; None: the plan decides."""
-    counts = []
-    for path in (("resources", "nodes"), ("resources", "gpusPerNode")):
-        shape, given = find(root, path), value_at(document, path)
-        count = given if given is not None else shape.default if shape is not None else None
-        if isinstance(count, bool) or not isinstance(count, int):
-            return None
-        counts.append(max(count, 1))
-    return counts[0] * counts[1] if counts else None
+    resources = value_at(document, ("resources",))
+    given = resources if isinstance(resources, dict) else {}
+    nodes, gpus, here = given.get("nodes", 1), given.get("gpusPerNode"), given.get("processesPerNode")
+    of_node = here if _is_count(here) else gpus
+    return nodes * of_node if _is_count(nodes) and _is_count(of_node) else None
+
+
+def _is_count(value: JsonValue) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def value_at(value: JsonValue, path: Path) -> JsonValue:

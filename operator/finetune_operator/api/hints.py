@@ -381,7 +381,8 @@ def _rows_of_a_step(row: ForeignName, value: JsonValue, around: Around) -> str:
     micro, accumulated = counts.get(_MICRO_BATCH), counts.get(_GLOBAL_BATCH, 1)
     if micro is None or around.processes is None or not isinstance(value, int):
         return ""
-    factors = f"{micro} rows x {f'{accumulated} steps x ' if _GLOBAL_BATCH in counts else ''}{around.processes} processes"
+    steps = f" x {accumulated} steps" if _GLOBAL_BATCH in counts else ""
+    factors = f"{micro} rows{steps} x {around.processes} process{'' if around.processes == 1 else 'es'}"
     rows = f"{_GLOBAL_BATCH} to {micro * accumulated * around.processes} ({factors})"
     return f"set {_MICRO_BATCH} to {micro} and {rows}" if row.field == _MICRO_BATCH else f"set {rows}"
 
@@ -396,7 +397,7 @@ def _inner(field: str, value: dict[str, JsonValue], *, with_value: bool = False)
     `with_value`: only those for which a row of the table gives a value. A field that corresponds to several of them is
     named without a value: replicas of masters and of workers are added up.
     """
-    found = list(dict.fromkeys(named_inside(field.split(".")[-2], "", value)))
+    found = list(dict.fromkeys(named_inside(["", *field.split(".")][-2], "", value)))
     counted_at: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}
     for name, place, given in found:
