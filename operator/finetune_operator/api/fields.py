@@ -91,7 +91,9 @@ def read_fields(
                 for field, setting in _settings(shape, path, kind, seen, prefix, faults[path]):
                     written = _put(remainder, field, setting) or written
                 if (place is None or not _put(remainder, place, intended)) and not written:
-                    removed.add(removed_path)
+                    # A name that is simply left out is no reason to skip a rule on the object.
+                    if kind != "extra_forbidden" or not re.fullmatch(r"leave it out(:.*)?", faults[path].hint):
+                        removed.add(removed_path)
     return Read(None, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
 
 

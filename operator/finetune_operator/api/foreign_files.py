@@ -19,6 +19,7 @@ from finetune_operator.api.hints import (
     named_inside,
     on_hub,
     place_of,
+    rows_of_a_step,
     shown_value,
 )
 from finetune_operator.api.problems import Problem
@@ -30,7 +31,7 @@ DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
 ACCELERATE = "accelerate"
 _LEAST = 3
 """Minimum names of another tool that make a document its configuration; fewer are reported one by one."""
-_GLOBAL_BATCH, _MICRO_BATCH = "spec.training.globalBatchSize", "spec.training.microBatchSize"
+_GLOBAL_BATCH = "spec.training.globalBatchSize"
 _MOST = 32
 """Maximum number of names that a message translates."""
 _MARKS: Mapping[str, frozenset[str]] = {
@@ -173,16 +174,9 @@ def _data_on_hub(spec: Mapping[str, JsonValue]) -> bool:
 
 def _rows_of_a_step(spec: Mapping[str, JsonValue]) -> str:
     """Compute the global batch from micro-batch, accumulation and processes, as far as they are given."""
-    counts: dict[str, int] = {}
     inner = [value for value in spec.values() if isinstance(value, dict)]
-    for name, value in ((name, value) for each in (spec, *inner) for name, value in each.items()):
-        row = find_name(name, "")
-        if row is not None and row.field in (_GLOBAL_BATCH, _MICRO_BATCH) and isinstance(value, int) and value > 0:
-            counts[row.field] = value
-    if len(counts) < 2:
-        return ""
-    rows = counts[_GLOBAL_BATCH] * counts[_MICRO_BATCH]
-    return f": {rows} ({counts[_MICRO_BATCH]} x {counts[_GLOBAL_BATCH]}) x the number of processes"
+    rows = rows_of_a_step({name: value for each in (*inner, spec) for name, value in each.items()}, None)[1]
+    return f": {rows}" if rows else ""
 
 
 def _alpaca_columns(spec: Mapping[str, JsonValue]) -> Sequence[tuple[str, str]]:

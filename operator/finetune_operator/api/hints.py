@@ -67,7 +67,7 @@ _COLUMNS = "spec.dataset.columns."
 _COLUMN_ALIASES = (
     frozenset({
         "text", "source", "input", "inputs", "sentence", "document", "article", "dialogue", "prompt", "instruction",
-        "question", "query", "tokens", "words", "content",
+        "question", "query", "tokens", "words", "content", "feature", "features", "x",
     }),
     frozenset({
         "label", "labels", "target", "targets", "output", "outputs", "summary", "response", "completion", "answer",
@@ -89,6 +89,7 @@ _ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(("dispreferred", "loser", "negative", "worse", "bad", "refused", "rejectedresponse"), "rejected"),
 }
 """Names of the two answers of a pair."""
+_COLUMN_NAME = re.compile(r"[A-Za-z_][\w ]*")
 _CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
 
@@ -170,6 +171,8 @@ def _unknown_name(
             return f"did you mean {column}?"
         if column is not None and row is not None and row.field is not None and row.field.startswith(_COLUMNS):
             return _set(f"{_COLUMNS}{column}", value)
+        if column is not None and row is None and parent == "dataset" and _COLUMN_NAME.fullmatch(str(value)):
+            return _set(f"{_COLUMNS}{column}", value)
         if row is not None and row.under:
             return _by_row(row, path, value, around)
         places = _places(name, path)
@@ -178,12 +181,14 @@ def _unknown_name(
             return _moved(fitting, name, value)
         if row is not None:
             return _by_row(row, path, value, around)
-        if places and not isinstance(value, dict):
+        if isinstance(value, dict):
+            places = tuple(place for place in places if _is_block(place))
+        if places:
             return _moved(places, name, value)
     near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
     if near:
         return f"did you mean {near[0]}?"
-    if of_job and isinstance(value, dict) and (inner := "; ".join(_inner(".".join(map(str, path)), value))):
+    if of_job and isinstance(value, dict) and (inner := "; ".join(_inner(".".join(map(str, path)), value, own=name))):
         return f"leave it out, and move its content: {inner}"
     if of_job:
         argument = _argument(name)
@@ -299,6 +304,12 @@ def _could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
             return not isinstance(value, dict | list)
 
 
+def _is_block(place: tuple[str, ...]) -> bool:
+    """Return True if the spec has an object or a list at this place."""
+    shape = _shape_at(".".join(place))
+    return shape is not None and isinstance(shape.body, Fields | Map | Items)
+
+
 def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> str:
     instead = find_value(".".join(places[0]), value) if len(places) == 1 else None
     if instead is not None:
@@ -336,18 +347,18 @@ def _by_row(
     around: Around = Around(),
 ) -> str:
     hint = _joined(row.hint)
-    if rows := _rows_of_a_step(row, value, around):
+    if rows := _sets_rows_of_a_step(row, value, around):
         return rows
     if converted := written(row, value, hub=around.hub, beside=around.beside):
         return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in converted.items())}"
     if value is None:
         return "leave it out"
     if row.field is None:
-        inside = "; ".join(_inner("spec.training", value, with_value=True)) if isinstance(value, dict) else ""
+        inside = "; ".join(_inner("spec.training", value, own=str(path[-1]), with_value=True)) if isinstance(value, dict) else ""
         return f"{row.hint}; {inside}" if inside else row.hint
     if row.value is not None and (value is False or value is None or value == ""):
         return "leave it out"
-    inner = "; ".join(_inner(row.field, value)) if isinstance(value, dict) else ""
+    inner = "; ".join(_inner(row.field, value, own=str(path[-1]))) if isinstance(value, dict) else ""
     if inner and (row.value is None or row.value == {}):
         return f"leave it out, and move its content: {inner}"
     hint = f"; {inner}" if inner else hint
@@ -365,39 +376,57 @@ def _by_row(
 _MICRO_BATCH, _GLOBAL_BATCH = "spec.training.microBatchSize", "spec.training.globalBatchSize"
 
 
-def _rows_of_a_step(row: ForeignName, value: JsonValue, around: Around) -> str:
+def _sets_rows_of_a_step(row: ForeignName, value: JsonValue, around: Around) -> str:
     """Return the hint for a micro-batch or an accumulation of other tools: the rows of a step follow from both; empty:
-    it is neither, or the rows of a step are given.
+    it is neither, or the rows of a step are given, or the number of processes is not.
     """
     if row.field not in (_MICRO_BATCH, _GLOBAL_BATCH) or (row.field == _GLOBAL_BATCH and row.same):
         return ""
+    if around.processes is None or not isinstance(value, int):
+        return ""
+    micro, rows = rows_of_a_step(around.beside, around.processes)
+    if not rows:
+        return ""
+    begin = f"set {_MICRO_BATCH} to {micro} and " if row.field == _MICRO_BATCH else "set "
+    return f"{begin}{_GLOBAL_BATCH} to {rows}"
+
+
+def rows_of_a_step(beside: Mapping[str, JsonValue], processes: int | None) -> tuple[int, str]:
+    """Return the micro-batch among an object's fields and, as text, the rows of a step that follow; empty text: the
+    micro-batch is unknown, or the rows of a step are given.
+    """
     counts: dict[str, int] = {}
-    for name, given in around.beside.items():
+    for name, given in beside.items():
         other = find_name(name, "training")
-        if plain(name) in ("globalbatchsize", "microbatchsize") or (other and other.field == _GLOBAL_BATCH and other.same):
-            return ""
+        if plain(name) in ("globalbatchsize", "microbatchsize") or (
+            other is not None and other.field == _GLOBAL_BATCH and other.same
+        ):
+            return 0, ""
         if other is not None and other.field is not None and isinstance(given, int) and given > 0:
             counts[other.field] = given
     micro, accumulated = counts.get(_MICRO_BATCH), counts.get(_GLOBAL_BATCH, 1)
-    if micro is None or around.processes is None or not isinstance(value, int):
-        return ""
-    steps = f" x {accumulated} steps" if _GLOBAL_BATCH in counts else ""
-    factors = f"{micro} rows{steps} x {around.processes} process{'' if around.processes == 1 else 'es'}"
-    rows = f"{_GLOBAL_BATCH} to {micro * accumulated * around.processes} ({factors})"
-    return f"set {_MICRO_BATCH} to {micro} and {rows}" if row.field == _MICRO_BATCH else f"set {rows}"
+    if micro is None:
+        return 0, ""
+    if processes is None:
+        return micro, f"{micro * accumulated} ({micro} x {accumulated}) x the number of processes"
+    factors = f"{micro} row{'' if micro == 1 else 's'}" + (f" x {accumulated} steps" if _GLOBAL_BATCH in counts else "")
+    factors += f" x {processes} process{'' if processes == 1 else 'es'}"
+    return micro, f"{micro * accumulated * processes} ({factors})"
 
 
 def _joined(hint: str) -> str:
     return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
 
 
-def _inner(field: str, value: dict[str, JsonValue], *, with_value: bool = False) -> Iterator[str]:
-    """Yield names inside an unknown object at `field`, with our fields and their values.
+def _inner(
+    field: str, value: dict[str, JsonValue], *, own: str = "", with_value: bool = False
+) -> Iterator[str]:
+    """Yield names inside an unknown object at `field`, called `own`, with our fields and their values.
 
     `with_value`: only those for which a row of the table gives a value. A field that corresponds to several of them is
     named without a value: replicas of masters and of workers are added up.
     """
-    found = list(dict.fromkeys(named_inside(["", *field.split(".")][-2], "", value)))
+    found = list(dict.fromkeys(named_inside(["", *field.split(".")][-2], "", value, own)))
     counted_at: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}
     for name, place, given in found:
@@ -422,15 +451,15 @@ def _inner(field: str, value: dict[str, JsonValue], *, with_value: bool = False)
         yield f"{name} is {place}" + (given if len(values) == 1 else "")
 
 
-def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[str, str, str]]:
+def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield each name in an object called `above`, our field with its meaning, and the accepted value: `: VALUE`.
 
     A name without a counterpart has an empty field, and the hint in place of the value.
 
-    `parent` is our object in which the outermost one is looked up.
+    `parent` is our object in which the outermost one is looked up, `own` the outermost one's name.
     """
     for name, given in list(value.items())[:_MOST_INSIDE] if isinstance(value, dict) else ():
-        row = find_name(name, above or parent) or (None if name in _ANYWHERE else find_name(name, parent))
+        row = find_name(name, above or own or parent) or (None if name in _ANYWHERE else find_name(name, parent))
         places = _places(name, ()) if row is None else ()
         first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
         inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
@@ -440,7 +469,8 @@ def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[st
         elif row is not None and row.field is None and not inside and row.hint.startswith("leave it out"):
             yield shown, "", row.hint
         elif row is not None and row.field is not None and (row.value is not None or not inside):
-            yield shown, row.field, accepted_value(row, given)
+            rows = rows_of_a_step(value, None)[1] if row.field == _GLOBAL_BATCH and not row.same else ""
+            yield shown, row.field, f": {rows}" if rows else accepted_value(row, given)
         elif inside:
             yield from inside
         elif len(places) == 1 and name not in _CONTAINERS:
@@ -482,8 +512,15 @@ def accepted_value(row: ForeignName, given: JsonValue) -> str:
     word = {plain(each): each for each in shape.words}.get(plain(given)) if isinstance(given, str) else None
     if word or accepts(shape, given):
         return f": {shown_value(word or given, row.field)}"
-    meant = plain_meaning(shape, given, wrong_value(shape, row.field.split("."), given, None)[1])
+    meant = _meant(row.field, shape, given)
     return "" if meant is None else f": {shown_value(meant, row.field)}"
+
+
+def _meant(field: str, shape: Shape, given: JsonValue) -> JsonValue:
+    """Return the value that the field at the dotted path accepts for one in another form, such as "2"; None: none."""
+    if isinstance(given, dict | list):
+        return None
+    return plain_meaning(shape, given, wrong_value(shape, field.split("."), given, None)[1])
 
 
 def accepted_field_value(field: str, given: JsonValue) -> str:
@@ -508,7 +545,8 @@ def _set(field: str, value: JsonValue) -> str:
         return f"set {field} to {word}"
     if accepts(shape, value) and not isinstance(value, dict):
         return f"set {field} to {shown_value(value, field)}"
-    return f"set {field}"
+    meant = _meant(field, shape, value)
+    return f"set {field}" if meant is None else f"set {field} to {shown_value(meant, field)}"
 
 
 def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:

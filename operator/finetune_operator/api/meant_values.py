@@ -133,7 +133,7 @@ def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
     leaf = path.rpartition(".")[2]
     match leaf, shape.body, value:
         case "gpusPerNode" | "accelerator", _, str():
-            return _gpus(value)
+            return _gpus(value, leaf)
         case "gate", Fields(), str() if found := _COMPARED.fullmatch(value.strip()):
             number = float(found["number"]) / (100 if found["percent"] else 1)
             limit = "maximum" if found["sign"] in ("<", "<=", "=<", "\u2264") else "minimum"
@@ -147,13 +147,16 @@ def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
     return None
 
 
-def _gpus(value: str) -> str | None:
-    """Return the hint for a product of GPUs, with or without their number, in place of either field."""
+def _gpus(value: str, leaf: str) -> str | None:
+    """Return the hint for a product of GPUs, with or without their number, in place of the field `leaf`."""
     found = _GPUS.fullmatch(value.strip())
     if found is None or not _GPU_WORD.search(found["product"]):
         return None
     product = found["product"].strip().replace(" ", "-")
-    count = found["before"] or found["after"] or "1"
+    count = found["before"] or found["after"]
+    if count is None and leaf == "accelerator":
+        return f"write {{product: {product}}}"
+    count = count or "1"
     return f"set spec.resources.accelerator.product to {product} and spec.resources.gpusPerNode to {count}"
 
 
