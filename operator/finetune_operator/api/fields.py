@@ -61,6 +61,8 @@ def read_fields(
     faults: dict[Path, Problem] = {}
     removed: set[Path] = set()
     corrected: set[Path] = set()
+    unwrapped: set[Path] = set()
+    """Objects that were written as lists: the problems of their fields are reported, too."""
     for _ in range(_DEEPEST):
         try:
             # JSON text, because pydantic's strict mode takes lists for tuples there only.
@@ -78,22 +80,30 @@ def read_fields(
                 if path in parents or (kind == "missing" and value_at(remainder, path) is not None):
                     continue
                 seen = value if value_at(value, path) is not None else remainder
-                if not any(path[:length] in faults for length in range(len(path) + 1)):
+                above = {path[:length] for length in range(len(path))}
+                if path not in faults and not above & faults.keys() - unwrapped:
                     faults[path] = _field_problem(shape, path, kind, seen, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
                     return Read(None, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
-                place, intended = _intended(shape, path, kind, seen, prefix, faults[path])
+                problem = faults.get(path)
+                if problem is None:  # It is below a faulty field, which is reported.
+                    removed.add(_remove(shape, remainder, path, placeholders or {}))
+                    continue
+                listed = isinstance(value_at(seen, path), list)
+                place, intended = _intended(shape, path, kind, seen, prefix, problem)
                 if place == path and path not in corrected and _set(remainder, path, intended):
                     corrected.add(path)
+                    unwrapped |= {path} if listed else set()
                     continue
+                settings = _settings(shape, path, kind, seen, prefix, problem)
                 removed_path = _remove(shape, remainder, path, placeholders or {})
-                written = False
-                for field, setting in _settings(shape, path, kind, seen, prefix, faults[path]):
-                    written = _put(remainder, field, setting) or written
-                if (place is None or not _put(remainder, place, intended)) and not written:
-                    # A name that is simply left out is no reason to skip a rule on the object.
-                    if kind != "extra_forbidden" or not re.fullmatch(r"leave it out(:.*)?", faults[path].hint):
-                        removed.add(removed_path)
+                written = [_put(remainder, field, setting) for field, setting in settings]
+                if place is not None:
+                    written.append(_put(remainder, place, intended))
+                # A name that is simply left out is no reason to skip a rule on its object.
+                left_out = kind == "extra_forbidden" and re.fullmatch(r"leave it out(:.*)?", problem.hint)
+                if not any(written) and not left_out:
+                    removed.add(removed_path)
     return Read(None, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
 
 
@@ -177,9 +187,7 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     value = value_at(document, path)
     data = value_at(document, ("dataset", "uri"))
     above = value_at(document, path[:-1])
-    around = Around(
-        meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document)
-    )
+    around = Around(meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document))
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), around=around)
     setting = _SETTING_HINT.fullmatch(hint.text)
     given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
@@ -255,9 +263,7 @@ def _settings(
     for field, value in settings.items():
         place: Path = tuple(field.split(".")[1:])
         shape = find(root, place)
-        if shape is not None and shape.body is not None and place != path and accepts(shape, value):
-            found.append((place, value))
-        elif shape is not None and value in shape.words and place != path:
+        if shape is not None and accepts(shape, value):
             found.append((place, value))
     return found
 

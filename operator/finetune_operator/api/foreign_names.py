@@ -90,12 +90,16 @@ def _held_out(given: JsonValue) -> Mapping[str, JsonValue]:
 
 _DATA_FILE = re.compile(r"(?:file://)?(?P<folder>.*/)?(?P<stem>[^/]+?)\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?")
 """Path of a file with rows."""
-_OTHER_FILES = frozenset({"validationfile", "evalfile", "devfile", "testfile", "validationdata", "evaldata", "testdata"})
+_OTHER_FILES = frozenset({
+    "validationfile", "evalfile", "devfile", "testfile", "validationdata", "evaldata", "testdata", "validation", "val",
+    "valid", "dev", "eval", "test",
+})  # fmt: skip
+"""Names of the files beside that of the train split."""
 
 
 def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]]:
-    """Return a function that converts the file of a split into the folder of all files and the split's name there; a
-    train file alone stays an address.
+    """Return a function that converts the file of a split into the folder of all files and the split's name there, and
+    a train file alone into its address.
     """
 
     def write(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
@@ -106,8 +110,9 @@ def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapp
         if role != "train":
             return split
         if not any(plain(name) in _OTHER_FILES for name in beside):
-            return {}
-        return {"spec.dataset.uri": f"file://{(found['folder'] or '.').removesuffix('/') or '/'}", **split}
+            return {"spec.dataset.uri": f"file://{str(given).removeprefix('file://').removeprefix('./')}"}
+        folder = (found["folder"] or ".").removeprefix("./").removesuffix("/") or "/"
+        return {"spec.dataset.uri": f"file://{folder}", **split}
 
     return write
 
@@ -259,6 +264,17 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("train_file", "train_data", "train_dataset", "training_data", "training_file"), EVERYBODY, "spec.dataset.uri",
         "hf:// before the name of a Hub repository, file:// before a path", writes_beside=_data_file("train"),
+    ),
+    *(
+        ForeignName(
+            names, EVERYBODY, f"{_SPLITS}{role}", under=("dataset", "data_files", "files"),
+            writes_beside=_data_file(role),
+        )
+        for role, names in (
+            ("train", ("train", "training")),
+            ("validation", ("validation", "val", "valid", "dev", "eval")),
+            ("test", ("test", "testing")),
+        )
     ),
     ForeignName(
         ("name",), EVERYBODY, "spec.dataset.uri",
@@ -422,6 +438,14 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("optim", "optimizer_type", "optimizer_name"), EVERYBODY, "spec.training.optimizer"),
     ForeignName(("random_seed", "random_state", "data_seed"), EVERYBODY, "spec.training.seed"),
     ForeignName(("label_smoothing_factor",), HF, "spec.training.labelSmoothing"),
+    ForeignName(
+        ("monitor", "watch", "metric_name"), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.metric",
+        under=("earlyStopping", "early_stopping"),
+    ),
+    ForeignName(
+        ("mode", "direction"), HF, None, "leave it out: the metric determines it",
+        under=("earlyStopping", "early_stopping"),
+    ),
     ForeignName(("early_stopping_patience",), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.patience"),
     ForeignName(("metric_for_best_model",), EVERYBODY, "spec.training.earlyStopping.metric"),
     ForeignName(
@@ -793,6 +817,11 @@ NAMES: tuple[ForeignName, ...] = (
         ("secret", "secret_name", "secret_ref"), KUBERNETES, "spec.secrets.hubToken.name",
         "for a token of the Hub", same=False,
     ),
+    ForeignName(
+        ("hf_token_secret", "hub_token_secret", "token_secret", "hf_secret", "hub_secret", "hf_token_secret_name",
+         "huggingface_secret"),
+        KUBERNETES, "spec.secrets.hubToken.name",
+    ),
     ForeignName(("max_length",), HF, "spec.generation.maxNewTokens", "in tokens", under=("generation",)),
     ForeignName(("min_length", "min_new_tokens"), HF, None,
         "leave it out: spec.generation.maxNewTokens limits the output", under=("generation",)),
@@ -831,7 +860,7 @@ _TASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "causal-lm", "clm", "lm", "language-modeling", "causal-language-modeling", "sft", "pt", "pretraining",
             "instruction-tuning", "instruct", "chat", "conversational", "completion", "generation",
-            "supervised-fine-tuning", "sft-trainer", "llm", "text-completion",
+            "supervised-fine-tuning", "sft-trainer", "llm", "text-completion", "chat-completion",
         ),
     ),
     (

@@ -48,7 +48,7 @@ _MOST_INSIDE = 16
 _UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(i?)b?(?:ytes?)?", re.IGNORECASE)
 _CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
 _HUB_ADDRESS = re.compile(
-    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
 )
 _MISSPELT_HUB = re.compile(r"(?:hugging-?_?face|hub|hf):/{0,3}([^/:].*)", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -89,6 +89,25 @@ _ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(("dispreferred", "loser", "negative", "worse", "bad", "refused", "rejectedresponse"), "rejected"),
 }
 """Names of the two answers of a pair."""
+_TEXTS_OF_PAIRS: Mapping[str, str] = {
+    **dict.fromkeys(("text1", "sentence1", "texta", "sentencea", "input1", "question1", "premise"), "text"),
+    **dict.fromkeys(
+        ("text2", "sentence2", "textb", "sentenceb", "input2", "question2", "hypothesis", "pair", "secondtext"),
+        "textPair",
+    ),
+}
+"""Names of the two texts of a pair."""
+_CONVERSATIONS = ("conversations", "conversation", "chat", "chats", "dialog", "dialogs", "turns")
+_LOADERS = ("csv", "json", "jsonl", "parquet", "text", "arrow", "tsv")
+"""Names of `datasets`' readers of files."""
+_LIMIT_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("min", "minimum", "threshold", "least", "target", "required", "atleast"), "minimum"),
+    **dict.fromkeys(("max", "maximum", "most", "atmost"), "maximum"),
+}
+_SYNONYMS: Mapping[str, str] = {
+    "interval": "every", "frequency": "every", "num": "", "number": "", "of": "", "the": "", "last": "", "count": "",
+}  # fmt: skip
+"""Word of a name -> the word of ours; empty: it has no meaning by itself."""
 _COLUMN_NAME = re.compile(r"[A-Za-z_][\w ]*")
 _CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
@@ -132,6 +151,8 @@ def unknown_name(
 ) -> NameHint:
     """Find the hint for a field that the object at the path's parent, which has `names`, does not have."""
     text = _unknown_name(path, value, names, of_job, around or Around())
+    if tuple(path[:3]) == ("spec", "predict", "dataset"):
+        text = text.replace(" spec.dataset.", " spec.predict.dataset.")
     above = ".".join(str(part) for part in path[:-1])
     if (renamed := re.match(r"did you mean (\w+)\?", text)) is not None:
         return NameHint(text, f"{above}.{renamed[1]}" if above else renamed[1])
@@ -186,6 +207,12 @@ def _unknown_name(
         if places:
             return _moved(places, name, value)
     near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
+    if of_job and not difflib.get_close_matches(name, names, n=1, cutoff=_CLOSER):
+        place = _same_words(path, value)
+        if place is not None and list(place[:-1]) == list(path[:-1]):
+            return f"did you mean {place[-1]}?"
+        if place is not None:
+            return _moved((place,), name, value)
     if near:
         return f"did you mean {near[0]}?"
     if of_job and isinstance(value, dict) and (inner := "; ".join(_inner(".".join(map(str, path)), value, own=name))):
@@ -195,8 +222,8 @@ def _unknown_name(
         if argument is not None:
             return f"move it below spec.training.arguments, as {argument}"
         far = difflib.get_close_matches(plain(name), _index(), n=1, cutoff=_CLOSER)
-        if far:
-            return _moved(_places(far[0], path), name, value)
+        if far and (places := tuple(place for place in _places(far[0], path) if _could_hold(place, value))):
+            return _moved(places, name, value)
     return f"the fields here are {', '.join(names)}"
 
 
@@ -212,18 +239,80 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
     """Return the hint for an unknown name whose value or place gives its meaning; None: neither does."""
     name, parent = str(path[-1]), str(path[-2]) if len(path) > 1 else ""
     above = ".".join(map(str, path[:-1]))
+    if name == "enabled" and isinstance(value, bool):
+        return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
+    if parent == "dataset" and name in ("path", "name", "type") and value in _LOADERS:
+        return "leave it out: the extension of a file determines its format"
+    if above == "spec" and name in ("labels", "annotations") and isinstance(value, dict):
+        return "move it below metadata"
+    if parent in ("evaluation", "gate") and isinstance(value, int | float) and (gate := _gate_of(name, value)):
+        return gate
     if parent == "columns" and isinstance(value, str) and value in names and plain(name) not in _ROLE_NAMES:
         if not set(around.beside) & set(names):
             return f"set {above}.{value} to {shown_value(name, value)}: our name is on the left, that of the data right"
+    elif above == "spec.predict.dataset" and name == "split":
+        return _set(f"{above}.splits.test", value)
     elif parent == "splits" and (role := role_of(name)) in names:
         return f"did you mean {role}?"
-    elif parent == "gate" and name in _NAMES_OF_METRICS and isinstance(value, int | float):
-        limit = "maximum" if name in LOWER_IS_BETTER else "minimum"
-        return f"set {above}.metric to {name} and {above}.{limit} to {value}"
     elif above in _SERVER_RESOURCES and name in ("limits", "requests") and isinstance(value, dict):
         inner = {key: each for key, each in value.items() if key in names}
         sets = " and ".join(f"{above}.{key} to {shown_value(each, key)}" for key, each in inner.items())
         return f"set {sets}" if sets else "leave it out: servers compute on CPUs"
+    return None
+
+
+def _gate_of(name: str, value: float) -> str:
+    """Return the hint for a metric with its limit in one name, such as `minAccuracy`; empty: it is none."""
+    words = _words(name)
+    metric = next((each for each in _NAMES_OF_METRICS if plain(each) in {*words, plain("".join(words))}), None)
+    limits = [_LIMIT_WORDS[word] for word in words if word in _LIMIT_WORDS]
+    rest = [word for word in words if word not in _LIMIT_WORDS and word != plain(metric or "")]
+    if metric is None or rest:
+        return ""
+    limit = limits[0] if limits and limits[0] == "maximum" else "maximum" if metric in LOWER_IS_BETTER else "minimum"
+    return f"set spec.evaluation.gate.metric to {metric} and spec.evaluation.gate.{limit} to {value}"
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a name in either spelling, in lower case and without their plural."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+", name)
+    return [word.lower() for word in words]
+
+
+def _meaning(name: str) -> frozenset[str]:
+    """Return the words of a name by which it is compared with others."""
+    words = (_SYNONYMS.get(word, word) for word in _words(name))
+    return frozenset(word.removesuffix("s") for word in words if word)
+
+
+@cache
+def _meanings() -> Mapping[tuple[str, ...], tuple[frozenset[str], frozenset[str]]]:
+    """Return, by the path of each field of the spec, the words of the whole path and those of its last part."""
+    places = {place for each in _index().values() for place in each if place != ("spec",)}
+    return {place: (frozenset().union(*map(_meaning, place[1:])), _meaning(place[-1])) for place in sorted(places)}
+
+
+def _same_words(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...] | None:
+    """Return the one field whose path has all words of an unknown name, such as `gateMinimum` and `adapterRank`; first
+    below the object with the name, then anywhere. None: there is none, or several.
+    """
+    words, above = _meaning(str(path[-1])), tuple(map(str, path[:-1]))
+    if not words:
+        return None
+    for inside in (True, False):
+        found = [
+            place
+            for place, (whole, last) in _meanings().items()
+            if words & last
+            and words <= whole
+            and _could_hold(place, value)
+            and not _is_free(place)
+            and (place[: len(above)] == above if inside else len(words) > 1)
+        ]
+        least = min(map(len, found), default=0)
+        nearest = [place for place in found if len(place) == least]
+        if len(nearest) == 1:
+            return nearest[0]
     return None
 
 
@@ -261,6 +350,10 @@ def column_of(task: JsonValue, name: str) -> str | None:
     columns = _COLUMNS_OF_TASK.get(task) if isinstance(task, str) else None
     if columns is None:
         return None
+    if task == "text-classification" and (text := _TEXTS_OF_PAIRS.get(plain(name))) is not None:
+        return text
+    if task == "text-generation" and plain(name) in _CONVERSATIONS:
+        return "messages"
     bare = re.sub(r"(?:column|columnname|field)$", "", plain(name))
     return next((column for aliases, column in zip(_COLUMN_ALIASES, columns, strict=True) if bare in aliases), None)
 
@@ -310,6 +403,12 @@ def _is_block(place: tuple[str, ...]) -> bool:
     return shape is not None and isinstance(shape.body, Fields | Map | Items)
 
 
+def _is_free(place: tuple[str, ...]) -> bool:
+    """Return True if the spec has an object at this place whose names are the user's."""
+    shape = _shape_at(".".join(place))
+    return shape is not None and isinstance(shape.body, Map)
+
+
 def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> str:
     instead = find_value(".".join(places[0]), value) if len(places) == 1 else None
     if instead is not None:
@@ -347,6 +446,8 @@ def _by_row(
     around: Around = Around(),
 ) -> str:
     hint = _joined(row.hint)
+    if row.field == _GLOBAL_BATCH and not row.same and value == 1:
+        return "leave it out: gradients are accumulated only if spec.training.globalBatchSize requires it"
     if rows := _sets_rows_of_a_step(row, value, around):
         return rows
     if converted := written(row, value, hub=around.hub, beside=around.beside):
@@ -354,10 +455,17 @@ def _by_row(
     if value is None:
         return "leave it out"
     if row.field is None:
-        inside = "; ".join(_inner("spec.training", value, own=str(path[-1]), with_value=True)) if isinstance(value, dict) else ""
+        inside = (
+            "; ".join(_inner("spec.training", value, own=str(path[-1]), with_value=True))
+            if isinstance(value, dict)
+            else ""
+        )
         return f"{row.hint}; {inside}" if inside else row.hint
     if row.value is not None and (value is False or value is None or value == ""):
         return "leave it out"
+    if row.value is None and isinstance(value, dict) and _has_own_fields(row.field, value):
+        *above, leaf = row.field.split(".")
+        return f"did you mean {leaf}?" if above == list(path[:-1]) else f"move it below {'.'.join(above)}, as {leaf}"
     inner = "; ".join(_inner(row.field, value, own=str(path[-1]))) if isinstance(value, dict) else ""
     if inner and (row.value is None or row.value == {}):
         return f"leave it out, and move its content: {inner}"
@@ -371,6 +479,12 @@ def _by_row(
     if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
         return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
     return f"{_set(row.field, value) if row.same else f'set {row.field}'}{hint}"
+
+
+def _has_own_fields(field: str, value: Mapping[str, JsonValue]) -> bool:
+    """Return True if an object consists of fields of ours at the dotted path."""
+    shape = _shape_at(field)
+    return bool(value) and shape is not None and isinstance(shape.body, Fields) and set(value) <= set(shape.body.fields)
 
 
 _MICRO_BATCH, _GLOBAL_BATCH = "spec.training.microBatchSize", "spec.training.globalBatchSize"
@@ -418,9 +532,7 @@ def _joined(hint: str) -> str:
     return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
 
 
-def _inner(
-    field: str, value: dict[str, JsonValue], *, own: str = "", with_value: bool = False
-) -> Iterator[str]:
+def _inner(field: str, value: dict[str, JsonValue], *, own: str = "", with_value: bool = False) -> Iterator[str]:
     """Yield names inside an unknown object at `field`, called `own`, with our fields and their values.
 
     `with_value`: only those for which a row of the table gives a value. A field that corresponds to several of them is
@@ -464,7 +576,7 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
         first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
         inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
         shown = f"{above}.{name}" if above and above not in _CONTAINERS else name
-        if row is not None and (converted := written(row, given, hub=False)):
+        if row is not None and (converted := written(row, given, hub=False, beside=value)):
             yield from ((shown, field, f": {shown_value(each, field)}") for field, each in converted.items())
         elif row is not None and row.field is None and not inside and row.hint.startswith("leave it out"):
             yield shown, "", row.hint
@@ -489,6 +601,8 @@ def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) 
         if shape is not None:
             place = ".".join((*places[0], child))
             found.append((f"{name}.{child}", place, accepted_field_value(place, value)))
+        elif (row := find_name(child, name)) is not None and row.field is not None:
+            found.append((f"{name}.{child}", row.field, accepted_value(row, value)))
     return found
 
 
@@ -514,6 +628,14 @@ def accepted_value(row: ForeignName, given: JsonValue) -> str:
         return f": {shown_value(word or given, row.field)}"
     meant = _meant(row.field, shape, given)
     return "" if meant is None else f": {shown_value(meant, row.field)}"
+
+
+_LEAST_SIZE = 2**20
+"""Bytes below which a size without a unit is meant in GiB."""
+
+
+def _is_size(field: str) -> bool:
+    return field.endswith((".memory", ".size", ".sharedMemory"))
 
 
 def _meant(field: str, shape: Shape, given: JsonValue) -> JsonValue:
@@ -543,6 +665,8 @@ def _set(field: str, value: JsonValue) -> str:
         return f"set {field} to {uri}" if uri else f"set {field}"
     if isinstance(value, str) and (word := {plain(each): each for each in shape.words}.get(plain(value))):
         return f"set {field} to {word}"
+    if _is_size(field) and isinstance(value, int) and value < _LEAST_SIZE:
+        value = f"{value}Gi"
     if accepts(shape, value) and not isinstance(value, dict):
         return f"set {field} to {shown_value(value, field)}"
     meant = _meant(field, shape, value)
@@ -758,6 +882,9 @@ def hub_name_hint(path: str, name: str) -> str:
             return f"write hf://{repository}@{revision}" if data else (
                 f"set {path} to hf://{repository} and {owner}.revision to {revision}"
             )  # fmt: skip
+    named, _, config = name.strip("/").partition(":")
+    if data and config and is_hub_name(named):
+        return f"set {path} to hf://{named} and {owner}.config to {config}"
     *repository_parts, last = name.strip("/").split("/")
     if data and len(repository_parts) == 2 and is_hub_name("/".join(repository_parts)) and not _FILE.fullmatch(last):
         return f"set {path} to hf://{'/'.join(repository_parts)} and {owner}.config to {last}"

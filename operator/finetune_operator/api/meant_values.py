@@ -20,6 +20,9 @@ from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Sh
 
 _MINUS = re.compile("[\u2010-\u2015\u2212]")
 """Hyphens and dashes that word processors write for a minus sign."""
+_QUOTES = "\u201c\u201d\u201e\u2018\u2019\"'"
+"""Quotes of word processors, and quotes inside quotes."""
+_EQUALS = re.compile(r"([A-Za-z]\w*)\s*=\s*([^\s,;=]+)")
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
 _BOUND = re.compile(r"[<>]=?\s*(.+)")
 _MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
@@ -142,6 +145,15 @@ def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
             roles = {_ROLES.get(plain(str(each)), ""): each for each in value}
             named = ", ".join(f"{role}: {each}" for role, each in roles.items())
             return f"write {{{named}}}" if "" not in roles and len(roles) == len(value) else None
+        case "secrets", Fields(), str() | [str()]:
+            name = value if isinstance(value, str) else str(value[0])
+            named = name if _SECRET_NAME.fullmatch(name) else "my-secret"
+            return f"write {{hubToken: {{name: {named}, key: token}}}}, with the names of your Secret and of its key"
+        case _, Fields(fields), str() if "=" in value and (given := _EQUALS.findall(value)):
+            if all(name in fields for name, _ in given):
+                return f"write {{{', '.join(f'{name}: {each}' for name, each in given)}}}: a colon after each name"
+        case _, Fields(), [dict(), dict(), *_] if "uri" not in shape.body.fields:
+            return "write its fields below it, without the dashes"
         case "labels", Map(), list() if value and all(isinstance(each, str) for each in value):
             return f"write {json.dumps({str(at): each for at, each in enumerate(value)}, ensure_ascii=False)}"
     return None
@@ -161,9 +173,7 @@ def _gpus(value: str, leaf: str) -> str | None:
 
 
 _TO = re.compile(r"(spec(?:\.\w+)+) to (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[^\s,;]*[^\s,;.])")
-_IS = re.compile(
-    r"(?:is|are) (spec(?:\.\w+)+): (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[^\s,;]*[^\s,;.])(?=$|[,;])"
-)
+_IS = re.compile(r"(?:is|are) (spec(?:\.\w+)+): (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[^\s,;]*[^\s,;.])(?=$|[,;])")
 
 
 def named_settings(hint: str) -> Mapping[str, JsonValue]:
@@ -197,6 +207,8 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
     """Return the one value named by the hint for `value`, as in "write 28800" and "did you mean lora?"; None: it leaves
     a choice. Of a list in place of one text, return the first item, as an example of those that can be written.
     """
+    if isinstance(value, list) and isinstance(shape.body, Fields) and "without the" in hint:
+        return unwrapped(value)
     if isinstance(value, list) and value and isinstance(shape.body, Text):
         return value[0] if accepts(shape, value[0]) else None
     if HIDDEN in hint:
@@ -214,6 +226,17 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
     return next((each for each in readings if _takes(shape, each)), None)
 
 
+def unwrapped(value: JsonValue) -> JsonValue:
+    """Return the object whose fields are the items of a list; None: the items are no objects, or share a field."""
+    items = value if isinstance(value, list) else []
+    merged: dict[str, JsonValue] = {}
+    for item in items:
+        if not isinstance(item, dict) or merged.keys() & item.keys():
+            return None
+        merged |= item
+    return merged or None
+
+
 def _takes(shape: Shape, value: JsonValue) -> bool:
     """Return True if the field accepts the value; of an object each of its fields."""
     if not isinstance(shape.body, Fields) or not isinstance(value, dict):
@@ -224,7 +247,7 @@ def _takes(shape: Shape, value: JsonValue) -> bool:
 
 
 def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
-    text = _MINUS.sub("-", value.strip())
+    text = _MINUS.sub("-", value.strip().strip(_QUOTES))
     for intended in _numbers(text, leaf):
         if accepts(shape, intended):
             return (

@@ -37,6 +37,7 @@ from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
 from finetune_operator.api.foreign_files import recognise
 from finetune_operator.api.hints import argument_name, hub_name_hint, owned_key
+from finetune_operator.api.meant_values import unwrapped
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import (
     HIDDEN,
@@ -120,21 +121,16 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata")))
     problems = list(islice(outside_spec, MOST_PROBLEMS))
     spec_value = value.get("spec")
+    if spec_value is None:
+        hint = "write spec: with task and model.uri"
+        return None, [*problems, Problem("spec", None, "is required", hint, reason="Required")]
     if not isinstance(spec_value, dict):
-        if spec_value is None:
-            problems.append(
-                Problem("spec", None, "is required", "write spec: with task and model.uri", reason="Required")
-            )
-        else:
-            problems.append(
-                Problem(
-                    "spec",
-                    describe_value(spec_value),
-                    "must be an object",
-                    "write its fields below it" + (", without the dashes" if isinstance(spec_value, list) else ""),
-                )
-            )
-        return None, problems
+        dashes = ", without the dashes" if isinstance(spec_value, list) else ""
+        hint = f"write its fields below it{dashes}"
+        problems.append(Problem("spec", describe_value(spec_value), "must be an object", hint))
+        spec_value = unwrapped(spec_value)
+        if not isinstance(spec_value, dict):
+            return None, problems
     written = without_nulls(spec_value, spec_shape())
     read = read_fields(FineTuneJobSpec, spec_shape(), written, ("spec",), _PLACEHOLDERS, settings.schemes)
     spec = read.value
