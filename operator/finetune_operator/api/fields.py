@@ -155,8 +155,7 @@ def _field_problem(
         return _unknown(full, value, _name_hint(root, path, document, prefix))
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
-    task = document.get("task") if isinstance(document, dict) else None
-    rule, hint = wrong_value(shape, full, value, schemes, task)
+    rule, hint = wrong_value(shape, full, value, schemes, _around(path, document))
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
     return Problem(format_path(full), describe_value(value, full), rule, hint, reason=reason)
 
@@ -180,14 +179,8 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     """Find the hint for the unknown field at `path` of a document located at `prefix`."""
     parent = find(root, path[:-1])
     names = tuple(parent.body.fields) if parent and isinstance(parent.body, Fields) else ()
-    task = document.get("task") if isinstance(document, dict) else None
-    columns = value_at(document, ("dataset", "columns"))
-    if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
-        task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
     value = value_at(document, path)
-    data = value_at(document, ("dataset", "uri"))
-    above = value_at(document, path[:-1])
-    around = Around(meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document))
+    around = _around(path, document)
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), around=around)
     setting = _SETTING_HINT.fullmatch(hint.text)
     given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
@@ -200,6 +193,17 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
         )
     current = describe_value(given, path)
     return NameHint(f"leave it out: spec.{setting[1]} is already {current}; or replace that value")
+
+
+def _around(path: Path, document: JsonValue) -> Around:
+    """Return the fields of a spec on which the meaning of the field at `path` depends."""
+    task = document.get("task") if isinstance(document, dict) else None
+    columns = value_at(document, ("dataset", "columns"))
+    if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
+        task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
+    above = value_at(document, path[:-1])
+    data = value_at(document, ("dataset", "uri"))
+    return Around(meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document))
 
 
 def _processes(document: JsonValue) -> int | None:

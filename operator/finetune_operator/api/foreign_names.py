@@ -90,11 +90,10 @@ def _held_out(given: JsonValue) -> Mapping[str, JsonValue]:
 
 _DATA_FILE = re.compile(r"(?:file://)?(?P<folder>.*/)?(?P<stem>[^/]+?)\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?")
 """Path of a file with rows."""
-_OTHER_FILES = frozenset({
-    "validationfile", "evalfile", "devfile", "testfile", "validationdata", "evaldata", "testdata", "validation", "val",
-    "valid", "dev", "eval", "test",
-})  # fmt: skip
-"""Names of the files beside that of the train split."""
+_OTHER_FILES = re.compile(
+    r"(?:validation|valid|val|dev|eval|evaluation|test)(?:file|files|data|dataset|path|uri|set|csv)?"
+)
+"""Names of the files beside that of the train split, as `plain` writes them."""
 
 
 def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]]:
@@ -109,7 +108,7 @@ def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapp
         split: Mapping[str, JsonValue] = {f"{_SPLITS}{role}": found["stem"]}
         if role != "train":
             return split
-        if not any(plain(name) in _OTHER_FILES for name in beside):
+        if not any(_OTHER_FILES.fullmatch(plain(name)) for name in beside):
             return {"spec.dataset.uri": f"file://{str(given).removeprefix('file://').removeprefix('./')}"}
         folder = (found["folder"] or ".").removeprefix("./").removesuffix("/") or "/"
         return {"spec.dataset.uri": f"file://{folder}", **split}
@@ -198,7 +197,7 @@ NAMES: tuple[ForeignName, ...] = (
     # ---- model
     ForeignName(
         ("model_name_or_path", "base_model", "model_name", "model_id", "base_model_name_or_path", "pretrained_model",
-         "pretrained_model_name_or_path", "model_path"),
+         "pretrained_model_name_or_path", "model_path", "pretrained", "backbone"),
         EVERYBODY, "spec.model.uri", "hf:// before the name of a Hub repository, file:// before a path",
     ),
     ForeignName(
@@ -220,7 +219,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("qlora",), EVERYBODY, "spec.model.adapter.method", "beside it, r is rank, lora_alpha alpha", "qlora"),
     ForeignName(("use_dora", "peft_use_dora"), EVERYBODY, "spec.model.adapter.method", value="dora"),
-    ForeignName(("type", "name"), HF, "spec.model.adapter.method", under=("adapter",)),
+    ForeignName(("type", "name", "kind"), HF, "spec.model.adapter.method", under=("adapter",)),
+    ForeignName(("type", "kind"), HF, "spec.model.adapter.method", under=("peft", "lora", "qlora")),
     ForeignName(("lora_r", "lora_rank"), EVERYBODY, "spec.model.adapter.rank"),
     ForeignName(("r",), HF, "spec.model.adapter.rank", under=("adapter", "model")),
     ForeignName(("lora_alpha",), EVERYBODY, "spec.model.adapter.alpha"),
@@ -262,7 +262,9 @@ NAMES: tuple[ForeignName, ...] = (
         EVERYBODY, "spec.dataset.uri", "hf:// before the name of a Hub repository, file:// before a path",
     ),
     ForeignName(
-        ("train_file", "train_data", "train_dataset", "training_data", "training_file"), EVERYBODY, "spec.dataset.uri",
+        ("train_file", "train_data", "train_dataset", "training_data", "training_file", "train_path", "train_uri",
+         "train_csv", "train_set"),
+        EVERYBODY, "spec.dataset.uri",
         "hf:// before the name of a Hub repository, file:// before a path", writes_beside=_data_file("train"),
     ),
     *(
@@ -301,7 +303,9 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("test_split",), EVERYBODY, "spec.dataset.splits.test"),
     ForeignName(
-        ("uri", "file", "data", "data_file", "input", "inputs"), EVERYBODY, "spec.predict.dataset.uri",
+        ("uri", "file", "data", "data_file", "input", "inputs", "input_path", "input_file", "input_uri", "input_data",
+         "path"),
+        EVERYBODY, "spec.predict.dataset.uri",
         under=("predict",),
     ),
     ForeignName(
@@ -321,13 +325,16 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),
     ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are truncated to spec.preparation.maxLength"),
     ForeignName(
-        ("validation_file", "eval_dataset", "eval_file", "validation_data", "dev_file", "eval_data"), EVERYBODY,
+        ("validation_file", "eval_dataset", "eval_file", "validation_data", "dev_file", "eval_data", "eval_path",
+         "validation_path", "val_path", "val_file", "dev_path", "eval_set", "validation_set"),
+        EVERYBODY,
         "spec.dataset.splits.validation",
         "the file's name without its extension; spec.dataset.uri is the folder of all files", same=False,
         writes_beside=_data_file("validation"),
     ),
     ForeignName(
-        ("test_file", "test_datasets", "test_dataset", "test_data"), EVERYBODY, "spec.dataset.splits.test",
+        ("test_file", "test_datasets", "test_dataset", "test_data", "test_path", "test_set"), EVERYBODY,
+        "spec.dataset.splits.test",
         "the file's name without its extension; spec.dataset.uri is the folder of all files", same=False,
         writes_beside=_data_file("test"),
     ),
@@ -359,7 +366,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "block_size", "model_max_length", "seq_length",
          "seq_len", "max_source_length", "max_length", "max_input_length", "max_prompt_length", "max_len",
-         "context_length"),
+         "context_length", "max_position_embeddings", "context_window"),
         EVERYBODY, "spec.preparation.maxLength", "in tokens",
     ),
     ForeignName(("sample_packing", "pack_sequences"), f"{AXOLOTL}, {FACTORY}", "spec.preparation.packing"),
@@ -531,7 +538,13 @@ NAMES: tuple[ForeignName, ...] = (
         "leave it out: spec.checkpoints.every sets the interval, as auto, {steps: N} or {minutes: N}",
     ),
     ForeignName(
-        ("save_total_limit", "keep_last_n_checkpoints", "max_checkpoints"), EVERYBODY, "spec.checkpoints.keep"
+        ("save_total_limit", "keep_last_n_checkpoints", "max_checkpoints", "max_to_keep", "keep_last_n",
+         "keep_checkpoints"),
+        EVERYBODY, "spec.checkpoints.keep",
+    ),
+    ForeignName(
+        ("path", "dir", "directory", "folder", "location", "output", "storage"), EVERYBODY, None,
+        "leave it out: checkpoints are kept in spec.storage.workspace", under=("checkpoints",),
     ),
     ForeignName(
         ("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume"), EVERYBODY, "spec.checkpoints.resume",
@@ -693,7 +706,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("gpu_type", "gpu_product", "gpu_model", "gpu_name", "accelerator_type"),
-        KUBERNETES, "spec.resources.accelerator.product", "as in the node label nvidia.com/gpu.product", same=False,
+        KUBERNETES, "spec.resources.accelerator.product", "H100, or as in the node label nvidia.com/gpu.product",
     ),
     ForeignName(
         ("instance_type", "machine_type", "vm_size", "node_type"), KUBERNETES, "spec.template.nodeSelector",
@@ -738,6 +751,26 @@ NAMES: tuple[ForeignName, ...] = (
         ("class_weights", "class_weight", "loss_weights"), HF, None,
         "leave it out: all rows have the same weight; run a loss of your own with spec.training.script",
     ),
+    ForeignName(
+        ("repo", "repository", "url", "git_url", "git_repo", "repo_url", "uri", "source"), EVERYBODY,
+        "spec.training.script.git.url", under=("script",),
+    ),
+    ForeignName(
+        ("branch", "ref", "tag", "commit", "revision", "git_ref"), EVERYBODY, "spec.training.script.git.ref",
+        under=("script",),
+    ),
+    ForeignName(
+        ("file", "main", "entry", "script", "program", "command", "filename", "script_file"), EVERYBODY,
+        "spec.training.script.entryPoint", under=("script",),
+    ),
+    ForeignName(
+        ("args", "arguments", "params", "parameters", "hparams", "flags"), EVERYBODY,
+        "spec.training.script.hyperparameters", under=("script",),
+    ),
+    ForeignName(
+        ("branch", "revision", "tag", "commit", "version"), EVERYBODY, "spec.training.script.git.ref", under=("git",)
+    ),
+    ForeignName(("repo", "repository", "uri"), EVERYBODY, "spec.training.script.git.url", under=("git",)),
     ForeignName(("shm", "shm_size"), KUBERNETES, "spec.resources.sharedMemory"),
     ForeignName(
         ("container_image", "trainer_image", "docker_image", "image"), KUBERNETES, "spec.image"
@@ -804,6 +837,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("pvc", "pvc_name", "claim", "claim_name", "persistent_volume_claim", "volume_claim"), KUBERNETES,
         "spec.storage.workspace", "pvc:// before the claim's name",
     ),
+    ForeignName(("storage",), KUBERNETES, "spec.storage.size", under=("requests",)),
     ForeignName(("disk", "disk_size", "storage_size"), KUBERNETES, "spec.storage.size"),
     ForeignName(("pull_policy",), KUBERNETES, "spec.imagePullPolicy"),
     ForeignName(

@@ -45,7 +45,9 @@ _ANYWHERE = ("name", "key", "path", "url", "ref", "enabled", "degree")
 """Names of fields that are meaningless without their object."""
 _MOST_INSIDE = 16
 """Maximum number of an object's names that a message translates."""
-_UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(i?)b?(?:ytes?)?", re.IGNORECASE)
+_UNITS = re.compile(
+    r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(?:(i|ibi|ebi|obi)|ilo|ega|iga|era|eta|xa)?(?:b|bytes?)?", re.IGNORECASE
+)
 _CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
 _HUB_ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
@@ -213,7 +215,7 @@ def _unknown_name(
             return f"did you mean {place[-1]}?"
         if place is not None:
             return _moved((place,), name, value)
-    if near:
+    if near and (not of_job or _resembles(near[0], path, value)):
         return f"did you mean {near[0]}?"
     if of_job and isinstance(value, dict) and (inner := "; ".join(_inner(".".join(map(str, path)), value, own=name))):
         return f"leave it out, and move its content: {inner}"
@@ -239,6 +241,10 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
     """Return the hint for an unknown name whose value or place gives its meaning; None: neither does."""
     name, parent = str(path[-1]), str(path[-2]) if len(path) > 1 else ""
     above = ".".join(map(str, path[:-1]))
+    if above in ("spec.model", "spec.dataset") and "uri" not in around.beside and "/" in str(value):
+        uri = as_uri(value)
+        if uri is not None and uri.startswith("hf://") and find_name(name, parent) is None:
+            return f"set {above}.uri to {uri}"
     if name == "enabled" and isinstance(value, bool):
         return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
     if parent == "dataset" and name in ("path", "name", "type") and value in _LOADERS:
@@ -403,6 +409,15 @@ def _is_block(place: tuple[str, ...]) -> bool:
     return shape is not None and isinstance(shape.body, Fields | Map | Items)
 
 
+def _resembles(name: str, path: Sequence[PathPart], value: JsonValue) -> bool:
+    """Return False for an object that has no field of the one with a name that is only somewhat similar."""
+    if not isinstance(value, dict) or difflib.SequenceMatcher(None, name, str(path[-1])).ratio() >= _CLOSER:
+        return True
+    shape = _shape_at(".".join(map(str, (*path[:-1], name))))
+    own = set(map(plain, shape.body.fields)) if shape is not None and isinstance(shape.body, Fields) else set()
+    return bool(own & set(map(plain, value)))
+
+
 def _is_free(place: tuple[str, ...]) -> bool:
     """Return True if the spec has an object at this place whose names are the user's."""
     shape = _shape_at(".".join(place))
@@ -463,9 +478,10 @@ def _by_row(
         return f"{row.hint}; {inside}" if inside else row.hint
     if row.value is not None and (value is False or value is None or value == ""):
         return "leave it out"
+    if row.value == {} and isinstance(value, dict) and value:
+        return _renamed_to(row.field, path)
     if row.value is None and isinstance(value, dict) and _has_own_fields(row.field, value):
-        *above, leaf = row.field.split(".")
-        return f"did you mean {leaf}?" if above == list(path[:-1]) else f"move it below {'.'.join(above)}, as {leaf}"
+        return _renamed_to(row.field, path)
     inner = "; ".join(_inner(row.field, value, own=str(path[-1]))) if isinstance(value, dict) else ""
     if inner and (row.value is None or row.value == {}):
         return f"leave it out, and move its content: {inner}"
@@ -481,10 +497,20 @@ def _by_row(
     return f"{_set(row.field, value) if row.same else f'set {row.field}'}{hint}"
 
 
+def _renamed_to(field: str, path: Sequence[PathPart]) -> str:
+    """Return the hint to give an object at `path` the place and name of the field at the dotted path."""
+    *above, leaf = field.split(".")
+    return f"did you mean {leaf}?" if above == list(path[:-1]) else f"move it below {'.'.join(above)}, as {leaf}"
+
+
 def _has_own_fields(field: str, value: Mapping[str, JsonValue]) -> bool:
     """Return True if an object consists of fields of ours at the dotted path."""
     shape = _shape_at(field)
-    return bool(value) and shape is not None and isinstance(shape.body, Fields) and set(value) <= set(shape.body.fields)
+    if not value or shape is None:
+        return False
+    # An object whose names are the user's has any; training.arguments are named in the table one by one.
+    free = isinstance(shape.body, Map) and field.endswith(".hyperparameters")
+    return free or (isinstance(shape.body, Fields) and set(value) <= set(shape.body.fields))
 
 
 _MICRO_BATCH, _GLOBAL_BATCH = "spec.training.microBatchSize", "spec.training.globalBatchSize"
@@ -571,8 +597,10 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
     `parent` is our object in which the outermost one is looked up, `own` the outermost one's name.
     """
     for name, given in list(value.items())[:_MOST_INSIDE] if isinstance(value, dict) else ():
-        row = find_name(name, above or own or parent) or (None if name in _ANYWHERE else find_name(name, parent))
+        row = _row_inside(name, above or own, parent)
         places = _places(name, ()) if row is None else ()
+        if row is None and not places and (same := _same_words((f"{above or own}_{name}",), given)) is not None:
+            places = (same,)
         first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
         inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
         shown = f"{above}.{name}" if above and above not in _CONTAINERS else name
@@ -589,6 +617,17 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
             place = ".".join(places[0])
             shape = _shape_at(place)
             yield shown, place, "" if shape is None else accepted_field_value(place, given)
+
+
+def _row_inside(name: str, above: str, parent: str) -> ForeignName | None:
+    """Return the row of a name in the object `above` of another tool: of both names together, as `gpu_type` for `type`
+    below `gpu`, or of the name alone.
+    """
+    row = find_name(name, above or parent)
+    if row is not None and row.under:
+        return row
+    joined = find_name(f"{above}_{name}", parent) if above and above not in _CONTAINERS else None
+    return joined or row or (None if name in _ANYWHERE else find_name(name, parent))
 
 
 def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) -> list[tuple[str, str, str]]:
@@ -715,11 +754,13 @@ def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
 
 
 def wrong_value(
-    shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None, task: JsonValue = None
+    shape: Shape,
+    path: Sequence[PathPart],
+    value: JsonValue,
+    schemes: Sequence[str] | None,
+    around: Around = Around(),
 ) -> tuple[str, str]:
-    """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow, `task`
-    is the job's.
-    """
+    """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
     general_hint = "change it" if shape.required else "change it, or leave it out"
@@ -743,6 +784,9 @@ def wrong_value(
             )
         case Text(quantity=True) if isinstance(value, str) and (found := _CORES.fullmatch(value.strip())):
             return rule, f"write {found[1]}"
+        case Text() if path[-2:-1] == ("splits",) and around.hub and (percent := _percent(value)):
+            part = f"train[:{percent}%]" if path[-1] == "train" else f"train[{100 - percent}%:]"
+            return "must be the name of a split", f"write {part}"
         case Text() if isinstance(value, int | float) and path[:3] == ("spec", "dataset", "splits"):
             return (
                 "must be the name of a split, or a file name without its extension",
@@ -751,7 +795,7 @@ def wrong_value(
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
-        case Fields(fields) if "textPair" in fields and (columns := _columns_in_order(value, task)):
+        case Fields(fields) if "textPair" in fields and (columns := _columns_in_order(value, around.task)):
             return rule, f"write {{{', '.join(f'{name}: {shown_value(given, name)}' for name, given in columns)}}}"
         case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
             return rule, (
@@ -767,10 +811,14 @@ def wrong_value(
             return rule, "move it below spec.predict.dataset, as columns"
         case Fields(fields) if isinstance(value, bool) and "enabled" in fields:
             return rule, f"write {{enabled: {json.dumps(value)}}}"
+        case Fields(fields) if value is True and (implied := _implied_by_true(fields, path)):
+            return rule, f"write {{{implied}}}"
         case Fields(fields) if value is True and not any(field.required for field in fields.values()):
             return rule, "write {} to take the defaults"
         case Fields(fields) if isinstance(value, str | int | float) and (name := _only_accepting_field(fields, value)):
             return rule, f"write {{{name}: {shown_value(value, name)}}}"
+        case Fields(fields) if isinstance(value, str) and (implied := _implied_by_word(fields, path, value)):
+            return rule, f"write {{{implied}}}"
     return rule, _form_hint(shape, path, value) or general_hint
 
 
@@ -788,9 +836,33 @@ def _form_hint(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str 
     return hint
 
 
+def _percent(value: JsonValue) -> int:
+    """Return a fraction of rows in percent; 0: the value is none."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+    percent = round(100 * number) if 0 < number < 1 else 0
+    return percent if 0 < percent < 100 else 0
+
+
+def _implied_by_true(fields: Mapping[str, Shape], path: Sequence[PathPart]) -> str:
+    """Return the first field of an object, with its value, that `true` in the object's place stands for."""
+    return _implied_by_word(fields, path, True)
+
+
+def _implied_by_word(fields: Mapping[str, Shape], path: Sequence[PathPart], value: str | bool) -> str:
+    """Return the first field of an object that has a word of its own for a value in the object's place, with it."""
+    for name, inner in fields.items():
+        field = ".".join(map(str, (*path, name)))
+        row = find_value(field, value)
+        word = row.instead.get(field) if row is not None else None
+        if word is None and isinstance(value, str):
+            word = next((each for each in inner.words if each != "none" and plain(each) == plain(value)), None)
+        if word is not None:
+            return f"{name}: {shown_value(word, name)}"
+    return ""
+
+
 def _columns_in_order(value: JsonValue, task: JsonValue) -> list[tuple[str, str]]:
     """Return the task's columns with the names of a list, input first; empty: they do not correspond."""
-    task = meant_task(task)
     columns = _COLUMNS_OF_TASK.get(task, ()) if isinstance(task, str) else ()
     given = [value] if isinstance(value, str) else value
     if task in _TEXT_TASKS and isinstance(given, list) and len(given) == 1:

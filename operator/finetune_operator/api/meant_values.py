@@ -30,11 +30,12 @@ _NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", re.IGNORECASE)
 _POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*[*x\u00d7]\s*10\s*(?:\^|\*\*)\s*\(?(-?[0-9]+)\)?")
 """Power of ten as in a paper: `2*10^-5`."""
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 _COMMA = re.compile(r"[0-9]+,[0-9]+")
 _COUNTED = re.compile(
     r"(?P<number>[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)\s*(?:x\s*)?"
-    r"(?:tokens?|epochs?|ep|steps?|rows?|examples?|samples?|sequences?|gpus?|nodes?|machines?|pods?|workers?|replicas?|"
+    r"(?:x|tokens?|epochs?|ep|steps?|rows?|examples?|samples?|sequences?|gpus?|nodes?|machines?|pods?|workers?|replicas?|"
     r"process(?:es)?|layers?|stages?|beams?|checkpoints?|times|restarts?|retries|bits?)",
     re.IGNORECASE,
 )
@@ -152,6 +153,11 @@ def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
         case _, Fields(fields), str() if "=" in value and (given := _EQUALS.findall(value)):
             if all(name in fields for name, _ in given):
                 return f"write {{{', '.join(f'{name}: {each}' for name, each in given)}}}: a colon after each name"
+        case "env", Items(), dict() if value and not any(isinstance(each, dict | list) for each in value.values()):
+            pairs = [{"name": name, "value": _as_text(each)} for name, each in value.items()]
+            return None if any(map(is_secret_name, value)) else f"write {json.dumps(pairs, ensure_ascii=False)}"
+        case "targetModules", Items(), str() if re.fullmatch(r"[\w.]+(?: [\w.]+)+", value):
+            return f"write {json.dumps(value.split())}"
         case _, Fields(), [dict(), dict(), *_] if "uri" not in shape.body.fields:
             return "write its fields below it, without the dashes"
         case "labels", Map(), list() if value and all(isinstance(each, str) for each in value):
@@ -191,6 +197,11 @@ def named_settings(hint: str) -> Mapping[str, JsonValue]:
             continue
         values.setdefault(field, next(_whole(value), value) if isinstance(value, str) else value)
     return values
+
+
+def _as_text(value: JsonValue) -> str:
+    """Return a scalar as the text of an environment variable."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def role_of(split: str) -> str:
@@ -263,6 +274,8 @@ def _numbers(text: str, leaf: str) -> Iterator[float | int]:
         yield from _whole(text)
     if found := _BOUND.fullmatch(text):
         yield from _numbers(found[1], leaf)
+    if text.lower() in _NUMBERS:
+        yield _NUMBERS.index(text.lower())
     if found := _PERCENT.fullmatch(text):
         yield float(found[1]) / 100
     if found := _POWER.fullmatch(text):

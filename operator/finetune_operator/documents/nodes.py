@@ -144,6 +144,8 @@ _UNQUOTED = re.compile(r"\s*(?:- )?(\w+): ([@`%][\w@./:-]{1,60})\s*$")
 """A field whose value begins with a character that YAML keeps for itself."""
 
 
+_SLASHES = re.compile(r"^[ \t]*(?=//)", re.MULTILINE)
+"""Start of a comment as in other languages."""
 _NO_SPACE = re.compile(r"\s*(?:- )?(?P<name>[A-Za-z]\w*):(?P<value>[^\s:/'\"#][^\s:#]{0,60})\s*(?:#.*)?$")
 """A field whose colon has no space after it, and no address."""
 
@@ -197,6 +199,10 @@ def compose_yaml(text: str, first_line: int) -> Node | None:
         if mark is not None and (joined := _without_space(text, mark.line)) is not None:
             line, name, value = joined
             hint = f"put a space after the colon in line {first_line + line}: {name}: {value}"
+        comment = _SLASHES.search(text)
+        if comment is not None:
+            line = first_line + text.count("\n", 0, comment.start())
+            hint = f"remove the comment in line {line}: JSON has none, and YAML's begin with #"
         if "{{" in text:
             hint = "pass the output of `helm template` for this file: double braces are Helm syntax"
         raise RefusedError(_place(mark, first_line), rule, hint) from error
