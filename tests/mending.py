@@ -52,11 +52,11 @@ def alternatives(problem: Problem) -> list[list[Edit]]:
     inside = [
         Edit(field, _number(value)) for field, value in re.findall(rf"(?:is|are) (spec[\w.]+): {_VALUE}{_END}", text)
     ]
-    for reader in (_renamed, _moved, _quoted, _unwrapped, _left_or_set, _written):
+    for reader in (_renamed, _moved, _quoted, _metrics, _unwrapped, _left_or_set, _written):
         found = reader(problem, text)
         if found:
             return [[*_instead(problem, edits), *inside] for edits in found]
-    return []
+    return [_instead(problem, inside)] if inside else []
 
 
 def _instead(problem: Problem, edits: list[Edit]) -> list[Edit]:
@@ -89,6 +89,12 @@ def _quoted(problem: Problem, text: str) -> list[list[Edit]]:
     if text.startswith("remove the quotes"):
         return [[Edit(problem.path, _number(yaml.safe_load(problem.value or "")))]]
     return []
+
+
+def _metrics(problem: Problem, text: str) -> list[list[Edit]]:
+    """Parse `write f1 for 'f1-macro', leave 'x' out`: the metrics that remain."""
+    written = re.findall(r"write (\w+) for '", text)
+    return [[Edit(problem.path, written)]] if written and problem.path == "spec.evaluation.metrics" else []
 
 
 def _unwrapped(problem: Problem, text: str) -> list[list[Edit]]:
@@ -145,6 +151,10 @@ def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
 
 def _written(problem: Problem, text: str) -> list[list[Edit]]:
     """Parse `write VALUE`, `use 96 or 112`."""
+    if found := re.match(r"write `(\w+): \{\}`", text):
+        return [[Edit(f"spec.{found[1]}", {})]]
+    if found := re.match(r"write the URI one level deeper, as uri: (\S+)$", text):
+        return [[Edit(problem.path, {"uri": found[1]})]]
     found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?|: [a-z])", text)
     found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
     if not found or found[1].endswith("://") or re.match(r"write (the|its|it|a|whatever)\b", text):

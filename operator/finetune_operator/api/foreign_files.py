@@ -72,7 +72,7 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
             return workspace
     for path, inner, known in (
         ("", value, DOCUMENT),
-        ("spec", spec if isinstance(spec, dict) else {}, tuple(_spec_fields())),
+        ("spec", spec if isinstance(spec, dict) else {}, tuple(spec_fields())),
     ):
         names = [name for name in inner if name not in known]
         tool = _tool(names)
@@ -81,7 +81,8 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
     return None
 
 
-def _spec_fields() -> Iterator[str]:
+def spec_fields() -> Iterator[str]:
+    """Yield the names of the fields of `spec`."""
     body = spec_shape().body
     assert isinstance(body, Fields)
     yield from body.fields
@@ -109,7 +110,7 @@ def _configuration_problem(
             left_out.append(name)
             return
         fields.setdefault(field, []).append(name)
-        values[field] = values.get(field) or accepted
+        values[field] = accepted if accepted.endswith(": qlora") else values.get(field) or accepted
 
     for name, value in spec.items():
         known = find_value(f"spec.{name}", value) if path else None

@@ -178,6 +178,14 @@ def _tracked(tracker: str, variable: str) -> Callable[[JsonValue], Mapping[str, 
     return write
 
 
+def _duration(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert a duration of Composer: `3ep` are epochs, `1000ba` batches."""
+    found = re.fullmatch(r"([0-9]+)\s*(ep|ba)", given) if isinstance(given, str) else None
+    if found is None:
+        return {}
+    return {"spec.training.epochs" if found[2] == "ep" else "spec.training.maxSteps": int(found[1])}
+
+
 def _on_instances(given: JsonValue) -> Mapping[str, JsonValue]:
     return {"spec.template.nodeSelector": {_INSTANCE_TYPE: given}} if isinstance(given, str) and given else {}
 
@@ -611,7 +619,8 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are sampled", same=False),
     ForeignName(("top_k", "repetition_penalty"), HF, None,
         f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
-    ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output", same=False),
+    ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output",
+        "a .jsonl or .parquet file, or a folder, which ends in /", same=False),
     # ---- parallelism
     ForeignName(
         ("deepspeed", "ds_config", "deepspeed_config_file", "deepspeed_plugin"), f"{EVERYBODY}, {DEEPSPEED}",
@@ -724,7 +733,8 @@ NAMES: tuple[ForeignName, ...] = (
         "as {kubernetes.io/hostname: NAME}", same=False, under=("resources", "spec", "template"),
     ),
     ForeignName(
-        ("instance_count", "num_instances", "node_count", "machine_count"), KUBERNETES, "spec.resources.nodes"
+        ("instance_count", "num_instances", "node_count", "machine_count", "instances"), KUBERNETES,
+        "spec.resources.nodes",
     ),
     ForeignName(("count",), KUBERNETES, "spec.resources.nodes", under=("resources", "resource")),
     ForeignName(
@@ -738,7 +748,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("training_duration", "max_duration"), HF, "spec.training.epochs",
-        "3 for 3ep; a number of batches is spec.training.maxSteps", same=False,
+        "3 for 3ep; a number of batches is spec.training.maxSteps", same=False, writes=_duration,
     ),
     ForeignName(("train_data_path", "training_data_path"), HF, "spec.dataset.uri"),
     ForeignName(

@@ -249,6 +249,8 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
     if parent == "dataset" and name in ("path", "name", "type") and value in _LOADERS:
         return "leave it out: the extension of a file determines its format"
+    if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
+        return f"set {above}.name to {secret[0]} and {above}.key to {secret[1]}"
     if above == "spec" and name in ("labels", "annotations") and isinstance(value, dict):
         return "move it below metadata"
     if parent in ("evaluation", "gate") and isinstance(value, int | float) and (gate := _gate_of(name, value)):
@@ -265,6 +267,17 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         sets = " and ".join(f"{above}.{key} to {shown_value(each, key)}" for key, each in inner.items())
         return f"set {sets}" if sets else "leave it out: servers compute on CPUs"
     return None
+
+
+_REFERENCES = ("secretKeyRef", "secretRef", "valueFrom", "secret")
+"""Names of Kubernetes for the reference to an entry of a Secret."""
+
+
+def _secret_of(value: Mapping[str, JsonValue]) -> tuple[str, str] | None:
+    """Return name and key of a reference to an entry of a Secret; None: it is none."""
+    inner = value.get("secretKeyRef", value)
+    name, key = (inner.get("name"), inner.get("key", "token")) if isinstance(inner, dict) else (None, None)
+    return (name, key) if isinstance(name, str) and isinstance(key, str) and _CLAIM.fullmatch(name) else None
 
 
 def _gate_of(name: str, value: float) -> str:

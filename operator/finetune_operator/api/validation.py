@@ -35,7 +35,7 @@ from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
-from finetune_operator.api.foreign_files import recognise
+from finetune_operator.api.foreign_files import recognise, spec_fields
 from finetune_operator.api.hints import argument_name, hub_name_hint, owned_key
 from finetune_operator.api.meant_values import unwrapped
 from finetune_operator.api.notices import notices
@@ -118,12 +118,15 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         return None, [exceeded]
     if other := recognise(value):
         return None, [*islice(_tokens(value, ()), MOST_PROBLEMS), other]
-    outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata")))
+    outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata"), value.get("name")))
     problems = list(islice(outside_spec, MOST_PROBLEMS))
     spec_value = value.get("spec")
     if spec_value is None:
-        hint = "write spec: with task and model.uri"
-        return None, [*problems, Problem("spec", None, "is required", hint, reason="Required")]
+        # Fields of the spec beside `kind` are to be moved below it: they are checked there.
+        spec_value = {name: value[name] for name in spec_fields() if name in value}
+        if not spec_value:
+            hint = "write spec: with task and model.uri"
+            return None, [*problems, Problem("spec", None, "is required", hint, reason="Required")]
     if not isinstance(spec_value, dict):
         dashes = ", without the dashes" if isinstance(spec_value, list) else ""
         hint = f"write its fields below it{dashes}"
@@ -137,7 +140,7 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     problems.extend(read.problems)
     if spec is not None:
         problems.extend(_across_fields(spec, written, read.faults, read.gone, read.placed, settings))
-    problems = _one_per_field(_merge_followups(problems, read.placed))[:MOST_PROBLEMS]
+    problems = _one_method(_one_per_field(_merge_followups(problems, read.placed)))[:MOST_PROBLEMS]
     if problems or spec is None:
         return None, problems
     metadata = value["metadata"]
@@ -232,7 +235,11 @@ def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
             yield unknown_field((name,), value[name], names, of_job=True)
 
 
-def _metadata(metadata: JsonValue) -> Iterator[Problem]:
+def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
+    """Check the metadata; `beside`: a name that stands beside it, and is to be moved there."""
+    if metadata is None and isinstance(beside, str):
+        yield from _name(beside)
+        return
     if not isinstance(metadata, dict):
         yield Problem("metadata.name", None, "is required", "write metadata: {name: my-job}", reason="Required")
         return
@@ -537,6 +544,16 @@ def _merge_followups(problems: Sequence[Problem], placed: Set[Path]) -> list[Pro
             at.setdefault(problem.path, len(joined))
             joined.append(problem)
     return joined
+
+
+_METHOD = re.compile(r"(spec\.model\.adapter\.method(?: to|:)) lora\b")
+
+
+def _one_method(problems: list[Problem]) -> list[Problem]:
+    """Name qlora in all hints if one of them does: LoRA over weights in 4 bits is one method, set in several names."""
+    if not any(re.search(r"adapter\.method(?: to|:) qlora\b", problem.hint) for problem in problems):
+        return problems
+    return [replace(problem, hint=_METHOD.sub(r"\1 qlora", problem.hint)) for problem in problems]
 
 
 def _one_per_field(problems: list[Problem]) -> list[Problem]:

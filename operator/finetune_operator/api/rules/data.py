@@ -238,6 +238,14 @@ def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
     )
 
 
+def _claim_advice(uri: str) -> str:
+    """Return the URI that claim and path with another separator mean, or where the name belongs."""
+    found = re.fullmatch(r"pvc://+([a-z0-9](?:[a-z0-9-]*[a-z0-9])?)[:/]+([\w./-]*)", uri)
+    if found is not None and _names_a_claim(meant := f"pvc://{found[1]}/{found[2]}".rstrip("/")):
+        return f"write {meant}"
+    return "write the claim's name after pvc://: lowercase letters, digits and -"
+
+
 def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | None]) -> Rule:
     """Return the rule that a `pvc://` URI names a claim of the job's namespace and a path in it."""
     return Rule(
@@ -248,6 +256,7 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
         holds=lambda spec: _names_a_claim(read(spec)),
         text="must be pvc://claim or pvc://claim/path, with a claim of the job's namespace and no .. in the path",
         hint="write the claim's name after pvc://: lowercase letters, digits and -",
+        advice=lambda spec: _claim_advice(read(spec) or ""),
     )
 
 
