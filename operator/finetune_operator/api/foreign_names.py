@@ -178,6 +178,24 @@ def _tracked(tracker: str, variable: str) -> Callable[[JsonValue], Mapping[str, 
     return write
 
 
+_CLAIM_NAMES = frozenset({"pvc", "pvcname", "claim", "claimname", "persistentvolumeclaim", "volumeclaim"})
+_CLAIM_PATHS = frozenset({"path", "subpath", "folder", "dir", "directory", "file", "pathinclaim"})
+
+
+def _claim(block: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]]:
+    """Return a function that converts a claim, with a path beside it, into the URI of a block."""
+
+    def write(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        claim = next((each for name, each in beside.items() if plain(name) in _CLAIM_NAMES), None)
+        if not isinstance(claim, str) or not re.fullmatch(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?", claim):
+            return {}
+        path = next((each for name, each in beside.items() if plain(name) in _CLAIM_PATHS), "")
+        rest = str(path).strip("/")
+        return {f"spec.{block}.uri": f"pvc://{claim}/{rest}".rstrip("/")} if "://" not in rest else {}
+
+    return write
+
+
 def _duration(given: JsonValue) -> Mapping[str, JsonValue]:
     """Convert a duration of Composer: `3ep` are epochs, `1000ba` batches."""
     found = re.fullmatch(r"([0-9]+)\s*(ep|ba)", given) if isinstance(given, str) else None
@@ -218,6 +236,7 @@ NAMES: tuple[ForeignName, ...] = (
         EVERYBODY, None, _TOKENIZER,
     ),
     ForeignName(("model_revision", "revision_of_model"), f"{HF}, {AXOLOTL}", "spec.model.revision"),
+    ForeignName(("branch", "tag", "commit", "version", "ref"), HF, "spec.model.revision", under=("model",)),
     ForeignName(
         ("adapter", "finetuning_type", "peft_type", "peft_method", "tuner_type"), EVERYBODY, "spec.model.adapter.method"
     ),
@@ -294,6 +313,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
         "hf:// before the name of a Hub repository, file:// before a path", under=("dataset",),
+        writes_beside=_claim("dataset"),
     ),
     ForeignName(
         ("format", "data_format", "file_format"), EVERYBODY, None,
@@ -536,6 +556,10 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("do_train",), f"{HF}, {FACTORY}", "spec.training", "{} takes the defaults", {}),
     ForeignName(("do_predict", "inference", "prediction"), f"{HF}, {FACTORY}", "spec.predict",
         "{} takes the defaults", {}),
+    ForeignName(
+        ("eval", "evaluate", "validate", "testing", "do_test"), f"{HF}, {AXOLOTL}", "spec.evaluation",
+        "{} takes the defaults", {}, under=("spec", ""),
+    ),
     ForeignName(("save_steps", "save_interval", "checkpoint_interval"), EVERYBODY, "spec.checkpoints.every.steps"),
     ForeignName(
         ("interval", "frequency", "save_every", "period", "save_interval", "checkpoint_every", "schedule"), EVERYBODY,
@@ -847,6 +871,20 @@ NAMES: tuple[ForeignName, ...] = (
         ("pvc", "pvc_name", "claim", "claim_name", "persistent_volume_claim", "volume_claim"), KUBERNETES,
         "spec.storage.workspace", "pvc:// before the claim's name",
     ),
+    *(
+        ForeignName(
+            ("pvc", "pvc_name", "claim", "claim_name", "persistent_volume_claim", "volume_claim"), KUBERNETES,
+            f"spec.{block}.uri", "pvc:// before the claim's name", under=(block,), writes_beside=_claim(block),
+        )
+        for block in ("model", "dataset")
+    ),
+    *(
+        ForeignName(
+            ("sub_path", "subpath", "path_in_claim", "mount_path"), KUBERNETES, f"spec.{block}.uri",
+            "pvc://claim/path", under=(block,), same=False,
+        )
+        for block in ("model", "dataset")
+    ),
     ForeignName(("storage",), KUBERNETES, "spec.storage.size", under=("requests",)),
     ForeignName(("disk", "disk_size", "storage_size"), KUBERNETES, "spec.storage.size"),
     ForeignName(("pull_policy",), KUBERNETES, "spec.imagePullPolicy"),
@@ -862,9 +900,23 @@ NAMES: tuple[ForeignName, ...] = (
         "for a token of the Hub", same=False,
     ),
     ForeignName(
-        ("hf_token_secret", "hub_token_secret", "token_secret", "hf_secret", "hub_secret", "hf_token_secret_name",
+        ("secret_name", "secret"), KUBERNETES, "spec.secrets.hubToken.name", under=("hubToken",),
+    ),
+    ForeignName(
+        ("secret_key", "key_name", "entry", "field"), KUBERNETES, "spec.secrets.hubToken.key", under=("hubToken",),
+    ),
+    ForeignName(
+        ("huggingface", "hf", "hub", "hugging_face", "token", "hf_secret", "hub_secret"), KUBERNETES,
+        "spec.secrets.hubToken.name", under=("secrets",),
+    ),
+    ForeignName(
+        ("hf_token_secret", "hub_token_secret", "token_secret", "hf_token_secret_name",
          "huggingface_secret"),
         KUBERNETES, "spec.secrets.hubToken.name",
+    ),
+    ForeignName(
+        ("max_tokens", "tokens", "length", "token_limit"), HF, "spec.preparation.maxLength", "in tokens",
+        under=("preparation", "dataset", "model", "tokenizer", "preprocessing"),
     ),
     ForeignName(("max_length",), HF, "spec.generation.maxNewTokens", "in tokens", under=("generation",)),
     ForeignName(("min_length", "min_new_tokens"), HF, None,
@@ -872,7 +924,8 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("name", "namespace"), KUBERNETES, None, "move it below metadata", under=("", "spec")),
     ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),
     ForeignName(
-        ("serve", "serving", "inference_service", "deploy"), KUBERNETES, "spec.endpoint", same=False,
+        ("serve", "serving", "inference_service", "deploy", "deployment", "server", "inference_server"), KUBERNETES,
+        "spec.endpoint", same=False,
     ),
     ForeignName(
         ("min_replicas", "min", "num_replicas", "initial_replicas"), KUBERNETES, "spec.endpoint.replicas",

@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from finetune_contract.arguments import FREE
 from finetune_contract.hub import is_hub_name
 from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
+from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain, written
 from finetune_operator.api.meant_values import form_hint, in_other_form, named_settings, plain_meaning, role_of
 from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, PathPart, describe_value, is_secret_name
@@ -31,6 +32,7 @@ from finetune_operator.api.shapes import (
     Text,
     accepts,
     find,
+    leaves,
     sentence,
     spec_shape,
 )
@@ -108,6 +110,7 @@ _LIMIT_WORDS: Mapping[str, str] = {
 }
 _SYNONYMS: Mapping[str, str] = {
     "interval": "every", "frequency": "every", "num": "", "number": "", "of": "", "the": "", "last": "", "count": "",
+    "quality": "",
 }  # fmt: skip
 """Word of a name -> the word of ours; empty: it has no meaning by itself."""
 _COLUMN_NAME = re.compile(r"[A-Za-z_][\w ]*")
@@ -170,7 +173,15 @@ def meant_task(task: JsonValue) -> JsonValue:
     if row is not None:
         return row.instead.get("spec.task", task)
     near = difflib.get_close_matches(task.lower(), _COLUMNS_OF_TASK, n=1) if isinstance(task, str) else []
-    return near[0] if near else task
+    return near[0] if near else _task_by_words(task) or task
+
+
+def _task_by_words(task: JsonValue) -> str | None:
+    """Return the one task that words of a name stand for, such as `llm-finetuning`; None: there is none, or several."""
+    words = re.split(r"[^a-z0-9]+", task.lower()) if isinstance(task, str) else []
+    rows = [find_value("spec.task", word) for word in words]
+    tasks = {str(row.instead["spec.task"]) for row in rows if row is not None and row.instead}
+    return tasks.pop() if len(tasks) == 1 else None
 
 
 def _unknown_name(
@@ -251,6 +262,16 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         return "leave it out: the extension of a file determines its format"
     if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
         return f"set {above}.name to {secret[0]} and {above}.key to {secret[1]}"
+    if isinstance(value, int | float) and not isinstance(value, bool) and (timed := _in_other_unit(path, value, names)):
+        return timed
+    if _words(name)[-1:] and _words(name)[-1] in _GENERIC and isinstance(value, str) and (word := _one_word(value)):
+        return f"set {word[0]} to {word[1]}"
+    if name.startswith("stage3_") or name in DEEPSPEED_KEYS:
+        return f"move it below spec.parallelism.deepspeedConfig.zero_optimization, as {name}"
+    if parent == "evaluation" and isinstance(value, dict) and len(value) == 1:
+        ((metric, limit),) = value.items()
+        if metric in _NAMES_OF_METRICS and isinstance(limit, int | float) and plain(name) != "gate":
+            return _gate_of(metric, limit)
     if above == "spec" and name in ("labels", "annotations") and isinstance(value, dict):
         return "move it below metadata"
     if parent in ("evaluation", "gate") and isinstance(value, int | float) and (gate := _gate_of(name, value)):
@@ -269,6 +290,8 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
     return None
 
 
+DEEPSPEED_KEYS = frozenset(key for key in KNOWN_KEYS.get(("zero_optimization",), ()) if "_" in key)
+"""Keys of DeepSpeed's own file below `zero_optimization` that no other tool has."""
 _REFERENCES = ("secretKeyRef", "secretRef", "valueFrom", "secret")
 """Names of Kubernetes for the reference to an entry of a Secret."""
 
@@ -280,13 +303,56 @@ def _secret_of(value: Mapping[str, JsonValue]) -> tuple[str, str] | None:
     return (name, key) if isinstance(name, str) and isinstance(key, str) and _CLAIM.fullmatch(name) else None
 
 
+_GENERIC = ("type", "kind", "method", "mode", "technique", "approach", "algorithm", "strategy")
+"""Last words of names that say nothing: the value has the meaning."""
+_SECONDS_OF: Mapping[str, int] = {
+    **dict.fromkeys(("minutes", "mins", "min", "minute"), 60),
+    **dict.fromkeys(("hours", "hour", "hrs"), 3600),
+    **dict.fromkeys(("days", "day"), 86400),
+}
+
+
+def _in_other_unit(path: Sequence[PathPart], value: float, names: Sequence[str]) -> str:
+    """Return the hint for a time in another unit than its field has, such as `timeoutMinutes`; empty: it is none."""
+    name, above = str(path[-1]), ".".join(map(str, path[:-1]))
+    *words, unit = _words(name) or [""]
+    if unit not in _SECONDS_OF:
+        return ""
+    seconds = round(value * _SECONDS_OF[unit])
+    if not words:
+        minutes = seconds / 60
+        return f"set {above}.minutes to {minutes:g}" if "minutes" in names else ""
+    base = "".join(words)
+    own = next((known for known in names if plain(known) == f"{base}seconds"), None)
+    row = find_name(base, str(path[-2]) if len(path) > 1 else "")
+    field = f"{above}.{own}" if own else row.field if row is not None and row.field is not None else ""
+    return f"set {field} to {seconds}" if field.endswith("Seconds") else ""
+
+
+@cache
+def _word_places() -> Mapping[str, tuple[tuple[str, str], ...]]:
+    """Return, by plain word, the fields of the spec that have it among their fixed words."""
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    for place, shape in leaves(spec_shape()).items():
+        for word in served_words(place, shape.words):
+            if word not in ("auto", "none") and works(place):
+                found[plain(word)] = (*found.get(plain(word), ()), (f"spec.{place}", word))
+    return found
+
+
+def _one_word(value: str) -> tuple[str, str] | None:
+    """Return the one field with a word of this value, and the word; None: there is none, or several."""
+    found = _word_places().get(plain(value), ())
+    return found[0] if len(found) == 1 else None
+
+
 def _gate_of(name: str, value: float) -> str:
     """Return the hint for a metric with its limit in one name, such as `minAccuracy`; empty: it is none."""
     words = _words(name)
-    metric = next((each for each in _NAMES_OF_METRICS if plain(each) in {*words, plain("".join(words))}), None)
     limits = [_LIMIT_WORDS[word] for word in words if word in _LIMIT_WORDS]
-    rest = [word for word in words if word not in _LIMIT_WORDS and word != plain(metric or "")]
-    if metric is None or rest:
+    rest = "".join(word for word in words if word not in _LIMIT_WORDS)
+    metric = next((each for each in _NAMES_OF_METRICS if plain(each) == rest), None)
+    if metric is None:
         return ""
     limit = limits[0] if limits and limits[0] == "maximum" else "maximum" if metric in LOWER_IS_BETTER else "minimum"
     return f"set spec.evaluation.gate.metric to {metric} and spec.evaluation.gate.{limit} to {value}"
@@ -326,7 +392,11 @@ def _same_words(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...] |
             and words <= whole
             and _could_hold(place, value)
             and not _is_free(place)
-            and (place[: len(above)] == above if inside else len(words) > 1)
+            and (
+                place[: len(above)] == above
+                if inside
+                else len(words) > 1 or (words == last and isinstance(value, dict))
+            )
         ]
         least = min(map(len, found), default=0)
         nearest = [place for place in found if len(place) == least]
@@ -405,7 +475,10 @@ def _could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
     shape = _shape_at(".".join(place))
     match None if shape is None else shape.body:
         case Fields() | Map():
-            return isinstance(value, dict) or (shape is not None and value in shape.words)
+            if isinstance(value, dict) or (shape is not None and value in shape.words):
+                return True
+            field = ".".join(place)
+            return shape is not None and bool(shape.words) and _meant(field, shape, value) is not None
         case Items():
             return isinstance(value, list) or (shape is not None and value in shape.words)
         case None if isinstance(value, str) and shape is not None:
@@ -482,6 +555,8 @@ def _by_row(
         return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in converted.items())}"
     if value is None:
         return "leave it out"
+    if isinstance(value, str) and is_secret_name(str(path[-1])) and row.field is not None:
+        return f"set {row.field}{hint}"
     if row.field is None:
         inside = (
             "; ".join(_inner("spec.training", value, own=str(path[-1]), with_value=True))
@@ -610,6 +685,10 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
     `parent` is our object in which the outermost one is looked up, `own` the outermost one's name.
     """
     for name, given in list(value.items())[:_MOST_INSIDE] if isinstance(value, dict) else ():
+        if name.startswith("nvidia.com/mig-"):
+            yield name, "spec.resources.accelerator.resource", f": {name}"
+            yield name, "spec.resources.gpusPerNode", accepted_field_value("spec.resources.gpusPerNode", given)
+            continue
         row = _row_inside(name, above or own, parent)
         places = _places(name, ()) if row is None else ()
         if row is None and not places and (same := _same_words((f"{above or own}_{name}",), given)) is not None:
@@ -832,6 +911,9 @@ def wrong_value(
             return rule, f"write {{{name}: {shown_value(value, name)}}}"
         case Fields(fields) if isinstance(value, str) and (implied := _implied_by_word(fields, path, value)):
             return rule, f"write {{{implied}}}"
+    if tuple(path) == ("spec", "task") and form_hint(shape, "spec.task", value, shown_value) is None:
+        by_words = _task_by_words(value)
+        return rule, general_hint if by_words is None else f"write {by_words}"
     return rule, _form_hint(shape, path, value) or general_hint
 
 
@@ -931,6 +1013,11 @@ def _uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
     uri = as_uri(value)
     if uri is not None and uri.startswith(tuple(prefixes)):
         return f"write {uri}"
+    if isinstance(value, str) and re.match(r"[A-Za-z]:[\\/]", value):
+        rest = value[2:].replace("\\", "/")
+        return f"write file:///mnt/{value[0].lower()}{rest} for WSL, or another path of this machine"
+    if isinstance(value, str) and (claim := re.fullmatch(r"pvc:/?([^/:].*)", value)) and "pvc://" in prefixes:
+        return f"write pvc://{claim[1]}"
     if isinstance(value, str) and "pvc://" in prefixes and _CLAIM.fullmatch(value):
         return f"write pvc://{value}"
     if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_SCHEMES:
@@ -948,7 +1035,7 @@ def as_uri(value: JsonValue) -> str | None:
         text = address[1]
     elif misspelt := _MISSPELT_HUB.fullmatch(text):
         text = misspelt[1].rstrip("/")
-    elif "://" in text or not text:
+    elif "://" in text or not text or re.match(r"[A-Za-z]:\\|pvc:", text):
         return None
     elif _FILE.fullmatch(text):
         return f"file://{text.removeprefix('./')}"

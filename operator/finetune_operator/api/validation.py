@@ -35,7 +35,8 @@ from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
-from finetune_operator.api.foreign_files import recognise, spec_fields
+from finetune_operator.api.foreign_files import DOCUMENT, recognise, spec_fields
+from finetune_operator.api.foreign_names import plain
 from finetune_operator.api.hints import argument_name, hub_name_hint, owned_key
 from finetune_operator.api.meant_values import unwrapped
 from finetune_operator.api.notices import notices
@@ -118,9 +119,10 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         return None, [exceeded]
     if other := recognise(value):
         return None, [*islice(_tokens(value, ()), MOST_PROBLEMS), other]
-    outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata"), value.get("name")))
+    framed = _framed(value)
+    outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(framed.get("metadata"), value.get("name")))
     problems = list(islice(outside_spec, MOST_PROBLEMS))
-    spec_value = value.get("spec")
+    spec_value = framed.get("spec")
     if spec_value is None:
         # Fields of the spec beside `kind` are to be moved below it: they are checked there.
         spec_value = {name: value[name] for name in spec_fields() if name in value}
@@ -220,8 +222,9 @@ def _limit_problem(path: Path, rule: str, hint: str) -> Problem:
 
 def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
     """Check apiVersion, kind, and fields beside them."""
+    framed = _framed(value)
     for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
-        given = value.get(field)
+        given = framed.get(field)
         if given is None or given == "":
             yield Problem(field, None, "is required", f"write {field}: {expected}", reason="Required")
         elif field == "apiVersion" and isinstance(given, str) and given.startswith(f"{GROUP}/") and given != expected:
@@ -229,10 +232,15 @@ def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
             yield Problem(field, describe_value(given), rule, f"write {field}: {expected}", reason="NotSupported")
         elif given != expected:
             yield Problem(field, describe_value(given), f"must be {expected}", f"write {field}: {expected}")
-    names = ("apiVersion", "kind", "metadata", "spec", "status")
     for name in value:
-        if name not in names:
-            yield unknown_field((name,), value[name], names, of_job=True)
+        if name not in DOCUMENT:
+            yield unknown_field((name,), value[name], DOCUMENT, of_job=True)
+
+
+def _framed(value: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return a document whose fields in another spelling, such as `Kind`, have their names, as their messages say."""
+    names = {plain(name): name for name in DOCUMENT}
+    return {**{names.get(plain(name), name): inner for name, inner in value.items()}, **value}
 
 
 def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
@@ -246,7 +254,9 @@ def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
     name = metadata.get("name")
     if name is None or name == "":
         hint = "; generateName works with kubectl create only" if metadata.get("generateName") else ""
-        yield Problem("metadata.name", None, "is required", f"give the job a name{hint}", reason="Required")
+        other = next((each for each in metadata if plain(each) == "name" and each != "name"), None)
+        hint = f"give the job a name{hint}" if other is None else f"rename {other} to name"
+        yield Problem("metadata.name", None, "is required", hint, reason="Required")
     elif not isinstance(name, str):
         yield quote(("metadata", "name"), name)
     else:
