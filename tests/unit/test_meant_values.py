@@ -59,6 +59,10 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a share for a split": (
         {"dataset": {"uri": "hf://a/b", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
+        "write train[90%:], and train[:90%] for spec.dataset.splits.train",
+    ),
+    "a share of files for a split": (
+        {"dataset": {"uri": "file://rows", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
         "leave it out: 5 % of train are held out if no split is named validation; the Hub also has slices such as "
         "train[90%:]",
     ),

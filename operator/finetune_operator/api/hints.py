@@ -277,7 +277,7 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
     if parent in ("evaluation", "gate") and isinstance(value, int | float) and (gate := _gate_of(name, value)):
         return gate
     if parent == "columns" and isinstance(value, str) and value in names and plain(name) not in _ROLE_NAMES:
-        if not set(around.beside) & set(names):
+        if not set(around.beside) & set(names) and all(each in names for each in around.beside.values()):
             return f"set {above}.{value} to {shown_value(name, value)}: our name is on the left, that of the data right"
     elif above == "spec.predict.dataset" and name == "split":
         return _set(f"{above}.splits.test", value)
@@ -384,7 +384,7 @@ def _same_words(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...] |
     words, above = _meaning(str(path[-1])), tuple(map(str, path[:-1]))
     if not words:
         return None
-    for inside in (True, False):
+    for inside in (True, False) if above else (False,):
         found = [
             place
             for place, (whole, last) in _meanings().items()
@@ -691,7 +691,8 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
             continue
         row = _row_inside(name, above or own, parent)
         places = _places(name, ()) if row is None else ()
-        if row is None and not places and (same := _same_words((f"{above or own}_{name}",), given)) is not None:
+        outer = above or own
+        if row is None and not places and outer and (same := _same_words((f"{outer}_{name}",), given)) is not None:
             places = (same,)
         first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
         inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
@@ -877,8 +878,10 @@ def wrong_value(
         case Text(quantity=True) if isinstance(value, str) and (found := _CORES.fullmatch(value.strip())):
             return rule, f"write {found[1]}"
         case Text() if path[-2:-1] == ("splits",) and around.hub and (percent := _percent(value)):
-            part = f"train[:{percent}%]" if path[-1] == "train" else f"train[{100 - percent}%:]"
-            return "must be the name of a split", f"write {part}"
+            if path[-1] == "train":
+                return "must be the name of a split", f"write train[:{percent}%]"
+            rest = "" if "train" in around.beside else f", and train[:{100 - percent}%] for spec.dataset.splits.train"
+            return "must be the name of a split", f"write train[{100 - percent}%:]{rest}"
         case Text() if isinstance(value, int | float) and path[:3] == ("spec", "dataset", "splits"):
             return (
                 "must be the name of a split, or a file name without its extension",
@@ -887,6 +890,9 @@ def wrong_value(
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
+        case Fields(fields) if path[-1] == "gate" and isinstance(value, int | float) and isinstance(around.task, str):
+            metrics = metrics_of(around.task) if around.task in METRICS else ()
+            return rule, f"write {{metric: {metrics[0]}, minimum: {value}}}" if metrics else general_hint
         case Fields(fields) if "textPair" in fields and (columns := _columns_in_order(value, around.task)):
             return rule, f"write {{{', '.join(f'{name}: {shown_value(given, name)}' for name, given in columns)}}}"
         case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
@@ -897,6 +903,8 @@ def wrong_value(
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             uri = as_uri(value) or value
             return rule, f"write the URI one level deeper, as uri: {shown_value(uri, 'uri')}"
+        case Items() if isinstance(value, dict) and path[-1] == "columns" and "dataset" not in around.beside:
+            return rule, f"write {json.dumps([each for each in value.values() if isinstance(each, str)])}"
         case Items() if (
             isinstance(value, dict) and value and set(value) <= set(_column_names()) and path[-1] == "columns"
         ):

@@ -258,7 +258,7 @@ def _takes(shape: Shape, value: JsonValue) -> bool:
 
 
 def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
-    text = _MINUS.sub("-", value.strip().strip(_QUOTES))
+    text = _MINUS.sub("-", value.strip().strip(_QUOTES).rstrip(",;"))
     bound = shape.body if isinstance(shape.body, Number) else None
     if bound and bound.minimum == 0 and not bound.exclusive_minimum and text.lower() in ("none", "never", "no", "off"):
         return "write 0"

@@ -243,6 +243,14 @@ def _framed(value: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     return {**{names.get(plain(name), name): inner for name, inner in value.items()}, **value}
 
 
+_METADATA = (
+    "name", "namespace", "labels", "annotations", "generateName", "finalizers", "ownerReferences", "uid",
+    "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "selfLink",
+    "managedFields",
+)  # fmt: skip
+"""Fields of the API server's ObjectMeta; kubectl refuses any other."""
+
+
 def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
     """Check the metadata; `beside`: a name that stands beside it, and is to be moved there."""
     if metadata is None and isinstance(beside, str):
@@ -254,9 +262,8 @@ def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
     name = metadata.get("name")
     if name is None or name == "":
         hint = "; generateName works with kubectl create only" if metadata.get("generateName") else ""
-        other = next((each for each in metadata if plain(each) == "name" and each != "name"), None)
-        hint = f"give the job a name{hint}" if other is None else f"rename {other} to name"
-        yield Problem("metadata.name", None, "is required", hint, reason="Required")
+        if not any(plain(each) == "name" for each in metadata if each != "name"):
+            yield Problem("metadata.name", None, "is required", f"give the job a name{hint}", reason="Required")
     elif not isinstance(name, str):
         yield quote(("metadata", "name"), name)
     else:
@@ -269,6 +276,9 @@ def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
             DNS_LABEL_RULE,
             "name an existing namespace, or leave it out",
         )
+    for other in metadata:
+        if other not in _METADATA:
+            yield unknown_field(("metadata", other), metadata[other], _METADATA, of_job=True)
     yield from _labels(metadata.get("labels"))
     annotations = metadata.get("annotations")
     if annotations is not None and not isinstance(annotations, dict):
