@@ -21,7 +21,7 @@ import finetune_operator
 import finetune_trainer
 from finetune_operator.api import deepspeed_overrides, fields, foreign_files, support, template, validation
 from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value, plain
-from finetune_operator.api.hints import as_uri
+from finetune_operator.api.meant_uris import as_uri
 from finetune_operator.api.problems import Problem, format_path
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.data import COLUMN_TASKS

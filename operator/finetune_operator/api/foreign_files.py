@@ -15,13 +15,12 @@ from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF,
 from finetune_operator.api.hints import (
     accepted_field_value,
     accepted_value,
-    as_uri,
     named_inside,
-    on_hub,
     place_of,
     rows_of_a_step,
     shown_value,
 )
+from finetune_operator.api.meant_uris import as_uri, on_hub
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND

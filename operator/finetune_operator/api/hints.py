@@ -17,11 +17,13 @@ from functools import cache
 from pydantic import JsonValue
 
 from finetune_contract.arguments import FREE
-from finetune_contract.hub import is_hub_name
-from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
+from finetune_contract.metrics import METRICS, metrics_of
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain, written
+from finetune_operator.api.meant_columns import column_of, columns_in_order, task_by_words
+from finetune_operator.api.meant_uris import CLAIM, as_uri, is_uri, listed, uri_hint
 from finetune_operator.api.meant_values import form_hint, in_other_form, named_settings, plain_meaning, role_of
+from finetune_operator.api.meant_words import NAMES_OF_METRICS, gate_of, meaning, words_of
 from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, PathPart, describe_value, is_secret_name
 from finetune_operator.api.shapes import (
     Boolean,
@@ -37,7 +39,6 @@ from finetune_operator.api.shapes import (
     spec_shape,
 )
 from finetune_operator.api.support import served_schemes, served_words, works
-from finetune_operator.api.types import URI_PATTERN
 
 _CLOSE = 0.6
 _CLOSER = 0.84
@@ -51,71 +52,15 @@ _UNITS = re.compile(
     r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(?:(i|ibi|ebi|obi)|ilo|ega|iga|era|eta|xa)?(?:b|bytes?)?", re.IGNORECASE
 )
 _CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
-_HUB_ADDRESS = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
-)
-_MISSPELT_HUB = re.compile(r"(?:hugging-?_?face|hub|hf):/{0,3}([^/:].*)", re.IGNORECASE)
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
-_OWN_SCHEMES = ("hf", "file", "pkg", "pvc")
-_NAMED_BY = {
-    "hf://": "hf:// before the name of a Hub repository", "file://": "file:// before a path",
-    "pvc://": "pvc:// before the name of a claim",
-}  # fmt: skip
-_REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#&].*)?")
 _CONTAINERS = ("template", "spec", "metadata", "containers")
 """Objects of Kubernetes that give no meaning to their content."""
 _HUB_SLASHES = 3
 """Slashes of hf://organisation/name; a file or a configuration may follow in addresses of other tools."""
 _STOPPING_METRIC = "spec.training.earlyStopping.metric"
 _COLUMNS = "spec.dataset.columns."
-_COLUMN_ALIASES = (
-    frozenset({
-        "text", "source", "input", "inputs", "sentence", "document", "article", "dialogue", "prompt", "instruction",
-        "question", "query", "tokens", "words", "content", "feature", "features", "x",
-    }),
-    frozenset({
-        "label", "labels", "target", "targets", "output", "outputs", "summary", "response", "completion", "answer",
-        "answers", "tags", "nertags", "class", "category", "y", "translation",
-    }),
-)  # fmt: skip
-"""Names of the input column, and of the target column."""
-_COLUMNS_OF_TASK: Mapping[str, tuple[str, str]] = {
-    "text-classification": ("text", "label"),
-    "token-classification": ("tokens", "tags"),
-    "question-answering": ("question", "answers"),
-    "text-generation": ("source", "target"),
-    "summarization": ("source", "target"),
-    "translation": ("source", "target"),
-    "preference-tuning": ("prompt", "chosen"),
-}
-_ANSWERS: Mapping[str, str] = {
-    **dict.fromkeys(("accepted", "preferred", "winner", "positive", "better", "good", "chosenresponse"), "chosen"),
-    **dict.fromkeys(("dispreferred", "loser", "negative", "worse", "bad", "refused", "rejectedresponse"), "rejected"),
-}
-"""Names of the two answers of a pair."""
-_TEXTS_OF_PAIRS: Mapping[str, str] = {
-    **dict.fromkeys(("text1", "sentence1", "texta", "sentencea", "input1", "question1", "premise"), "text"),
-    **dict.fromkeys(
-        ("text2", "sentence2", "textb", "sentenceb", "input2", "question2", "hypothesis", "pair", "secondtext"),
-        "textPair",
-    ),
-}
-"""Names of the two texts of a pair."""
-_CONVERSATIONS = ("conversations", "conversation", "chat", "chats", "dialog", "dialogs", "turns")
 _LOADERS = ("csv", "json", "jsonl", "parquet", "text", "arrow", "tsv")
 """Names of `datasets`' readers of files."""
-_LIMIT_WORDS: Mapping[str, str] = {
-    **dict.fromkeys(("min", "minimum", "threshold", "least", "target", "required", "atleast"), "minimum"),
-    **dict.fromkeys(("max", "maximum", "most", "atmost"), "maximum"),
-}
-_SYNONYMS: Mapping[str, str] = {
-    "interval": "every", "frequency": "every", "num": "", "number": "", "of": "", "the": "", "last": "", "count": "",
-    "quality": "",
-}  # fmt: skip
-"""Word of a name -> the word of ours; empty: it has no meaning by itself."""
 _COLUMN_NAME = re.compile(r"[A-Za-z_][\w ]*")
-_CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
-_FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
 
 
 # --------------------------------------------------------------------------------------------------------- unknown name
@@ -165,23 +110,6 @@ def unknown_name(
     if moved is not None:
         return NameHint(text, f"{moved[1]}.{moved[2] or path[-1]}")
     return NameHint(text, settings=named_settings(text))
-
-
-def meant_task(task: JsonValue) -> JsonValue:
-    """Return the task that a misspelt or foreign one means; the same value if it is neither."""
-    row = find_value("spec.task", task)
-    if row is not None:
-        return row.instead.get("spec.task", task)
-    near = difflib.get_close_matches(task.lower(), _COLUMNS_OF_TASK, n=1) if isinstance(task, str) else []
-    return near[0] if near else _task_by_words(task) or task
-
-
-def _task_by_words(task: JsonValue) -> str | None:
-    """Return the one task that words of a name stand for, such as `llm-finetuning`; None: there is none, or several."""
-    words = re.split(r"[^a-z0-9]+", task.lower()) if isinstance(task, str) else []
-    rows = [find_value("spec.task", word) for word in words]
-    tasks = {str(row.instead["spec.task"]) for row in rows if row is not None and row.instead}
-    return tasks.pop() if len(tasks) == 1 else None
 
 
 def _unknown_name(
@@ -245,49 +173,72 @@ _ROLE_NAMES = frozenset({
     "completion", "question", "answer",
 })  # fmt: skip
 """Names of columns that stand for a role in any data set: the value beside one of them is the name in the data."""
-_NAMES_OF_METRICS = frozenset(name for task in METRICS for name in metrics_of(task))
 
 
 def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: Around) -> str | None:
     """Return the hint for an unknown name whose value or place gives its meaning; None: neither does."""
-    name, parent = str(path[-1]), str(path[-2]) if len(path) > 1 else ""
-    above = ".".join(map(str, path[:-1]))
-    if above in ("spec.model", "spec.dataset") and "uri" not in around.beside and "/" in str(value):
-        uri = as_uri(value)
-        if uri is not None and uri.startswith("hf://") and find_name(name, parent) is None:
-            return f"set {above}.uri to {uri}"
-    if name == "enabled" and isinstance(value, bool):
+    name, above = str(path[-1]), ".".join(map(str, path[:-1]))
+    for hint in (
+        _of_data(name, above, value, names, around),
+        _of_results(name, above, value),
+        _of_servers(name, above, value, names),
+    ):
+        if hint:
+            return hint
+    if name == "enabled" and above and isinstance(value, bool):
         return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
-    if parent == "dataset" and name in ("path", "name", "type") and value in _LOADERS:
-        return "leave it out: the extension of a file determines its format"
     if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
         return f"set {above}.name to {secret[0]} and {above}.key to {secret[1]}"
     if isinstance(value, int | float) and not isinstance(value, bool) and (timed := _in_other_unit(path, value, names)):
         return timed
-    if _words(name)[-1:] and _words(name)[-1] in _GENERIC and isinstance(value, str) and (word := _one_word(value)):
+    if isinstance(value, str) and words_of(name)[-1:] and words_of(name)[-1] in _GENERIC and (word := _one_word(value)):
         return f"set {word[0]} to {word[1]}"
     if name.startswith("stage3_") or name in DEEPSPEED_KEYS:
         return f"move it below spec.parallelism.deepspeedConfig.zero_optimization, as {name}"
-    if parent == "evaluation" and isinstance(value, dict) and len(value) == 1:
-        ((metric, limit),) = value.items()
-        if metric in _NAMES_OF_METRICS and isinstance(limit, int | float) and plain(name) != "gate":
-            return _gate_of(metric, limit)
     if above == "spec" and name in ("labels", "annotations") and isinstance(value, dict):
         return "move it below metadata"
-    if parent in ("evaluation", "gate") and isinstance(value, int | float) and (gate := _gate_of(name, value)):
-        return gate
-    if parent == "columns" and isinstance(value, str) and value in names and plain(name) not in _ROLE_NAMES:
-        if not set(around.beside) & set(names) and all(each in names for each in around.beside.values()):
-            return f"set {above}.{value} to {shown_value(name, value)}: our name is on the left, that of the data right"
-    elif above == "spec.predict.dataset" and name == "split":
-        return _set(f"{above}.splits.test", value)
-    elif parent == "splits" and (role := role_of(name)) in names:
-        return f"did you mean {role}?"
-    elif above in _SERVER_RESOURCES and name in ("limits", "requests") and isinstance(value, dict):
-        inner = {key: each for key, each in value.items() if key in names}
-        sets = " and ".join(f"{above}.{key} to {shown_value(each, key)}" for key, each in inner.items())
-        return f"set {sets}" if sets else "leave it out: servers compute on CPUs"
     return None
+
+
+def _of_data(name: str, above: str, value: JsonValue, names: Sequence[str], around: Around) -> str:
+    """Return the hint for a name of a model or a data set, or below its columns or splits; empty: it has none."""
+    parent = above.rpartition(".")[2]
+    if above in ("spec.model", "spec.dataset") and "uri" not in around.beside and "/" in str(value):
+        uri = as_uri(value)
+        if uri is not None and uri.startswith("hf://") and find_name(name, parent) is None:
+            return f"set {above}.uri to {uri}"
+    if parent == "dataset" and name in ("path", "name", "type") and value in _LOADERS:
+        return "leave it out: the extension of a file determines its format"
+    reversed_columns = not set(around.beside) & set(names) and all(each in names for each in around.beside.values())
+    if parent == "columns" and reversed_columns and value in names and plain(name) not in _ROLE_NAMES:
+        return (
+            f"set {above}.{value} to {shown_value(name, str(value))}: our name is on the left, that of the data right"
+        )
+    if above == "spec.predict.dataset" and name == "split":
+        return _set(f"{above}.splits.test", value)
+    if parent == "splits" and (role := role_of(name)) in names:
+        return f"did you mean {role}?"
+    return ""
+
+
+def _of_results(name: str, above: str, value: JsonValue) -> str:
+    """Return the hint for a metric with its limit below `evaluation` or its gate; empty: it is none."""
+    if above not in ("spec.evaluation", "spec.evaluation.gate"):
+        return ""
+    if isinstance(value, dict) and len(value) == 1 and plain(name) != "gate":
+        ((name, value),) = value.items()
+        if name not in NAMES_OF_METRICS:
+            return ""
+    return gate_of(name, value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
+
+
+def _of_servers(name: str, above: str, value: JsonValue, names: Sequence[str]) -> str:
+    """Return the hint for Kubernetes' requests below an object with cpu and memory of its own; empty: it is none."""
+    if above not in _SERVER_RESOURCES or name not in ("limits", "requests") or not isinstance(value, dict):
+        return ""
+    inner = {key: each for key, each in value.items() if key in names}
+    sets = " and ".join(f"{above}.{key} to {shown_value(each, key)}" for key, each in inner.items())
+    return f"set {sets}" if sets else "leave it out: servers compute on CPUs"
 
 
 DEEPSPEED_KEYS = frozenset(key for key in KNOWN_KEYS.get(("zero_optimization",), ()) if "_" in key)
@@ -300,7 +251,7 @@ def _secret_of(value: Mapping[str, JsonValue]) -> tuple[str, str] | None:
     """Return name and key of a reference to an entry of a Secret; None: it is none."""
     inner = value.get("secretKeyRef", value)
     name, key = (inner.get("name"), inner.get("key", "token")) if isinstance(inner, dict) else (None, None)
-    return (name, key) if isinstance(name, str) and isinstance(key, str) and _CLAIM.fullmatch(name) else None
+    return (name, key) if isinstance(name, str) and isinstance(key, str) and CLAIM.fullmatch(name) else None
 
 
 _GENERIC = ("type", "kind", "method", "mode", "technique", "approach", "algorithm", "strategy")
@@ -315,7 +266,7 @@ _SECONDS_OF: Mapping[str, int] = {
 def _in_other_unit(path: Sequence[PathPart], value: float, names: Sequence[str]) -> str:
     """Return the hint for a time in another unit than its field has, such as `timeoutMinutes`; empty: it is none."""
     name, above = str(path[-1]), ".".join(map(str, path[:-1]))
-    *words, unit = _words(name) or [""]
+    *words, unit = words_of(name) or [""]
     if unit not in _SECONDS_OF:
         return ""
     seconds = round(value * _SECONDS_OF[unit])
@@ -346,42 +297,18 @@ def _one_word(value: str) -> tuple[str, str] | None:
     return found[0] if len(found) == 1 else None
 
 
-def _gate_of(name: str, value: float) -> str:
-    """Return the hint for a metric with its limit in one name, such as `minAccuracy`; empty: it is none."""
-    words = _words(name)
-    limits = [_LIMIT_WORDS[word] for word in words if word in _LIMIT_WORDS]
-    rest = "".join(word for word in words if word not in _LIMIT_WORDS)
-    metric = next((each for each in _NAMES_OF_METRICS if plain(each) == rest), None)
-    if metric is None:
-        return ""
-    limit = limits[0] if limits and limits[0] == "maximum" else "maximum" if metric in LOWER_IS_BETTER else "minimum"
-    return f"set spec.evaluation.gate.metric to {metric} and spec.evaluation.gate.{limit} to {value}"
-
-
-def _words(name: str) -> list[str]:
-    """Return the words of a name in either spelling, in lower case and without their plural."""
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+", name)
-    return [word.lower() for word in words]
-
-
-def _meaning(name: str) -> frozenset[str]:
-    """Return the words of a name by which it is compared with others."""
-    words = (_SYNONYMS.get(word, word) for word in _words(name))
-    return frozenset(word.removesuffix("s") for word in words if word)
-
-
 @cache
 def _meanings() -> Mapping[tuple[str, ...], tuple[frozenset[str], frozenset[str]]]:
     """Return, by the path of each field of the spec, the words of the whole path and those of its last part."""
     places = {place for each in _index().values() for place in each if place != ("spec",)}
-    return {place: (frozenset().union(*map(_meaning, place[1:])), _meaning(place[-1])) for place in sorted(places)}
+    return {place: (frozenset().union(*map(meaning, place[1:])), meaning(place[-1])) for place in sorted(places)}
 
 
 def _same_words(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...] | None:
     """Return the one field whose path has all words of an unknown name, such as `gateMinimum` and `adapterRank`; first
     below the object with the name, then anywhere. None: there is none, or several.
     """
-    words, above = _meaning(str(path[-1])), tuple(map(str, path[:-1]))
+    words, above = meaning(str(path[-1])), tuple(map(str, path[:-1]))
     if not words:
         return None
     for inside in (True, False) if above else (False,):
@@ -424,27 +351,6 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
     walk(spec_shape(), ("spec",))
     found["spec"] = (("spec",),)
     return found
-
-
-def on_hub(data: JsonValue) -> bool:
-    """Return True if data at this URI are read from the Hub, as far as its form shows."""
-    uri = data if isinstance(data, str) and "://" in data else as_uri(data)
-    return uri is not None and uri.startswith("hf://")
-
-
-def column_of(task: JsonValue, name: str) -> str | None:
-    """Return the column of a task that another tool, or another task, calls `name`; None: there is none."""
-    if task == "preference-tuning" and (answer := _ANSWERS.get(plain(name))) is not None:
-        return answer
-    columns = _COLUMNS_OF_TASK.get(task) if isinstance(task, str) else None
-    if columns is None:
-        return None
-    if task == "text-classification" and (text := _TEXTS_OF_PAIRS.get(plain(name))) is not None:
-        return text
-    if task == "text-generation" and plain(name) in _CONVERSATIONS:
-        return "messages"
-    bare = re.sub(r"(?:column|columnname|field)$", "", plain(name))
-    return next((column for aliases, column in zip(_COLUMN_ALIASES, columns, strict=True) if bare in aliases), None)
 
 
 def argument_name(name: str, value: JsonValue) -> str | None:
@@ -578,7 +484,7 @@ def _by_row(
     if row.value is not None:
         return f"set {row.field} to {shown_value(row.value, row.field)}{hint}"
     shape = _shape_at(row.field)
-    if row.same and shape is not None and _is_uri(shape) and _uri_of(row.field, shape, value):
+    if row.same and shape is not None and is_uri(shape) and _uri_of(row.field, shape, value):
         return _set(row.field, value)
     if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
         return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
@@ -684,7 +590,8 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
 
     `parent` is our object in which the outermost one is looked up, `own` the outermost one's name.
     """
-    for name, given in list(value.items())[:_MOST_INSIDE] if isinstance(value, dict) else ():
+    beside = value if isinstance(value, dict) else {}
+    for name, given in list(beside.items())[:_MOST_INSIDE]:
         if name.startswith("nvidia.com/mig-"):
             yield name, "spec.resources.accelerator.resource", f": {name}"
             yield name, "spec.resources.gpusPerNode", accepted_field_value("spec.resources.gpusPerNode", given)
@@ -697,12 +604,12 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
         first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
         inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
         shown = f"{above}.{name}" if above and above not in _CONTAINERS else name
-        if row is not None and (converted := written(row, given, hub=False, beside=value)):
+        if row is not None and (converted := written(row, given, hub=False, beside=beside)):
             yield from ((shown, field, f": {shown_value(each, field)}") for field, each in converted.items())
         elif row is not None and row.field is None and not inside and row.hint.startswith("leave it out"):
             yield shown, "", row.hint
         elif row is not None and row.field is not None and (row.value is not None or not inside):
-            rows = rows_of_a_step(value, None)[1] if row.field == _GLOBAL_BATCH and not row.same else ""
+            rows = rows_of_a_step(beside, None)[1] if row.field == _GLOBAL_BATCH and not row.same else ""
             yield shown, row.field, f": {rows}" if rows else accepted_value(row, given)
         elif inside:
             yield from inside
@@ -752,7 +659,7 @@ def accepted_value(row: ForeignName, given: JsonValue) -> str:
         return f": {shown_value(instead.instead[row.field], row.field)}"
     if shape is None or not row.same or isinstance(given, dict):
         return ""
-    if _is_uri(shape):
+    if is_uri(shape):
         uri = _uri_of(row.field, shape, given)
         return f": {uri}" if uri else ""
     word = {plain(each): each for each in shape.words}.get(plain(given)) if isinstance(given, str) else None
@@ -792,7 +699,7 @@ def _set(field: str, value: JsonValue) -> str:
         return f"set {field}"
     if field == _STOPPING_METRIC and isinstance(value, str):
         value = value.removeprefix("eval_")
-    if _is_uri(shape):
+    if is_uri(shape):
         uri = _uri_of(field, shape, value)
         return f"set {field} to {uri}" if uri else f"set {field}"
     if isinstance(value, str) and (word := {plain(each): each for each in shape.words}.get(plain(value))):
@@ -815,7 +722,7 @@ def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:
     uri = as_uri(value)
     if uri is not None and uri.startswith(tuple(prefixes)) and accepts(shape, uri):
         return uri
-    return f"pvc://{value}" if isinstance(value, str) and "pvc://" in prefixes and _CLAIM.fullmatch(value) else None
+    return f"pvc://{value}" if isinstance(value, str) and "pvc://" in prefixes and CLAIM.fullmatch(value) else None
 
 
 def _instead(row: ForeignValue) -> str:
@@ -865,9 +772,9 @@ def wrong_value(
     if (instead := in_other_form(shape, ".".join(map(str, path)), value)) is not None:
         return rule, instead
     match shape.body:
-        case Text() if _is_uri(shape):
+        case Text() if is_uri(shape):
             prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
-            return f"must be a URI that begins with {_listed(prefixes)}", _uri_hint(value, prefixes)
+            return f"must be a URI that begins with {listed(prefixes)}", uri_hint(value, prefixes)
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
             return (
@@ -891,9 +798,9 @@ def wrong_value(
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
         case Fields(fields) if path[-1] == "gate" and isinstance(value, int | float) and isinstance(around.task, str):
-            metrics = metrics_of(around.task) if around.task in METRICS else ()
+            metrics = next((metrics_of(task) for task in METRICS if task == around.task), ())
             return rule, f"write {{metric: {metrics[0]}, minimum: {value}}}" if metrics else general_hint
-        case Fields(fields) if "textPair" in fields and (columns := _columns_in_order(value, around.task)):
+        case Fields(fields) if "textPair" in fields and (columns := columns_in_order(value, around.task)):
             return rule, f"write {{{', '.join(f'{name}: {shown_value(given, name)}' for name, given in columns)}}}"
         case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
             return rule, (
@@ -920,7 +827,7 @@ def wrong_value(
         case Fields(fields) if isinstance(value, str) and (implied := _implied_by_word(fields, path, value)):
             return rule, f"write {{{implied}}}"
     if tuple(path) == ("spec", "task") and form_hint(shape, "spec.task", value, shown_value) is None:
-        by_words = _task_by_words(value)
+        by_words = task_by_words(value)
         return rule, general_hint if by_words is None else f"write {by_words}"
     return rule, _form_hint(shape, path, value) or general_hint
 
@@ -964,23 +871,6 @@ def _implied_by_word(fields: Mapping[str, Shape], path: Sequence[PathPart], valu
     return ""
 
 
-def _columns_in_order(value: JsonValue, task: JsonValue) -> list[tuple[str, str]]:
-    """Return the task's columns with the names of a list, input first; empty: they do not correspond."""
-    columns = _COLUMNS_OF_TASK.get(task, ()) if isinstance(task, str) else ()
-    given = [value] if isinstance(value, str) else value
-    if task in _TEXT_TASKS and isinstance(given, list) and len(given) == 1:
-        columns = ("text",)
-    elif task not in ("text-classification", "token-classification", "summarization", "translation", "text-generation"):
-        return []
-    if not isinstance(given, list) or len(given) != len(columns):
-        return []
-    return [(column, each) for column, each in zip(columns, given, strict=True) if isinstance(each, str)]
-
-
-_TEXT_TASKS = ("masked-lm", "text-generation")
-"""Tasks that can learn from one column."""
-
-
 @cache
 def _column_names() -> tuple[str, ...]:
     shape = find(spec_shape(), ("dataset", "columns"))
@@ -1008,75 +898,9 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
     if isinstance(shape.body, Fields):
         needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
         return f"write it with {needed} below it"
-    if _is_uri(shape):
+    if is_uri(shape):
         prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
-        return f"set it to a URI that begins with {_listed(prefixes)}, e.g. hf://org/name"
+        return f"set it to a URI that begins with {listed(prefixes)}, e.g. hf://org/name"
     meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
     begin = meaning[:1] if meaning[1:2].isupper() else meaning[:1].lower()
     return f"set it: {begin}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
-
-
-def _uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
-    """Return the hint for a value that is no URI, in a field whose URIs begin with one of `prefixes`."""
-    uri = as_uri(value)
-    if uri is not None and uri.startswith(tuple(prefixes)):
-        return f"write {uri}"
-    if isinstance(value, str) and re.match(r"[A-Za-z]:[\\/]", value):
-        rest = value[2:].replace("\\", "/")
-        return f"write file:///mnt/{value[0].lower()}{rest} for WSL, or another path of this machine"
-    if isinstance(value, str) and (claim := re.fullmatch(r"pvc:/?([^/:].*)", value)) and "pvc://" in prefixes:
-        return f"write pvc://{claim[1]}"
-    if isinstance(value, str) and "pvc://" in prefixes and _CLAIM.fullmatch(value):
-        return f"write pvc://{value}"
-    if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_SCHEMES:
-        return f"{found[1]}:// is not supported in this version: copy the data to one of these locations"
-    named = [_NAMED_BY[prefix] for prefix in prefixes if prefix in _NAMED_BY]
-    return f"write {', '.join(named)}" if named else f"begin it with {_listed(prefixes)}"
-
-
-def as_uri(value: JsonValue) -> str | None:
-    """Return a Hub name, an address of the Hub or a path as a URI; None if it is ambiguous."""
-    if not isinstance(value, str) or is_secret_name(value):
-        return None
-    text = value.strip()
-    if address := _HUB_ADDRESS.fullmatch(text):
-        text = address[1]
-    elif misspelt := _MISSPELT_HUB.fullmatch(text):
-        text = misspelt[1].rstrip("/")
-    elif "://" in text or not text or re.match(r"[A-Za-z]:\\|pvc:", text):
-        return None
-    elif _FILE.fullmatch(text):
-        return f"file://{text.removeprefix('./')}"
-    return f"hf://{text}" if is_hub_name(text) else None
-
-
-def hub_name_hint(path: str, name: str) -> str:
-    """Return the hint for `hf://NAME` that is no repository: it holds an address, a configuration or a revision."""
-    nearest = as_uri(name.rstrip("/"))
-    if nearest and nearest.startswith("hf://"):
-        return f"write {nearest}"
-    data, owner = path.endswith("dataset.uri"), path.rpartition(".")[0]
-    if found := _REVISION.fullmatch(name):
-        repository, revision = found[1].rstrip("/"), found[2] or found[3]
-        if is_hub_name(repository):
-            return f"write hf://{repository}@{revision}" if data else (
-                f"set {path} to hf://{repository} and {owner}.revision to {revision}"
-            )  # fmt: skip
-    named, _, config = name.strip("/").partition(":")
-    if data and config and is_hub_name(named):
-        return f"set {path} to hf://{named} and {owner}.config to {config}"
-    *repository_parts, last = name.strip("/").split("/")
-    if data and len(repository_parts) == 2 and is_hub_name("/".join(repository_parts)) and not _FILE.fullmatch(last):
-        return f"set {path} to hf://{'/'.join(repository_parts)} and {owner}.config to {last}"
-    return (
-        "write hf://name or hf://organisation/name, each part of at most 96 letters, digits, -, _ and ., without -- "
-        "and .."
-    )
-
-
-def _is_uri(shape: Shape) -> bool:
-    return isinstance(shape.body, Text) and shape.body.pattern == URI_PATTERN
-
-
-def _listed(prefixes: Sequence[str]) -> str:
-    return f"{', '.join(prefixes[:-1])} or {prefixes[-1]}" if len(prefixes) > 1 else "".join(prefixes)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from finetune_contract.choices import RUNG_TASKS, WRITING_TASKS, Task
-from finetune_operator.api.hints import column_of
+from finetune_operator.api.meant_columns import column_of
 from finetune_operator.api.problems import describe_value
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, ColumnsSpec, FineTuneJobSpec, GenerationSpec
