@@ -191,7 +191,10 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         return f"set {above}.name to {secret[0]} and {above}.key to {secret[1]}"
     if isinstance(value, int | float) and not isinstance(value, bool) and (timed := _in_other_unit(path, value, names)):
         return timed
-    if isinstance(value, str) and words_of(name)[-1:] and words_of(name)[-1] in _GENERIC and (word := _one_word(value)):
+    generic = (
+        find_name(name, above.rpartition(".")[2]) is None and words_of(name)[-1:] and words_of(name)[-1] in _GENERIC
+    )
+    if generic and isinstance(value, str) and (word := _one_word(value)):
         return f"set {word[0]} to {word[1]}"
     if name.startswith("stage3_") or name in DEEPSPEED_KEYS:
         return f"move it below spec.parallelism.deepspeedConfig.zero_optimization, as {name}"
