@@ -619,7 +619,7 @@ def test_fields_named_in_any_message_exist_and_are_supported() -> None:
     assert unknown == set(NO_FIELDS)
 
 
-# -------------------------------------------------------------------------------------------------- problems that follow
+# ------------------------------------------------------------------------------------------------- problems that follow
 
 
 def hints_of(value: Any) -> dict[str, str]:
