@@ -191,12 +191,11 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         return f"set {above}.name to {secret[0]} and {above}.key to {secret[1]}"
     if isinstance(value, int | float) and not isinstance(value, bool) and (timed := _in_other_unit(path, value, names)):
         return timed
-    generic = (
-        find_name(name, above.rpartition(".")[2]) is None and words_of(name)[-1:] and words_of(name)[-1] in _GENERIC
-    )
+    listed = find_name(name, above.rpartition(".")[2]) is not None
+    generic = not listed and words_of(name)[-1:] and words_of(name)[-1] in _GENERIC
     if generic and isinstance(value, str) and (word := _one_word(value)):
         return f"set {word[0]} to {word[1]}"
-    if name.startswith("stage3_") or name in DEEPSPEED_KEYS:
+    if not listed and name in DEEPSPEED_KEYS:
         return f"move it below spec.parallelism.deepspeedConfig.zero_optimization, as {name}"
     if above == "spec" and name in ("labels", "annotations") and isinstance(value, dict):
         return "move it below metadata"
