@@ -764,6 +764,7 @@ def wrong_value(
 ) -> tuple[str, str]:
     """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
     shape = served(shape, path)
+    leaf = path[-1] if path else ""
     rule = f"must be {sentence(shape)}"
     general_hint = "change it" if shape.required else "change it, or leave it out"
     row = find_value(".".join(str(part) for part in path), value)
@@ -787,7 +788,7 @@ def wrong_value(
         case Text(quantity=True) if isinstance(value, str) and (found := _CORES.fullmatch(value.strip())):
             return rule, f"write {found[1]}"
         case Text() if path[-2:-1] == ("splits",) and around.hub and (percent := _percent(value)):
-            if path[-1] == "train":
+            if leaf == "train":
                 return "must be the name of a split", f"write train[:{percent}%]"
             rest = "" if "train" in around.beside else f", and train[:{100 - percent}%] for spec.dataset.splits.train"
             return "must be the name of a split", f"write train[{100 - percent}%:]{rest}"
@@ -799,7 +800,7 @@ def wrong_value(
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
-        case Fields(fields) if path[-1] == "gate" and isinstance(value, int | float) and isinstance(around.task, str):
+        case Fields(fields) if leaf == "gate" and isinstance(value, int | float) and isinstance(around.task, str):
             metrics = next((metrics_of(task) for task in METRICS if task == around.task), ())
             return rule, f"write {{metric: {metrics[0]}, minimum: {value}}}" if metrics else general_hint
         case Fields(fields) if "textPair" in fields and (columns := columns_in_order(value, around.task)):
@@ -812,11 +813,9 @@ def wrong_value(
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             uri = as_uri(value) or value
             return rule, f"write the URI one level deeper, as uri: {shown_value(uri, 'uri')}"
-        case Items() if isinstance(value, dict) and path[-1] == "columns" and "dataset" not in around.beside:
+        case Items() if isinstance(value, dict) and leaf == "columns" and "dataset" not in around.beside:
             return rule, f"write {json.dumps([each for each in value.values() if isinstance(each, str)])}"
-        case Items() if (
-            isinstance(value, dict) and value and set(value) <= set(_column_names()) and path[-1] == "columns"
-        ):
+        case Items() if isinstance(value, dict) and value and set(value) <= set(_column_names()) and leaf == "columns":
             return rule, "move it below spec.predict.dataset, as columns"
         case Fields(fields) if isinstance(value, bool) and "enabled" in fields:
             return rule, f"write {{enabled: {json.dumps(value)}}}"
