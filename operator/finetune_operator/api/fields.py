@@ -98,10 +98,9 @@ def read_fields(
                     unwrapped |= {path} if listed else set()
                     continue
                 settings = _settings(shape, path, kind, seen, prefix, problem)
+                settings += [] if place is None else [(place, intended)]
                 removed_path = _remove(shape, remainder, path, placeholders or {})
                 written = [_put(remainder, field, setting) for field, setting in settings]
-                if place is not None:
-                    written.append(_put(remainder, place, intended))
                 # A name that is simply left out is no reason to skip a rule on its object.
                 left_out = kind == "extra_forbidden" and re.fullmatch(r"leave it out(:.*)?", problem.hint)
                 if not any(written) and not left_out:

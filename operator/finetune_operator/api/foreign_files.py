@@ -6,7 +6,7 @@ fine beside a FineTuneJob; in a file without one, somebody mistook it for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
 
@@ -101,8 +101,7 @@ def _configuration_problem(
 ) -> Problem:
     fields: dict[str, list[str]] = {}
     values: dict[str, str] = {}
-    left_out = []
-    hub = _data_on_hub(spec)
+    left_out, hub = [], _data_on_hub(spec)
 
     def translate(name: str, field: str, accepted: str = "") -> None:
         if not field:
@@ -115,11 +114,8 @@ def _configuration_problem(
         known = find_value(f"spec.{name}", value) if path else None
         for field, instead in known.instead.items() if known is not None else ():
             fields[field], values[field] = [name], f": {instead}"
-        if path and name not in given and isinstance(value, str) and name in ("model", "dataset"):
-            uri = as_uri(value) if "/" in value else None
-            translate(name, f"spec.{name}.uri", f": {uri}" if uri else "")
-        elif path and name not in given and isinstance(value, str) and name == "template":
-            left_out.append(name)
+        if path and name not in given and isinstance(value, str) and name in _TEXTS:
+            translate(name, *_TEXTS[name](value))
         for inner, field, accepted in named_inside(name, name, value) if path and name not in given else ():
             if not field or not field.endswith(f".{inner}"):
                 translate(inner, field, accepted)
@@ -160,6 +156,24 @@ def _configuration_problem(
         path, None, f"this is a configuration of {tool}, whose field names differ from those of a {KIND}",
         f"{begin}{translated}{rest}; docs/names.md lists all names", reason="Unknown",
     )  # fmt: skip
+
+
+def _address_of(field: str) -> Callable[[str], tuple[str, str]]:
+    """Return a function that gives the field of an address, and the URI if the address is a path or a repository."""
+
+    def read(value: str) -> tuple[str, str]:
+        uri = as_uri(value) if "/" in value else None
+        return field, f": {uri}" if uri else ""
+
+    return read
+
+
+_TEXTS: Mapping[str, Callable[[str], tuple[str, str]]] = {
+    "model": _address_of("spec.model.uri"),
+    "dataset": _address_of("spec.dataset.uri"),
+    "template": lambda _: ("", ""),
+}
+"""Objects of ours that are text in other tools -> the field that it belongs to (empty: none), and the value."""
 
 
 def _data_on_hub(spec: Mapping[str, JsonValue]) -> bool:

@@ -764,7 +764,6 @@ def wrong_value(
 ) -> tuple[str, str]:
     """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
     shape = served(shape, path)
-    leaf = path[-1] if path else ""
     rule = f"must be {sentence(shape)}"
     general_hint = "change it" if shape.required else "change it, or leave it out"
     row = find_value(".".join(str(part) for part in path), value)
@@ -774,21 +773,30 @@ def wrong_value(
         return rule, f"write {shown_value(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
     if (instead := in_other_form(shape, ".".join(map(str, path)), value)) is not None:
         return rule, instead
+    if (scalar := _wrong_text(shape, path, value, schemes, around)) is not None:
+        return scalar[0] or rule, scalar[1]
+    meant = _in_place_of_object(shape, path, value, around) or _form_hint(shape, path, value)
+    if meant is None and tuple(path) == ("spec", "task") and (by_words := task_by_words(value)) is not None:
+        meant = f"write {by_words}"
+    return rule, meant or general_hint
+
+
+def _wrong_text(
+    shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None, around: Around
+) -> tuple[str, str] | None:
+    """Return the rule (empty: that of the shape) and the hint for a wrong value of a text field; None: no answer."""
     match shape.body:
         case Text() if is_uri(shape):
             prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
             return f"must be a URI that begins with {listed(prefixes)}", uri_hint(value, prefixes)
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
-            return (
-                rule,
-                f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}"
-                + ("" if binary else f", or {number}{unit.upper()}i for powers of 1024"),
-            )
+            decimal = f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}"
+            return "", decimal + ("" if binary else f", or {number}{unit.upper()}i for powers of 1024")
         case Text(quantity=True) if isinstance(value, str) and (found := _CORES.fullmatch(value.strip())):
-            return rule, f"write {found[1]}"
+            return "", f"write {found[1]}"
         case Text() if path[-2:-1] == ("splits",) and around.hub and (percent := _percent(value)):
-            if leaf == "train":
+            if path[-1] == "train":
                 return "must be the name of a split", f"write train[:{percent}%]"
             rest = "" if "train" in around.beside else f", and train[:{100 - percent}%] for spec.dataset.splits.train"
             return "must be the name of a split", f"write train[{100 - percent}%:]{rest}"
@@ -800,37 +808,40 @@ def wrong_value(
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
-        case Fields(fields) if leaf == "gate" and isinstance(value, int | float) and isinstance(around.task, str):
+    return None
+
+
+def _in_place_of_object(shape: Shape, path: Sequence[PathPart], value: JsonValue, around: Around) -> str | None:
+    """Return the hint for a value in place of an object, or of a list of columns; None: no answer."""
+    leaf = path[-1] if path else ""
+    match shape.body:
+        case Fields() if leaf == "gate" and isinstance(value, int | float):
             metrics = next((metrics_of(task) for task in METRICS if task == around.task), ())
-            return rule, f"write {{metric: {metrics[0]}, minimum: {value}}}" if metrics else general_hint
+            return f"write {{metric: {metrics[0]}, minimum: {value}}}" if metrics else None
         case Fields(fields) if "textPair" in fields and (columns := columns_in_order(value, around.task)):
-            return rule, f"write {{{', '.join(f'{name}: {shown_value(given, name)}' for name, given in columns)}}}"
+            return f"write {{{', '.join(f'{name}: {shown_value(given, name)}' for name, given in columns)}}}"
         case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
-            return rule, (
+            return (
                 "only one dataset is supported: write all rows, with the same column names, to one folder, and set "
                 "spec.dataset.uri to file://FOLDER"
             )
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
-            uri = as_uri(value) or value
-            return rule, f"write the URI one level deeper, as uri: {shown_value(uri, 'uri')}"
+            return f"write the URI one level deeper, as uri: {shown_value(as_uri(value) or value, 'uri')}"
         case Items() if isinstance(value, dict) and leaf == "columns" and "dataset" not in around.beside:
-            return rule, f"write {json.dumps([each for each in value.values() if isinstance(each, str)])}"
+            return f"write {json.dumps([each for each in value.values() if isinstance(each, str)])}"
         case Items() if isinstance(value, dict) and value and set(value) <= set(_column_names()) and leaf == "columns":
-            return rule, "move it below spec.predict.dataset, as columns"
+            return "move it below spec.predict.dataset, as columns"
         case Fields(fields) if isinstance(value, bool) and "enabled" in fields:
-            return rule, f"write {{enabled: {json.dumps(value)}}}"
+            return f"write {{enabled: {json.dumps(value)}}}"
         case Fields(fields) if value is True and (implied := _implied_by_true(fields, path)):
-            return rule, f"write {{{implied}}}"
+            return f"write {{{implied}}}"
         case Fields(fields) if value is True and not any(field.required for field in fields.values()):
-            return rule, "write {} to take the defaults"
+            return "write {} to take the defaults"
         case Fields(fields) if isinstance(value, str | int | float) and (name := _only_accepting_field(fields, value)):
-            return rule, f"write {{{name}: {shown_value(value, name)}}}"
+            return f"write {{{name}: {shown_value(value, name)}}}"
         case Fields(fields) if isinstance(value, str) and (implied := _implied_by_word(fields, path, value)):
-            return rule, f"write {{{implied}}}"
-    if tuple(path) == ("spec", "task") and form_hint(shape, "spec.task", value, shown_value) is None:
-        by_words = task_by_words(value)
-        return rule, general_hint if by_words is None else f"write {by_words}"
-    return rule, _form_hint(shape, path, value) or general_hint
+            return f"write {{{implied}}}"
+    return None
 
 
 def _form_hint(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str | None:
