@@ -572,14 +572,14 @@ def test_the_memory_request_follows_from_the_plan_rounded_up():
 @pytest.mark.parametrize(
     ("network", "nodes", "devices", "variables"),
     [
-        ("auto", 2, {}, {}),
-        ("tcp", 2, {}, {"NCCL_NET": "Socket"}),
-        ("rdma", 2, {"rdma/ib": "1"}, {"NCCL_NET": "IB"}),
+        ("auto", 2, {}, {"NCCL_SOCKET_IFNAME": "eth0"}),
+        ("tcp", 2, {}, {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}),
+        ("rdma", 2, {"rdma/ib": "1"}, {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": "IB"}),
         (
             "efa",
             2,
             {"vpc.amazonaws.com/efa": "1", "hugepages-2Mi": "5120Mi"},
-            {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"},
+            {"NCCL_SOCKET_IFNAME": "eth0", "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"},
         ),
         ("rdma", 1, {}, {}),
     ],
@@ -596,9 +596,23 @@ def test_network_devices_go_to_pods_that_talk_to_other_nodes(network, nodes, dev
 
 def test_the_cluster_s_own_name_of_its_rdma_device_is_used():
     settings = Settings.model_validate_json('{"defaults": {"rdmaResource": "rdma/hca_shared_devices_a"}}')
-    manifests = rendered(spec_with(resources={"nodes": 2, "network": "rdma"}), settings)
+    manifests = rendered(spec_with(resources={"nodes": 2, "gpusPerNode": 1, "network": "rdma"}), settings)
     limits = the_pod(manifests, "reviews-train-1")["spec"]["containers"][0]["resources"]["limits"]
-    assert limits == {"rdma/hca_shared_devices_a": "1"}
+    assert limits == {"nvidia.com/gpu": "1", "rdma/hca_shared_devices_a": "1"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_only_pods_with_network_devices_get_the_network_of_their_node(launcher: str) -> None:
+    settings = Settings.model_validate_json('{"network": {"hostNetwork": true}}')
+    for network, host in (("rdma", True), ("tcp", False), ("auto", False)):
+        resources = {"nodes": 2, "gpusPerNode": 1, "network": network}
+        manifests = rendered(spec_with(launcher=launcher, resources=resources), settings)
+        pods = {each["metadata"]["labels"]["finetune.dev/stage"]: each["spec"] for each in all_pods(manifests)}
+        found = {stage: (pod.get("hostNetwork"), pod.get("dnsPolicy")) for stage, pod in pods.items()}
+        on_host = (True, "ClusterFirstWithHostNet") if host else (None, None)
+        assert found == {**dict.fromkeys(found, (None, None)), "train": on_host}
+        variables = environment(next(each for each in all_pods(manifests) if each["spec"] == pods["train"]))
+        assert ("NCCL_SOCKET_IFNAME" in variables) is not host
 
 
 def test_shared_memory_is_as_asked_or_grows_with_the_processes():

@@ -120,6 +120,11 @@ class PlanStatus(StatusModel):
     capacity: Capacity | None = Field(
         default=None, description="Kind of nodes for the first training attempt. Unset if any nodes are used."
     )
+    network: Literal["tcp", "rdma", "efa"] | None = Field(
+        default=None,
+        description="Network between nodes: tcp, or the kind of devices that the pods request. Unset if the training "
+        "has one node, or no GPUs.",
+    )
     world_size: int = Field(ge=1, description="Training processes over all nodes.")
     micro_batch_size: int | None = Field(
         default=None, ge=1, description="Rows per process and forward pass. Unset if a script decides."
