@@ -18,7 +18,7 @@ from cluster_support.control_plane import Cluster
 from cluster_support.kubelet import NODE_MARK
 from cluster_support.operator_process import install
 from cluster_support.told_jobs import FINETUNE, Jobs
-from cluster_support.world import World
+from cluster_support.world import World, condition
 
 POOL = "example.com/pool"
 PRODUCT = "nvidia.com/gpu.product"
@@ -123,9 +123,10 @@ def test_a_job_that_requires_missing_devices_is_refused(world: World, fleet: Non
     spec = job("discovered")
     spec["resources"] = {**spec["resources"], "nodes": 2, "network": "rdma"}
     world.apply("lacking", spec)
-    status = world.wait("lacking", "refused", lambda found: found.get("failure"))
-    assert "spec.resources.network" in status["failure"]["message"]
-    assert "advertise no RDMA devices" in status["failure"]["message"]
+    status = world.wait("lacking", "refused", lambda found: condition(found, "Planned").get("status") == "False")
+    message = condition(status, "Planned")["message"]
+    assert message.startswith("spec.resources.network")
+    assert "advertise no RDMA devices" in message
 
 
 def test_operator_without_permission_to_read_nodes_plans_with_a_note(world: World, fleet: None) -> None:
