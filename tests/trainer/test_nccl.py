@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import pytest
 from finetune_contract.layout import ENV_NCCL, FailureClass
 from finetune_contract.report import Communication, TrainerReport
 from finetune_contract.trainer_job import World
+from finetune_trainer.distributed import free_port
 from finetune_trainer.failures import StageError
+from finetune_trainer.launching.elastic import Rendezvous, wait_for_host
 from finetune_trainer.launching.nccl_remains import remains
 from finetune_trainer.nccl import (
     DEFAULTS,
@@ -238,8 +241,6 @@ def test_variables_of_the_user_stay(tmp_path: Path) -> None:
 
 
 def test_a_log_of_the_user_s_own_place_is_read(tmp_path: Path) -> None:
-    import socket
-
     (tmp_path / f"{socket.gethostname()}-{os.getpid()}").write_text("mine")
     assert nccl_log({"NCCL_DEBUG_FILE": str(tmp_path / "%h-%p")}) == "mine"
     assert nccl_log({"NCCL_DEBUG_FILE": str(tmp_path / "absent")}) == ""
@@ -340,3 +341,24 @@ def test_a_contract_without_network_devices_is_that_of_older_images() -> None:
     world = World(nodes=2, processes_per_node=8, device="cuda", threads_per_process=4)
     assert "network" not in world.model_dump(mode="json")
     assert warnings("") == []
+
+
+# --------------------------------------------------------------------------------------- pods in the network of their node
+
+
+def own_address() -> str:
+    """Return this machine's address towards others; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but the loopback interface's")
+        return str(probe.getsockname()[0])
+
+
+def test_the_first_pod_knows_itself_by_its_address_too() -> None:
+    """In the network of its node, a pod has the node's host name."""
+    assert wait_for_host(Rendezvous("c10d", f"{own_address()}:{free_port()}", "run", 5)) is True
+    assert wait_for_host(Rendezvous("c10d", f"{socket.gethostname()}:{free_port()}", "run", 5)) is True
+    # torch decides which of several launchers on one machine is first.
+    assert wait_for_host(Rendezvous("c10d", f"127.0.0.1:{free_port()}", "run", 5)) is False

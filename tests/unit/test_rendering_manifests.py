@@ -604,15 +604,28 @@ def test_the_cluster_s_own_name_of_its_rdma_device_is_used():
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_only_pods_with_network_devices_get_the_network_of_their_node(launcher: str) -> None:
     settings = Settings.model_validate_json('{"network": {"hostNetwork": true}}')
-    for network, host in (("rdma", True), ("tcp", False), ("auto", False)):
+    for network in ("rdma", "tcp", "auto"):
         resources = {"nodes": 2, "gpusPerNode": 1, "network": network}
-        manifests = rendered(spec_with(launcher=launcher, resources=resources), settings)
-        pods = {each["metadata"]["labels"]["finetune.dev/stage"]: each["spec"] for each in all_pods(manifests)}
-        found = {stage: (pod.get("hostNetwork"), pod.get("dnsPolicy")) for stage, pod in pods.items()}
-        on_host = (True, "ClusterFirstWithHostNet") if host else (None, None)
-        assert found == {**dict.fromkeys(found, (None, None)), "train": on_host}
-        variables = environment(next(each for each in all_pods(manifests) if each["spec"] == pods["train"]))
-        assert ("NCCL_SOCKET_IFNAME" in variables) is not host
+        pods = all_pods(rendered(spec_with(launcher=launcher, resources=resources), settings))
+        with_devices = [pod for pod in pods if "rdma/ib" in pod["spec"]["containers"][0]["resources"].get("limits", {})]
+        assert bool(with_devices) is (network == "rdma")
+        for pod in pods:
+            found = (pod["spec"].get("hostNetwork"), pod["spec"].get("dnsPolicy"))
+            assert found == ((True, "ClusterFirstWithHostNet") if pod in with_devices else (None, None))
+        assert all("NCCL_SOCKET_IFNAME" not in environment(pod) for pod in with_devices)
+
+
+def test_ranks_of_mpirun_get_the_variables_of_a_network_device() -> None:
+    row = {"resource": "rdma/ib", "env": {"UCX_NET_DEVICES": "mlx5_0:1"}}
+    settings = Settings.model_validate({"network": {"devices": (row,)}})
+    resources = {"nodes": 2, "gpusPerNode": 1, "network": "rdma"}
+    launcher, *_ = [
+        pod
+        for pod in all_pods(rendered(spec_with(launcher="mpijob", resources=resources), settings))
+        if "FINETUNE_FORWARD_ENV" in environment(pod)
+    ]
+    assert "UCX_NET_DEVICES" in environment(launcher)["FINETUNE_FORWARD_ENV"].split(",")
+    assert environment(launcher)["UCX_NET_DEVICES"] == "mlx5_0:1"
 
 
 def test_shared_memory_is_as_asked_or_grows_with_the_processes():
