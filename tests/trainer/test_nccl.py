@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,9 @@ from finetune_trainer.nccl import (
     warn_of_locked_memory,
 )
 from finetune_trainer.nccl_log import chosen, merged, warnings
+from finetune_trainer.reporting import write_pages
 from suite_plugins.patience import patient
+from trainer_support.tasks import train_here
 
 # The forms of these lines are those of published logs, with other hosts, addresses and processes.
 TOPOLOGY = """
@@ -329,6 +332,47 @@ def test_the_warnings_of_a_failed_training_reach_the_pod_s_log(tmp_path: Path) -
     assert done.returncode != 0
 
 
+RANK = """
+import os, sys, torch.distributed as dist
+from finetune_contract.trainer_job import World
+from finetune_trainer.nccl import measured_transports
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+world = World(nodes=2, processes_per_node=1, device="cpu", threads_per_process=1)
+found = measured_transports(world, rank, device="cpu")
+print(found.model_dump_json())
+"""
+
+
+def test_every_rank_knows_the_transports_of_all(tmp_path: Path) -> None:
+    """The processes sum a number by gloo; the logs are those that NCCL would have written."""
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    ranks = []
+    port = free_port()
+    for rank, log in enumerate((INFINIBAND, SOCKETS)):
+        file = tmp_path / f"{rank}{LOG_SUFFIX}"
+        file.write_text(log)
+        meeting = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**os.environ, **meeting, "NCCL_DEBUG_FILE": str(file)}
+        ranks.append(
+            subprocess.Popen([sys.executable, str(program)], env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    found = [json.loads(each.communicate(timeout=patient(120))[0]) for each in ranks]
+    assert [(each["between"], each["gpudirect"], each["adapters"]) for each in found] == [
+        ("socket", None, ["eth0", "eth1"])
+    ] * 2
+
+
+def test_transports_are_in_metrics_and_report(bench: Any, tmp_path: Path) -> None:
+    other = bench.at(tmp_path / "w").with_training(max_steps=1)
+    train_here(other.job, other.paths, communication=chosen(TOPOLOGY + INFINIBAND, 8, 2))
+    metrics = json.loads(other.paths.metrics.read_text())
+    assert metrics["train"]["communication"]["between"] == "ib"
+    write_pages(other.job, other.paths)
+    assert "nvlink (NVLS) in a node, ib (GPUDirect) between nodes" in other.paths.report.read_text()
+
+
 def test_a_report_holds_the_transports() -> None:
     found = chosen(TOPOLOGY + INFINIBAND, 8, 2)
     report = TrainerReport(job="j", stage="train", outcome="succeeded", communication=found, metrics={"a": 1})  # type: ignore[arg-type]
@@ -343,7 +387,7 @@ def test_a_contract_without_network_devices_is_that_of_older_images() -> None:
     assert warnings("") == []
 
 
-# --------------------------------------------------------------------------------------- pods in the network of their node
+# ------------------------------------------------------------------------------------ pods in the network of their node
 
 
 def own_address() -> str:

@@ -16,7 +16,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune_contract.choices import Transport
+from finetune_contract.choices import Device, Transport
 from finetune_contract.layout import ENV_NCCL, FailureClass
 from finetune_trainer.failures import StageError
 from finetune_trainer.nccl_log import chosen, merged, warnings
@@ -80,7 +80,7 @@ def nccl_log(environment: MutableMapping[str, str]) -> str:
         return ""
 
 
-def measured_transports(world: World, rank: int) -> Communication | None:
+def measured_transports(world: World, rank: int, device: Device = "cuda") -> Communication | None:
     """Connect all GPUs once by a sum of one number, and return the transports that NCCL chose; None if its log is not
     ours. Every rank must call it.
 
@@ -93,7 +93,7 @@ def measured_transports(world: World, rank: int) -> Communication | None:
     if world.network is not None and rank == 0:
         warn_of_locked_memory(world.network)
     try:
-        number = torch.ones(1, device="cuda")
+        number = torch.ones(1, device=device)
         torch.distributed.all_reduce(number)
         number.item()
     except RuntimeError as error:
