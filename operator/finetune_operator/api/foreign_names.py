@@ -123,10 +123,13 @@ def _config_name(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[s
 
 
 _GATE = "spec.evaluation.gate."
-_LIMITS = frozenset({
-    "threshold", "min", "max", "atleast", "atmost", "lowerbound", "upperbound", "minvalue", "maxvalue", "value",
-    "minimum", "maximum", "target", "goal",
-})  # fmt: skip
+_LIMITS = frozenset(
+    name.replace("_", "")
+    for name in (
+        "threshold", "min", "max", "at_least", "at_most", "lower_bound", "upper_bound", "min_value", "max_value",
+        "value", "minimum", "maximum", "target", "goal",
+    )
+)  # fmt: skip
 """Names of the limit of a gate."""
 
 

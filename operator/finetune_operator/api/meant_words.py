@@ -9,8 +9,8 @@ from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
 from finetune_operator.api.foreign_names import plain
 
 _LIMIT_WORDS: Mapping[str, str] = {
-    **dict.fromkeys(("min", "minimum", "threshold", "least", "target", "required", "atleast"), "minimum"),
-    **dict.fromkeys(("max", "maximum", "most", "atmost"), "maximum"),
+    **dict.fromkeys(("min", "minimum", "threshold", "least", "target", "required"), "minimum"),
+    **dict.fromkeys(("max", "maximum", "most"), "maximum"),
 }
 _SYNONYMS: Mapping[str, str] = {
     "interval": "every", "frequency": "every", "num": "", "number": "", "of": "", "the": "", "last": "", "count": "",
