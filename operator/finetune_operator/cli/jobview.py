@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from pydantic import ValidationError
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from finetune_contract.measured_devices import MeasuredDevices
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.api.types import (
     Condition,
     CostStatus,
     EndpointStatus,
     FailureStatus,
+    FineTuneJobStatus,
     PlanStatus,
     ProgressStatus,
     StageStatus,
@@ -70,6 +73,8 @@ class Page:
         if status.progress is not None and self.job.outcome is None:
             facts.add_row("progress", _bar(status.progress).append(f"  {figures(status.progress, self.now)}", style=""))
         _lines(facts, "plan", () if status.plan is None else plan_lines(status.plan))
+        if (device := device_text(status)) is not None:
+            facts.add_row("device", Text(device))
         for label, text in result_rows(self.job):
             facts.add_row(label, Text(text))
         if facts.row_count:
@@ -161,6 +166,17 @@ def headline_text(job: ClusterJob, now: datetime) -> str:
     if job.status.spot is not None and job.status.spot.preemptions:
         text += f", {_counted(job.status.spot.preemptions, 'preemption')}"
     return text
+
+
+def device_text(status: FineTuneJobStatus) -> str | None:
+    """Return the GPUs of the training: as its processes measured them, or until then the one of the plan; None if
+    neither is in the status.
+    """
+    measured = None if status.measured is None else status.measured.device
+    try:
+        return MeasuredDevices.model_validate(measured).text
+    except ValidationError:  # nothing was measured, or a later operator has another form
+        return None if status.plan is None else status.plan.device
 
 
 def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
