@@ -76,14 +76,14 @@ class MeasuredDevices(Message):
 def plan_change(planned: PlannedDevice, measured: MeasuredDevices, precision: Precision) -> str | None:
     """Return why a training planned for one GPU needs another plan on the measured ones; None if it does not."""
     device = measured.device
+    if precision in ("bf16", "fp8") and not device.bf16:
+        return f"{device.product} has no units for bf16, and the plan uses them"
     has = f"{device.product} has {_gib(device.memory_bytes)}"
     difference = device.memory_bytes / planned.memory_bytes - 1
     if difference < -LESS_MEMORY:
         return f"{has}, and the plan is for {_gib(planned.memory_bytes)}"
     if device.memory_bytes < planned.needed_bytes:
         return f"{has}, and the plan needs {_gib(planned.needed_bytes)}"
-    if precision in ("bf16", "fp8") and not device.bf16:
-        return f"{device.product} has no units for bf16, and the plan uses them"
     if planned.source == "measured":
         return None
     if "precision" in planned.undecided and device.bf16 and not planned.bf16:
