@@ -258,7 +258,9 @@ def test_training_on_an_unknown_gpu_is_planned_again_for_the_measured_one(world:
     assert status["plan"]["device"] == "Tesla T4 with 14.6 GiB, without bf16, measured"
     assert status["measured"]["device"]["processes"] == 1
     assert [one["product"] for one in status["measured"]["replannedFor"]] == ["Tesla T4"]
-    world.wait_event("unknown", "why", lambda _, reason, message: reason == "Replanned" and " -> single in fp16" in message)
+    world.wait_event(
+        "unknown", "why", lambda _, reason, message: reason == "Replanned" and " -> single in fp16" in message
+    )
 
 
 def test_gpu_that_was_planned_for_is_not_replanned_free_of_charge_again(world: World) -> None:

@@ -8,22 +8,25 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.facts import DeviceFacts, HardwareFacts
+from finetune_contract.facts import DataFacts, DeviceFacts, HardwareFacts, SplitFacts
 from finetune_contract.measured_devices import MeasuredDevices, PlannedDevice, plan_change, same_kind
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.planning.gpu_nodes import Node, facts_of_nodes
+from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, JobPlan, NodesFacts
+from finetune_operator.planning.plan_types import Facts, JobPlan, NodesFacts, PlanRefused
 from finetune_operator.rendering.contract import stage_files
 from finetune_operator.rendering.render_types import RenderContext
-from planning_support.cases import job
+from planning_support.cases import job, llama_1b
 
 MIB, GIB = 1 << 20, 1 << 30
 L40S = DeviceFacts(product="NVIDIA L40S", memory_bytes=45_467 * MIB, bf16=True, capability="8.9")
 T4 = DeviceFacts(product="Tesla T4", memory_bytes=14_930 * MIB, bf16=False, capability="7.5")
 V100 = DeviceFacts(product="Tesla V100-SXM2-16GB", memory_bytes=16_151 * MIB, bf16=False, capability="7.0")
+HUGE = llama_1b("text-generation", hidden_size=32_768, num_hidden_layers=100)
+DATA = DataFacts(fingerprint="f", splits={"train": SplitFacts(rows=640, tokens=64_000, longest=512)}, max_length=512)
 LLAMA = {"task": "text-generation", "model": {"uri": "hf://meta-llama/Llama-3.1-8B"}}
 
 
@@ -50,7 +53,7 @@ ALL = ("memory", "speed", "precision")
         (planned(16), gpu(15.8), "bf16", None),
         (planned(16), gpu(15.6), "bf16", "GPU has 15.6 GiB, and the plan is for 16.0 GiB"),
         (planned(16, source="measured"), gpu(15.6), "bf16", "GPU has 15.6 GiB, and the plan is for 16.0 GiB"),
-        (planned(16, needed_bytes=round(15.9 * GIB)), gpu(15.8), "bf16", "GPU has 15.8 GiB, and the plan needs 15.9 GiB"),
+        (planned(16, needed_bytes=17 << 30), gpu(16), "bf16", "GPU has 16.0 GiB, and the plan needs 17.0 GiB"),
         (planned(16, undecided=("memory",)), gpu(17.5), "bf16", None),
         (planned(16, undecided=("memory",)), gpu(18), "bf16", "GPU has 18.0 GiB, and the plan uses 16.0 GiB"),
         (planned(16), gpu(80), "bf16", None),
@@ -58,7 +61,7 @@ ALL = ("memory", "speed", "precision")
         (planned(16), gpu(16, bf16=False), "bf16", "GPU has no units for bf16, and the plan uses them"),
         (planned(16), gpu(16, bf16=False), "fp8", "GPU has no units for bf16, and the plan uses them"),
         (planned(16), gpu(16, bf16=False), "fp32", None),
-        (planned(16, bf16=False, undecided=("precision",)), gpu(16), "fp32", "GPU has units for bf16, and the plan uses none"),
+        (planned(16, bf16=False, undecided=ALL), gpu(16), "fp32", "GPU has units for bf16, and the plan uses none"),
         (planned(16, bf16=False), gpu(16), "fp32", None),
         (planned(16, undecided=("speed",)), gpu(16), "bf16", "the plan is for a GPU of unknown speed, and this is GPU"),
         (planned(16, product="GPU", undecided=("speed",)), gpu(16), "bf16", None),
@@ -90,7 +93,7 @@ def test_reports_with_devices_fit_into_a_termination_message():
     assert TrainerReport.model_validate_json('{"job":"a","stage":"train","outcome":"succeeded"}').devices is None
 
 
-# ----------------------------------------------------------------------------------------------------------------- plans
+# ---------------------------------------------------------------------------------------------------------------- plans
 
 
 def made(spec: dict[str, Any], gpus: int = 8, **facts: Any) -> JobPlan:
@@ -187,6 +190,54 @@ def test_plan_is_for_the_weakest_of_several_measured_kinds():
     assert (device_of(both).product, both.trainer.training.precision) == (V100.product, "fp16")
     assert plan_change(device_of(both), measured(L40S), "fp16") is None
     assert any("the weakest of 2 kinds: measured" in each for each in both.assumptions)
+
+
+LARGE: dict[str, Any] = {
+    "model": {"uri": "hf://openai-community/gpt2-xl"},
+    "task": "text-generation",
+    "parallelism": {"strategy": "single"},
+}
+
+
+def test_job_that_does_not_fit_the_assumed_memory_is_planned_for_more():
+    larger = made(dict(LARGE), gpus=1)
+    assert larger.memory is not None
+    device = device_of(larger)
+    sizes = sorted({gpu.memory_mib * MIB for gpu in GPU_MODELS})
+    fitting = [size for size in sizes if not refused(dict(LARGE), device.model_copy(update={"memory_bytes": size}))]
+    assert device.memory_bytes == fitting[0] > 15_360 * MIB
+    assert device.needed_bytes == larger.memory.total_bytes
+    assert any("instead, the least of any known GPU with which it fits" in each for each in larger.assumptions)
+    least = measured(T4.model_copy(update={"bf16": True}))
+    assert plan_change(device, least, "bf16") is not None
+
+
+def refused(spec: dict[str, Any], device: PlannedDevice) -> bool:
+    gpu = DeviceFacts(product=device.product, memory_bytes=device.memory_bytes)
+    try:
+        made(spec, gpus=1, nodes=NodesFacts(gpu=gpu, words="labels"))
+    except PlanRefused:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("changes", "known"),
+    [
+        ({"resources": {"accelerator": {"memory": "15Gi"}}}, False),
+        ({"resources": {"accelerator": {"product": "T4"}}}, False),
+        ({"model": {"uri": "hf://org/gpt-500b"}}, False),
+        ({}, True),
+    ],
+    ids=["memory in the job", "product in the job", "too large for any", "plan by what is known"],
+)
+def test_job_that_cannot_fit_is_refused_before_it_is_measured(changes: dict[str, Any], known: bool):
+    spec = {**LARGE, **changes}
+    resources = {"gpusPerNode": 1, **spec.pop("resources", {})}
+    shape = {} if "model" in changes else {"as_known": known}
+    prepared = Facts(data=DATA, model=None if "model" not in changes else HUGE)
+    with pytest.raises(PlanRefused, match="does not fit"):
+        plan(job({**spec, "resources": resources}), prepared, CLUSTER_SETTINGS, **shape)
 
 
 def test_only_the_training_gets_the_planned_device():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
+
+from rich.console import Console
 
 from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import EXIT_CODES, FailureClass
@@ -11,8 +14,10 @@ from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import MeasuredFacts
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.types import FineTuneJobStatus
+from finetune_operator.cli.cluster_jobs import ClusterJob
+from finetune_operator.cli.jobview import Page, device_text, print_page
 from planning_support.cases import encoder
-from reconcile_world import MEASURED, SPEC, World
+from reconcile_world import MEASURED, NOON, SPEC, World
 
 GIB = 1 << 30
 L40S = DeviceFacts(product="NVIDIA L40S", memory_bytes=round(44.4 * GIB), bf16=True, capability="8.9")
@@ -184,3 +189,23 @@ def test_resumed_checkpoints_belong_to_the_same_training_after_a_new_plan():
     assert (before.device, before != after) != (after.device, False)
     assert identity(before, "f00d") == identity(after, "f00d")
     assert json.loads(world.configuration("reviews-train-2"))["device"]["source"] == "measured"
+
+
+def test_status_page_has_the_assumed_and_then_the_measured_gpu():
+    world = training()
+    assert device_text(world.job().status) == "unknown GPU with 15.0 GiB and bf16, assumed"
+    world.succeed(devices=found(L40S))
+    world.settle()
+    assert device_text(world.job().status) == "NVIDIA L40S 44.4 GiB, capability 8.9 x 1"
+    metadata = {
+        "name": "reviews",
+        "namespace": "team",
+        "uid": "1",
+        "generation": 1,
+        "creationTimestamp": "2026-01-01T12:00:00Z",
+    }
+    job = ClusterJob.model_validate({"metadata": metadata, "spec": {}, "status": world.status})
+    console = Console(file=io.StringIO(), width=160)
+    print_page(console, Page(job, NOON))
+    assert isinstance(console.file, io.StringIO)
+    assert "  device   NVIDIA L40S 44.4 GiB, capability 8.9 x 1" in console.file.getvalue().splitlines()

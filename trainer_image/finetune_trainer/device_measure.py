@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -95,7 +96,8 @@ def _by_nvlink(own: int, others: Sequence[int]) -> bool | None:
     if not others:
         return None
     try:
-        found = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
+        c10d: Any = torch._C._distributed_c10d
+        found = c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
         return all(found.matrix[own][other] > 0 for other in others)
     except (AttributeError, IndexError, ImportError, RuntimeError) as error:
         log.debug("NVLink cannot be read: %s", error)

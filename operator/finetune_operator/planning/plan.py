@@ -62,7 +62,7 @@ from finetune_operator.planning.inference import (
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
-from finetune_operator.planning.planned_devices import weakest, with_planned_device
+from finetune_operator.planning.planned_devices import least_sufficient, weakest, with_planned_device
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence_plan import check_sequence
@@ -85,9 +85,20 @@ def plan(
     """Plan `job`, with the adaptation to earlier attempts that ran out of memory.
 
     A job that does not fit, but may once prepare has measured the model and the rows, gets a provisional plan; with
-    `as_known` it is refused. Raise PlanRefused with all problems of the first group of phases that found any.
+    `as_known` it is refused. In a cluster a job that does not fit an unknown GPU is planned for a larger one, as the
+    training measures its GPU. Raise PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation, as_known)
+    try:
+        return _plan(draft)
+    except PlanRefused:
+        larger = None if as_known or facts.local else least_sufficient(draft, _plan)
+        if larger is None:
+            raise
+    return larger
+
+
+def _plan(draft: Draft) -> JobPlan:
     first = (
         choose_stages,
         choose_engine,
@@ -246,10 +257,8 @@ def _device_of(spec: FineTuneJobSpec, facts: Facts, settings: Settings) -> tuple
     if measured is not None:
         several = "" if len(facts.devices) == 1 else f", the weakest of {len(facts.devices)} kinds"
         units = "with bf16" if measured.bf16 else "without bf16"
-        memory = human_bytes(measured.memory_bytes)
-        return measured, [
-            f"hardware: {measured.product} with {memory}, {units}{several}: measured by an earlier attempt"
-        ]
+        has = f"{measured.product} with {human_bytes(measured.memory_bytes)}, {units}"
+        return measured, [f"hardware: {has}{several}: measured by an earlier attempt"]
     if nodes is not None and nodes.gpu is not None:
         return nodes.gpu, [f"hardware: {nodes.words}"]
     accelerator = spec.resources.accelerator

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 from finetune_contract.facts import DeviceFacts
 from finetune_contract.measured_devices import Choice, PlannedDevice
+from finetune_operator.api.quantities import human_bytes
+from finetune_operator.planning.assumed_facts import LEAST_GPU_MEMORY
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.gpu_table import GPU_MODELS, MIB
-from finetune_operator.planning.plan_types import PlanRefused
+from finetune_operator.planning.plan_types import JobPlan, PlanRefused
 
 MOST_GPU_MEMORY = max(gpu.memory_mib for gpu in GPU_MODELS) * MIB
 """Bytes of memory of the largest GPU in the table."""
@@ -24,6 +26,40 @@ def weakest(devices: Sequence[DeviceFacts]) -> DeviceFacts | None:
     none.
     """
     return min(devices, key=lambda one: (one.bf16, one.memory_bytes, one.product), default=None)
+
+
+def least_sufficient(draft: Draft, make: Callable[[Draft], JobPlan]) -> JobPlan | None:
+    """Return the plan of a job that does not fit the memory assumed for an unknown GPU: for the least memory of any GPU
+    in the table with which it fits. None if it fits none, or its GPU is known.
+    """
+    gpu, asked = draft.hardware.gpu, draft.spec.resources.accelerator.memory
+    if draft.device_source != "assumed" or gpu is None or asked is not None or gpu.memory_bytes != LEAST_GPU_MEMORY:
+        return None
+    sizes = sorted({each.memory_mib * MIB for each in GPU_MODELS if each.memory_mib * MIB > LEAST_GPU_MEMORY})
+    found: JobPlan | None = None
+    low, high, probe = (
+        0,
+        len(sizes) - 1,
+        len(sizes) - 1,
+    )  # the largest first: most jobs that do not fit have other faults
+    while low <= high:
+        try:
+            found, high = make(_with_memory(draft, sizes[probe])), probe - 1
+        except PlanRefused:
+            if found is None:
+                return None
+            low = probe + 1
+        probe = (low + high) // 2
+    return found
+
+
+def _with_memory(draft: Draft, memory: int) -> Draft:
+    """Return a draft that assumes `memory` bytes for the unknown GPU."""
+    gpu = decided(draft.hardware.gpu).model_copy(update={"memory_bytes": memory})
+    return replace(draft, hardware=draft.hardware.model_copy(update={"gpu": gpu})).assuming(
+        f"hardware: the job does not fit {human_bytes(LEAST_GPU_MEMORY)} a GPU; {human_bytes(memory)} are assumed "
+        "instead, the least of any known GPU with which it fits, and the training measures its GPU before it starts"
+    )
 
 
 def with_planned_device(draft: Draft, begun: Draft, train: Callable[[Draft], Draft]) -> Draft:

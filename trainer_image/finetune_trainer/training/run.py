@@ -333,7 +333,7 @@ def _outcome(
         **({} if stopper.best_step is None else {"best_step": stopper.best_step}),
         **run_figures.validation(stopper.best_step),
     }
-    details = {
+    details: dict[str, Any] = {
         "peak_memory_bytes_by_rank": peaks,
         "time": time_split(run_figures.seconds(), run.strategy, clock).model_dump(mode="json"),
         **({} if devices is None else {"devices": {"text": devices.text, **devices.model_dump(mode="json")}}),

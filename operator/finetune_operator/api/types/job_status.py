@@ -178,7 +178,8 @@ class MeasuredStatus(StatusModel):
         default=None, description="GPUs of the cluster's nodes, read before the first stage started."
     )
     device: dict[str, JsonValue] | None = Field(
-        default=None, description="GPUs of the last training attempt that reported them, as its processes measured them."
+        default=None,
+        description="GPUs of the last training attempt that reported them, as its processes measured them.",
     )
     replanned_for: tuple[dict[str, JsonValue], ...] = Field(
         default=(),
