@@ -16,7 +16,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.planning.gpu_nodes import Node, facts_of_nodes
 from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, JobPlan, NodesFacts, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, NodesFacts, PlanRefused
 from finetune_operator.rendering.contract import stage_files
 from finetune_operator.rendering.render_types import RenderContext
 from planning_support.cases import job, llama_1b
@@ -210,6 +210,23 @@ def test_job_that_does_not_fit_the_assumed_memory_is_planned_for_more():
     assert any("instead, the least of any known GPU with which it fits" in each for each in larger.assumptions)
     least = measured(T4.model_copy(update={"bf16": True}))
     assert plan_change(device, least, "bf16") is not None
+
+
+def test_adaptation_keeps_the_memory_that_a_job_is_planned_for():
+    before = made(dict(LARGE), gpus=1)
+    assert before.trainer.training is not None
+    half = before.trainer.training.batch.micro_batch_size // 2
+    spec = job({**LARGE, "resources": {"gpusPerNode": 1}})
+    after = plan(spec, Facts(), CLUSTER_SETTINGS, Adaptation(micro_batch_limit=half))
+    assert after.trainer.training is not None
+    assert after.trainer.training.batch.micro_batch_size == half
+    assert device_of(after).memory_bytes == device_of(before).memory_bytes
+    tried = Adaptation(skipped_strategies=("single",), micro_batch_limit=1)
+    with pytest.raises(PlanRefused, match="ran out of memory"):
+        plan(job({**LARGE, "resources": {"gpusPerNode": 1}, "parallelism": ALONE}), Facts(), CLUSTER_SETTINGS, tried)
+
+
+ALONE = {"strategy": "single", "activationCheckpointing": "none"}
 
 
 def refused(spec: dict[str, Any], device: PlannedDevice) -> bool:

@@ -62,7 +62,7 @@ from finetune_operator.planning.inference import (
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
-from finetune_operator.planning.planned_devices import least_sufficient, weakest, with_planned_device
+from finetune_operator.planning.planned_devices import weakest, with_planned_device, with_sufficient_memory
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence_plan import check_sequence
@@ -92,10 +92,18 @@ def plan(
     try:
         return _plan(draft)
     except PlanRefused:
-        larger = None if as_known or facts.local else least_sufficient(draft, _plan)
+        larger = None if as_known or facts.local else with_sufficient_memory(draft, _fits)
         if larger is None:
             raise
-    return larger
+    return _plan(larger)
+
+
+def _fits(draft: Draft) -> bool:
+    try:
+        _plan(draft)
+    except PlanRefused:
+        return False
+    return True
 
 
 def _plan(draft: Draft) -> JobPlan:

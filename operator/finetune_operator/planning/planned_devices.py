@@ -4,6 +4,7 @@ own: the plan's numbers, and which of its choices another GPU would change.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from finetune_operator.api.quantities import human_bytes
 from finetune_operator.planning.assumed_facts import LEAST_GPU_MEMORY
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.gpu_table import GPU_MODELS, MIB
-from finetune_operator.planning.plan_types import JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, PlanRefused
 
 MOST_GPU_MEMORY = max(gpu.memory_mib for gpu in GPU_MODELS) * MIB
 """Bytes of memory of the largest GPU in the table."""
@@ -28,29 +29,24 @@ def weakest(devices: Sequence[DeviceFacts]) -> DeviceFacts | None:
     return min(devices, key=lambda one: (one.bf16, one.memory_bytes, one.product), default=None)
 
 
-def least_sufficient(draft: Draft, make: Callable[[Draft], JobPlan]) -> JobPlan | None:
-    """Return the plan of a job that does not fit the memory assumed for an unknown GPU: for the least memory of any GPU
-    in the table with which it fits. None if it fits none, or its GPU is known.
+def with_sufficient_memory(draft: Draft, fits: Callable[[Draft], bool]) -> Draft | None:
+    """Return the draft of a job that does not fit the memory assumed for an unknown GPU, with the least memory of any
+    GPU in the table with which it fits: its training measures the GPU. None if it fits none, or the GPU is known.
+
+    Attempts that ran out of memory do not count, as a job must not be adapted by assuming more memory.
     """
     gpu, asked = draft.hardware.gpu, draft.spec.resources.accelerator.memory
     if draft.device_source != "assumed" or gpu is None or asked is not None or gpu.memory_bytes != LEAST_GPU_MEMORY:
         return None
-    sizes = sorted({each.memory_mib * MIB for each in GPU_MODELS if each.memory_mib * MIB > LEAST_GPU_MEMORY})
-    found: JobPlan | None = None
-    low, high, probe = (
-        0,
-        len(sizes) - 1,
-        len(sizes) - 1,
-    )  # the largest first: most jobs that do not fit have other faults
-    while low <= high:
-        try:
-            found, high = make(_with_memory(draft, sizes[probe])), probe - 1
-        except PlanRefused:
-            if found is None:
-                return None
-            low = probe + 1
-        probe = (low + high) // 2
-    return found
+    if not draft.loops:
+        return None
+    unadapted = replace(draft, adaptation=Adaptation())
+    sizes = sorted({LEAST_GPU_MEMORY, *(each.memory_mib * MIB for each in GPU_MODELS if each.memory_mib)})
+    sizes = sizes[sizes.index(LEAST_GPU_MEMORY) :]
+    if not fits(_with_memory(unadapted, sizes[-1])):
+        return None
+    least = bisect_left(sizes, True, key=lambda size: fits(_with_memory(unadapted, size)))
+    return _with_memory(draft, sizes[least]) if least else None
 
 
 def _with_memory(draft: Draft, memory: int) -> Draft:
