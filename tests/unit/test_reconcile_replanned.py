@@ -149,6 +149,26 @@ def test_later_stages_use_the_measured_gpu():
     assert any("measured by an earlier attempt" in reason for reason in replanned.status["plan"]["reasons"])
 
 
+def test_new_plan_finds_room_for_an_evaluation_or_none_any_more():
+    llama = {"task": "text-generation", "model": {"uri": "hf://meta-llama/Llama-3.1-8B"}, "predict": None}
+    rows = MEASURED.model_copy(update={"model": None})
+    world = World(spec={**SPEC, **llama, "resources": {"gpusPerNode": 8, "memory": "1Ti"}})
+    world.spec = {name: value for name, value in world.spec.items() if value is not None}
+    world.settle()
+    world.succeed(measured=rows)
+    world.settle()
+    # One process with the whole model takes more than an unknown GPU is assumed to have.
+    assert [stage.name for stage in world.job().status.stages] == ["prepare", "train"]
+    ends(world, L40S)
+    assert [stage.name for stage in world.job().status.stages] == ["prepare", "train", "evaluate"]
+    ends(world, L40S.model_copy(update={"product": "NVIDIA Less", "memory_bytes": 14 * GIB}))
+    assert [stage.name for stage in world.job().status.stages] == ["prepare", "train"]
+    ends(world, L40S.model_copy(update={"product": "NVIDIA More", "memory_bytes": 80 * GIB}))
+    world.succeed()
+    world.settle()
+    assert world.phase == "Succeeded"
+
+
 def test_measured_gpus_are_in_the_status_when_nothing_is_replanned():
     world = training()
     world.succeed(devices=found(L40S))

@@ -19,7 +19,7 @@ from finetune_contract.report import MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_bytes
-from finetune_operator.api.types import AdaptationStatus, EstimateStatus, MeasuredStatus, PlanStatus
+from finetune_operator.api.types import AdaptationStatus, EstimateStatus, MeasuredStatus, PlanStatus, StageStatus
 from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
@@ -270,7 +270,23 @@ def replan(state: ReconcileState, report: TrainerReport | None) -> tuple[Reconci
     tried = state.with_status(measured=status.model_copy(update={"replanned_for": kinds}))
     after = plan_now(tried)
     sentence = f"{why[:1].upper()}{why[1:]}: {_form_of(before)} -> {_form_of(after)}."
-    return tried.with_status(plan=plan_status(after)), sentence
+    return _with_stages_of(tried.with_status(plan=plan_status(after)), after), sentence
+
+
+def _with_stages_of(state: ReconcileState, job_plan: JobPlan) -> ReconcileState:
+    """Return the state with the stages of a new plan, which may find room for an evaluation, or none any more. Those
+    that have begun stay, and an endpoint has a stage of its own.
+    """
+    stored = {stage.name: stage for stage in state.status.stages}
+    planned = {stage.value for stage in job_plan.stages}
+    stages = []
+    for stage in Stage:
+        found = stored.get(stage.value)
+        if stage is Stage.SERVE or (found is not None and found.attempt):
+            stages += [] if found is None else [found]
+        elif stage.value in planned:
+            stages.append(found or StageStatus(name=stage.value, state="Pending", attempt=0))
+    return state.with_status(stages=tuple(stages))
 
 
 def _form_of(job_plan: JobPlan) -> str:
