@@ -73,8 +73,6 @@ class Page:
         if status.progress is not None and self.job.outcome is None:
             facts.add_row("progress", _bar(status.progress).append(f"  {figures(status.progress, self.now)}", style=""))
         _lines(facts, "plan", () if status.plan is None else plan_lines(status.plan))
-        if (device := device_text(status)) is not None:
-            facts.add_row("device", Text(device))
         for label, text in result_rows(self.job):
             facts.add_row(label, Text(text))
         if facts.row_count:
@@ -180,9 +178,10 @@ def device_text(status: FineTuneJobStatus) -> str | None:
 
 
 def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
-    """Return the job's artefacts, metrics and cost, as label and value."""
+    """Return the job's GPUs, artefacts, metrics and cost, as label and value."""
     artifacts, cost = job.status.artifacts, job.status.cost
-    rows: list[tuple[str, str]] = []
+    device = device_text(job.status)
+    rows = [] if device is None else [("device", device)]
     if artifacts is not None:
         if artifacts.metrics:
             rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in artifacts.metrics.items())))

@@ -285,8 +285,12 @@ def _with_stages_of(state: ReconcileState, job_plan: JobPlan) -> ReconcileState:
         if stage is Stage.SERVE or (found is not None and found.attempt):
             stages += [] if found is None else [found]
         elif stage.value in planned:
-            stages.append(found or StageStatus(name=stage.value, state="Pending", attempt=0))
+            stages.append(found or _pending(stage))
     return state.with_status(stages=tuple(stages))
+
+
+def _pending(stage: Stage) -> StageStatus:
+    return StageStatus(name=stage.value, state="Pending", attempt=0)
 
 
 def _form_of(job_plan: JobPlan) -> str:
