@@ -108,9 +108,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 def _strategy(path: str, shape: Shape) -> st.SearchStrategy[Any]:
     if path in VALUES:
         return VALUES[path]
-    words = [st.sampled_from(shape.words)] if shape.words else []
+    choices = [st.sampled_from(shape.words)] if shape.words else []
     body = [] if shape.body is None else [_body(path, shape.body)]
-    return st.one_of(*words, *body)
+    return st.one_of(*choices, *body)
 
 
 def _body(path: str, body: Any) -> st.SearchStrategy[Any]:

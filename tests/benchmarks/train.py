@@ -131,9 +131,9 @@ def published(folder: Path, path: str, tokenizer: Any, splits: dict[str, Rows], 
     trainer.train()
     seconds = clock.ends[-1] - clock.ends[WARMUP_STEPS - 1]
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    said = trainer.predict(encoded(splits["test"])).predictions.argmax(-1)
+    predicted = trainer.predict(encoded(splits["test"])).predictions.argmax(-1)
     return Measured(
-        (steps - WARMUP_STEPS) * BATCH / seconds, losses, float((said == splits["test"].labels).mean()), "fp32"
+        (steps - WARMUP_STEPS) * BATCH / seconds, losses, float((predicted == splits["test"].labels).mean()), "fp32"
     )
 
 
@@ -278,9 +278,9 @@ def main() -> None:
     for repeat in range(options.repeats):
         base = partial(published, options.workspace, path, tokenizer, splits, options.steps, repeat)
         arms["published"].append(beside_peaks(base, "fp32"))
-        for asked, precision in (("fp32", "fp32"), ("auto", options.auto)):
-            arm = partial(ours, options.workspace, asked, options.data, options.steps, repeat)
-            arms[f"ours, {asked}"].append(beside_peaks(arm, precision))
+        for requested, precision in (("fp32", "fp32"), ("auto", options.auto)):
+            arm = partial(ours, options.workspace, requested, options.data, options.steps, repeat)
+            arms[f"ours, {requested}"].append(beside_peaks(arm, precision))
 
     row = operations(path, lengths)
     print(f"useful work of a row: {row / 1e9:.2f} GFLOP")

@@ -10,9 +10,9 @@ import pytest
 
 from cluster_support.api_access import Api
 from cluster_support.control_plane import Cluster, running_cluster
+from cluster_support.jobs_with_status import Jobs
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.stand_ins import StandIns, running_stand_ins
-from cluster_support.told_jobs import Jobs
 from cluster_support.world import SETTINGS, World, fresh_namespace, install_kinds, namespace_for_pods
 
 

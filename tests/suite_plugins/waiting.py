@@ -22,7 +22,7 @@ that a run of CI has to spare.
 @spent("waiting")
 def wait_until(
     look: Callable[[], T | None],
-    what: str | Callable[[], object],
+    goal: str | Callable[[], object],
     seconds: float = WAIT_SECONDS,
     *,
     poll_seconds: float = 0.02,
@@ -36,5 +36,5 @@ def wait_until(
         if value := look():
             return value
         if late:
-            raise AssertionError(f"not within {limit:g} s: {what() if callable(what) else what}")
+            raise AssertionError(f"not within {limit:g} s: {goal() if callable(goal) else goal}")
         time.sleep(poll_seconds)

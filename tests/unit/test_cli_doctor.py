@@ -50,8 +50,8 @@ WHOLE = Surroundings(
 
 def found(spec: dict[str, Any] | None = None, **changes: Any) -> dict[str, Finding]:
     assert SETTINGS is not None
-    asked = None if spec is None else job(spec)
-    return {one.topic: one for one in judge(replace(WHOLE, **changes), asked, SETTINGS)}
+    checked = None if spec is None else job(spec)
+    return {one.topic: one for one in judge(replace(WHOLE, **changes), checked, SETTINGS)}
 
 
 def test_where_nothing_is_lacking_nothing_is_hinted_at():
@@ -60,7 +60,7 @@ def test_where_nothing_is_lacking_nothing_is_hinted_at():
 
 
 @pytest.mark.parametrize(
-    ("changes", "topic", "state", "words"),
+    ("changes", "topic", "state", "message"),
     [
         ({"operators": Known((operator("0.0.9"),))}, "operator", "gap", "this command has version 0.1.0"),
         ({"operators": Known((operator(ready=0),))}, "operator", "gap", "0 of 2 replicas ready"),
@@ -77,10 +77,10 @@ def test_where_nothing_is_lacking_nothing_is_hinted_at():
         ({"quotas": Known(None, "no permission to read quotas")}, "quota", "unknown", "no permission"),
     ],
 )
-def test_doctor_reports_each_gap_and_unknown(changes, topic, state, words):
+def test_doctor_reports_each_gap_and_unknown(changes, topic, state, message):
     row = found({"resources": {"nodes": 2}, "launcher": "pytorchjob"}, **changes)[topic]
     assert row.state == state
-    assert words in row.found
+    assert message in row.found
     assert row.hint or state != "gap"
 
 

@@ -104,11 +104,11 @@ def check_manifests(spec: dict[str, Any], job: FineTuneJob, launcher: str, manif
     harmless, problems = validate_job({**FRAME, "spec": plain(spec, texts)}, CLUSTER_SETTINGS)
     if not texts or harmless is None or problems:
         return
-    back = {word: text for text, word in texts.items()}
+    back = {name: text for text, name in texts.items()}
     expected = {
-        path.replace(word, text): back.get(value, value) if isinstance(value, str) else value
+        path.replace(name, text): back.get(value, value) if isinstance(value, str) else value
         for path, value in leaves(list(rendered(harmless, launcher)))
-        for word, text in (next(((w, t) for w, t in back.items() if w in path), ("", "")),)
+        for name, text in (next(((w, t) for w, t in back.items() if w in path), ("", "")),)
     }
     differing = {path for path in {*found, *expected} if found.get(path) != expected.get(path)}
     assert {path for path in differing if not hashed(path) and not escaped(found, expected, path)} == set()
@@ -126,7 +126,7 @@ def escaped(found: dict[str, Any], expected: dict[str, Any], path: str) -> bool:
 
 
 @pytest.mark.hypothesis
-def test_generated_specs_are_refused_with_reasons_or_rendered_with_every_text_in_its_place() -> None:
+def test_generated_specs_are_refused_with_reasons_or_fully_rendered() -> None:
     counts: Counter[str] = Counter()
     check(counts)
     print(dict(counts))

@@ -102,12 +102,12 @@ def test_a_model_that_no_node_holds_is_cut_into_stages_over_several():
     assert any(each.startswith("pipeline 1f1b: ") for each in made.reasons)
 
 
-def test_what_leaves_layers_whole_comes_first():
+def test_strategy_with_whole_layers_is_preferred():
     made = planned(THIRTEEN_BILLION, EIGHT_V100.replace("192", "256"))
     assert made.strategy == "deepspeed-zero3+optimizer-offload+parameter-offload"
 
 
-def test_the_smallest_degrees_are_tried_first_and_layers_stay_inside_of_a_node():
+def test_smallest_degrees_come_first_and_layers_stay_on_one_node():
     assert tuple(degrees(nodes=2, processes_per_node=4)) == (
         *((2, 1), (4, 1)),
         *((1, 2), (2, 2), (1, 4), (4, 2), (2, 4), (1, 8)),
@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[ModelFacts | None, dict[str, Any], tuple[str, ...]]] = 
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_fits_in_no_way_is_refused_with_why_it_is_not_split(case: str):
+def test_model_that_fits_no_form_is_refused_with_the_failed_conditions(case: str):
     model, spec, whys = REFUSED[case]
     problem = refusal(model, **spec)
     assert problem.path == "spec.resources"
@@ -203,13 +203,13 @@ def test_what_fits_in_no_way_is_refused_with_why_it_is_not_split(case: str):
         assert why in problem.rule, problem.rule
 
 
-def test_a_single_process_is_not_told_of_splitting():
+def test_refusal_for_a_single_process_does_not_mention_splitting():
     rule = refusal(FIFTY_BILLION, resources={"gpusPerNode": 1}).rule
     assert "tensor" not in rule
     assert "pipeline" not in rule
 
 
-def test_a_strategy_that_does_not_fit_is_refused_with_every_way_out_that_does():
+def test_refused_strategy_comes_with_every_hint_that_fits():
     problem = refusal(
         THIRTEEN_BILLION, EIGHT_V100.replace("192", "320"), training=FP32, parallelism={"strategy": "ddp"}
     )
@@ -229,7 +229,7 @@ def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
     assert second == f"set parallelism.tensor to 8 {there}"
 
 
-def test_what_needs_other_nodes_or_trains_less_is_named_when_nothing_smaller_fits():
+def test_hint_names_other_nodes_or_an_adapter_when_nothing_smaller_fits():
     hint = refusal(gpt(5120, 48, 40)).hint
     assert hint.startswith("set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme (")
     assert "; or set model.adapter.method to lora, which trains a small part of the weights (" in hint
@@ -255,12 +255,12 @@ WAY = re.compile(r"set parallelism\.(\w+) to (\w+)(?: and parallelism\.pipeline\
         ),
     ],
 )
-def test_a_degree_that_is_named_as_a_way_out_fits_as_told(model: ModelFacts, spec: dict[str, Any]):
+def test_degree_named_in_a_hint_fits_as_calculated(model: ModelFacts, spec: dict[str, Any]):
     hardware = EIGHT_V100.replace("192", "512") if "resources" in spec else EIGHT_V100
     found = [each for each in WAY.finditer(refusal(model, hardware, **spec).hint) if each[1] == "tensor"]
     assert len(found) == 1
-    asked = {**spec["parallelism"], "tensor": int(found[0][2]), "pipeline": {"degree": int(found[0][3] or 1)}}
-    made = planned(model, hardware, **{**spec, "parallelism": asked})
+    parallelism = {**spec["parallelism"], "tensor": int(found[0][2]), "pipeline": {"degree": int(found[0][3] or 1)}}
+    made = planned(model, hardware, **{**spec, "parallelism": parallelism})
     assert made.memory is not None
     assert found[0][4] == f"{made.memory.total_bytes / 2**30:.1f} GiB of 32.0 GiB a GPU"
 
@@ -302,11 +302,11 @@ def adapted(*skipped: str, form: str | None = None) -> str:
         ),
     ],
 )
-def test_after_a_checkpoint_only_what_goes_on_from_it_is_tried(skipped: tuple[str, ...], form: str, following: str):
+def test_only_forms_that_resume_from_the_checkpoint_are_tried(skipped: tuple[str, ...], form: str, following: str):
     assert adapted(*skipped, form=form) == following
 
 
-def test_when_nothing_is_left_that_goes_on_from_the_checkpoints_a_new_job_is_the_way_out():
+def test_hint_is_a_new_job_when_no_form_resumes_from_the_checkpoints():
     stage = "deepspeed-zero1"
     degrees = ("", "+sequence2", "+sequence4")
     skipped = tuple(f"{stage}{degree}{tail}{end}" for degree in degrees for tail in RECOMPUTED for end in ("", OFFLOAD))
@@ -352,11 +352,11 @@ def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, int, dict[str, Any]]:
     return model, hardware, length, {**spec, "resources": {"gpusPerNode": gpus, "nodes": nodes}}
 
 
-def written_out(made: JobPlan, asked: Mapping[str, Any]) -> dict[str, Any]:
+def written_out(made: JobPlan, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that request the degrees of a plan."""
     chosen = strategy(made)
     degree = 1 if chosen.pipeline is None else chosen.pipeline.degree
-    return {**asked, "tensor": chosen.tensor, "pipeline": {"degree": degree}, "sequence": chosen.sequence}
+    return {**fixed, "tensor": chosen.tensor, "pipeline": {"degree": degree}, "sequence": chosen.sequence}
 
 
 @examples(400, suppress_health_check=list(HealthCheck))
@@ -375,8 +375,8 @@ def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]
     world, batch = made.trainer.world, made.trainer.training.batch if made.trainer.training else None
     assert world is not None
     assert batch is not None
-    asked = spec["resources"]
-    assert (world.nodes, world.processes_per_node) == (asked["nodes"], asked["gpusPerNode"])
+    resources = spec["resources"]
+    assert (world.nodes, world.processes_per_node) == (resources["nodes"], resources["gpusPerNode"])
     assert batch.global_batch_size == spec["training"]["globalBatchSize"]
     assert batch.data_parallel * chosen.replica_ranks == world.size
     if chosen.replica_ranks == 1:
