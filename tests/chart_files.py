@@ -211,7 +211,7 @@ def _comment(lines: list[str], line: int, path: str) -> str:
     while line > 0 and lines[line - 1].lstrip().startswith("#"):
         line -= 1
         found.insert(0, lines[line].lstrip().removeprefix("#").strip())
-    assert found, f"values.yaml says nothing about {path}"
+    assert found, f"values.yaml has no comment for {path}"
     return " ".join(found)
 
 
@@ -252,7 +252,7 @@ def _inferred(value: Value) -> Schema:
         case str():
             return {"type": "string"}
         case other:
-            raise TypeError(f"the form of {value.path}, {other!r}, has to be told in FORMS")
+            raise TypeError(f"the form of {value.path}, {other!r}, needs a row in FORMS")
 
 
 def _settings_schema() -> tuple[Schema, Schema]:

@@ -1,11 +1,11 @@
-"""Pictures of the Grafana dashboards for the documentation, from what a real operator told.
+"""Pictures of the Grafana dashboards for the documentation, from the metrics of a real operator.
 
     python tests/dashboard_picture.py record RUN RUN RUN RUN   lets a fleet work for twenty minutes, keeps the samples
     python tests/dashboard_picture.py draw                     draws docs/dashboard-*.svg from them
 
-The samples are those of `tests/picture_support/fleet_recording.py`, which tells what is real in them and what is not. A
-Prometheus server answers each panel's expressions, and what it answers is laid out as Grafana does it. There is no
-Grafana in it: a picture that a browser makes of one is large, and nobody could make it again without one.
+The samples are those of `tests/picture_support/fleet_recording.py`, which lists their real and simulated parts. A
+Prometheus server answers each panel's expressions, and the answers are laid out as by Grafana. There is no
+Grafana in it: a picture that a browser makes of one is large, and could not be made again without one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser(
         "record",
-        help="let a fleet work, and keep what its operator tells",
+        help="run a fleet, and record the metrics of its operator",
         description="Needs the programs of a control plane, as tests/cluster does (KUBEBUILDER_ASSETS).",
     )
     recording.add_argument(

@@ -217,7 +217,7 @@ class World:
         )
         self._check_plan(decision)
         for record in (*decision.events, *decision.status.conditions):
-            assert record.message, f"{record.reason} says nothing"
+            assert record.message, f"{record.reason} has no message"
             assert not NOT_FOR_PEOPLE.search(record.message), record.message
         self.events.extend(decision.events)
         self.refusals = ()
@@ -235,7 +235,7 @@ class World:
             expected = plan.micro_batch_size, plan.gradient_accumulation
             batch = training["batch"] if training else {}
             assert expected == (batch.get("microBatchSize"), batch.get("gradientAccumulation")), (
-                "the status tells a lie"
+                "the status contradicts the children"
             )
 
     def settle(self, passes: int = 12) -> None:

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/hostile_connections.py [--minutes 10]
 
-Baseline: the same pods and reports with nobody else. Arms, in turn: nothing else; thousands of connections from 16
+Baseline: the same pods and reports without other clients. Arms, in turn: nothing else; thousands of connections from 16
 addresses to the ports for progress, for the webhook, and for probes and metrics: silent before TLS and after it, with
 requests and bodies that do not end, with unknown tokens, and with garbage. Meanwhile four pods report once in two
-seconds each, from one of the attacker's addresses, and the kubelet asks for /healthz once a second. Told are reports
+seconds each, from one of the attacker's addresses, and the kubelet requests /healthz once a second. Reported: posts
 that were not taken, the longest time of a report and of /healthz, and the operator's largest memory. Checked: the
 operator's process is the same throughout, and no attempt was stopped.
 """

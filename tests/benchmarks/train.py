@@ -2,9 +2,9 @@
 every row padded to 128 tokens, as the notebooks of SageMaker and Databricks have it.
 
 Model (MiniLM with its weights), rows, steps, global batch, optimizer, learning rate, schedule and threads are the same.
-What differs is what a user gets without asking: our batches are grouped by length, and `training.precision` is what
-`auto` decides on this machine; an arm in fp32 tells how much of the gain is the batches' alone. Everything of a step is
-timed: data, forward, backward, optimizer, history. The first steps are not, nor start-up and evaluation.
+The defaults differ: our batches are grouped by length, and `training.precision` is what `auto` decides on this machine;
+an arm in fp32 shows the gain of the batches alone. Everything of a step is timed: data, forward, backward, optimizer,
+history. The first steps are not, nor start-up and evaluation.
 
 Beside samples a second: useful tokens a second (no padding), and the share of the machine's matmul peak that they are.
 The peak is measured here, in the arm's own precision, by products of 2048 x 2048 matrices, right before and right
@@ -13,7 +13,7 @@ operations for each weight of the encoder's layers, and 12 x layers x width x le
 al., "PaLM", 2022, appendix B); embeddings count nothing.
 
 Arms are interleaved and repeated. Quality: the means of the first and the last tenth of the losses, and the accuracy on
-all test rows. `--profile` says what an arm's time goes into, by operator.
+all test rows. `--profile` shows an arm's time by operator.
 
     python tests/benchmarks/train.py --data ../shared/data/rotten_tomatoes --steps 120 --repeats 3
 """

@@ -112,7 +112,7 @@ def spec_of(fate: Fate) -> Object:
         case Doom.COLUMN:
             spec["dataset"] = {**spec["dataset"], "columns": {"text": "txet"}}
         case Doom.SECRET:
-            spec["secrets"] = {"hubToken": {"name": "nobody-made-this", "key": "token"}}
+            spec["secrets"] = {"hubToken": {"name": "missing-secret", "key": "token"}}
     return spec
 
 
@@ -151,7 +151,7 @@ _POD = re.compile(rf"^(?P<job>.+)-(?P<stage>{'|'.join(STAGES)})-(?P<attempt>\d+)
 
 
 def living(box: Box, namespace: str) -> list[Live]:
-    """Return containers with live processes, whatever the API server's state; by name of the pod."""
+    """Return containers with live processes, in any state of the API server; by name of the pod."""
     found = []
     for file in (box.own("looking into pods") / "kubelet" / "pods").glob(f"*/containers/{CONTAINER_NAME}/exec.json"):
         try:

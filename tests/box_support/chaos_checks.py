@@ -91,7 +91,7 @@ def attempts_not_made_once(storm: Storm) -> Iterator[str]:
             and name not in expected
             and all(job_state.status for job_state in storm.states.values())
         ):
-            yield f"{name} was created and no status tells of it"
+            yield f"{name} was created but is in no status"
     # A killed API server can have stored an object without an entry in the audit log.
     ran = {f"{job}-{stage}-{attempt}" for job, stage, attempt in storm.seen}
     unlogged = sorted(expected - set(made))
@@ -126,12 +126,12 @@ def unreported_restarts(storm: Storm) -> Iterator[str]:
         missing += [f"{job_state.name} {stage} {number}" for stage, number in sorted(wanted - set(reported))]
         for (stage, number), times in reported.items():
             if (stage, number) not in wanted and (stage, number - 1) not in stopped:
-                yield f"{job_state.name}: attempt {number} at {stage} is told of and was never begun"
+                yield f"{job_state.name}: attempt {number} at {stage} is in an event but was never started"
             if times > 1:
-                yield f"{job_state.name}: attempt {number} at {stage} is told of {times} times"
+                yield f"{job_state.name}: attempt {number} at {stage} is in {times} events"
     excused = sum(fault.kind in (Kind.API, Kind.OPERATOR, Kind.OPERATORS, Kind.NODE_OFF) for fault in storm.done)
     if len(missing) > excused:
-        yield f"no event tells why these were begun: {', '.join(missing)}"
+        yield f"no event gives the reason of: {', '.join(missing)}"
 
 
 def _pair(found: re.Match[str]) -> tuple[str, int]:

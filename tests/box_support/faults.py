@@ -41,14 +41,14 @@ _SITE = """
 import importlib.machinery, importlib.util, os, signal, sys, time
 
 
-told = free = False
+broken = free = False
 done = 0
 
 
-def tell(number, frame):
-    # Raised at the next step: in the midst of somebody's own `try` it might be no error at all.
-    global told
-    told = True
+def break_next_step(number, frame):
+    # Raised at the next step: inside of a `try` of the program it might be no error at all.
+    global broken
+    broken = True
 
 
 def let_go(number, frame):
@@ -62,7 +62,7 @@ def after_step(*_):
     time.sleep(float(os.environ["PUPPET_STEP_SECONDS"]))
     while done == int(os.environ["PUPPET_HOLDS_AT"]) and not free:
         time.sleep(0.05)
-    if told:
+    if broken:
         raise ValueError({raised!r})
 
 
@@ -91,7 +91,7 @@ def import_the_next():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-signal.signal({number}, tell)
+signal.signal({number}, break_next_step)
 signal.signal({going}, let_go)
 sys.meta_path.insert(0, AfterImport())
 import_the_next()

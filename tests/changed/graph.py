@@ -205,7 +205,7 @@ def choose(changed: Sequence[str], tests: Collection[str], graph: Graph, table: 
         if why := reason_in(table.everything, path):
             everything.append(f"{path}: {why}")
         elif not (reached or is_test(path) or reason_in(table.nothing, path)):
-            everything.append(f"{path}: neither an import nor a row of the table says which tests use it")
+            everything.append(f"{path}: neither an import nor a row of the table shows the tests that use it")
         for test, chain in reached.items():
             if test not in best or len(chain) < best[test].distance:
                 best[test] = Chosen(test, _reason_text(path, chain), len(chain))

@@ -65,7 +65,7 @@ def operator_process(
 
 @pytest.fixture
 def operator(operator_process: OperatorProcess) -> OperatorProcess:
-    """Return the module's operator, running, whatever the previous test has done to it."""
+    """Return the module's operator, running, also after a test that stopped it."""
     if not operator_process.running:
         operator_process.start()
     return operator_process

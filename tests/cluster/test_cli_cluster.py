@@ -196,7 +196,7 @@ def test_unavailable_log_is_reported_with_the_reason(jobs: Jobs, arguments: list
 
 
 def until(process: subprocess.Popen[str], matches: Callable[[str], bool]) -> list[str]:
-    """Return the lines up to the first for which `says` is true."""
+    """Return the lines up to the first for which `matches` is true."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:

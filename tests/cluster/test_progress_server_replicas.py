@@ -212,7 +212,7 @@ async def replica(
 def call(
     given: Given, action: Callable[[Replica], Awaitable[Any]], tokens: ProgressTokens = "review", **how: Any
 ) -> Any:
-    """Run `what` with a replica; with `tokens` keys, it has no right in the cluster unless `how` says otherwise."""
+    """Run `action` with a replica; with `tokens` keys, it has no right in the cluster, unless `how` grants one."""
 
     async def go() -> Any:
         async with replica(given, tokens=tokens, **{"limited": tokens == "keys", **how}) as running:

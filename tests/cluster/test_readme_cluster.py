@@ -44,7 +44,7 @@ def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
     environment = {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "PATH": f"{programs}:{os.environ['PATH']}"}
 
     def run(line: str, folder: Path = tmp_path, on_line: Callable[[str], None] = lambda output: None) -> str:
-        """Return the command's output; `heard` gets each line of it when it comes."""
+        """Return the command's output; `on_line` gets each line of it when it comes."""
         output, errors = "", tmp_path / "errors"
         with (
             errors.open("w") as file,

@@ -159,7 +159,7 @@ def wait_until(
     detail: Callable[[], object] | None = None,
     poll_seconds: float = 0.1,
 ) -> T:
-    """Return the first value of `look` that is neither None, False nor empty; fail with the text of `tell` after
+    """Return the first value of `look` that is neither None, False nor empty; fail with the text of `detail` after
     `seconds`, scaled by `patient`.
 
     Also waits for an API server that is briefly unavailable or overloaded.

@@ -14,7 +14,7 @@ T = TypeVar("T")
 # Ample for any wait of the tests on the reference machine, next to other tests.
 WAIT_SECONDS = 240.0
 MOST_SECONDS = 900.0
-"""Limit of one wait, whatever the patience, unless a longer one is asked for: two waits that fail end within the time
+"""Limit of one wait for any patience, unless the caller passes a longer one: two waits that fail end within the time
 that a run of CI has to spare.
 """
 
@@ -27,7 +27,7 @@ def wait_until(
     *,
     poll_seconds: float = 0.02,
 ) -> T:
-    """Return the first true value of `look`; after `seconds`, scaled to the machine, fail with `what` or its value."""
+    """Return the first true value of `look`; after `seconds`, scaled to the machine, fail with `goal` or its value."""
     limit = bounded(seconds, MOST_SECONDS)
     end = time.monotonic() + limit
     while True:

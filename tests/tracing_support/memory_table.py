@@ -183,7 +183,7 @@ def _keep(made: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Trace and print, as the module's text says."""
+    """Trace and print, as described in the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("names", nargs="*")

@@ -192,7 +192,7 @@ class Bench:
         wrapper: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
         """Start a stage alone, by torchrun with several processes, or by `launcher`."""
-        variables = self.variables()
+        variables = self.fresh_environment()
         if launcher is None:
             launcher = [sys.executable]
             if processes > 1:
@@ -209,7 +209,7 @@ class Bench:
             [*wrapper, *launcher, *command], env=settled, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
-    def variables(self) -> dict[str, str]:
+    def fresh_environment(self) -> dict[str, str]:
         """Return the environment with the places of reports, after deleting earlier reports."""
         for old in self.workspace.glob("report-*.json"):
             old.unlink()
@@ -232,7 +232,7 @@ class Bench:
         return {
             "processes": processes,
             "arguments": self.command(stage, deepspeed)[2:],
-            "environment": {**self.variables(), **(environment or {})},
+            "environment": {**self.fresh_environment(), **(environment or {})},
             "log": str(self.workspace / "log"),
         }
 

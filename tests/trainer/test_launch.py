@@ -433,7 +433,7 @@ def test_program_and_its_descendants_end_with_the_grace_period(tmp_path: Path):
 
 
 def attached(options: str, folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """Start a process that runs the Python program `below` attached; return it and the two processes below it."""
+    """Start an attached process whose child is started with `options`; return it and its two descendants."""
     file = folder / "children"
     child = f"import os, time; open({str(file)!r}, 'w').close(); time.sleep(600)"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]{options}).wait()"

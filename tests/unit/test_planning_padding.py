@@ -28,7 +28,7 @@ histograms = st.dictionaries(st.integers(1, 64).map(lambda edge: 8 * edge), st.i
 
 
 def split_of(histogram: dict[int, int], position: float) -> SplitFacts:
-    """Return a split with rows on average `below` of the way from the upper edge of their bucket to the lower one."""
+    """Return a split with rows on average at `position` of their buckets: 0 is the upper edge, 1 the lower one."""
     edges = sorted(histogram)
     tokens = sum(
         histogram[high] * max(1, round(high - position * (high - low)))

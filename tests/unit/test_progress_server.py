@@ -390,7 +390,7 @@ def test_a_replica_that_has_not_read_all_pods_yet_takes_nothing() -> None:
 
 
 def relayed(leader: Operator, stand_by: Operator, call: Callable[[Running], Awaitable[Any]], **limits: Any) -> Any:
-    """Run `what` against the stand-by of two replicas that share certificates."""
+    """Run `call` against the stand-by of two replicas that share certificates."""
 
     async def go() -> Any:
         async with serving(leader, ServerLimits(**limits)) as first, serving(stand_by) as second:

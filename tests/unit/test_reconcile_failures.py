@@ -41,7 +41,7 @@ def ended(
     case: str = "Told",
     at: float = 0,
 ) -> Ended:
-    """Return an ended container; `told` is the failure class in its report, `at` the report's time."""
+    """Return an ended container; `reported` is the failure class in its report, `at` the report's time."""
     report = None
     if reported is not None:
         failure = FailureReport(failure_class=reported, reason=case, message="m.", hint="h.", time=at)

@@ -180,7 +180,7 @@ def servers(owner: Owner | None = OF_THE_JOB) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("answer", ["found", "another", "of another deployment", "of nobody"])
-def test_server_belongs_to_the_job_whose_deployment_owns_its_replica_set(store: Store, answer: str):
+def test_server_belongs_to_the_job_of_its_replica_set_and_deployment(store: Store, answer: str):
     store.put(servers())
     store.put(pod("server", REPLICA_SET, stage="serve"))
     assert store.unresolved(ID) == {REPLICA_SET}
