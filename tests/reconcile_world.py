@@ -114,6 +114,8 @@ class World:
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
     kserve: bool = False
     """True if InferenceServices are served."""
+    custom_metrics: bool = False
+    """True if the custom metrics API is served."""
     servers: dict[str, Any] = field(default_factory=dict)
     """Deployments and InferenceServices of the endpoint's revisions."""
     predictors: dict[str, Any] = field(default_factory=dict)
@@ -171,7 +173,10 @@ class World:
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
         views = (view_of(raw) for raw in (*self.servers.values(), *self.predictors.values()))
         endpoints = joined(view for view in views if view is not None)
-        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve)
+        seen = replace(
+            seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
+            custom_metrics=self.custom_metrics,
+        )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)

@@ -240,6 +240,8 @@ class Observed:
     """Objects that serve the model, by revision."""
     kserve: bool = False
     """True if the API server serves InferenceServices."""
+    custom_metrics: bool = False
+    """True if the API server serves the custom metrics API."""
     last_progress_at: datetime | None = None
     """Time of the running attempt's last report with anything new; None: this operator has received none."""
 

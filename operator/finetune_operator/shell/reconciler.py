@@ -303,6 +303,7 @@ class Reconciler:
             pods=self._state.store.pods(job.id),
             endpoints=self._state.store.endpoints(job.id),
             kserve=self._discovery.kserve,
+            custom_metrics=self._discovery.custom_metrics,
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else progress.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
