@@ -485,7 +485,7 @@ class Storm:
         folder = self.team.box.own("reading logs") / "kubelet" / "logs"
         return sorted(folder.glob(f"{NAMESPACE}_finetune-operator-*.log*"))
 
-    def operator_logs_since(self) -> str:
+    def operator_logs(self) -> str:
         """Return the operators' logs since the storm began, across restarts."""
         parts = []
         for file in self._log_files():

@@ -217,6 +217,6 @@ def _orphaned(storm: Storm, names: dict[str, JobState], plural: str, child: Obje
 
 def tracebacks(storm: Storm) -> Iterator[str]:
     """Yield errors that the operator did not expect."""
-    logs = storm.operator_logs_since()
+    logs = storm.operator_logs()
     for place in [found.start() for found in re.finditer("Traceback", logs)][:3]:
         yield logs[max(0, place - 600) : place + 2500]
