@@ -27,6 +27,7 @@ from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
 from finetune_operator.reconcile.observed import job_view, pod_view, pods_being_deleted, wanted_logs
 from finetune_operator.reconcile.reconcile_types import (
+    AutoscalerView,
     Decision,
     EndpointView,
     EventNote,
@@ -116,6 +117,8 @@ class World:
     """True if InferenceServices are served."""
     custom_metrics: bool = False
     """True if the custom metrics API is served."""
+    autoscaler: AutoscalerView | None = None
+    """State of the endpoint's autoscaler."""
     servers: dict[str, Any] = field(default_factory=dict)
     """Deployments and InferenceServices of the endpoint's revisions."""
     predictors: dict[str, Any] = field(default_factory=dict)
@@ -175,7 +178,7 @@ class World:
         endpoints = joined(view for view in views if view is not None)
         seen = replace(
             seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
-            custom_metrics=self.custom_metrics,
+            custom_metrics=self.custom_metrics, autoscaler=self.autoscaler,
         )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")

@@ -3,7 +3,8 @@
 Adapters such as prometheus-adapter serve the same API from a Prometheus. This one needs only the standard library, as
 it runs as a script in the trainer's image.
 
-    python metrics_adapter.py --port 8443 --certificate FILE --key FILE --metric NAME --pod-port 8080
+    python metrics_adapter.py --port 8443 --certificate FILE --key FILE --metric NAME --pod-port 8080 \
+        --timeout-seconds 10
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 class Adapter(ThreadingHTTPServer):
     """Server of one metric."""
 
-    def __init__(self, port: int, metric: str, pod_port: int) -> None:
+    def __init__(self, port: int, metric: str, pod_port: int, timeout_seconds: float) -> None:
         super().__init__(("0.0.0.0", port), Handler)
-        self.metric, self.pod_port = metric, pod_port
+        self.metric, self.pod_port, self.timeout_seconds = metric, pod_port, timeout_seconds
         self.path = re.compile(
             f"/apis/{GROUP_VERSION}/namespaces/(?P<namespace>[^/]+)/pods/(?:\\*|%2A)/{re.escape(metric)}"
         )
@@ -70,13 +71,14 @@ class Adapter(ThreadingHTTPServer):
             headers={"Authorization": f"Bearer {(ACCOUNT / 'token').read_text()}"},
         )
         context = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
-        with urllib.request.urlopen(request, context=context, timeout=10) as reply:
+        with urllib.request.urlopen(request, context=context, timeout=self.timeout_seconds) as reply:
             pods = json.load(reply)["items"]
         return [(pod["metadata"]["name"], ip) for pod in pods if (ip := pod["status"].get("podIP"))]
 
     def _scraped(self, address: str) -> float:
         """Return the metric of the pod at this address. OSError, or ValueError if it exports no such metric."""
-        with urllib.request.urlopen(f"http://{address}:{self.pod_port}/metrics", timeout=5) as reply:
+        url = f"http://{address}:{self.pod_port}/metrics"
+        with urllib.request.urlopen(url, timeout=self.timeout_seconds) as reply:
             text = reply.read().decode()
         found = re.search(rf"^{re.escape(self.metric)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         if found is None:
@@ -118,8 +120,9 @@ def main() -> None:
     parser.add_argument("--key", required=True)
     parser.add_argument("--metric", required=True)
     parser.add_argument("--pod-port", type=int, required=True)
+    parser.add_argument("--timeout-seconds", type=float, required=True)
     given = parser.parse_args()
-    adapter = Adapter(given.port, given.metric, given.pod_port)
+    adapter = Adapter(given.port, given.metric, given.pod_port, given.timeout_seconds)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(given.certificate, given.key)
     adapter.socket = context.wrap_socket(adapter.socket, server_side=True)

@@ -14,6 +14,7 @@ from box_support.team import Team
 from cluster_support import self_signed
 from cluster_support.api_access import Object, path_of, wait_until
 from finetune_contract.layout import SERVE_PORT
+from suite_plugins.patience import patient
 
 SCRIPT = Path(__file__).parent / "metrics_adapter.py"
 NAME = "metrics-adapter"
@@ -28,7 +29,7 @@ def custom_metrics(team: Team, metric: str, folder: Path) -> Iterator[None]:
     pair = self_signed.for_hosts(folder, NAME, names=(f"{NAME}.{team.namespace}.svc",))
     secret = {"tls.crt": pair.certificate.read_text(), "tls.key": pair.key.read_text()}
     options = ["--certificate", "/tls/tls.crt", "--key", "/tls/tls.key", "--metric", metric]
-    options += ["--pod-port", str(SERVE_PORT)]
+    options += ["--pod-port", str(SERVE_PORT), "--timeout-seconds", str(patient(5))]
     volumes: dict[str, Object] = {"tls": {"secret": {"secretName": NAME}}}
     objects = server(NAME, SCRIPT, options, secret, port=PORT, service_port=443, volumes=volumes)
     for pod in (each for each in objects if each["kind"] == "Pod"):

@@ -9,6 +9,7 @@ import pytest
 from finetune_operator.api.network_types import Peer
 from finetune_operator.api.settings import Network, Settings
 from finetune_operator.api.settings_check import check_settings
+from finetune_operator.reconcile.autoscaling import INACTIVE_SECONDS, autoscaler_view, has_autoscaler, is_due
 from finetune_operator.rendering.endpoint_objects import REQUESTS_IN_FLIGHT
 from finetune_trainer.serving.serving_metrics import ServingMetrics
 from reconcile_world import SPEC, World
@@ -32,6 +33,14 @@ def endpoint_world(custom_metrics: bool, endpoint: dict[str, Any], settings: Set
     spec = {"task": SPEC["task"], "model": SPEC["model"], "endpoint": endpoint}
     world = World(spec=spec, custom_metrics=custom_metrics)
     world.settings = settings or world.settings
+    world.settle()
+    return world
+
+
+def answering_world(endpoint: dict[str, Any]) -> World:
+    """Return a job with one server that answers."""
+    world = endpoint_world(False, endpoint)
+    world.server["status"] = {"availableReplicas": 1, "updatedReplicas": 1, "observedGeneration": 1}
     world.settle()
     return world
 
@@ -102,3 +111,54 @@ def test_peers_of_the_settings_may_reach_servers() -> None:
 def test_peer_that_selects_nothing_is_refused(peer: dict[str, Any]) -> None:
     settings = {**World().settings.model_dump(by_alias=True, mode="json"), "networkPolicy": {"endpointClients": [peer]}}
     assert [problem for problem in check_settings(settings)[1] if "endpointClients" in problem.path]
+
+
+INACTIVE = "the HPA was unable to compute the replica count: failed to get cpu utilization"
+
+
+def ready_message(world: World) -> str:
+    return world.job_condition("Ready")[2]
+
+
+def autoscaler(world: World, status: str, message: str = "") -> dict[str, Any]:
+    """Return the autoscaler with its controller's condition, since now."""
+    condition = {"type": "ScalingActive", "status": status, "message": message, "lastTransitionTime": world.after(0)}
+    return {"status": {"conditions": [condition]}}
+
+
+def test_autoscaler_without_metrics_is_reported_once_after_three_minutes() -> None:
+    world = answering_world({"maxReplicas": 3})
+    world.autoscaler = autoscaler_view(autoscaler(world, "False", INACTIVE))
+    world.settle()
+    assert "under load" not in ready_message(world)
+    assert "AutoscalerInactive" not in world.event_reasons()
+    world.wait(INACTIVE_SECONDS)
+    assert f"Servers are not added under load: {INACTIVE}." in ready_message(world)
+    assert "kubectl describe hpa -n team" in ready_message(world)
+    world.wait(600)
+    assert world.event_reasons().count("AutoscalerInactive") == 1
+    world.autoscaler = autoscaler_view(autoscaler(world, "True"))
+    world.settle()
+    assert "under load" not in ready_message(world)
+
+
+@pytest.mark.parametrize(("status", "conditions"), [("True", True), ("Unknown", True), ("False", False)])
+def test_autoscaler_that_works_or_was_not_judged_is_not_reported(status: str, conditions: bool) -> None:
+    world = answering_world({"maxReplicas": 3})
+    world.autoscaler = autoscaler_view(autoscaler(world, status, INACTIVE) if conditions else {"status": {}})
+    world.wait(2 * INACTIVE_SECONDS)
+    assert "under load" not in ready_message(world)
+    assert "AutoscalerInactive" not in world.event_reasons()
+
+
+def test_endpoint_without_autoscaler_is_not_reconciled_for_one() -> None:
+    assert not has_autoscaler(answering_world({}).job())
+    assert not has_autoscaler(answering_world({"replicas": 2, "maxReplicas": 2}).job())
+    assert has_autoscaler(answering_world({"replicas": 2, "maxReplicas": 3}).job())
+
+
+def test_autoscaler_is_read_again_at_intervals() -> None:
+    active = autoscaler_view(autoscaler(World(), "True"))
+    assert is_due(float("inf"), None)
+    assert [is_due(age, None) for age in (10, 60)] == [False, True]
+    assert [is_due(age, active) for age in (60, 599, 600)] == [False, True, True]
