@@ -21,6 +21,7 @@ from finetune_operator.planning.plan_types import Facts, PlanRefused
 from finetune_operator.rendering.render_types import (
     ENDPOINT_ANNOTATION,
     HASH_ANNOTATION,
+    REVISION_ANNOTATION,
     Manifest,
     Owner,
     ProgressEndpoint,
@@ -116,7 +117,7 @@ def check_manifests(spec: dict[str, Any], job: FineTuneJob, launcher: str, manif
 
 def hashed(path: str) -> bool:
     """Return whether the path is of a digest annotation, which depends on other objects' texts."""
-    return HASH_ANNOTATION in path or ENDPOINT_ANNOTATION in path
+    return any(each in path for each in (HASH_ANNOTATION, ENDPOINT_ANNOTATION, REVISION_ANNOTATION))
 
 
 def escaped(found: dict[str, Any], expected: dict[str, Any], path: str) -> bool:
