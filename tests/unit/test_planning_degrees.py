@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
@@ -18,6 +18,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.choice import SIMPLER_MARGIN
 from finetune_operator.planning.degrees import degrees
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, PlanRefused
@@ -359,8 +360,23 @@ def written_out(made: JobPlan, fixed: Mapping[str, Any]) -> dict[str, Any]:
     return {**fixed, "tensor": chosen.tensor, "pipeline": {"degree": degree}, "sequence": chosen.sequence}
 
 
+NEAR: tuple[ModelFacts, str, int, dict[str, Any]] = (
+    gpt(2560, 24, 40),
+    "gpu=V100,memory=16Gi,gpus=8,cpu=64,hostMemory=96Gi",
+    512,
+    {
+        "task": "text-generation",
+        "training": {"globalBatchSize": 64, "optimizer": "sgd", "precision": "fp32"},
+        "parallelism": {},
+        "resources": {"gpusPerNode": 8, "nodes": 2},
+    },
+)
+"""A micro-batch of 4 takes 2% longer than one of 2: it is near the quickest only among forms of these degrees."""
+
+
 @examples(400, suppress_health_check=list(HealthCheck))
 @given(jobs())
+@example(case=NEAR)
 def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]]) -> None:
     model, hardware, length, spec = case
     try:
@@ -392,7 +408,12 @@ def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]
     document = job(explicit).model_dump(mode="json", by_alias=True, exclude_unset=True)
     assert validate_job(document)[1] == []
     again = planned(model, hardware, length=length, **explicit)
-    assert (again.trainer, again.memory, again.strategy) == (made.trainer, memory, made.strategy)
+    if (again.trainer, again.memory, again.strategy) != (made.trainer, memory, made.strategy):
+        # Without the other degrees, a simpler form may be near enough to the quickest.
+        counts["near"] += 1
+        assert made.estimate.seconds is not None
+        assert again.estimate.seconds is not None
+        assert again.estimate.seconds <= made.estimate.seconds * (1 + SIMPLER_MARGIN)
 
 
 @pytest.mark.hypothesis
@@ -401,3 +422,4 @@ def test_degrees_that_are_chosen_are_those_that_could_be_written_and_fit() -> No
     check(counts)
     print(dict(counts))
     assert all(counts[kind] >= 5 for kind in ("refused", "whole", "tensor", "stages", "both", "slices")), counts
+    assert counts["near"] <= sum(counts.values()) // 50, counts
