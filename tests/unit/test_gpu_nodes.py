@@ -213,7 +213,7 @@ def test_plan_for_an_unknown_gpu_assumes_bf16_with_a_note(resources):
     [
         ({}, "fp16"),
         ({"parallelism": {"strategy": "deepspeed", "zeroStage": 2}}, "fp16"),
-        ({"parallelism": {"strategy": "fsdp"}}, "fp32"),
+        ({"parallelism": {"strategy": "fsdp"}}, "fp16"),
         ({"parallelism": {"tensor": 2}}, "fp32"),
         ({"task": "summarization", "model": {"uri": "hf://google-t5/t5-small"}}, "fp32"),
     ],
