@@ -160,7 +160,7 @@ def test_the_image_for_gpus_has_the_libraries_of_rdma() -> None:
 
 def test_the_installer_of_efa_runs_only_if_given_and_by_its_hash(tmp_path: Path) -> None:
     """The step runs here with a stand-in for AWS' installer; the paths of the image are below a folder of the test."""
-    (step,) = [rest for word, rest in instructions("trainer") if word == "RUN" and "efa_installer" in rest]
+    (step,) = [rest for keyword, rest in instructions("trainer") if keyword == "RUN" and "efa_installer" in rest]
     for path in ("/tmp/efa", "/opt/amazon", "/etc/ld.so.conf.d", "/var/lib/apt"):
         step = step.replace(path, f"{tmp_path}{path}")
     for folder in ("bin", "tmp", "etc/ld.so.conf.d", "in/aws-efa-installer"):

@@ -114,7 +114,7 @@ def gpu_nodes(*there: dict[str, str], **labels: str) -> Known[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("network", "nodes", "state", "words"),
+    ("network", "nodes", "state", "message"),
     [
         ("auto", [{"rdma/ib": "8"}] * 2, "ok", "auto requests rdma/ib, which all its nodes have"),
         ("auto", [{"rdma/ib": "8"}, {}], "gap", "auto uses TCP: not all of its nodes have the devices"),
@@ -123,14 +123,14 @@ def gpu_nodes(*there: dict[str, str], **labels: str) -> Known[tuple[Any, ...]]:
         ("rdma", [{}, {}], "gap", "the job requires rdma, and its nodes advertise none"),
     ],
 )
-def test_doctor_shows_what_a_job_gets_of_the_devices_of_nodes(network, nodes, state, words):
+def test_doctor_shows_the_network_devices_that_a_job_gets(network, nodes, state, message):
     spec = {"resources": {"nodes": 2, "gpusPerNode": 8, "network": network}}
     row = found(spec, nodes=gpu_nodes(*nodes))["network of the job"]
-    assert (row.state, row.found) == (state, words)
+    assert (row.state, row.found) == (state, message)
     assert bool(row.hint) is (state == "gap")
 
 
-def test_doctor_lists_network_devices_and_what_efa_lacks():
+def test_doctor_lists_network_devices_and_the_gaps_of_efa():
     efa = {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "2Gi"}
     rows = found(nodes=gpu_nodes(efa, {}, **{"node.kubernetes.io/instance-type": "p5.48xlarge"}))
     assert rows["network between nodes"].found == "of 2 nodes with GPUs: vpc.amazonaws.com/efa on 1 (at least 32 each)"
