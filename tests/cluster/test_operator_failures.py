@@ -12,7 +12,9 @@ from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.plays import KILLED_FOR_MEMORY, OUT_OF_MEMORY, PREEMPTED, RUNS, WRONG_COLUMN, Play, fails
 from cluster_support.spark_stand_in import REFUSED
 from cluster_support.world import CHILD_KINDS, World, condition, conditions, states
+from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import FailureClass
+from finetune_contract.measured_devices import MeasuredDevices
 from suite_plugins.patience import patient
 
 HUB_AWAY = fails(FailureClass.HUB_UNAVAILABLE, "HubTimeout", "huggingface.co did not answer within 60 s")
@@ -155,9 +157,7 @@ def test_a_suspended_preparation_by_spark_stops_and_begins_again(world: World) -
     world.wait_running("spark-pause", "prepare")
     world.change("spark-pause", {"runPolicy": {"suspend": True}})
     world.wait_phase("spark-pause", "Suspended")
-    wait_until(
-        lambda: not world.pods("spark-pause"), "its driver is gone", detail=lambda: world.describe("spark-pause")
-    )
+    wait_until(lambda: not world.pods("spark-pause"), "its driver is gone", tell=lambda: world.describe("spark-pause"))
     assert world.children("spark-pause") == []
     world.change("spark-pause", {"runPolicy": {"suspend": False}})
     assert states(world.wait_phase("spark-pause", "Succeeded"))["prepare"] == ("Succeeded", 2)
@@ -242,6 +242,40 @@ def _batch(world: World, attempt: str) -> Object:
     return batch
 
 
+def test_training_on_an_unknown_gpu_is_planned_again_for_the_measured_one(world: World) -> None:
+    t4 = DeviceFacts(product="Tesla T4", memory_bytes=15_655_829_504, bf16=False, capability="7.5")
+    measured = MeasuredDevices(device=t4, processes=1, per_node=1)
+    differs = fails(FailureClass.REPLANNED, "DeviceDiffers", "Tesla T4 has no units for bf16", devices=measured)
+    world.kubelet.playbook.set("unknown", "train", differs, attempt=1)
+    world.kubelet.playbook.set("unknown", "train", Play(devices=measured), attempt=2)
+    short(world, "unknown", {"resources": {"gpusPerNode": 1}, "runPolicy": {"maxRestarts": 0}})
+    status = world.wait_phase("unknown", "Succeeded")
+    assert states(status)["train"] == ("Succeeded", 2)
+    assert (status["restarts"], status.get("countedRestarts", 0), status.get("failure")) == (1, 0, None)
+    before, after = (world.order(f"unknown-train-{attempt}") for attempt in (1, 2))
+    assert (before["training"]["precision"], before["device"]["source"]) == ("bf16", "assumed")
+    assert (after["training"]["precision"], after["device"]["product"]) == ("fp16", "Tesla T4")
+    assert status["plan"]["device"] == "Tesla T4 with 14.6 GiB, without bf16, measured"
+    assert status["measured"]["device"]["processes"] == 1
+    assert [one["product"] for one in status["measured"]["replannedFor"]] == ["Tesla T4"]
+    world.wait_event(
+        "unknown", "why", lambda _, reason, message: reason == "Replanned" and " -> single in fp16" in message
+    )
+
+
+def test_gpu_that_was_planned_for_is_not_replanned_free_of_charge_again(world: World) -> None:
+    small = DeviceFacts(product="NVIDIA Small", memory_bytes=8 << 30, capability="8.0")
+    measured = MeasuredDevices(device=small, processes=1, per_node=1)
+    world.kubelet.playbook.set(
+        "again", "train", fails(FailureClass.REPLANNED, "DeviceDiffers", "it has 8.0 GiB", devices=measured)
+    )
+    short(world, "again", {"resources": {"gpusPerNode": 1}, "runPolicy": {"maxRestarts": 1}})
+    status = world.wait_phase("again", "Failed")
+    failure = status["failure"]
+    assert (failure["class"], failure["attempt"], status["countedRestarts"]) == ("Replanned", 3, 1)
+    assert "resources.accelerator.product" in failure["hint"]
+
+
 def test_out_of_memory_ends_the_job_under_the_policy_fail(world: World) -> None:
     world.kubelet.playbook.set("strict", "train", OUT_OF_MEMORY)
     short(world, "strict", {"runPolicy": {"onOutOfMemory": "fail"}})
@@ -256,7 +290,7 @@ def test_an_image_that_cannot_be_pulled_ends_the_job_after_a_while(world: World)
     failure = world.wait_phase("image", "Failed")["failure"]
     assert (failure["class"], failure["stage"]) == ("ImagePull", "prepare")
     assert "nowhere/none:1" in failure["message"]
-    wait_until(lambda: world.pods("image") == [], "nothing of it runs", detail=lambda: world.describe("image"))
+    wait_until(lambda: world.pods("image") == [], "nothing of it runs", tell=lambda: world.describe("image"))
 
 
 def test_exit_code_zero_without_a_report_is_a_failure(world: World) -> None:
@@ -338,7 +372,7 @@ def test_deadline_stops_the_running_stage(world: World) -> None:
     status = world.wait_phase("late", "Failed")
     assert (status["failure"]["class"], status["failure"]["stage"]) == ("DeadlineExceeded", "prepare")
     assert states(status)["prepare"] == ("Failed", 1)
-    wait_until(lambda: not world.pods("late"), "nothing runs any more", detail=lambda: world.describe("late"))
+    wait_until(lambda: not world.pods("late"), "nothing runs any more", tell=lambda: world.describe("late"))
 
 
 def test_a_terminal_job_creates_nothing_ever(world: World) -> None:

@@ -19,6 +19,7 @@ REMEDY_TEXTS = {
     "adapts": Remedy.ADAPT,
     "restarts free of charge": Remedy.FREE,
     "restarts, counted": Remedy.COUNTED,
+    "restarts with a new plan": Remedy.REPLAN,
 }
 
 

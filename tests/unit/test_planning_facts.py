@@ -379,7 +379,8 @@ def test_hardware_is_parsed_from_text(text, expected):
 )
 def test_unknown_gpu_has_bf16_and_the_assumption_is_noted(product, memory, sentence):
     device, note = assumed_device(product, memory)
-    assert device == DeviceFacts(product=product or "unknown GPU", memory_bytes=memory or 15_360 * MIB, bf16=True)
+    taken = DeviceFacts(product=product or "unknown GPU", memory_bytes=memory or 15_360 * MIB, bf16=True, assumed=True)
+    assert device == taken
     assert note is not None
     assert note.startswith(f"hardware: {sentence}")
 
@@ -438,6 +439,8 @@ def test_an_error_names_the_key(text, message):
         ("nvidia-tesla-a100", "A100-40GB"),
         ("p4de.24xlarge", "A100-80GB"),
         ("NVIDIA-A100-SXM4-80GB-MIG-3g.40gb", "A100-80GB-MIG-3g.40gb"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "A100-80GB-MIG-3g.40gb"),
+        ("AMD Instinct MI250X / MI250", "MI250X"),
         ("RX9", None),
     ],
 )
