@@ -186,7 +186,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy
     assert interrupted(spread, 11, signal.SIGKILL, [0, 1]).exit_code != 0
     # A damaged file makes the newest checkpoint useless; the one before it is used, and the file is named.
     newest = run.paths.checkpoints / (run.paths.checkpoints / "latest").read_text().strip()
-    victim = newest / "state" / "weights.pt"
+    victim = newest / "state" / "shard-00001.safetensors"
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(bytes(content))
@@ -256,7 +256,7 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_collective_operation_wait
     codes, output = fork_server().run({**case, **call})
     assert codes == [0, 0], output
     assert "Resuming from" in output
-    assert all(f"rank 0 alone: {what}" in output for what in ("newest", "load", "commit"))
+    assert all(f"rank 0 alone: {what}" in output for what in ("newest", "load_shards", "write_tensors", "commit"))
 
 
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):

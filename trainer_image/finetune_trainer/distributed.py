@@ -261,6 +261,32 @@ def barrier() -> None:
         torch.distributed.barrier(group=_Barrier.group)
 
 
+def waiting_group() -> ProcessGroup | None:
+    """Return the group of all processes, in host memory and with `PATIENCE`; None without a process group."""
+    return _Barrier.group
+
+
+def patiently_gathered(mine: T) -> list[T]:
+    """Return `mine` of each process, by rank, also where some come much later. Every rank must call it."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine, group=_Barrier.group)
+    return everyone
+
+
+def patiently_shared(value: T | None) -> T:
+    """Return the `value` of rank 0, which may be long in coming; the others pass None. Every rank must call it."""
+    import torch
+
+    shared: list[Any] = [value]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(shared, src=0, group=_Barrier.group)
+    return shared[0]  # type: ignore[no-any-return]
+
+
 def gathered(mine: T) -> list[T]:
     """Return `mine` of each process, by rank. Every rank must call it."""
     import torch

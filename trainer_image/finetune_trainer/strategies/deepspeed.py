@@ -23,6 +23,7 @@ from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import FileEntry
 from finetune_trainer.strategies.strategy_protocol import (
     Placed,
     WeightsPlace,
@@ -259,9 +260,10 @@ class DeepSpeed:
         state |= {name: buffer.cpu() for name, buffer in placed.model.named_buffers() if name in persistent}
         return state
 
-    def save(self, placed: Placed, folder: Path) -> None:
-        """Have the engine write one folder with the shards of all ranks."""
+    def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
+        """Have the engine write one folder with the shards of all ranks, which it does not hash."""
         placed.wrapped.save_checkpoint(str(folder), exclude_frozen_parameters=placed.adapted)  # type: ignore[operator]
+        return {}
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Have the engine read its shards. Raise StageError CHECKPOINT if it does not find them, or for a file that

@@ -30,6 +30,7 @@ from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import FileEntry
 from finetune_trainer.strategies.mesh import SEQUENCE, MeshShape
 from finetune_trainer.strategies.strategy_protocol import (
     HEADS,
@@ -131,9 +132,9 @@ class SequenceParallel:
         """Return the state from the strategy around it."""
         return self._inner.model_state(placed)
 
-    def save(self, placed: Placed, folder: Path) -> None:
+    def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
         """Save as the strategy around it: the state does not depend on the slices."""
-        self._inner.save(placed, folder)
+        return self._inner.save(placed, folder)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Load as the strategy around it."""

@@ -17,6 +17,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import FileEntry
 
 if TYPE_CHECKING:
     import torch
@@ -103,8 +104,10 @@ class Strategy(Protocol):
         other ranks. Every rank must call it.
         """
 
-    def save(self, placed: Placed, folder: Path) -> None:
-        """Write weights and optimizer state below `folder`, which exists. Every rank must call it."""
+    def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
+        """Write weights and optimizer state below `folder`, which exists. Return the files that this process wrote and
+        hashed meanwhile, by their names below `folder`; others hash the rest. Every rank must call it.
+        """
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Read the files written by `save`. Every rank must call it."""

@@ -38,6 +38,7 @@ from finetune_trainer.models import load_tokenizer, pinned, position_limit, weig
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
 from finetune_trainer.signing import signer_of
+from finetune_trainer.spread_hashing import SpreadHashing
 from finetune_trainer.stage_console import quiet_transformers
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.stored_weights import as_stored, in_training_type, narrow_weights
@@ -449,8 +450,10 @@ def _saver(run: _Run, start: _Start, stopper: EarlyStopper | NeverStop) -> RunSa
     if start.adapted is not None:
         settings["frozen_weights"] = start.adapted.base  # they are not in the checkpoint
     signer = signer_of(run.job.name, checkpoints, os.environ)
+    hashing = SpreadHashing(run.world.size)
     return RunSaver(
-        CheckpointStore(run.paths.checkpoints, checkpoints.keep, signer),
+        CheckpointStore(run.paths.checkpoints, checkpoints.keep, signer, hashing),
+        hashing,
         checkpoints,
         strategy=run.strategy,
         label=run.training.strategy.checkpoint_form,
