@@ -107,7 +107,7 @@ def write_state(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Mapping
             storage_writer=writer,
             planner=DefaultSavePlanner(flatten_state_dict=False),
             process_group=waiting_group(),
-            no_dist=waiting_group() is None,
+            no_dist=not torch.distributed.is_initialized(),
         )
     return WrittenState(writer.entries)
 
@@ -137,7 +137,7 @@ def read_state(part: CheckpointPart, index: StateIndex, tensors: Mapping[str, to
             storage_reader=_ShardReader(part, index),
             planner=DefaultLoadPlanner(flatten_state_dict=False),
             process_group=waiting_group(),
-            no_dist=waiting_group() is None,
+            no_dist=not torch.distributed.is_initialized(),
         )
 
 
