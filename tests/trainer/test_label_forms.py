@@ -263,7 +263,7 @@ def test_early_stopping_by_an_error_keeps_the_smallest(model: Path, tmp_path: Pa
     trained(a_job(model, write_data(tmp_path / "data", "regression"), early_stopping=stopping), paths)
     told = {line["step"]: line["eval_mse"] for line in read_lines(paths.history) if "eval_mse" in line}
     (kept,) = (paths.checkpoints / "best").iterdir()
-    assert kept.name == f"step-{min(told, key=lambda step: told[step])}.pt"
+    assert kept.name == f"step-{min(told, key=lambda step: told[step])}.safetensors"
 
 
 def test_items_are_rows_also_where_a_number_is_what_others_leave_out() -> None:

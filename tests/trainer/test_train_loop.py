@@ -142,17 +142,17 @@ def test_early_stopping_keeps_best_weights_and_stays_stopped_on_resume(here, cap
     }, "the model's figures are those of its weights"
     card = (run.paths.model / "README.md").read_text()
     assert "| Optimizer steps | 24 (2.00 epochs) of 120 planned: stopped early; weights of step 12" in card
-    assert [path.name for path in best.iterdir()] == ["step-12.pt"]
+    assert [path.name for path in best.iterdir()] == ["step-12.safetensors"]
 
     run.train_here()
     assert len(run.losses()) == 24
 
     # As after a kill between a better evaluation and its checkpoint: the best weights are missing.
-    (best / "step-12.pt").rename(best / "step-36.pt")
+    (best / "step-12.safetensors").rename(best / "step-36.safetensors")
     run.train_here()
     assert "The best weights, of step 12, are missing" in caplog.text
     assert len(run.losses()) == 48
-    assert [path.name for path in best.iterdir()] == ["step-36.pt"]
+    assert [path.name for path in best.iterdir()] == ["step-36.safetensors"]
 
 
 def test_a_metric_that_is_not_measured_cannot_stop_a_run_and_is_refused_before_it(here):

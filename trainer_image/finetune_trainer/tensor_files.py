@@ -95,6 +95,26 @@ def write_tensors(path: Path, forms: Mapping[str, TensorForm], tensors: Iterable
     return file.entry
 
 
+def write_gathered(
+    path: Path, forms: Mapping[str, TensorForm], tensors: Iterator[torch.Tensor], *, main: bool
+) -> FileEntry | None:
+    """Write the file on the main process, from tensors that all processes gather one after another: `tensors` is read
+    to its end on each, also where writing fails, as no process may wait for others in vain. Return None on the others.
+    """
+    try:
+        return write_tensors(path, forms, tensors) if main else None
+    finally:
+        for _ in tensors:
+            pass
+
+
+def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, which stay in it: their memory is the system's, and reclaimable."""
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
 def _header(forms: Mapping[str, TensorForm], order: Iterable[str]) -> bytes:
     """Return the size of the description and the description, a JSON object: name -> type, shape, range of bytes."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -38,7 +38,7 @@ def _is_main() -> bool:
 
 
 class FullState:
-    """Base of strategies: `model_state`, `save` and `load` by torch's state-dict functions."""
+    """Base of strategies: `write_weights`, `save` and `load` by torch's state-dict functions."""
 
     spreads_itself = False
     takes_weights: WeightsPlace = "device"
@@ -52,13 +52,14 @@ class FullState:
         """Return an empty context: there is no exchange to skip."""
         return nullcontext()
 
-    def model_state(self, placed: Placed) -> dict[str, Any]:
-        """Return all weights, or the trained ones, on rank 0; nothing on other ranks."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
+        """Gather one weight after another on every process, and write them on rank 0."""
+        from finetune_trainer.tensor_files import TensorForm, storage_order, write_gathered
 
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=placed.adapted)
-        state = get_model_state_dict(placed.wrapped, options=options)
-        return state if _is_main() else {}
+        weights = _weights(placed)
+        forms = {name: TensorForm.of(value) for name, value in weights.items()}
+        gathered = (_whole(weights[name]) for name in storage_order(forms))
+        return write_gathered(path, forms, gathered, main=_is_main())
 
     def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
         """Write the shards of this process; of state that every process has, a share."""
@@ -83,6 +84,18 @@ class FullState:
         if manifest_strategy in WHOLE_CHECKPOINTS:
             return None
         return f"it was written by strategy {manifest_strategy}, which keeps its state in shards of its own"
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """Return the unsharded tensor. Every process must call it."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, DTensor):
+        return value
+    # Shards in host memory are gathered by the backend of the mesh.
+    on_mesh: Any = value.detach().to(value.device_mesh.device_type)
+    whole: torch.Tensor = on_mesh.full_tensor()
+    return whole
 
 
 def is_gathered(part: CheckpointPart) -> bool:

@@ -50,6 +50,7 @@ from finetune_trainer.strategies.strategy_protocol import (
     type_name,
 )
 from finetune_trainer.strategies.tensor import split_layers, split_weights, summed_weights, tensor_plan
+from finetune_trainer.tensor_files import TensorForm, storage_order, write_gathered
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -259,34 +260,33 @@ class ModelParallel(FullState):
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def model_state(self, placed: Placed) -> dict[str, Any]:
-        """Return all weights on rank 0, nothing on other ranks."""
-        state = self._gathered((name, value) for name, value in placed.model.state_dict().items())
-        for name, other in self._tied.items():
-            if other in state:
-                state[name] = state[other]
-        return state
+    def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
+        """Gather one weight after another, from its tensor ranks and its stage, and write them on rank 0."""
+        held = {name: value for name, value in placed.model.state_dict().items() if name not in self._tied}
+        mine = {name: TensorForm.of(value) for name, value in held.items()}
+        everyone = patiently_gathered((self._sends_state, mine))
+        senders = {name: rank for rank, (sends, forms) in reversed([*enumerate(everyone)]) if sends for name in forms}
+        forms = {name: everyone[rank][1][name] for name, rank in senders.items()}
+        gathered = self._gathered(held, forms, senders)
+        return write_gathered(path, forms, gathered, main=distributed.get_rank() == 0)
 
-    def _gathered(self, mine: Iterator[tuple[Any, torch.Tensor]]) -> dict[Any, Any]:
-        """Return the tensors of all stages, unsharded, on the CPU of rank 0. Every rank must call it."""
-        whole = {name: _whole(value) for name, value in mine}
-        if not self._sends_state:
-            whole = {}
-        if self.pipeline is None:
-            return whole if distributed.get_rank() == 0 else {}
-        shapes: list[Any] = [None] * self.shape.size
-        distributed.all_gather_object(shapes, {name: (tuple(v.shape), v.dtype) for name, v in whole.items()})
-        if distributed.get_rank() != 0:
-            for value in whole.values():
-                distributed.send(value, dst=0)
-            return {}
-        for rank, of_rank in enumerate(shapes):
-            for name, (shape, dtype) in of_rank.items():
-                if rank != 0:
-                    value = torch.empty(shape, dtype=dtype)
-                    distributed.recv(value, src=rank)
-                    whole.setdefault(name, value)
-        return whole
+    def _gathered(
+        self, held: Mapping[str, torch.Tensor], forms: Mapping[str, TensorForm], senders: Mapping[str, int]
+    ) -> Iterator[torch.Tensor]:
+        """Yield the unsharded tensors of all stages on rank 0, and what this process has on the others, in the storage
+        order of `forms`. Every rank must read them.
+        """
+        rank = distributed.get_rank()
+        for name in storage_order(forms):
+            whole = _whole(held[name]) if name in held else None
+            if rank == senders[name] != 0:
+                assert whole is not None
+                distributed.send(whole, dst=0)
+            if rank == 0 != senders[name]:
+                whole = torch.empty(forms[name].shape, dtype=forms[name].dtype)
+                distributed.recv(whole, src=senders[name])
+            if whole is not None:
+                yield whole
 
     @property
     def _sends_state(self) -> bool:

@@ -128,9 +128,9 @@ class SequenceParallel:
         """Return the context of the strategy around it."""
         return self._inner.accumulating(placed)
 
-    def model_state(self, placed: Placed) -> dict[str, Any]:
-        """Return the state from the strategy around it."""
-        return self._inner.model_state(placed)
+    def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
+        """Write as the strategy around it."""
+        return self._inner.write_weights(placed, path)
 
     def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
         """Save as the strategy around it: the state does not depend on the slices."""

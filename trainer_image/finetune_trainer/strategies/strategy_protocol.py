@@ -99,9 +99,9 @@ class Strategy(Protocol):
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
         """Return the context of every micro-batch of a step but the last: gradients need not be exchanged in it."""
 
-    def model_state(self, placed: Placed) -> dict[str, Any]:
-        """Return all weights (of an adapted model only the trained ones), unsharded, on the CPU of rank 0; empty on
-        other ranks. Every rank must call it.
+    def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
+        """Write all weights (of an adapted model only the trained ones), unsharded and tied ones once, into a file of
+        safetensors on rank 0, which returns its entry. They are gathered one at a time. Every rank must call it.
         """
 
     def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:

@@ -49,9 +49,9 @@ class RunSaver:
     def __init__(
         self,
         store: CheckpointStore,
-        hashing: SpreadHashing,
         schedule: CheckpointSchedule,
         *,
+        hashing: SpreadHashing,
         strategy: Strategy,
         label: str,
         world: ProcessWorld,
