@@ -167,7 +167,7 @@ def test_state_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.Mon
     import torch
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 16)
+    monkeypatch.setattr(tensor_files, "SAVED_PIECE_BYTES", 16)
     tensors = state_of()
     part = stored(tmp_path, tensors).part("state")
     index = read_index(part)
@@ -184,7 +184,7 @@ def test_a_tensor_in_host_memory_is_never_whole(tmp_path: Path, monkeypatch: pyt
     import torch
 
     pieces = []
-    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 64)
+    monkeypatch.setattr(tensor_files, "SAVED_PIECE_BYTES", 64)
     monkeypatch.setattr(
         tensor_files._HashedFile,
         "write",

@@ -67,7 +67,8 @@ def test_a_checkpoint_that_takes_long_puts_off_the_next(monkeypatch):
     monkeypatch.setattr("finetune_trainer.training.saving.time.monotonic", lambda: now)
     saver = RunSaver(
         cast(Any, None), CheckpointSchedule(every_steps=50, within_minutes=10, keep=1),
-        strategy=cast(Any, None), label="", world=cast(Any, None), data_rank=0, job={}, stopper=cast(Any, None), seed=0,
+        hashing=cast(Any, None), strategy=cast(Any, None), label="", world=cast(Any, None), data_rank=0, job={},
+        stopper=cast(Any, None), seed=0,
     )  # fmt: skip
     now = 3600.0  # the weights were loaded
     assert not saver.wants()

@@ -34,8 +34,8 @@ Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Time that a collective operation of the training waits for a lost process."""
 PATIENCE = timedelta(days=1)
-"""Time that processes wait at a barrier while one works alone: rank 0 writes, hashes and reads checkpoints, 12 bytes a
-parameter, which takes more than half an hour for tens of billions of them. A process that ends closes its connections,
+"""Time that processes wait for each other while they write, hash and read checkpoints, 12 bytes a parameter, which may
+take more than half an hour for tens of billions of them on a slow volume. A process that ends closes its connections,
 which ends the wait at once, and the operator finds one that hangs (`runPolicy.progressDeadlineSeconds`).
 """
 

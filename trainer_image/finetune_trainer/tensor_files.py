@@ -1,8 +1,8 @@
 """Files of tensors in safetensors' format, written piece by piece.
 
 safetensors' own `save_file` needs all tensors of a file in host memory. Here a tensor is copied from its device in
-pieces of `PIECE_BYTES`, and the file is hashed as it is written, so that nobody has to read it for its hash. Readers
-are safetensors' own: they map a file, and copy the parts that are used.
+pieces of `SAVED_PIECE_BYTES`, and the file is hashed as it is written, so that nobody has to read it for its hash.
+Readers are safetensors' own: they map a file, and copy the parts that are used.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import IO, Any
 
 import torch
 
+from finetune_contract.plans import SAVED_PIECE_BYTES
 from finetune_trainer.files import FileEntry
 
-PIECE_BYTES = 64 << 20
-"""Most bytes of a tensor in host memory at a time: large enough for full speed of a disk and of PCIe."""
 _TYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -134,9 +133,9 @@ def _header(forms: Mapping[str, TensorForm], order: Iterable[str]) -> bytes:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in host memory, `PIECE_BYTES` at a time."""
+    """Yield the bytes of a tensor in host memory, `SAVED_PIECE_BYTES` at a time."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for piece in torch.split(flat, PIECE_BYTES):
+    for piece in torch.split(flat, SAVED_PIECE_BYTES):
         if piece.numel():
             yield memoryview(piece.cpu().numpy())
 
