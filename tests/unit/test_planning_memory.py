@@ -414,9 +414,7 @@ PIECES = 4 * SAVED_PIECE_BYTES / 1_000_000_000
         ),
         pytest.param(ZERO3, 2, None, 4 + PIECES, id="ZeRO-3 copies the master copy"),
         pytest.param({"name": "deepspeed", "zero_stage": 0}, 2, None, 4 + PIECES, id="ZeRO-0 copies that of rank 0"),
-        pytest.param(
-            {**ZERO3, "offload_optimizer": "cpu"}, 4, None, 16 + PIECES, id="written beside what is offloaded"
-        ),
+        pytest.param({**ZERO3, "offload_optimizer": "cpu"}, 4, None, 16 + PIECES, id="beside what is offloaded"),
         pytest.param(
             {"name": "fsdp", "offload_optimizer": "cpu", "offload_parameters": "cpu"},
             4,

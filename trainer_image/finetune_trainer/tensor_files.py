@@ -137,7 +137,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for piece in torch.split(flat, SAVED_PIECE_BYTES):
         if piece.numel():
-            yield memoryview(piece.cpu().numpy())
+            yield piece.cpu().numpy().data
 
 
 class _HashedFile:

@@ -405,10 +405,10 @@ def _spreading_bytes(work: Workload) -> int:
 def _saving_bytes(work: Workload) -> int:
     """Return the host memory of a checkpoint, or of the trained model, on a node beside offloaded state.
 
-    Each process writes its own part, in pieces (`finetune_trainer.tensor_files`). Those of DeepSpeed have theirs in flat
-    buffers, of which torch.save copies a whole one from the device: the fp32 master copy. At the end the weights are gathered one
-    at a time into a file, which is mapped. Experts are divided in one piece for the model's own form of files. An
-    adapter is merged into the model in fp32, which is loaded again for that.
+    Each process writes its own part, in pieces (`finetune_trainer.tensor_files`). DeepSpeed's have theirs in flat
+    buffers, of which torch.save copies a whole one from the device: the fp32 master copy. At the end the weights are
+    gathered one at a time into a file, which is mapped. Experts are divided in one piece for the model's own form of
+    files. An adapter is merged into the model in fp32, which is loaded again for that.
     """
     trained, processes = trained_parameters(work.model, work.adapter).trained, work.world.processes_per_node
     checkpoint = SAVED_PIECE_BYTES * processes
