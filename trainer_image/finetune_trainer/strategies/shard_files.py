@@ -83,7 +83,7 @@ class StateIndex(Message):
 
     tensors: dict[str, StoredTensor]
     rest: dict[str, Any]
-    """What is not a tensor."""
+    """Values that are not tensors, as JSON."""
 
 
 @dataclass(frozen=True)
