@@ -13,12 +13,21 @@ from typing import Literal, Self, TypeVar
 
 from finetune_contract.choices import Device, InferencePrecision, Optimization, Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
+from finetune_contract.measured_devices import PlannedDevice
 from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, MemoryEstimate, PlanLauncher, Servers
+from finetune_operator.planning.plan_types import (
+    Adaptation,
+    EndpointRuntime,
+    MemoryEstimate,
+    NetworkPlan,
+    NodesNetwork,
+    PlanLauncher,
+    Servers,
+)
 
 Value = TypeVar("Value")
 
@@ -79,12 +88,16 @@ class Draft:
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts
+    device_source: Literal["known", "assumed", "measured"]
+    """Source of the GPU's facts; `measured` by an earlier attempt."""
     hardware_known: bool
     """False if `hardware` is derived from the job's requests and not from a node."""
     model: ModelFacts
     model_known: bool
     """False if the model was not read and its name gives at most a size."""
     model_revision: str
+    nodes_network: NodesNetwork | None
+    """Network devices of the nodes that can run the pods; None: unknown."""
     as_known: bool
     """True to refuse a job that does not fit by the known facts, even if prepare could still measure less."""
     data: DataFacts | None
@@ -102,6 +115,8 @@ class Draft:
     servers: Servers | None = None
     launcher: PlanLauncher | None = None
     world: World | None = None
+    network: NetworkPlan | None = None
+    """None if the training has one node, or no GPUs."""
     adapter: Adapter | None = None
     """None if all weights are trained."""
     precision: Precision | None = None
@@ -114,6 +129,8 @@ class Draft:
     steps: Steps | None = None
     checkpoints: CheckpointSchedule | None = None
     capacity: Capacity | None = None
+    device: PlannedDevice | None = None
+    """GPU of unknown nodes that the training is planned for."""
     reasons: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()

@@ -26,9 +26,11 @@ from finetune_contract.choices import (
     Sharding,
     StrategyName,
     Task,
+    Transport,
     ZeroStage,
 )
 from finetune_contract.contract_models import Order
+from finetune_contract.measured_devices import PlannedDevice
 from finetune_contract.stage_pods import preparing_pods
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -222,6 +224,10 @@ class World(Order):
     device: Device
     threads_per_process: int = Field(gt=0)
     """CPU threads of one process (OMP_NUM_THREADS)."""
+    network: Annotated[Transport | None, Field(exclude_if=lambda network: network is None)] = None
+    """Network between nodes whose devices the pods have: the training fails if NCCL uses sockets instead. None: no
+    devices are requested. Omitted if None: images that do not know the field read such jobs.
+    """
 
     @property
     def size(self) -> int:
@@ -450,6 +456,10 @@ class TrainerJob(Order):
     preparation: Preparation = Preparation()
     training: Training | None = None
     """Built-in training loop."""
+    device: Annotated[PlannedDevice | None, Field(exclude_if=lambda device: device is None)] = None
+    """GPU that the training is planned for, if the nodes are not known: the trainer measures its own and compares.
+    Omitted if they are known: images that do not know the field read such jobs.
+    """
     script: Script | None = None
     """The user's own training program in place of the loop: at most one of the two is set."""
     evaluation: Evaluation | None = None

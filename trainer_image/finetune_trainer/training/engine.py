@@ -178,12 +178,12 @@ class Engine:
 
     def _clipped(self, most: float) -> Any:
         """Clip the gradients and return their norm before; under FSDP it is a DTensor."""
-        own = self._strategy.replica_step
-        if own is not None:
-            return own.clip_gradients(self.model, most)
         if self._strategy.scales_loss:
             # accelerate does it only together with autocast.
             self.accelerator.scaler.unscale_(self._inner_optimizer())
+        own = self._strategy.replica_step
+        if own is not None:
+            return own.clip_gradients(self.model, most)
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
