@@ -237,7 +237,7 @@ def shared(workers: object, *, rows: int | None = None, local: bool = False, **s
         ("auto", {"resources": {"nodes": 3, "gpusPerNode": 0}}, 3, "one for each node that spec.resources asks for"),
         ("auto", {"rows": 1_000}, 1, "all rows take one pod less than a second"),
         ("auto", {"rows": 1_000_000_000}, 16, "one for each GPU that spec.resources asks for"),
-        ("auto", {"local": True}, 1, "prediction by 1 process: one process of this machine predicts"),
+        ("auto", {"local": True}, 1, "prediction without pods: this machine predicts alone"),
         (4, {"local": True}, 1, "spec.predict.workers and spec.predict.engine hold in one"),
     ],
 )  # fmt: skip

@@ -237,11 +237,13 @@ class _Barrier:
     group: ClassVar[ProcessGroup | None] = None
 
 
-def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
-    """Raise StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` where the process of that rank does not see its GPU."""
+def refuse_missing_gpu(rank: int = 0, local_rank: int = 0, count: int = 1) -> None:
+    """Raise StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` where the process of that rank does not see its GPU, or
+    its `count` ones.
+    """
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_rank + count:
         return
     raise StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
@@ -269,6 +271,18 @@ def gathered(mine: T) -> list[T]:
         return [mine]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
+    return everyone
+
+
+def gathered_on_first(mine: T) -> list[T] | None:
+    """Return `mine` of each process, by rank, on rank 0; None on the others. Every rank must call it."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return [mine]
+    first = torch.distributed.get_rank() == 0
+    everyone: list[Any] | None = [None] * torch.distributed.get_world_size() if first else None
+    torch.distributed.gather_object(mine, everyone)
     return everyone
 
 
