@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from finetune_contract.choices import Device
 from finetune_contract.layout import FailureClass
@@ -20,6 +20,7 @@ from finetune_trainer.distributed import PATIENCE, ProcessWorld, disconnect, gat
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from finetune_trainer.tasks.task_protocol import Answer
@@ -110,27 +111,41 @@ def evaluation_share(world: ProcessWorld, pod: InferenceProcesses) -> BatchShare
 
 
 def placement(devices: int) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that place equal shares of a model's layers on so many visible GPUs."""
-    return {} if devices == 1 else {"device_map": "balanced"}
+    """Return arguments of `from_pretrained` that place about equal shares of a model's layers on so many visible GPUs;
+    none for one.
+    """
+    if devices == 1:
+        return {}
+    import torch
+
+    free: dict[int | str, int] = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(devices)}
+    # Without a limit for host memory, layers that do not fit would go to files; `refuse_host_memory` refuses both.
+    return {"device_map": "balanced", "max_memory": {**free, "cpu": _NO_LIMIT}}
 
 
-def places(model: PreTrainedModel) -> set[int | str]:
-    """Return the devices on which layers of a placed model are; none for any other model."""
-    return set((getattr(model, "hf_device_map", None) or {}).values())
+_NO_LIMIT = 1 << 60
+
+
+def places(model: PreTrainedModel) -> set[str]:
+    """Return the devices of a model's weights."""
+    return {str(parameter.device) for parameter in cast(Any, model).parameters()}
 
 
 def refuse_host_memory(model: PreTrainedModel) -> None:
-    """Raise StageError OUT_OF_MEMORY `LayersDoNotFit` if layers were placed in host memory or in files, where each pass
-    would copy them to a GPU.
+    """Raise StageError OUT_OF_MEMORY `LayersDoNotFit` if layers of a placed model are in host memory, from where each
+    pass would copy them to a GPU.
     """
-    outside = sorted(name for name, place in (getattr(model, "hf_device_map", None) or {}).items() if place in _HOST)
+    # Weights that are copied for each pass are on the device `meta` in between.
+    outside = [name for name, weight in cast(Any, model).named_parameters() if weight.device.type != "cuda"]
     if outside:
         raise StageError(
             FailureClass.OUT_OF_MEMORY,
             "LayersDoNotFit",
-            f"{len(outside)} layers of the model, {outside[0]} among them, do not fit the GPUs of this process.",
+            f"{len(outside)} weights of the model, {outside[0]} among them, do not fit the GPUs of this process.",
             "Use GPUs with more memory, or more of them a node, or leave the stage out. A trained model is kept.",
         )
 
 
-_HOST = frozenset({"cpu", "disk"})
+def is_placed(model: torch.nn.Module) -> bool:
+    """Return whether the model's layers are on several devices."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1

@@ -17,7 +17,14 @@ from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
-from finetune_trainer.inference.pod_processes import ALL_BATCHES, BatchShare, placement, places, refuse_host_memory
+from finetune_trainer.inference.pod_processes import (
+    ALL_BATCHES,
+    BatchShare,
+    is_placed,
+    placement,
+    places,
+    refuse_host_memory,
+)
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, labels_of
@@ -141,8 +148,8 @@ def _loaded(
         refuse_missing_gpu(count=devices)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     model = task.load_model(job, name, {**arguments, **placement(devices)}, dtype)
-    refuse_host_memory(model)
     if devices > 1:
+        refuse_host_memory(model)
         log.info("The layers of %s are on %d GPUs.", name, len(places(model)))
     if precision != "fp32":
         log.info("%s computes in %s.", name, precision)
@@ -227,7 +234,7 @@ def settle(model: PreTrainedModel, device: Device) -> None:
     if device == "cuda":
         refuse_missing_gpu()
     module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
-    if len(places(model)) < 2:
+    if not is_placed(model):
         module.to(device)
     module.eval()
 
