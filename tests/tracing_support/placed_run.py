@@ -1,5 +1,5 @@
-"""Traced inference of a model whose layers are on two GPUs, in a process that has the CUDA stub loaded: the trainer's own
-loading and forward passes, on fake tensors, which refuse an operation on tensors of two devices.
+"""Traced inference of a model whose layers are on two GPUs, in a process that has the CUDA stub loaded: the trainer's
+own loading and forward passes, on fake tensors, which refuse an operation on tensors of two devices.
 
 Called by `process_support.forked` in a fork of its own, as the functions in `switched_off` stay replaced.
 """

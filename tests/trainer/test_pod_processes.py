@@ -1,12 +1,14 @@
-"""Several processes of one pod evaluate and predict like one: equal metrics, equal bytes, and a failure has its cause."""
+"""Several processes of one pod evaluate and predict like one: equal metrics, equal bytes, and one that is killed is the
+cause of the failure.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,9 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import InferenceProcesses, TrainerJob
-from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.pod_processes import BatchShare, evaluation_share, visible_gpus
+from finetune_trainer.inference.pod_processes import BatchShare, visible_gpus
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
 from process_support.command_lines import command_of
@@ -83,7 +84,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "question-answering": (["question", "context", "answers"], {}),
     "text-generation": (["text"], {"generation": {"max_new_tokens": 5}}),
     "summarization": (["source", "target"], {"generation": {"max_new_tokens": 5, "temperature": 1.0}}),
-    "preference-tuning": (["prompt", "chosen", "rejected"], {"predict": None}),
+    "preference-tuning": (["prompt", "chosen", "rejected"], {}),
 }
 """Columns of each task, and other settings. Texts of the summarization are drawn at random."""
 ANSWERS = {"label", "tags", "answers", "target"}
@@ -105,7 +106,7 @@ def job_of(tmp_path: Path, data: Path, tiny_bert: Callable[..., Path]) -> Callab
         given = {name: name for name in columns if name not in ANSWERS}
         rows = {"uri": f"file://{data}/test.jsonl", "columns": given}
         settings = {"training": training_of(steps=1, threads=1), "preparation": {"max_length": 48}}
-        settings |= {"predict": {**INFERENCE, "dataset": rows}}
+        settings |= {"predict": None if task == "preference-tuning" else {**INFERENCE, "dataset": rows}}
         return trained(task_job(task, model, data, columns, **settings, **changes), JobPaths.of(tmp_path / "w", "job"))
 
     return make
@@ -156,6 +157,9 @@ def test_two_processes_evaluate_and_predict_like_one(task: str, job_of: Callable
     samples = (paths.root / "samples.json").read_bytes() if (paths.root / "samples.json").exists() else None
     code, report, output = end(*start(in_processes(job, 2), paths, Stage.EVALUATE))
     assert (code, report.rank, report.world_size) == (0, 0, 2), output
+    taken = re.findall(r"Rows answered by each process: (\d+), (\d+)\.", output)
+    assert taken, output
+    assert all(int(rows) > 20 for each in taken for rows in each)
     assert report.metrics == json.loads(json.dumps(alone))
     if samples is not None:
         assert (paths.root / "samples.json").read_bytes() == samples
@@ -168,3 +172,76 @@ def test_two_processes_evaluate_and_predict_like_one(task: str, job_of: Callable
     assert (code, report.metrics["rows"]) == (0, 101), output
     assert paths.predictions_jsonl.read_bytes() == expected
     assert not list(paths.root.glob("predictions.parts*"))
+
+
+def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the processes of the stage itself, as far as started."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    agent = "finetune_trainer.launching.elastic"
+    return [each for each in below if "finetune_trainer" in (command := command_of(each)) and agent not in command]
+
+
+@pytest.mark.parametrize("stage", [Stage.EVALUATE, Stage.PREDICT])
+def test_killed_process_fails_the_stage_as_its_cause(stage: Stage, job_of: Callable[..., TrainerJob], tmp_path: Path):
+    job, paths = job_of("text-classification"), JobPaths.of(tmp_path / "w", "job")
+    process, message = start(in_processes(job, 2), paths, stage)
+    wait_until(lambda: len(ranks(process)) == 2, "both processes run")
+    ranks(process)[1].send_signal(signal.SIGKILL)
+    code, report, output = end(process, message)
+    assert report.failure is not None, output
+    assert (code, report.failure.failure_class, report.failure.reason) == (137, FailureClass.OUT_OF_MEMORY, "Killed")
+    assert not list(paths.state.glob(f"{stage}.json"))
+    # The next attempt is not disturbed by what it left.
+    code, report, output = end(*start(in_processes(job, 2), paths, stage))
+    assert (code, report.outcome) == (0, "succeeded"), output
+
+
+def test_other_number_of_processes_than_planned_is_refused(job_of: Callable[..., TrainerJob], tmp_path: Path):
+    job, paths = in_processes(job_of("text-classification"), 2), JobPaths.of(tmp_path / "w", "job")
+    for stage in (evaluate, predict):
+        with pytest.raises(StageError) as caught:
+            stage(job, paths, NoProgress())
+        assert (caught.value.failure_class, caught.value.reason) == (FailureClass.WORLD_SIZE, "WorldSizeMismatch")
+        assert "1 " in caught.value.message
+        assert "2 " in caught.value.message
+
+
+def test_batches_are_dealt_out_each_once():
+    batches = list(range(11))
+    shares = [BatchShare(index, 3).of(batches) for index in range(3)]
+    assert shares == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8]]
+
+
+@pytest.mark.parametrize(
+    ("given", "local_rank", "count", "visible"),
+    [
+        (None, 0, 1, ["0"]),
+        (None, 3, 2, ["6", "7"]),
+        ("4,5,6,7", 1, 2, ["6", "7"]),
+        ("GPU-a,GPU-b", 1, 1, ["GPU-b"]),
+        ("0", 1, 1, []),
+    ],
+)
+def test_each_process_sees_its_own_gpus(given: str | None, local_rank: int, count: int, visible: list[str]):
+    environment = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+    assert visible_gpus(environment, local_rank, count) == visible
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluation": {**INFERENCE, "devices_per_process": 2}}, "devices_per_process is for GPUs"),
+        ({"predict": {**INFERENCE, "processes": 2, "workers": 2}}, "processes is for one pod"),
+    ],
+)
+def test_job_that_spreads_in_two_ways_is_refused(changes: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        task_job("text-classification", tmp_path, tmp_path, ["text", "label"], **changes)
+
+
+def test_job_file_names_processes_only_if_there_are_several(tmp_path: Path):
+    alone = task_job("text-classification", tmp_path, tmp_path, ["text", "label"])
+    assert "rocess" not in alone.to_json()
+    assert in_processes(alone, 2).to_json().count('"processes":') == 2
+    assert TrainerJob.model_validate_json(in_processes(alone, 2).to_json()).inference(Stage.PREDICT).processes == 2
+    assert alone.inference(Stage.TRAIN) == InferenceProcesses()

@@ -23,9 +23,8 @@ from finetune_operator.planning.cost import (
     forward_flops,
     tied_head,
 )
-from finetune_operator.planning.devices import find_gpu, mig_memory
+from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.gpu_nodes import gpu_resource
 from finetune_operator.planning.memory import inference_bytes
 
 GPU_BATCH_TOKENS = 16_384
@@ -173,10 +172,8 @@ def _processes_reason(what: str, draft: Draft, there: int, count: int) -> str:
 
 
 def _pod_devices(draft: Draft) -> int:
-    """Return the devices of one pod that its processes can divide. A process sees only one MIG instance."""
-    if draft.inference_device == "cpu" or mig_memory(gpu_resource(draft.spec, draft.settings.defaults)) is not None:
-        return 1
-    return max(1, draft.gpus_per_node)
+    """Return the devices of one pod that its processes can divide."""
+    return 1 if draft.inference_device == "cpu" else max(1, draft.gpus_per_node)
 
 
 def choose_optimization(draft: Draft) -> Draft:

@@ -895,8 +895,9 @@ def inference_bytes(
     """Return the memory that one process with the whole model takes of each of its GPUs, on batches of `tokens` padded
     tokens, in rows of `length`; `cached`: tokens whose keys and values are in the cache while it generates.
 
-    Over several `devices` each GPU has whole layers with their keys and values. transformers fills a GPU up to its share
-    and 1.25 times the largest unit, a block or the embeddings (`get_balanced_memory` in `integrations/accelerate.py`).
+    Over several `devices` each GPU has whole layers with their keys and values. transformers fills a GPU up to its
+    share and 1.25 times the largest unit, a block or the embeddings (`get_balanced_memory` in its
+    `integrations/accelerate.py`).
 
     Activations are those of one layer at a time, at most as many as training saves. Logits are there in full, and twice
     if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time,

@@ -8,6 +8,7 @@ through files (`prediction_workers`), as several pods do.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune_trainer.tasks.task_protocol import Answer
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -56,6 +59,7 @@ class BatchShare:
         found = gathered_on_first(mine)
         if found is None:
             return None
+        log.info("Rows answered by each process: %s.", ", ".join(f"{len(share):,}" for share in found))
         every: list[Answer] = [{}] * len(answers)
         for at, answer in (each for share in found for each in share):
             every[at] = {**every[at], **answer}
