@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,16 @@ def in_processes(job: TrainerJob, count: int) -> TrainerJob:
     )
 
 
-def start(job: TrainerJob, paths: JobPaths, stage: Stage) -> tuple[subprocess.Popen[str], Path]:
-    """Start the stage as in a pod; return its first process and the file of its report."""
+def start(
+    job: TrainerJob, paths: JobPaths, stage: Stage, python: str | None = None
+) -> tuple[subprocess.Popen[str], Path]:
+    """Start the stage as in a pod; return its first process and the file of its report. `python`: interpreter, in place
+    of forks of a server that has imported everything.
+    """
     file, message = paths.root.parent / "job.json", paths.root.parent / f"{stage}-report.json"
     file.write_text(job.to_json(), encoding="utf-8")
-    command = [start_server().python, "-m", "finetune_trainer", "launch", str(stage), "--job", str(file)]
+    message.unlink(missing_ok=True)
+    command = [python or start_server().python, "-m", "finetune_trainer", "launch", str(stage), "--job", str(file)]
     command += ["--workspace", str(paths.root.parent), "--with", "torchrun"]
     settled = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "FINETUNE_REPORT": str(message)}
     process = subprocess.Popen(command, env=settled, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -177,14 +183,13 @@ def test_two_processes_evaluate_and_predict_like_one(task: str, job_of: Callable
 def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return the processes of the stage itself, as far as started."""
     below = psutil.Process(process.pid).children(recursive=True)
-    agent = "finetune_trainer.launching.elastic"
-    return [each for each in below if "finetune_trainer" in (command := command_of(each)) and agent not in command]
+    return [each for each in below if command_of(each)[1:3] == ["-m", "finetune_trainer"]]
 
 
 @pytest.mark.parametrize("stage", [Stage.EVALUATE, Stage.PREDICT])
 def test_killed_process_fails_the_stage_as_its_cause(stage: Stage, job_of: Callable[..., TrainerJob], tmp_path: Path):
     job, paths = job_of("text-classification"), JobPaths.of(tmp_path / "w", "job")
-    process, message = start(in_processes(job, 2), paths, stage)
+    process, message = start(in_processes(job, 2), paths, stage, sys.executable)
     wait_until(lambda: len(ranks(process)) == 2, "both processes run")
     ranks(process)[1].send_signal(signal.SIGKILL)
     code, report, output = end(process, message)
