@@ -50,7 +50,7 @@ from finetune_trainer.tasks.task_registry import task_of
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the parts' format; raise it when parts change."""
 _PARTS = "predictions.parts"
 _OVER = "predictions.over-"
