@@ -23,11 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Stage
-<<<<<<< HEAD
-from finetune_contract.layout import ENV_ATTEMPT, ENV_INDEX, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
-=======
-from finetune_contract.layout import ENV_INDEX, ENV_NCCL, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
->>>>>>> origin/main
+from finetune_contract.layout import ENV_ATTEMPT, ENV_INDEX, ENV_NCCL, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
 from finetune_trainer.launching.child_supervisor import MARGIN_SECONDS, ChildSupervisor, End, grace_seconds
 
 if TYPE_CHECKING:
