@@ -145,7 +145,7 @@ def _loaded(
     import torch
 
     if devices > 1:
-        refuse_missing_gpu(count=devices)
+        refuse_missing_gpu(index=devices - 1)  # the last one
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     model = task.load_model(job, name, {**arguments, **placement(devices)}, dtype)
     if devices > 1:

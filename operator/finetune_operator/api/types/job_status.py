@@ -158,6 +158,11 @@ class PlanStatus(StatusModel):
     inference: tuple[InferenceStatus, ...] = Field(
         default=(), max_length=2, description="Stages whose pods evaluate or predict on several GPUs."
     )
+    device: str | None = Field(
+        default=None,
+        description="GPU that the training is planned for if labels and settings do not say which the nodes have: "
+        "assumed, or measured by an earlier attempt. Unset if it is known.",
+    )
     reasons: tuple[str, ...] = Field(
         default=(), max_length=64, description="One sentence for each decision of the plan."
     )
@@ -187,6 +192,16 @@ class MeasuredStatus(StatusModel):
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
     nodes: dict[str, JsonValue] | None = Field(
         default=None, description="GPUs of the cluster's nodes, read before the first stage started."
+    )
+    device: dict[str, JsonValue] | None = Field(
+        default=None,
+        description="GPUs of the last training attempt that reported them, as its processes measured them.",
+    )
+    replanned_for: tuple[dict[str, JsonValue], ...] = Field(
+        default=(),
+        max_length=8,
+        description="Kinds of GPUs that attempts measured on nodes without known ones, and for which the job was "
+        "planned again.",
     )
 
 
