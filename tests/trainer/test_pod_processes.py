@@ -47,26 +47,26 @@ FILLER = "-" * 2000
 """Text of a column that no task reads, so that a few rows make several shards."""
 
 
-def words(at: int, count: int) -> list[str]:
+def tokens_of_row(at: int, count: int) -> list[str]:
     return [WORDS[(at * 7 + each * (1 + at % 3)) % len(WORDS)] for each in range(count)]
 
 
 def row(at: int) -> dict[str, Any]:
     """Return a row that has the columns of all tasks."""
-    text = words(at, 3 + at % 17)
+    text = tokens_of_row(at, 3 + at % 17)
     return {
         "text": " ".join(text),
         "label": ("bad", "good")[at % 2],
         "tokens": text,
         "tags": [("O", "B-X")[(at + each) % 2] for each in range(len(text))],
-        "question": " ".join(words(at + 1, 3)),
+        "question": " ".join(tokens_of_row(at + 1, 3)),
         "context": " ".join(text),
         "answers": {"text": [text[0]], "answer_start": [0]},
         "source": " ".join(text),
-        "target": " ".join(words(at + 2, 2 + at % 4)),
-        "prompt": " ".join(words(at, 1 + at % 5)),
-        "chosen": " ".join(words(at + 3, 1 + at % 7)),
-        "rejected": " ".join(words(at + 5, 1 + at % 11)),
+        "target": " ".join(tokens_of_row(at + 2, 2 + at % 4)),
+        "prompt": " ".join(tokens_of_row(at, 1 + at % 5)),
+        "chosen": " ".join(tokens_of_row(at + 3, 1 + at % 7)),
+        "rejected": " ".join(tokens_of_row(at + 5, 1 + at % 11)),
         "filler": FILLER,
     }
 
@@ -182,8 +182,8 @@ def test_two_processes_evaluate_and_predict_like_one(task: str, job_of: Callable
 
 def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return the processes of the stage itself, as far as started."""
-    below = psutil.Process(process.pid).children(recursive=True)
-    return [each for each in below if command_of(each)[1:3] == ["-m", "finetune_trainer"]]
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    return [each for each in descendants if command_of(each)[1:3] == ["-m", "finetune_trainer"]]
 
 
 @pytest.mark.parametrize("stage", [Stage.EVALUATE, Stage.PREDICT])
