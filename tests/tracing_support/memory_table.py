@@ -18,9 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from finetune_operator.planning.architectures import model_facts
+from finetune_contract.facts import ModelFacts
 from finetune_operator.planning.memory import Workload, estimate
 from finetune_operator.planning.plan_types import MemoryEstimate
+from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.traced_cases import CASES, Case
 
@@ -29,8 +30,9 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 OVERHEAD = ("allocator", "process")
 """Terms of the plan that a trace has none of."""
 GIB = 1 << 30
-TRACED = (*MEMORY_CASES, *(case for case in CASES if case.strategy.pipeline is None))
-"""All cases that are compared: of a pipeline the plan counts the fullest process, and the traced one is in the middle.
+TRACED = (*MEMORY_CASES, *HELD_CASES, *(case for case in CASES if case.strategy.pipeline is None))
+"""All cases that are compared: of the pipeline among `CASES` the traced process is in the middle, and the plan counts
+the fullest one.
 """
 
 
@@ -47,21 +49,26 @@ class KeptTrace:
     """Kind -> bytes at the peak."""
     kept: int
     """Bytes that a forward pass keeps for its backward pass."""
+    facts: ModelFacts
+    """Facts that the trainer measured of the model."""
 
 
 def kept_traces(file: Path = KEPT) -> dict[str, KeptTrace]:
     """Return the kept traces by their cases' names."""
     values = json.loads(file.read_text(encoding="utf-8"))
     return {
-        name: KeptTrace(name, each["peak"], each["phase"], each["held"], each["kept"]) for name, each in values.items()
+        name: KeptTrace(
+            name, each["peak"], each["phase"], each["held"], each["kept"], ModelFacts.model_validate(each["facts"])
+        )
+        for name, each in values.items()
     }
 
 
-def workload(case: Case) -> Workload:
-    """Return what the plan knows of the case."""
+def workload(case: Case, facts: ModelFacts) -> Workload:
+    """Return what the plan knows of the case, with these facts of its model."""
     training = case.training
     return Workload(
-        model=model_facts(case.model_config, case.task),
+        model=facts,
         task=case.task,
         strategy=training.strategy,
         precision=case.precision,
@@ -74,9 +81,9 @@ def workload(case: Case) -> Workload:
     )
 
 
-def planned(case: Case) -> MemoryEstimate:
-    """Return the plan's memory of the case."""
-    return estimate(workload(case), 80 * GIB)
+def planned(case: Case, trace: KeptTrace) -> MemoryEstimate:
+    """Return the plan's memory of the case, with the measured facts of its model."""
+    return estimate(workload(case, trace.facts), 80 * GIB)
 
 
 def allocated(made: MemoryEstimate) -> int:
@@ -90,7 +97,7 @@ def rows(cases: Iterable[Case], traces: Mapping[str, KeptTrace]) -> list[str]:
     for case in cases:
         if (trace := traces.get(case.name)) is None:
             continue
-        made = planned(case)
+        made = planned(case, trace)
         ours = {term.name: term.bytes for term in made.terms}
         ratio, whole = allocated(made) / trace.peak, made.total_bytes / trace.peak
         lines.append(f"{case.name:32} plan {_gib(allocated(made))} trace {_gib(trace.peak)} {ratio:5.2f} ({whole:.2f})")
@@ -104,7 +111,7 @@ def table() -> str:
     lines = ["| run | tokens | planned GiB | traced GiB | planned / traced |", "|---|---|---|---|---|"]
     traces = kept_traces()
     for case in TRACED:
-        ours, peak = allocated(planned(case)), traces[case.name].peak
+        ours, peak = allocated(planned(case, traces[case.name])), traces[case.name].peak
         cells = [
             case.name,
             f"{case.rows} x {case.tokens:,}",
@@ -141,7 +148,8 @@ def trace_all(cases: Iterable[Case]) -> dict[str, Any]:
                 run = {"call": "tracing_support.dry_run:run", "arguments": {"name": case.name, "result": str(result)}}
                 codes, printed = server.run({"processes": 1, "environment": {}, "log": str(folder / "log"), **run})
                 if codes != [0]:
-                    raise SystemExit(f"{case.name}:\n{printed}")
+                    print(f"FAILED {case.name}:\n{printed[-3000:]}", flush=True)
+                    continue
                 traces[case.name] = _kept(case, json.loads(result.read_text(encoding="utf-8")))
                 print(case.name, printed if os.environ.get("FINETUNE_TRACE_LARGEST") else "", flush=True)
         finally:
@@ -157,6 +165,7 @@ def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
         "commit": commit,
         "libraries": {name: version(name) for name in LIBRARIES},
         "config": case.model_config,
+        "facts": figures["facts"],
         "recipe": {
             "task": case.task,
             "strategy": case.strategy.model_dump(mode="json", exclude_defaults=True),
