@@ -32,7 +32,7 @@ from finetune_operator.planning.plan_types import MemoryEstimate
 
 KEPT = Path(__file__).parents[1] / "tracing" / "cpu_memory_runs.json"
 LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
-STEPS = 4
+STEPS = 2
 _MAIN = "from finetune_operator.cli.main import main; main()"
 MIB = 1 << 20
 GIB = 1 << 30
@@ -170,7 +170,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def write_rows(folder: Path, tokens: int, count: int = 400) -> Path:
+def write_rows(folder: Path, tokens: int, count: int = 160) -> Path:
     """Write rows of `tokens` words, with a label each."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [" ".join(f"w{(row + at) % 1000}" for at in range(tokens + 2)) for row in range(count)]
@@ -206,6 +206,7 @@ def _record(case: CpuCase, plan: Mapping[str, Any], train: Mapping[str, Any]) ->
         "training": plan["trainer"]["training"],
         "longest": plan["data"]["splits"]["train"]["longest"],
         "peaks": train["peak_memory_bytes_by_rank"],
+        "steps": train["steps"],
         "seconds": round(train["seconds"], 1),
     }
 
@@ -220,19 +221,25 @@ def _processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", type=Path)
+    parser.add_argument("--missing", action="store_true", help="measure only cases without a kept run")
     parser.add_argument("names", nargs="*")
     asked = parser.parse_args()
     cases = [case for case in CASES if not asked.names or any(name in case.name for name in asked.names)]
     if asked.measure is not None:
-        for case in cases:
+        there = kept_runs() if asked.missing else {}
+        for case in (each for each in cases if each.name not in there):
             keep(case, measure(case, asked.measure.resolve()))
             print(case.name, flush=True)
 
 
+def kept_runs() -> dict[str, Any]:
+    """Return the kept records by their cases' names."""
+    return dict(json.loads(KEPT.read_text(encoding="utf-8"))) if KEPT.exists() else {}
+
+
 def keep(case: CpuCase, record: Mapping[str, Any]) -> None:
     """Write the record beside those of other cases, in the order of the cases."""
-    before = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    found = {**before, case.name: record}
+    found = {**kept_runs(), case.name: record}
     kept = {each.name: found[each.name] for each in CASES if each.name in found}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

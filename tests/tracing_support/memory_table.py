@@ -20,7 +20,9 @@ from typing import Any
 
 from finetune_contract.facts import ModelFacts
 from finetune_operator.planning.memory import Workload, estimate
+from finetune_operator.planning.model_parallel_plan import PipelineEnd
 from finetune_operator.planning.plan_types import MemoryEstimate
+from finetune_trainer.strategies.mesh import PIPELINE, MeshShape
 from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.traced_cases import CASES, Case
@@ -78,7 +80,17 @@ def workload(case: Case, facts: ModelFacts) -> Workload:
         length=case.tokens,
         adapter=case.adapter,
         accumulates=case.accumulation > 1,
+        end=end_of(case),
     )
+
+
+def end_of(case: Case) -> PipelineEnd | None:
+    """Return the end of the pipeline at which the traced process is; None: there is no pipeline."""
+    if case.strategy.pipeline is None:
+        return None
+    training = case.training
+    shape = MeshShape.of(training.strategy, training.batch.data_parallel)
+    return "last" if shape.coordinates(case.rank)[PIPELINE] else "first"
 
 
 def planned(case: Case, trace: KeptTrace) -> MemoryEstimate:
@@ -146,7 +158,7 @@ def trace_all(cases: Iterable[Case]) -> dict[str, Any]:
             for case in cases:
                 result = folder / "result.json"
                 run = {"call": "tracing_support.dry_run:run", "arguments": {"name": case.name, "result": str(result)}}
-                codes, printed = server.run({"processes": 1, "environment": {}, "log": str(folder / "log"), **run})
+                codes, printed = server.run({"processes": 1, "environment": {}, "log": str(folder / f"{case.name}.log"), **run})
                 if codes != [0]:
                     print(f"FAILED {case.name}:\n{printed[-3000:]}", flush=True)
                     continue

@@ -193,11 +193,6 @@ ANSWERED = (
         "nothing is computed",
     ),
     ("the loss is finite, and overflow of gradients", "every number read from a device is 1", "nothing is computed"),
-    (
-        "positions that a mask marks, such as Longformer's global tokens",
-        "one in each row",
-        "their number depends on values",
-    ),
 )
 """Checks that run and cannot fail: name, behaviour in a dry run, reason."""
 

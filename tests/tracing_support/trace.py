@@ -117,11 +117,6 @@ class Trace(TorchDispatchMode):
         if func in _YES and isinstance(args[0], FakeTensor):
             self._note(args[0], "comparison")
             return True
-        if func is _aten.nonzero.default and isinstance(args[0], FakeTensor):
-            # Longformer's global attention: of the first token of each row.
-            self._note(args[0], "nonzero")
-            func, args = _aten.new_empty.default, (args[0], [args[0].shape[0], args[0].dim()])
-            given["dtype"] = torch.int64
         if func is _aten.is_pinned.default:
             return self._is_pinned(args[0])
         if func is _aten._pin_memory.default:

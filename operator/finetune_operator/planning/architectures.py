@@ -9,7 +9,7 @@ Symbols: h hidden size, f width of the feed-forward layer, V vocabulary, P posit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
@@ -83,6 +83,11 @@ _DECODER = ActivationShape(dropout_masks=0, attention_dropout=False)
 _FUSED_INPUTS = replace(_DECODER, shared_inputs=0)
 _PYTHON_GELU = replace(_DECODER, feed_forward=5, feed_forward_fp32=3)
 _GATED = replace(_DECODER, norm_inputs=4, norm_casts=2, feed_forward=4, shared_inputs=3)
+# T5's feed-forward layer has dropout between its products; the gated one computes GELU in Python.
+_T5 = ActivationShape(
+    norm_inputs=5, norm_casts=5, hidden=9, feed_forward=2.5, shared_inputs=3, dropout_masks=2.5, attention_dropout=True
+)
+_GATED_T5 = replace(_T5, feed_forward=7.5, feed_forward_fp32=4.4)
 _SHAPES: dict[str, ActivationShape] = {
     **dict.fromkeys(
         ("deberta", "deberta-v2"),
@@ -91,6 +96,8 @@ _SHAPES: dict[str, ActivationShape] = {
     # Chunks of queries, keys and values overlap, and there are three more projections for global attention.
     "longformer": ActivationShape(hidden=17.5, fused_attention=False, score_tensors=2.4, attention_window=512),
     "albert": _PYTHON_GELU,
+    # A layer of both halves on average: half of them have two attentions, and three norms.
+    "bart": replace(_ENCODER, norm_inputs=2.5, hidden=8.3, shared_inputs=3),
     "modernbert": replace(_FUSED_INPUTS, hidden=9, feed_forward=4),
     "gpt2": ActivationShape(feed_forward=5, feed_forward_fp32=3, shared_inputs=0),
     "gpt_neo": _PYTHON_GELU,
@@ -98,16 +105,17 @@ _SHAPES: dict[str, ActivationShape] = {
     "codegen": replace(_PYTHON_GELU, hidden=5),
     "phi": replace(_PYTHON_GELU, hidden=5),
     "opt": ActivationShape(feed_forward=1, attention_dropout=False),
-    "gemma2": replace(_GATED, norm_inputs=8, fused_attention=False, score_tensors=4),
-    "gemma3_text": replace(_GATED, norm_inputs=11),
+    "gemma2": replace(_GATED, norm_inputs=8, norm_casts=8, fused_attention=False, score_tensors=4),
+    "gemma3_text": replace(_GATED, norm_inputs=11, norm_casts=11),
     "glm4": replace(_GATED, norm_inputs=8, hidden=7),
-    "olmo2": replace(_GATED, norm_inputs=8),
+    "olmo2": replace(_GATED, norm_inputs=8, norm_casts=8),
     # An expert keeps its input and its output besides: 2 experts a token, and 8.
     "mixtral": replace(_GATED, hidden=10),
-    "qwen3_moe": replace(_GATED, norm_inputs=7, hidden=22),
+    "qwen3_moe": replace(_GATED, norm_inputs=8.5, norm_casts=4.25, hidden=24),
     "phi3": replace(_GATED, hidden=7, shared_inputs=0),
     "qwen3": replace(_GATED, norm_inputs=6, norm_casts=3),
-    "t5": ActivationShape(norm_inputs=4, feed_forward=3, fused_attention=False),
+    "t5": _T5,
+    "mt5": _GATED_T5,
     "starcoder2": _DECODER,
     **dict.fromkeys(("bloom", "falcon", "gpt_neox", "mpt"), _FUSED_INPUTS),
     **dict.fromkeys(
@@ -117,8 +125,12 @@ _SHAPES: dict[str, ActivationShape] = {
 }
 
 
-def activation_shape(model_type: str) -> ActivationShape:
-    """Return the activation shape of a layer of `model_type`; by default that of an encoder layer."""
+def activation_shape(model_type: str, linear_layers: Collection[str] = ()) -> ActivationShape:
+    """Return the activation shape of a layer of `model_type`; by default that of an encoder layer. The names of linear
+    layers tell T5's gated feed-forward layers (T5 1.1, Flan-T5) from others.
+    """
+    if model_type == "t5" and any(name.endswith(".wi_1") for name in linear_layers):
+        return _GATED_T5
     return _SHAPES.get(model_type, _ENCODER)
 
 
