@@ -3,7 +3,7 @@
     python -m tracing_support.cpu_runs [--measure FOLDER] [NAME ...]
 
 prints the table from the kept runs; `--measure` trains the cases again, one at a time with models and workspaces in
-FOLDER, and keeps them (`make measure-cpu-memory`: half an hour). A case is a whole `finetune run` of a few steps:
+FOLDER, and keeps them (`make measure-cpu-memory`: half an hour or more). A case is a whole `finetune run` of a few steps:
 models are random, rows are words of one length.
 """
 
@@ -49,12 +49,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert 109M": {
         **_BERT, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072
     },
-    "gpt2 124M": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
-    "llama 58M": {
-        **_LLAMA, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1408
+    "gpt2 30M": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 384, "n_layer": 6, "n_head": 6},
+    "llama 22M": {
+        **_LLAMA,
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "intermediate_size": 704,
     },
-    "llama 142M": {
-        **_LLAMA, "hidden_size": 768, "num_hidden_layers": 13, "num_attention_heads": 12, "intermediate_size": 2048
+    "llama 58M": {
+        **_LLAMA,
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "intermediate_size": 1408,
     },
 }  # fmt: skip
 """Name -> config of a model, named by its family and parameters."""
@@ -134,20 +142,20 @@ CASES = (
     CpuCase("bert 41M", "ZeRO-3", 8, 128, held=True),
     CpuCase("bert 109M", "single", 4, 128),
     CpuCase("bert 109M", "ddp", 8, 128, held=True),
-    CpuCase("bert 109M", "fsdp", 8, 128),
-    CpuCase("bert 109M", "ZeRO-2", 8, 64, held=True),
-    CpuCase("bert 109M", "ddp", 8, 128, lora=True),
-    CpuCase("bert 109M", "ZeRO-1", 4, 256, precision="bf16", held=True),
-    CpuCase("gpt2 124M", "single", 2, 256),
-    CpuCase("gpt2 124M", "fsdp", 4, 128, held=True),
-    CpuCase("gpt2 124M", "ZeRO-3", 4, 128),
-    CpuCase("llama 58M", "single", 4, 256, lora=True, held=True),
-    CpuCase("llama 58M", "ddp", 4, 128, accumulation=2),
-    CpuCase("llama 58M", "ZeRO-2", 4, 256, held=True),
-    CpuCase("llama 58M", "fsdp", 4, 256, checkpointing="full"),
-    CpuCase("llama 142M", "single", 2, 128, precision="bf16", held=True),
-    CpuCase("llama 142M", "ZeRO-1", 2, 128),
-    CpuCase("llama 142M", "ddp", 2, 256, accumulation=2, held=True),
+    CpuCase("bert 41M", "fsdp", 4, 64),
+    CpuCase("bert 41M", "ZeRO-2", 8, 64, held=True),
+    CpuCase("bert 41M", "ddp", 8, 64, lora=True),
+    CpuCase("bert 41M", "ZeRO-1", 4, 128, precision="bf16", held=True),
+    CpuCase("gpt2 30M", "single", 4, 128),
+    CpuCase("gpt2 30M", "fsdp", 4, 128, held=True),
+    CpuCase("gpt2 30M", "ZeRO-3", 4, 64),
+    CpuCase("llama 22M", "single", 4, 128, lora=True, held=True),
+    CpuCase("llama 22M", "ddp", 4, 128, accumulation=2),
+    CpuCase("llama 22M", "ZeRO-2", 4, 128, held=True),
+    CpuCase("llama 22M", "fsdp", 4, 128, checkpointing="full"),
+    CpuCase("llama 58M", "single", 2, 64, precision="bf16", held=True),
+    CpuCase("llama 58M", "ZeRO-1", 2, 64),
+    CpuCase("llama 58M", "ddp", 2, 64, accumulation=2, held=True),
 )
 
 
@@ -177,6 +185,64 @@ def write_rows(folder: Path, tokens: int, count: int = 160) -> Path:
     lines = [json.dumps({"text": text, "label": at % 2}) for at, text in enumerate(texts)]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    """Peak memory of one measured training, beside what the plan knew of it."""
+
+    name: str
+    held: bool
+    facts: ModelFacts
+    training: Training
+    longest: int
+    """Tokens of the longest row."""
+    peak: int
+    """Largest resident set of a process, in bytes."""
+
+    @property
+    def planned(self) -> MemoryEstimate:
+        """Return the plan's memory of one process."""
+        training = self.training
+        work = Workload(
+            model=self.facts,
+            task=next(case.task for case in CASES if case.name == self.name),
+            strategy=training.strategy,
+            precision=training.precision,
+            optimizer=training.optimizer,
+            world=training.world,
+            micro_batch=training.batch.micro_batch_size,
+            length=self.longest,
+            adapter=training.adapter,
+            accumulates=training.batch.gradient_accumulation > 1,
+        )
+        return estimate(work, 8 * GIB)
+
+
+def runs() -> dict[str, KeptRun]:
+    """Return the kept runs by their cases' names."""
+    return {
+        name: KeptRun(
+            name,
+            each["held"],
+            ModelFacts.model_validate(each["facts"]),
+            Training.model_validate(each["training"]),
+            each["longest"],
+            max(each["peaks"]),
+        )
+        for name, each in kept_runs().items()
+    }
+
+
+def table() -> str:
+    """Return the comparison as Markdown."""
+    lines = ["| run on a CPU | planned MiB | measured MiB | fitted | held |", "|---|---|---|---|---|"]
+    for run in runs().values():
+        ours = run.planned.total_bytes
+        ratio = f"{ours / run.peak:.2f}"
+        columns = f"| {ratio}" if run.held else f"{ratio} |"
+        lines.append(f"| {run.name} | {ours // MIB:,} | {run.peak // MIB:,} | {columns} |")
+    return "\n".join(lines) + "\n"
 
 
 def measure(case: CpuCase, folder: Path) -> dict[str, Any]:
@@ -219,6 +285,7 @@ def _processor() -> str:
 
 
 def main() -> None:
+    """Measure and print, as the module's text says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", type=Path)
     parser.add_argument("--missing", action="store_true", help="measure only cases without a kept run")
@@ -230,6 +297,7 @@ def main() -> None:
         for case in (each for each in cases if each.name not in there):
             keep(case, measure(case, asked.measure.resolve()))
             print(case.name, flush=True)
+    print(table())
 
 
 def kept_runs() -> dict[str, Any]:

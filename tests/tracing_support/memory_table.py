@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from finetune_operator.planning.memory import Workload, estimate
 from finetune_operator.planning.model_parallel_plan import PipelineEnd
 from finetune_operator.planning.plan_types import MemoryEstimate
 from finetune_trainer.strategies.mesh import PIPELINE, MeshShape
-from tracing_support.held_cases import HELD_CASES
+from tracing_support.held_cases import HELD_CASES, NOT_TRACED
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.traced_cases import CASES, Case
 
@@ -93,9 +94,9 @@ def end_of(case: Case) -> PipelineEnd | None:
     return "last" if shape.coordinates(case.rank)[PIPELINE] else "first"
 
 
-def planned(case: Case, trace: KeptTrace) -> MemoryEstimate:
-    """Return the plan's memory of the case, with the measured facts of its model."""
-    return estimate(workload(case, trace.facts), 80 * GIB)
+def planned(case: Case, trace: KeptTrace, card: int = 80 * GIB) -> MemoryEstimate:
+    """Return the plan's memory of the case on a GPU of `card` bytes, with the measured facts of its model."""
+    return estimate(workload(case, trace.facts), card)
 
 
 def allocated(made: MemoryEstimate) -> int:
@@ -119,19 +120,21 @@ def rows(cases: Iterable[Case], traces: Mapping[str, KeptTrace]) -> list[str]:
 
 
 def table() -> str:
-    """Return the comparison as Markdown."""
-    lines = ["| run | tokens | planned GiB | traced GiB | planned / traced |", "|---|---|---|---|---|"]
+    """Return the comparison as Markdown: traces that a formula was fitted to in a column of their own."""
     traces = kept_traces()
-    for case in TRACED:
+    ratios = {case: allocated(planned(case, traces[case.name])) / traces[case.name].peak for case in TRACED}
+    lines = ["| traces | number | median error | largest error |", "|---|---|---|---|"]
+    for held, name in ((False, "fitted"), (True, "held")):
+        errors = [abs(ratio - 1) for case, ratio in ratios.items() if case.held is held]
+        lines.append(f"| {name} | {len(errors)} | {statistics.median(errors):.1%} | {max(errors):.1%} |")
+    titles = "| run | tokens | planned GiB | traced GiB | fitted: planned / traced | held: planned / traced |"
+    lines += ["", titles, "|---|---|---|---|---|---|"]
+    for case, ratio in ratios.items():
         ours, peak = allocated(planned(case, traces[case.name])), traces[case.name].peak
-        cells = [
-            case.name,
-            f"{case.rows} x {case.tokens:,}",
-            _gib(ours).strip(),
-            _gib(peak).strip(),
-            f"{ours / peak:.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        columns = ("", f"{ratio:.2f}") if case.held else (f"{ratio:.2f}", "")
+        cells = [case.name, f"{case.rows} x {case.tokens:,}", _gib(ours).strip(), _gib(peak).strip(), *columns]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    lines += ["", "| not traced | because |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in NOT_TRACED)]
     return "\n".join(lines) + "\n"
 
 
@@ -158,10 +161,11 @@ def trace_all(cases: Iterable[Case]) -> dict[str, Any]:
             for case in cases:
                 result = folder / "result.json"
                 run = {"call": "tracing_support.dry_run:run", "arguments": {"name": case.name, "result": str(result)}}
-                codes, printed = server.run({"processes": 1, "environment": {}, "log": str(folder / f"{case.name}.log"), **run})
+                codes, printed = server.run(
+                    {"processes": 1, "environment": {}, "log": str(folder / f"{case.name}.log"), **run}
+                )
                 if codes != [0]:
-                    print(f"FAILED {case.name}:\n{printed[-3000:]}", flush=True)
-                    continue
+                    raise SystemExit(f"{case.name}:\n{printed}")
                 traces[case.name] = _kept(case, json.loads(result.read_text(encoding="utf-8")))
                 print(case.name, printed if os.environ.get("FINETUNE_TRACE_LARGEST") else "", flush=True)
         finally:
@@ -188,6 +192,7 @@ def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
             "accumulation": case.accumulation,
             "adapter": None if case.adapter is None else case.adapter.model_dump(mode="json"),
         },
+        "fitted": not case.held,
         "peak": peaks[phase],
         "phase": phase,
         "held": dict(sorted(figures["held"].items())),

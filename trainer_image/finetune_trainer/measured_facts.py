@@ -84,6 +84,7 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),
         parameter_bytes=stored_bytes(name) or parameters * element_bytes,
         idle_parameters=_idle_parameters(model, text),
+        experts=_experts(text)[1],
         head_parameters=head_parameters(model),
         linear_layers=_linear_layers(model),
     )

@@ -51,6 +51,8 @@ class ActivationShape:
     """
     dropout_masks: float = 2
     """Dropout masks, times h."""
+    query_norms: float = 0
+    """Part of `norm_inputs` that is as wide as the queries, half of it cast to fp32."""
     fused_attention: bool = True
     """True if transformers uses scaled_dot_product_attention, unless `ModelFacts.fused_attention` shows otherwise; if
     False, heads x length scores are saved for each token.
@@ -111,9 +113,9 @@ _SHAPES: dict[str, ActivationShape] = {
     "olmo2": replace(_GATED, norm_inputs=8, norm_casts=8),
     # An expert keeps its input and its output besides: 2 experts a token, and 8.
     "mixtral": replace(_GATED, hidden=10),
-    "qwen3_moe": replace(_GATED, norm_inputs=8.5, norm_casts=4.25, hidden=24),
+    "qwen3_moe": replace(_GATED, norm_inputs=6.5, norm_casts=3.25, hidden=22, query_norms=2),
     "phi3": replace(_GATED, hidden=7, shared_inputs=0),
-    "qwen3": replace(_GATED, norm_inputs=6, norm_casts=3),
+    "qwen3": replace(_GATED, norm_inputs=6, norm_casts=3, query_norms=2),
     "t5": _T5,
     "mt5": _GATED_T5,
     "starcoder2": _DECODER,
@@ -182,6 +184,8 @@ class _Counts:
     """Parameters of the smaller kind of blocks (T5's encoder), which `layers` leaves out."""
     smaller_layers: int = 0
     idle: int = 0
+    """As in ModelFacts."""
+    experts: int = 0
     """As in ModelFacts."""
 
 
@@ -388,6 +392,7 @@ def _llama(config: _Config, task: Task, labels: int) -> _Counts:
         linears=_widths(layers, shapes),
         key_value_heads=key_value_heads if key_value_heads < heads else None,
         idle=0 if mixture is None else layers * mixture.idle,
+        experts=0 if mixture is None else mixture.experts,
     )
 
 
@@ -400,6 +405,8 @@ class _Mixture:
     """Parameters of the experts that one token does not pass."""
     width: int
     """Width of all experts that it passes."""
+    experts: int
+    """Number of experts of a block."""
 
 
 def _mixture(config: _Config, h: int, f: int) -> _Mixture | None:
@@ -411,7 +418,7 @@ def _mixture(config: _Config, h: int, f: int) -> _Mixture | None:
     experts, chosen = config.number("num_local_experts", "num_experts"), config.number("num_experts_per_tok")
     width = config.number("moe_intermediate_size", default=f)
     expert = 3 * h * width
-    return _Mixture(experts * (expert + h), (experts - chosen) * expert, chosen * width)
+    return _Mixture(experts * (expert + h), (experts - chosen) * expert, chosen * width, experts)
 
 
 def _t5(config: _Config, task: Task, labels: int) -> _Counts:
@@ -511,6 +518,7 @@ def model_facts(config: Mapping[str, JsonValue], task: Task = "text-classificati
         tied_embeddings=counts.tied,
         parameter_bytes=parameters * _BYTES_BY_TYPE.get(str(stored_type), 4),
         idle_parameters=counts.idle,
+        experts=counts.experts,
         head_parameters=0 if task in LANGUAGE_TASKS else counts.head,
         linear_layers=dict(counts.linears),
     )

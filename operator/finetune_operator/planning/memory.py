@@ -63,15 +63,24 @@ ALLOCATOR_SHARE = 0.10
 """Share on a GPU of memory that is allocated anew in each step: rounding to blocks, fragments, temporaries of single
 operations. Weights and optimizer state are allocated once, in blocks of their size.
 """
+FP32_LOSSES = ("modernbert",)
+"""Families other than decoders that convert their logits to fp32 for the loss."""
 BIASED_LOGITS = ("bart", "mbart", "marian", "pegasus")
 """Families with a bias of the logits that is a buffer, which FSDP leaves in fp32."""
 RESIDENT = ("parameters", "optimizer state", "secondary shards")
 """Names of the terms that are allocated once."""
-CPU_ALLOCATOR_SHARE = 1.2
-"""Share on a CPU, where the C library keeps every fragment and gloo copies its messages. Measured on a 22M-parameter
-BERT with micro-batches of 16 rows over 534 steps, as peak resident set beyond the process and the other terms: 0.5 with
-DDP, 1.2 with ZeRO-2, 1.3 with FSDP; 0.3 with a single process over 15 steps. It is near the upper end, since too small
-a value kills a run.
+CPU_ALLOCATOR_SHARE = 0.2
+"""Share on a CPU of the activations, whose memory the C library gives back in parts only. Measured over a few steps
+with rows of one length; rows of other lengths need more than those.
+"""
+CPU_TRAINING_BYTES = 100 * MIB
+"""Batches, thread pools and buffers of operators of a process that trains on a CPU: with the share above, the constants
+below and twice the gradients of ddp fitted to half of the runs in tests/tracing/cpu_memory_runs.json.
+"""
+CPU_DEEPSPEED_BYTES = 225 * MIB
+"""Engine, buckets and compiled operators of DeepSpeed on a CPU, beside those that are counted."""
+CPU_ZERO3_WEIGHTS = 4
+"""Copies of the weights that ZeRO-3 has on a CPU at most, as it divides them and as it gathers them for a checkpoint.
 """
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -221,7 +230,7 @@ class ModelStates:
     optimizer_formula: str
 
 
-def _shards(count: int, per_parameter: float, ranks: int) -> int:
+def _shards(count: int, per_parameter: float, ranks: float) -> int:
     return int(count * per_parameter / ranks)
 
 
@@ -257,7 +266,8 @@ def _torch_states(work: Workload) -> ModelStates:
     held, count = work.held, work.trained
     state = optimizer_state_bytes(work.optimizer, work.model.hidden_size)
     loading = _loading_bytes(work)
-    divided = work.shards if work.strategy.name == "fsdp" else 1
+    # Processes that have an expert have all of it.
+    divided: float = work.shards / _padded(work) if work.strategy.name == "fsdp" else 1
     sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
     if work.strategy.offload_parameters == "cpu":
         # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
@@ -268,13 +278,13 @@ def _torch_states(work: Workload) -> ModelStates:
     if work.four_bit or work.narrow:
         parameters, words = _frozen_bytes(work)
         return ModelStates(
-            parameters // divided,
+            int(parameters / divided),
             *sizes[1:],
             stepping=0,
             offloaded=0,
             disk=0,
             host=loading,
-            parameters_formula=words if divided == 1 else f"({words}) / {divided} ranks",
+            parameters_formula=words if divided == 1 else f"({words}) / {divided:.4g} ranks",
             gradients_formula=_formula("4", count, divided),
             optimizer_formula=_formula(f"{state:.3g}", count, divided),
         )
@@ -433,9 +443,9 @@ def _saving_bytes(work: Workload) -> int:
     return max(int((work.weight_bytes + state) * trained), work.weight_bytes * trained + merged)
 
 
-def _formula(per_parameter: str, count: int, ranks: int) -> str:
+def _formula(per_parameter: str, count: int, ranks: float) -> str:
     factor = f"{per_parameter} x " if per_parameter else "x "
-    return f"{factor}{count:,}" + (f" / {ranks} ranks" if ranks > 1 else "")
+    return f"{factor}{count:,}" + (f" / {ranks:.4g} ranks" if ranks > 1 else "")
 
 
 def _shape(work: Workload) -> ActivationShape:
@@ -483,7 +493,11 @@ def activation_bytes_per_token(work: Workload) -> int:
         # Fused attention without a mask takes keys and values as they are, otherwise transformers repeats them for each
         # query head (`transformers.integrations.sdpa_attention.use_gqa_in_sdpa`).
         hidden -= 2 * (1 - model.key_value_width / model.hidden_size) / tensor
+    # Queries, and the attention's output, may be wider than the hidden states.
+    wider = _query_width(model) / model.hidden_size - 1
+    hidden += 2 * wider / tensor
     norms = shape.norm_inputs * work.wide + shape.norm_casts * (4 - work.wide)
+    norms += wider * shape.query_norms * (work.wide + (4 - work.wide) / 2)
     # With dropout before an adapter's matrices their inputs are counted there; a frozen layer keeps none.
     casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
     fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
@@ -494,6 +508,12 @@ def activation_bytes_per_token(work: Workload) -> int:
     )
     attention = model.attention_heads / tensor * _score_bytes_per_token(work)
     return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+
+
+def _query_width(model: ModelFacts) -> int:
+    """Return the elements of one token's queries in a layer; the hidden size if the layer is not known."""
+    queries = model.linear_layers.get("self_attn.q_proj")
+    return queries.outputs // model.layers if queries is not None else model.hidden_size
 
 
 def _score_bytes_per_token(work: Workload) -> float:
@@ -603,14 +623,15 @@ def _passing_bytes_per_token(work: Workload) -> int:
     """Return the bytes of gradients inside a layer, for one token of its backward pass on a GPU.
 
     Autocast: gradients of the feed-forward layer's two products, and of what it computes in fp32 between them. With
-    16-bit weights: of one product, where several operations lie between both; others take the place of activations.
+    16-bit weights one and a half, where several operations lie between both; others take the place of activations.
     Attention that is not fused has two gradients of its scores besides, in the type of the scores and in fp32.
     """
     model, shape, tensor = work.model, _shape(work), work.strategy.tensor
     if work.autocast:
         wide = int(2 * work.compute_bytes + 4 * shape.feed_forward_fp32)
     else:
-        wide = work.compute_bytes if work.precision in ("bf16", "fp16") and shape.feed_forward > 3 else 0
+        narrow = work.precision in ("bf16", "fp16") and shape.feed_forward > 3
+        wide = 3 * work.compute_bytes // 2 if narrow else 0
     passing = model.intermediate_size * wide // tensor
     if _unfused_scores(work) and shape.gpu_score_bytes is None:
         attended = shape.attention_window or work.length
@@ -639,11 +660,13 @@ def _logit_bytes(work: Workload, moment: Moment) -> int:
     width, decoder = work.compute_bytes, work.task in ("text-generation", "preference-tuning")
     capped = width if work.model.model_type == "gemma2" else 0
     sharded = work.strategy.name == "fsdp"
-    loss = 4 if decoder or work.autocast or (sharded and work.model.model_type in BIASED_LOGITS) else width
+    family = work.model.model_type
+    wide = decoder or work.autocast or family in FP32_LOSSES or (sharded and family in BIASED_LOGITS)
+    loss = 4 if wide else width
     match moment:
         case "forward":
             returned = 4 if sharded and loss < 4 else 0
-            return capped + width + (2 * loss if decoder or work.autocast else loss) + returned
+            return capped + width + (2 * loss if wide else loss) + returned
         case "loss":
             return capped + 3 * loss
         case "head":
@@ -689,6 +712,16 @@ def _rounded(work: Workload) -> MemoryTerm | None:
     return MemoryTerm(name="rounding to fp8", bytes=FP8_ROUNDING_BYTES * elements, formula=words)
 
 
+def _padded(work: Workload) -> float:
+    """Return the size of a block that FSDP gathers, divided by that of its weights. FSDP divides a weight by its first
+    dimension, experts by their number: with more shards than experts it pads them.
+    """
+    model, shards = work.model, work.shards
+    if work.strategy.name != "fsdp" or not model.experts:
+        return 1.0
+    return -(-model.experts // shards) * shards / model.experts
+
+
 def _root(model: ModelFacts) -> int:
     """Return the parameters outside of the blocks: embeddings and head."""
     return max(0, model.parameters - model.layers * model.block_parameters)
@@ -704,8 +737,9 @@ def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
         blocks = 2 if moment in ("forward", "layers") else 1
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
-        words = f"{width} x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block)"
-        size = width * (root + blocks * model.block_parameters)
+        block = int(model.block_parameters * _padded(work))
+        words = f"{width} x ({root:,} of embeddings and head + {blocks} x {block:,} of a block)"
+        size = width * (root + blocks * block)
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
     if work.deepspeed and work.strategy.zero_stage == 3:
         layer = largest_layer(model)
@@ -731,7 +765,7 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
         return None
     model, width = work.model, work.compute_bytes
     if work.world.device == "cpu":
-        # In CPU_ALLOCATOR_SHARE, which was measured with these terms, but for FSDP's.
+        # Those of one weight are small beside the shares that were measured; FSDP holds those of a block.
         if work.strategy.name != "fsdp":
             return None
         held = _root(model) + model.block_parameters
@@ -750,9 +784,9 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
                 each = 3 * width if chunked else width
                 size, words = each * work.head, f"{each} x {work.head:,} of the head"
             case "layers":
-                block = model.block_parameters
-                size = width * (work.head + block) + 4 * block
-                words = f"{width} x {work.head:,} of the head + {width + 4} x {block:,} of a block"
+                block, padded = model.block_parameters, int(model.block_parameters * _padded(work))
+                size = width * (work.head + block) + 4 * padded
+                words = f"{width} x {work.head:,} of the head + {width} x {block:,} + 4 x {padded:,} of a block"
             case "ends":
                 size, words = (width + 4) * _root(model), f"{width + 4} x {_root(model):,} of embeddings and head"
             case _:
@@ -765,7 +799,9 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
             case "layers" if model.idle_parameters and work.strategy.zero_stage in (0, 1, 2):
                 size, words = width * model.block_parameters, f"{width} x {model.block_parameters:,} of a block"
             case "ends" if work.accumulates:
-                size, words = work.weight_bytes * embeddings, f"{work.weight_bytes} x {embeddings:,} of the embeddings"
+                # Tied embeddings have the head's gradient, their own, and the sum of both.
+                each = work.weight_bytes * (3 if model.tied_embeddings and work.head and work.autocast else 1)
+                size, words = each * embeddings, f"{each} x {embeddings:,} of the embeddings"
             case _:
                 return None
     return MemoryTerm(name="whole gradients", bytes=size, formula=words) if size else None
@@ -834,6 +870,11 @@ def _buffers(work: Workload) -> MemoryTerm | None:
     if work.strategy.name == "ddp":
         # Gradients are views of the buckets of DistributedDataParallel; those of earlier micro-batches are beside the
         # buckets until they are reduced.
+        if work.world.device == "cpu":
+            # gloo copies what it sends, so that buckets are there twice.
+            copies = 2 if work.accumulates else 1
+            words = f"{copies} x gradient buckets 4 x {count:,}"
+            return MemoryTerm(name="communication buffers", bytes=copies * 4 * count, formula=words)
         if not work.accumulates:
             return None
         return MemoryTerm(name="communication buffers", bytes=4 * count, formula=f"gradient buckets 4 x {count:,}")
@@ -963,13 +1004,19 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
     processes = work.world.processes_per_node
     terms = _fullest(work, states)
     if on_cpu:
-        share, subject, words = CPU_ALLOCATOR_SHARE, terms, "the terms above"
+        share, subject, words = CPU_ALLOCATOR_SHARE, [each for each in terms if each.name == "activations"], "activations"
     else:
         share, subject = ALLOCATOR_SHARE, [term for term in terms if term.name not in RESIDENT]
         words = "what a step allocates"
     lost = int(share * sum(term.bytes for term in subject))
     terms.append(MemoryTerm(name="allocator", bytes=lost, formula=f"{share:.0%} of {words}"))
-    fixed = CPU_PROCESS_BYTES if on_cpu else CUDA_CONTEXT_BYTES
+    if on_cpu and work.strategy.zero_stage == 3:
+        size = CPU_ZERO3_WEIGHTS * work.weight_bytes * work.held
+        words = f"{CPU_ZERO3_WEIGHTS} x {work.weight_bytes} x {work.held:,}, divided and gathered for checkpoints"
+        terms.append(MemoryTerm(name="whole weights", bytes=size, formula=words))
+    fixed = CPU_PROCESS_BYTES + CPU_TRAINING_BYTES if on_cpu else CUDA_CONTEXT_BYTES
+    if on_cpu and work.deepspeed:
+        fixed += CPU_DEEPSPEED_BYTES
     words = "interpreter and libraries, measured" if on_cpu else "CUDA context, cuBLAS and NCCL"
     terms.append(MemoryTerm(name="process", bytes=fixed, formula=words))
     total = sum(term.bytes for term in terms)
