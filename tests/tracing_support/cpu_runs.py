@@ -3,8 +3,8 @@
     python -m tracing_support.cpu_runs [--measure FOLDER] [NAME ...]
 
 prints the table from the kept runs; `--measure` trains the cases again, one at a time with models and workspaces in
-FOLDER, and keeps them (`make measure-cpu-memory`: half an hour or more). A case is a whole `finetune run` of a few steps:
-models are random, rows are words of one length.
+FOLDER, and keeps them (`make measure-cpu-memory`: half an hour or more). A case is a whole `finetune run` of a few
+steps: models are random, rows are words of one length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version

@@ -37,4 +37,6 @@ def test_kept_runs_are_those_of_the_cases_and_of_all_strategies():
     assert any(run.training.adapter is not None for run in RUNS.values())
     assert sum(run.held for run in RUNS.values()) * 2 == len(RUNS)
     for each in kept_runs().values():
-        assert each["date"] and each["machine"]["processor"] and each["libraries"]["torch"]
+        assert each["date"]
+        assert each["machine"]["processor"]
+        assert each["libraries"]["torch"]

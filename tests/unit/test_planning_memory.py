@@ -468,7 +468,7 @@ def test_the_terms_add_up_and_show_their_numbers():
     estimated = estimate(work(model_of(100_000_000), strategy, world=world, micro_batch=8), 40 * GIB)
     terms = {term.name: term.bytes for term in estimated.terms}
     layer = 1024 * (2 * 2 + 6 * 2 + 2 * 1) + 4096 * 5 * 2 + 128 * 2  # the last for the mask
-    activations = 8 * 128 * (48 * layer + 3 * 1024 * 2 + 4096 * 2)  # with the gradient of one product
+    activations = 8 * 128 * (48 * layer + 3 * 1024 * 2 + 4096 * 3)  # with gradients of one and a half products
     allocated = {
         "parameters": 50_000_000,
         "gradients": 50_000_000,  # their fp32 copy is created later, when there are no activations

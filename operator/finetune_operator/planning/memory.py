@@ -1004,7 +1004,11 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
     processes = work.world.processes_per_node
     terms = _fullest(work, states)
     if on_cpu:
-        share, subject, words = CPU_ALLOCATOR_SHARE, [each for each in terms if each.name == "activations"], "activations"
+        share, subject, words = (
+            CPU_ALLOCATOR_SHARE,
+            [each for each in terms if each.name == "activations"],
+            "activations",
+        )
     else:
         share, subject = ALLOCATOR_SHARE, [term for term in terms if term.name not in RESIDENT]
         words = "what a step allocates"
