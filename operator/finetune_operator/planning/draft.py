@@ -18,7 +18,15 @@ from finetune_operator.api.problems import PathPart, Problem, Reason, describe_v
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, MemoryEstimate, PlanLauncher, Servers
+from finetune_operator.planning.plan_types import (
+    Adaptation,
+    EndpointRuntime,
+    MemoryEstimate,
+    NetworkPlan,
+    NodesNetwork,
+    PlanLauncher,
+    Servers,
+)
 
 Value = TypeVar("Value")
 
@@ -68,6 +76,8 @@ class Draft:
     """Launchers whose kinds the cluster serves."""
     kserve: bool
     """True if the cluster serves KServe's InferenceServices."""
+    custom_metrics: bool
+    """True if the cluster serves the custom metrics API."""
     runtime_there: EndpointRuntime | None
     """Runtime of the job's endpoint as deployed now."""
     prepared: bool
@@ -83,6 +93,8 @@ class Draft:
     model_known: bool
     """False if the model was not read and its name gives at most a size."""
     model_revision: str
+    nodes_network: NodesNetwork | None
+    """Network devices of the nodes that can run the pods; None: unknown."""
     as_known: bool
     """True to refuse a job that does not fit by the known facts, even if prepare could still measure less."""
     data: DataFacts | None
@@ -100,6 +112,8 @@ class Draft:
     servers: Servers | None = None
     launcher: PlanLauncher | None = None
     world: World | None = None
+    network: NetworkPlan | None = None
+    """None if the training has one node, or no GPUs."""
     adapter: Adapter | None = None
     """None if all weights are trained."""
     precision: Precision | None = None

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
-from finetune_contract.choices import Stage
+from finetune_contract.choices import Stage, Transport
 from finetune_contract.contract_models import Message
 from finetune_contract.facts import DataFacts, DeviceFacts, HardwareFacts, ModelFacts
 from finetune_contract.trainer_job import TrainerJob
@@ -24,6 +24,29 @@ EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
 """Kind of object that runs an endpoint's servers."""
 
 
+class NodeDevice(Message):
+    """Network device that nodes advertise."""
+
+    resource: str
+    count: int = Field(gt=0)
+    """Fewest on one of the nodes that have it."""
+    nodes: int = Field(gt=0)
+    """Nodes that have it."""
+
+
+class NodesNetwork(Message):
+    """Network devices of the nodes that can run a job's pods."""
+
+    nodes: int = Field(ge=0)
+    node_gpus: int = Field(ge=0)
+    """Most GPUs of one of them."""
+    devices: tuple[NodeDevice, ...] = ()
+    huge_page_bytes: int = Field(default=0, ge=0)
+    """Fewest bytes in huge pages of 2 MiB on one of them."""
+    without_plugin: tuple[str, ...] = ()
+    """Instance types among them that have EFA interfaces and advertise none."""
+
+
 class NodesFacts(Message):
     """GPUs of the nodes that can run a job's pods, by the nodes' labels and resources."""
 
@@ -31,6 +54,8 @@ class NodesFacts(Message):
     """GPU of the weakest of them; None if it is unknown or there are no such nodes."""
     words: str
     """Source of this, or the reason why it is unknown."""
+    network: NodesNetwork | None = None
+    """Their network devices; None if there are no such nodes."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,8 @@ class Facts:
     """Launchers whose kinds the cluster serves."""
     kserve: bool = False
     """True if the cluster serves KServe's InferenceServices."""
+    custom_metrics: bool = False
+    """True if the cluster serves the custom metrics API, which autoscalers read metrics of pods from."""
     runtime_there: EndpointRuntime | None = None
     """Runtime of the job's endpoint as deployed now; None if it is not."""
     prepared: bool = False
@@ -110,6 +137,8 @@ class Servers(Message):
     replicas: int = Field(ge=1)
     most: int = Field(ge=1)
     """Servers under full load; equal to `replicas` without an autoscaler."""
+    target_requests: int | None = Field(default=None, exclude_if=lambda target: target is None)
+    """Requests in flight per server that the autoscaler aims at; None: it scales by CPU use."""
     requests: dict[str, str]
     """Requests of one server that have no limit; quantities by Kubernetes' names."""
     limits: dict[str, str] = Field(default_factory=dict)
@@ -120,6 +149,17 @@ class Servers(Message):
     cost_per_hour: float | None = None
     """Cost of all `replicas`; None if such nodes have no price."""
     currency: str | None = None
+
+
+class NetworkPlan(Message):
+    """Network between the nodes of a training with GPUs."""
+
+    transport: Transport
+    limits: dict[str, str] = Field(default_factory=dict)
+    """Devices and huge pages of each pod."""
+    env: dict[str, str] = Field(default_factory=dict)
+    host: bool = False
+    """True if the pods use the network of their node."""
 
 
 class JobPlan(Message):
@@ -138,6 +178,8 @@ class JobPlan(Message):
     memory: MemoryEstimate | None = None
     servers: Servers | None = Field(default=None, exclude_if=lambda servers: servers is None)
     """None if the job has no endpoint."""
+    network: NetworkPlan | None = Field(default=None, exclude_if=lambda network: network is None)
+    """None if the training has one node, or no GPUs."""
     estimate: Estimate
     hardware: HardwareFacts
     model: ModelFacts
