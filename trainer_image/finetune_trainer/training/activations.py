@@ -66,7 +66,7 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # defined when that library is imported
         kept.append(torch.ops.bitsandbytes.gemm_4bit.default)
     forward, _ = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
-    return forward, Repetition(None, forward.storage)  # type: ignore[no-untyped-call]
+    return forward, Repetition(None, forward.storage)
 
 
 def assert_checkpointing_in_effect(mode: CheckpointingMode, model: nn.Module, strategy: StrategyName) -> None:
