@@ -67,6 +67,8 @@ class Facts:
     hardware: HardwareFacts | None = None
     nodes: NodesFacts | None = None
     """GPUs by the labels of the cluster's nodes; None if the nodes were not read."""
+    devices: tuple[DeviceFacts, ...] = ()
+    """GPUs that earlier attempts of the training measured where labels and tables left them unknown."""
     model_revision: str | None = None
     """Commit of the model on the Hub when prepare read it; later stages use the same one."""
     local: bool = False

@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.arguments import compiles, groups_by_length
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_contract.report import Communication
 from finetune_contract.trainer_job import TrainerJob, Training
@@ -145,11 +146,13 @@ def train(
     world: ProcessWorld,
     deepspeed: Mapping[str, Any] | None,
     interruption: Interruption,
+    devices: MeasuredDevices | None = None,
     communication: Communication | None = None,
     fp8_without_units: bool = False,
 ) -> Outcome:
     """Train the job's model; on rank 0 write `model/`, `history.jsonl` and the train section of metrics.json.
 
+    `devices`: the measured GPUs, for metrics.json; None on a CPU.
     `communication`: transports between the processes, for metrics.json.
     `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
     """
@@ -193,7 +196,18 @@ def train(
     spent, seconds = clock.lap(), time.monotonic() - started
     observer.on_pause(loop.state.global_step, spent)
     measured = {"peak_memory_bytes": max(peaks), "seconds": seconds, "steps": loop.state.global_step}
-    return _outcome(run, RunFigures(history.read()), measured, peaks, stopper, clock, communication)
+    surroundings = _surroundings(devices, communication)
+    return _outcome(run, RunFigures(history.read()), measured, peaks, stopper, clock, surroundings)
+
+
+def _surroundings(devices: MeasuredDevices | None, communication: Communication | None) -> dict[str, Any]:
+    """Return what was measured of the processes' GPUs and of the transports between them, for metrics.json."""
+    found: dict[str, Any] = {}
+    if devices is not None:
+        found["devices"] = {"text": devices.text, **devices.model_dump(mode="json")}
+    if communication is not None:
+        found["communication"] = communication.model_dump(mode="json")
+    return found
 
 
 def _refuse_fp8(training: Training, *, without_units: bool) -> None:
@@ -318,7 +332,7 @@ def _outcome(
     peaks: list[int],
     stopper: EarlyStopper | NeverStop,
     clock: PartClock,
-    communication: Communication | None,
+    surroundings: Mapping[str, Any],
 ) -> Outcome:
     """Write the figures of the training to metrics.json and the model card."""
     paths, training = run.paths, run.training
@@ -336,7 +350,7 @@ def _outcome(
     details = {
         "peak_memory_bytes_by_rank": peaks,
         "time": time_split(run_figures.seconds(), run.strategy, clock).model_dump(mode="json"),
-        **({} if communication is None else {"communication": communication.model_dump(mode="json")}),
+        **surroundings,
     }
     write_environment(paths, training_environment(training.world))
     # Metrics of an earlier model do not apply to this one.

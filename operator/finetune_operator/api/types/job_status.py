@@ -147,6 +147,11 @@ class PlanStatus(StatusModel):
     predict_workers: int | None = Field(
         default=None, ge=1, description="Pods that share the rows to predict. Unset if one pod predicts."
     )
+    device: str | None = Field(
+        default=None,
+        description="GPU that the training is planned for if labels and settings do not say which the nodes have: "
+        "assumed, or measured by an earlier attempt. Unset if it is known.",
+    )
     reasons: tuple[str, ...] = Field(
         default=(), max_length=64, description="One sentence for each decision of the plan."
     )
@@ -176,6 +181,16 @@ class MeasuredStatus(StatusModel):
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
     nodes: dict[str, JsonValue] | None = Field(
         default=None, description="GPUs of the cluster's nodes, read before the first stage started."
+    )
+    device: dict[str, JsonValue] | None = Field(
+        default=None,
+        description="GPUs of the last training attempt that reported them, as its processes measured them.",
+    )
+    replanned_for: tuple[dict[str, JsonValue], ...] = Field(
+        default=(),
+        max_length=8,
+        description="Kinds of GPUs that attempts measured on nodes without known ones, and for which the job was "
+        "planned again.",
     )
 
 
