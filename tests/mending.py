@@ -129,8 +129,8 @@ def _field(problem: Problem, name: str) -> str:
         if find(spec_shape(), (*parts(declared)[1:], *name.split("."))) is not None:
             return f"{declared}.{name}"
         declared = declared.rpartition(".")[0]
-    below = find(spec_shape(), (*parts(problem.path)[1:], *name.split(".")))
-    return f"{problem.path}.{name}" if below is not None else f"{own}.{name}"
+    shape = find(spec_shape(), (*parts(problem.path)[1:], *name.split(".")))
+    return f"{problem.path}.{name}" if shape is not None else f"{own}.{name}"
 
 
 def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:

@@ -59,13 +59,13 @@ def test_a_process_has_its_share_and_one_whole_weight_at_a_time(
     codes, output = fork_server().run(case)
     assert codes == [0] * PROCESSES, output
     for rank in range(PROCESSES):
-        told = json.loads((tmp_path / f"bytes-{rank}.json").read_text())
-        assert told["starting"] < told["whole"]
+        sizes = json.loads((tmp_path / f"bytes-{rank}.json").read_text())
+        assert sizes["starting"] < sizes["whole"]
         # gloo may keep a weight for a moment while the next one is already there.
-        assert told["share"] <= told["dividing"] <= told["share"] + 2 * told["largest"]
+        assert sizes["share"] <= sizes["dividing"] <= sizes["share"] + 2 * sizes["largest"]
 
     # All ranks continue with rank 0's weights, and tied weights stay tied.
-    mine = torch.load(tmp_path / "state.pt", weights_only=True)
+    mine = load_file(tmp_path / "weights.safetensors")
     theirs = load_file(model / "model.safetensors")
     assert {name for name in mine if name != "lm_head.weight"} == set(theirs)
     assert all(torch.equal(mine[name], theirs[name].bfloat16()) for name in theirs)

@@ -671,7 +671,7 @@ def test_fields_beside_kind_are_checked_as_fields_of_spec() -> None:
     assert "spec" not in hints
 
 
-def test_names_in_capitals_do_not_hide_problems_below_them() -> None:
+def test_names_in_capitals_hide_no_problems_of_their_fields() -> None:
     document = job(Training={"Epochs": 1}, training=None)
     hints = hints_of(
         {
