@@ -24,7 +24,7 @@ REPORT = --junitxml=$(REPORTS)/$@.xml
 FORGET = @rm -f $(REPORTS)/$@.*
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-everything test-gpu-dry trace-memory test-cluster test-e2e test-times test-changed images tools requirements audit \
+.PHONY: help install quickstart test test-slow test-everything test-gpu-dry trace-memory measure-cpu-memory test-cluster test-e2e test-times test-changed images tools requirements audit \
   release release-compare fuzz gpu-check lint format generate pictures benchmark clean
 
 help: ## Show the targets
@@ -81,6 +81,10 @@ test-gpu-dry: install ## Trace the training loop on fake GPUs: waits, bytes sent
 
 trace-memory: install ## Trace the memory of the trainer on fake GPUs again, and compare it with the plan's (minutes; needs gcc)
 	PYTHONPATH=tests $(BIN)/python -m tracing_support.memory_table --trace
+
+CPU_RUNS ?= runs/cpu-memory
+measure-cpu-memory: install ## Train small models on the CPU again, and compare their peak memory with the plan's (half an hour)
+	PYTHONPATH=tests $(BIN)/python -m tracing_support.cpu_runs --measure $(CPU_RUNS)
 
 test-cluster: install ## Run the operator's tests on real API servers (about 8 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(FORGET)

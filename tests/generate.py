@@ -87,10 +87,10 @@ def dry_runs() -> str:
 
 
 def traced_memory() -> str:
-    """Return the table of plans and traces."""
-    from tracing_support.memory_table import table
+    """Return the tables of plans, traces and runs on CPUs."""
+    from tracing_support import cpu_runs, memory_table
 
-    return table()
+    return f"{memory_table.table()}\n{cpu_runs.table()}"
 
 
 ROOT = Path(__file__).parents[1]

@@ -20,19 +20,17 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from finetune_contract.choices import Task
-from finetune_contract.trainer_job import Training
-from finetune_operator.planning.architectures import model_facts
+from finetune_contract.facts import ModelFacts
+from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from finetune_trainer import adapters, distributed, float8
+from finetune_trainer.measured_facts import model_facts
 from finetune_trainer.stored_weights import in_training_type, narrow_weights
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.tasks.masked_lm import MaskedLm
-from finetune_trainer.tasks.text_classification import TextClassification
-from finetune_trainer.tasks.text_generation import TextGeneration
+from finetune_trainer.tasks.task_registry import task_module
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.chunked_loss import chunk_loss
 from finetune_trainer.training.interruption import Interruption
@@ -42,14 +40,10 @@ from finetune_trainer.training.stopping import NeverStop
 from finetune_trainer.training.timing import CudaMoments, PartClock
 from finetune_trainer.training.training_arguments import training_arguments
 from tracing_support import memory_kinds, stub_cuda, switched_off, traced_cases
+from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.trace import Trace
 
-_TASKS: Mapping[Task, Any] = {
-    "text-generation": TextGeneration,
-    "masked-lm": MaskedLm,
-    "text-classification": TextClassification,
-}
 NO_GROUPS = distributed.Backends("fake", "fake", FakeStore())  # type: ignore[no-untyped-call]
 
 
@@ -142,8 +136,9 @@ class _Clock(PartClock):
 
 def run(name: str, result: str) -> None:
     """Trace the case `name`, and write its figures to the file `result`."""
-    case = next((each for each in MEMORY_CASES if each.name == name), None) or traced_cases.named(name)
-    training = case.training
+    memory_cases = (*MEMORY_CASES, *HELD_CASES)
+    case = next((each for each in memory_cases if each.name == name), None) or traced_cases.named(name)
+    training, facts = case.training, _facts(case)
     local = case.rank % training.world.processes_per_node
     world = distributed.ProcessWorld(case.rank, case.size, local, training.world.processes_per_node, "environment")
     distributed.settle_environment(os.environ, world, device="cuda", threads=1, strategy=training.strategy.name)
@@ -158,7 +153,7 @@ def run(name: str, result: str) -> None:
     trace = Trace(fakes)
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` starts in host memory
     with tempfile.TemporaryDirectory() as folder, fakes, trace:
-        loop, observer, clock = _loop(case, training, trace, Path(folder))
+        loop, observer, clock = _loop(case, training, facts, trace, Path(folder))
         clock.loop = loop
         loop.train()
     assert observer.seen == traced_cases.STEPS
@@ -173,16 +168,28 @@ def run(name: str, result: str) -> None:
         "kept": clock.kept,
         "moved": getattr(loop.parts.activations, "moved_bytes", 0),
         "held": memory_kinds.kinds_at_peak(trace, vocabulary, tokens),
+        "facts": json.loads(facts.to_json()),
     }
     Path(result).write_text(json.dumps(figures), encoding="utf-8")
 
 
+def _facts(case: traced_cases.Case) -> ModelFacts:
+    """Return the facts that the trainer measures of the case's model."""
+    with tempfile.TemporaryDirectory() as folder:
+        AutoConfig.for_model(**case.model_config).save_pretrained(folder)
+        return model_facts(
+            TrainerJob.model_validate({"name": "traced", "task": case.task, "model": {"uri": f"file://{folder}"}})
+        )
+
+
 def _loop(
-    case: traced_cases.Case, training: Training, trace: Trace, folder: Path
+    case: traced_cases.Case, training: Training, facts: ModelFacts, trace: Trace, folder: Path
 ) -> tuple[TrainingLoop, _Observer, _Clock]:
     config = AutoConfig.for_model(**case.model_config)
-    strategy = strategy_for(training, _deepspeed(training, config, case.task), folder)
-    task = _TASKS[case.task]()
+    if case.task == "text-classification":
+        config.problem_type = "single_label_classification"
+    strategy = strategy_for(training, _deepspeed(training, facts), folder)
+    task: Any = task_module(case.task)
     auto: Any = getattr(transformers, task.auto)
     model = auto.from_config(config, dtype=torch.float32)
     adapted, in_float8 = _changed(model, training)
@@ -223,8 +230,7 @@ def _changed(model: PreTrainedModel, training: Training) -> tuple[adapters.Adapt
     return adapted, float8.convert(model)
 
 
-def _deepspeed(training: Training, config: PretrainedConfig, task: Task) -> dict[str, Any] | None:
-    facts = model_facts(config.to_dict(), task)
+def _deepspeed(training: Training, facts: ModelFacts) -> dict[str, Any] | None:
     plan: Any = SimpleNamespace(
         trainer=SimpleNamespace(training=training), model=facts, launcher="local", deepspeed_overrides={}
     )

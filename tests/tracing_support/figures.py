@@ -31,6 +31,8 @@ class Figures:
     """Bytes of activations that were moved to host memory, over all steps."""
     held: Mapping[str, int]
     """Kind -> bytes on the GPU at the peak."""
+    facts: Mapping[str, Any]
+    """Measured facts of the model, as JSON."""
 
     @classmethod
     def read(cls, file: Path) -> Figures:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -18,9 +19,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from finetune_operator.planning.architectures import model_facts
+from finetune_contract.facts import ModelFacts
 from finetune_operator.planning.memory import Workload, estimate
+from finetune_operator.planning.model_parallel_plan import PipelineEnd
 from finetune_operator.planning.plan_types import MemoryEstimate
+from finetune_trainer.strategies.mesh import PIPELINE, MeshShape
+from tracing_support.held_cases import HELD_CASES, NOT_TRACED
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.traced_cases import CASES, Case
 
@@ -29,8 +33,9 @@ LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 OVERHEAD = ("allocator", "process")
 """Terms of the plan that a trace has none of."""
 GIB = 1 << 30
-TRACED = (*MEMORY_CASES, *(case for case in CASES if case.strategy.pipeline is None))
-"""All cases that are compared: of a pipeline the plan counts the fullest process, and the traced one is in the middle.
+TRACED = (*MEMORY_CASES, *HELD_CASES, *(case for case in CASES if case.strategy.pipeline is None))
+"""All cases that are compared: of the pipeline among `CASES` the traced process is in the middle, and the plan counts
+the fullest one.
 """
 
 
@@ -47,21 +52,26 @@ class KeptTrace:
     """Kind -> bytes at the peak."""
     kept: int
     """Bytes that a forward pass keeps for its backward pass."""
+    facts: ModelFacts
+    """Facts that the trainer measured of the model."""
 
 
 def kept_traces(file: Path = KEPT) -> dict[str, KeptTrace]:
     """Return the kept traces by their cases' names."""
     values = json.loads(file.read_text(encoding="utf-8"))
     return {
-        name: KeptTrace(name, each["peak"], each["phase"], each["held"], each["kept"]) for name, each in values.items()
+        name: KeptTrace(
+            name, each["peak"], each["phase"], each["held"], each["kept"], ModelFacts.model_validate(each["facts"])
+        )
+        for name, each in values.items()
     }
 
 
-def workload(case: Case) -> Workload:
-    """Return what the plan knows of the case."""
+def workload(case: Case, facts: ModelFacts) -> Workload:
+    """Return what the plan knows of the case, with these facts of its model."""
     training = case.training
     return Workload(
-        model=model_facts(case.model_config, case.task),
+        model=facts,
         task=case.task,
         strategy=training.strategy,
         precision=case.precision,
@@ -71,12 +81,22 @@ def workload(case: Case) -> Workload:
         length=case.tokens,
         adapter=case.adapter,
         accumulates=case.accumulation > 1,
+        end=end_of(case),
     )
 
 
-def planned(case: Case) -> MemoryEstimate:
-    """Return the plan's memory of the case."""
-    return estimate(workload(case), 80 * GIB)
+def end_of(case: Case) -> PipelineEnd | None:
+    """Return the end of the pipeline at which the traced process is; None: there is no pipeline."""
+    if case.strategy.pipeline is None:
+        return None
+    training = case.training
+    shape = MeshShape.of(training.strategy, training.batch.data_parallel)
+    return "last" if shape.coordinates(case.rank)[PIPELINE] else "first"
+
+
+def planned(case: Case, trace: KeptTrace, card: int = 80 * GIB) -> MemoryEstimate:
+    """Return the plan's memory of the case on a GPU of `card` bytes, with the measured facts of its model."""
+    return estimate(workload(case, trace.facts), card)
 
 
 def allocated(made: MemoryEstimate) -> int:
@@ -90,7 +110,7 @@ def rows(cases: Iterable[Case], traces: Mapping[str, KeptTrace]) -> list[str]:
     for case in cases:
         if (trace := traces.get(case.name)) is None:
             continue
-        made = planned(case)
+        made = planned(case, trace)
         ours = {term.name: term.bytes for term in made.terms}
         ratio, whole = allocated(made) / trace.peak, made.total_bytes / trace.peak
         lines.append(f"{case.name:32} plan {_gib(allocated(made))} trace {_gib(trace.peak)} {ratio:5.2f} ({whole:.2f})")
@@ -100,19 +120,21 @@ def rows(cases: Iterable[Case], traces: Mapping[str, KeptTrace]) -> list[str]:
 
 
 def table() -> str:
-    """Return the comparison as Markdown."""
-    lines = ["| run | tokens | planned GiB | traced GiB | planned / traced |", "|---|---|---|---|---|"]
+    """Return the comparison as Markdown: traces that a formula was fitted to in a column of their own."""
     traces = kept_traces()
-    for case in TRACED:
-        ours, peak = allocated(planned(case)), traces[case.name].peak
-        cells = [
-            case.name,
-            f"{case.rows} x {case.tokens:,}",
-            _gib(ours).strip(),
-            _gib(peak).strip(),
-            f"{ours / peak:.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+    ratios = {case: allocated(planned(case, traces[case.name])) / traces[case.name].peak for case in TRACED}
+    lines = ["| traces | number | median error | largest error |", "|---|---|---|---|"]
+    for held, name in ((False, "fitted"), (True, "held")):
+        errors = [abs(ratio - 1) for case, ratio in ratios.items() if case.held is held]
+        lines.append(f"| {name} | {len(errors)} | {statistics.median(errors):.1%} | {max(errors):.1%} |")
+    titles = "| run | tokens | planned GiB | traced GiB | fitted: planned / traced | held: planned / traced |"
+    lines += ["", titles, "|---|---|---|---|---|---|"]
+    for case, ratio in ratios.items():
+        ours, peak = allocated(planned(case, traces[case.name])), traces[case.name].peak
+        columns = ("", f"{ratio:.2f}") if case.held else (f"{ratio:.2f}", "")
+        cells = [case.name, f"{case.rows} x {case.tokens:,}", _gib(ours).strip(), _gib(peak).strip(), *columns]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    lines += ["", "| not traced | because |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in NOT_TRACED)]
     return "\n".join(lines) + "\n"
 
 
@@ -139,7 +161,9 @@ def trace_all(cases: Iterable[Case]) -> dict[str, Any]:
             for case in cases:
                 result = folder / "result.json"
                 run = {"call": "tracing_support.dry_run:run", "arguments": {"name": case.name, "result": str(result)}}
-                codes, printed = server.run({"processes": 1, "environment": {}, "log": str(folder / "log"), **run})
+                codes, printed = server.run(
+                    {"processes": 1, "environment": {}, "log": str(folder / f"{case.name}.log"), **run}
+                )
                 if codes != [0]:
                     raise SystemExit(f"{case.name}:\n{printed}")
                 traces[case.name] = _kept(case, json.loads(result.read_text(encoding="utf-8")))
@@ -157,6 +181,7 @@ def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
         "commit": commit,
         "libraries": {name: version(name) for name in LIBRARIES},
         "config": case.model_config,
+        "facts": figures["facts"],
         "recipe": {
             "task": case.task,
             "strategy": case.strategy.model_dump(mode="json", exclude_defaults=True),
@@ -167,6 +192,7 @@ def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
             "accumulation": case.accumulation,
             "adapter": None if case.adapter is None else case.adapter.model_dump(mode="json"),
         },
+        "fitted": not case.held,
         "peak": peaks[phase],
         "phase": phase,
         "held": dict(sorted(figures["held"].items())),

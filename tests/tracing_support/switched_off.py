@@ -172,6 +172,13 @@ ROWS = (
         _no_overflow,
     ),
     SwitchedOff(
+        ("torch.nn.init:_no_grad_trunc_normal_",),
+        "draws the first weights of some families",
+        "draws none",
+        "it draws again while the device reports outliers, for ever",
+        lambda tensor, *_, **__: tensor,
+    ),
+    SwitchedOff(
         ("finetune_trainer.adapters:weights_digest",),
         "identifies the frozen weights by their first elements",
         "answers a constant",

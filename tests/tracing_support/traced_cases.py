@@ -59,6 +59,8 @@ class Case:
     """Rows of a micro-batch."""
     tokens: int = TOKENS
     """Tokens of the longest row."""
+    held: bool = False
+    """True if no formula or constant of the plan was fitted to this trace."""
 
     @property
     def model_config(self) -> dict[str, Any]:

@@ -63,6 +63,28 @@ def test_selective_checkpointing_repeats_all_but_products_with_weights(tiny_mode
         assert (none[name], selective[name] > 0, full[name] > 0) == (0, True, True), name
 
 
+def test_selective_repetition_may_gather_weights_that_forward_pass_had_prefetched():
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from finetune_trainer.training.activations import selective_contexts
+
+    weight, passes = torch.randn(4, 4, requires_grad=True), []
+
+    def block(inputs: Any) -> Any:
+        passes.append(inputs)
+        if len(passes) > 1:  # as ZeRO-3 does where a layer is larger than its prefetch bucket
+            torch.cat([weight.detach()[:2], weight.detach()[2:]])
+        return torch.sigmoid(torch.mm(inputs, weight))
+
+    inputs = torch.randn(3, 4)
+    checkpoint(block, inputs, use_reentrant=False, context_fn=selective_contexts).sum().backward()
+    found, weight.grad = weight.grad, None
+    assert len(passes) == 2
+    block(inputs).sum().backward()
+    assert torch.equal(found, weight.grad)
+
+
 def test_gradients_do_not_depend_on_recomputation(tiny_model: Path):
     import torch
 

@@ -62,6 +62,19 @@ def test_attention_that_keeps_its_scores_is_reported(family: str, fused: bool, t
     assert ("fusedAttention" in facts.to_json()) == (not fused)
 
 
+def test_layers_of_an_encoder_with_a_decoder_are_those_of_both(tmp_path: Path):
+    AutoConfig.for_model("t5", num_layers=3, num_decoder_layers=2, vocab_size=90).save_pretrained(tmp_path)
+    model = JOB.model.model_copy(update={"uri": f"file://{tmp_path}"})
+    assert model_facts(JOB.model_copy(update={"model": model, "task": "summarization"})).layers == 5
+
+
+def test_experts_of_a_mixture_are_counted(tmp_path: Path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    AutoConfig.for_model("mixtral", **sizes, num_local_experts=6, vocab_size=90).save_pretrained(tmp_path)
+    model = JOB.model.model_copy(update={"uri": f"file://{tmp_path}"})
+    assert model_facts(JOB.model_copy(update={"model": model, "task": "text-generation"})).experts == 6
+
+
 def test_facts_are_one_json_object_that_reads_back():
     facts = trainer_facts(JOB)
     assert type(facts).model_validate_json(facts.to_json()) == facts

@@ -37,3 +37,12 @@ def test_embeddings_are_a_group_unless_head_shares_their_weights(auto: Any, tied
         # transformers ties no weights while another thread of the process loads a model.
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     assert [type(block).__name__ for block in transformer_blocks(model)] == groups
+
+
+@pytest.mark.parametrize("auto", [AutoModelForMaskedLM, AutoModelForSequenceClassification])
+def test_groups_are_found_again_after_fully_shard_has_changed_classes(auto: Any):
+    model = auto.from_config(AutoConfig.for_model("bert", **SIZES))
+    groups = transformer_blocks(model)
+    for each in groups:
+        each.__class__ = type(f"FSDP{type(each).__name__}", (type(each),), {})
+    assert transformer_blocks(model) == groups != []

@@ -254,6 +254,17 @@ def test_fsdp_makes_no_copies_of_weights_besides_gathered_ones_in_16_bits():
     assert terms["whole gradients"] == (2 + 4) * (model.parameters - 48 * block // 2)
 
 
+@pytest.mark.parametrize(("processes", "padding"), [(4, 1), (8, 1), (32, 4)])
+def test_fsdp_pads_experts_where_there_are_more_processes(processes: int, padding: int):
+    world = World(nodes=1, processes_per_node=processes, device="cuda", threads_per_process=1)
+    model = model_of(1_000_000_000).model_copy(update={"experts": 8, "idle_parameters": 1})
+    made = estimate(work(model, Strategy(name="fsdp"), world=world, micro_batch=32), 80 * GIB)
+    terms = {term.name: term.bytes for term in made.terms}
+    root, block = model.parameters - 48 * model.block_parameters, model.block_parameters
+    assert terms["gathered blocks"] == 2 * (root + 2 * block * padding)
+    assert terms["parameters"] == 4 * model.parameters * padding // processes
+
+
 def test_autocast_keeps_no_copies_of_frozen_weights_that_are_recomputed():
     linear = {"attn.c_proj": LinearWidths(inputs=48 * 1024, outputs=48 * 1024, weights=48 * 1024 * 1024)}
     model = model_of(1_000_000_000).model_copy(update={"linear_layers": linear, "tied_embeddings": False})
@@ -476,7 +487,7 @@ def test_the_terms_add_up_and_show_their_numbers():
     estimated = estimate(work(model_of(100_000_000), strategy, world=world, micro_batch=8), 40 * GIB)
     terms = {term.name: term.bytes for term in estimated.terms}
     layer = 1024 * (2 * 2 + 6 * 2 + 2 * 1) + 4096 * 5 * 2 + 128 * 2  # the last for the mask
-    activations = 8 * 128 * (48 * layer + 3 * 1024 * 2)
+    activations = 8 * 128 * (48 * layer + 3 * 1024 * 2 + 4096 * 3)  # with gradients of one and a half products
     allocated = {
         "parameters": 50_000_000,
         "gradients": 50_000_000,  # their fp32 copy is created later, when there are no activations

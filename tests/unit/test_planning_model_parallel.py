@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
-from finetune_contract.trainer_job import Pipeline, Strategy
+from finetune_contract.trainer_job import Pipeline, Strategy, World
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.planning.assumed_facts import parse_hardware
-from finetune_operator.planning.memory import CPU_PROCESS_BYTES
+from finetune_operator.planning.memory import CPU_PROCESS_BYTES, Workload, estimate
 from finetune_operator.planning.model_parallel_plan import (
     bubble,
     in_flight,
@@ -90,6 +91,23 @@ def test_a_process_holds_its_part_of_the_model():
     assert parameters_of_a_process(LLAMA, halves) == 8 * LLAMA.block_parameters + embeddings
     # 16 layers in 3 x 2 stages: at most 3 layers a stage, and two stages a process.
     assert layers_of_a_process(LLAMA, pipeline("interleaved", 3, 6)) == 6
+
+
+def test_last_stage_has_fewer_layers_for_its_head():
+    model = LLAMA.model_copy(update={"layers": 8, "block_parameters": 218})
+    cut = pipeline("1f1b", 4, 8)
+    ends = [layers_of_a_process(model, cut, end=end, head=525) for end in ("first", "last", None)]
+    # A head of 2.4 layers: 2, 2, 3 and 1 layers.
+    assert ends == [2, 1, 3]
+
+
+def test_first_process_of_a_pipeline_has_no_logits():
+    model = LLAMA.model_copy(update={"vocabulary_size": 10 * LLAMA.vocabulary_size})
+    strategy = Strategy(name="ddp", pipeline=pipeline("1f1b", 4, 8))
+    world = World(nodes=1, processes_per_node=4, device="cuda", threads_per_process=1)
+    work = Workload(model, "text-generation", strategy, "bf16", "adamw", world, micro_batch=1, length=4096)
+    sizes = [estimate(replace(work, end=end), 1 << 40).total_bytes for end in ("first", "last", None)]
+    assert sizes[0] < sizes[1] == sizes[2]
 
 
 @pytest.mark.parametrize(

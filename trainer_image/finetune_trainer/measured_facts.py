@@ -73,7 +73,7 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         parameters=parameters,
         embedding_parameters=sum(embeddings.values()),
         block_parameters=_largest_block(model),
-        layers=_size(text, job, "num_hidden_layers", "num_layers", "n_layers"),
+        layers=_layers(text, job),
         hidden_size=hidden,
         intermediate_size=_feed_forward(text, job, hidden),
         attention_heads=heads,
@@ -84,14 +84,24 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),
         parameter_bytes=stored_bytes(name) or parameters * element_bytes,
         idle_parameters=_idle_parameters(model, text),
+        experts=_experts(text)[1],
         head_parameters=head_parameters(model),
         linear_layers=_linear_layers(model),
     )
 
 
+def _layers(text: PretrainedConfig, job: TrainerJob) -> int:
+    """Count the layers: of an encoder with a decoder, those of both."""
+    layers = _size(text, job, "num_hidden_layers", "num_layers", "n_layers")
+    if not getattr(text, "is_encoder_decoder", False):
+        return layers
+    encoder = _size(text, job, "encoder_layers", default=layers)
+    return encoder + _size(text, job, "num_decoder_layers", "decoder_layers", default=layers)
+
+
 def _feed_forward(text: PretrainedConfig, job: TrainerJob, hidden: int) -> int:
     """Return the width of the feed-forward layer; of a mixture, that of the experts that one token passes."""
-    names = ("intermediate_size", "d_ff", "hidden_dim", "ffn_dim", "n_inner")
+    names = ("intermediate_size", "d_ff", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "n_inner")
     chosen, all_experts = _experts(text)
     if not all_experts:
         return _size(text, job, *names, default=4 * hidden)

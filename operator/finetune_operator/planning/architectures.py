@@ -9,7 +9,7 @@ Symbols: h hidden size, f width of the feed-forward layer, V vocabulary, P posit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
@@ -51,6 +51,8 @@ class ActivationShape:
     """
     dropout_masks: float = 2
     """Dropout masks, times h."""
+    query_norms: float = 0
+    """Part of `norm_inputs` that is as wide as the queries, half of it cast to fp32."""
     fused_attention: bool = True
     """True if transformers uses scaled_dot_product_attention, unless `ModelFacts.fused_attention` shows otherwise; if
     False, heads x length scores are saved for each token.
@@ -83,6 +85,11 @@ _DECODER = ActivationShape(dropout_masks=0, attention_dropout=False)
 _FUSED_INPUTS = replace(_DECODER, shared_inputs=0)
 _PYTHON_GELU = replace(_DECODER, feed_forward=5, feed_forward_fp32=3)
 _GATED = replace(_DECODER, norm_inputs=4, norm_casts=2, feed_forward=4, shared_inputs=3)
+# T5's feed-forward layer has dropout between its products; the gated one computes GELU in Python.
+_T5 = ActivationShape(
+    norm_inputs=5, norm_casts=5, hidden=9, feed_forward=2.5, shared_inputs=3, dropout_masks=2.5, attention_dropout=True
+)
+_GATED_T5 = replace(_T5, feed_forward=7.5, feed_forward_fp32=4.4)
 _SHAPES: dict[str, ActivationShape] = {
     **dict.fromkeys(
         ("deberta", "deberta-v2"),
@@ -91,6 +98,8 @@ _SHAPES: dict[str, ActivationShape] = {
     # Chunks of queries, keys and values overlap, and there are three more projections for global attention.
     "longformer": ActivationShape(hidden=17.5, fused_attention=False, score_tensors=2.4, attention_window=512),
     "albert": _PYTHON_GELU,
+    # A layer of both halves on average: half of them have two attentions, and three norms.
+    "bart": replace(_ENCODER, norm_inputs=2.5, hidden=8.3, shared_inputs=3),
     "modernbert": replace(_FUSED_INPUTS, hidden=9, feed_forward=4),
     "gpt2": ActivationShape(feed_forward=5, feed_forward_fp32=3, shared_inputs=0),
     "gpt_neo": _PYTHON_GELU,
@@ -98,16 +107,17 @@ _SHAPES: dict[str, ActivationShape] = {
     "codegen": replace(_PYTHON_GELU, hidden=5),
     "phi": replace(_PYTHON_GELU, hidden=5),
     "opt": ActivationShape(feed_forward=1, attention_dropout=False),
-    "gemma2": replace(_GATED, norm_inputs=8, fused_attention=False, score_tensors=4),
-    "gemma3_text": replace(_GATED, norm_inputs=11),
+    "gemma2": replace(_GATED, norm_inputs=8, norm_casts=8, fused_attention=False, score_tensors=4),
+    "gemma3_text": replace(_GATED, norm_inputs=11, norm_casts=11),
     "glm4": replace(_GATED, norm_inputs=8, hidden=7),
-    "olmo2": replace(_GATED, norm_inputs=8),
+    "olmo2": replace(_GATED, norm_inputs=8, norm_casts=8),
     # An expert keeps its input and its output besides: 2 experts a token, and 8.
     "mixtral": replace(_GATED, hidden=10),
-    "qwen3_moe": replace(_GATED, norm_inputs=7, hidden=22),
+    "qwen3_moe": replace(_GATED, norm_inputs=6.5, norm_casts=3.25, hidden=22, query_norms=2),
     "phi3": replace(_GATED, hidden=7, shared_inputs=0),
-    "qwen3": replace(_GATED, norm_inputs=6, norm_casts=3),
-    "t5": ActivationShape(norm_inputs=4, feed_forward=3, fused_attention=False),
+    "qwen3": replace(_GATED, norm_inputs=6, norm_casts=3, query_norms=2),
+    "t5": _T5,
+    "mt5": _GATED_T5,
     "starcoder2": _DECODER,
     **dict.fromkeys(("bloom", "falcon", "gpt_neox", "mpt"), _FUSED_INPUTS),
     **dict.fromkeys(
@@ -117,8 +127,12 @@ _SHAPES: dict[str, ActivationShape] = {
 }
 
 
-def activation_shape(model_type: str) -> ActivationShape:
-    """Return the activation shape of a layer of `model_type`; by default that of an encoder layer."""
+def activation_shape(model_type: str, linear_layers: Collection[str] = ()) -> ActivationShape:
+    """Return the activation shape of a layer of `model_type`; by default that of an encoder layer. The names of linear
+    layers tell T5's gated feed-forward layers (T5 1.1, Flan-T5) from others.
+    """
+    if model_type == "t5" and any(name.endswith(".wi_1") for name in linear_layers):
+        return _GATED_T5
     return _SHAPES.get(model_type, _ENCODER)
 
 
@@ -170,6 +184,8 @@ class _Counts:
     """Parameters of the smaller kind of blocks (T5's encoder), which `layers` leaves out."""
     smaller_layers: int = 0
     idle: int = 0
+    """As in ModelFacts."""
+    experts: int = 0
     """As in ModelFacts."""
 
 
@@ -376,6 +392,7 @@ def _llama(config: _Config, task: Task, labels: int) -> _Counts:
         linears=_widths(layers, shapes),
         key_value_heads=key_value_heads if key_value_heads < heads else None,
         idle=0 if mixture is None else layers * mixture.idle,
+        experts=0 if mixture is None else mixture.experts,
     )
 
 
@@ -388,6 +405,8 @@ class _Mixture:
     """Parameters of the experts that one token does not pass."""
     width: int
     """Width of all experts that it passes."""
+    experts: int
+    """Number of experts of a block."""
 
 
 def _mixture(config: _Config, h: int, f: int) -> _Mixture | None:
@@ -399,7 +418,7 @@ def _mixture(config: _Config, h: int, f: int) -> _Mixture | None:
     experts, chosen = config.number("num_local_experts", "num_experts"), config.number("num_experts_per_tok")
     width = config.number("moe_intermediate_size", default=f)
     expert = 3 * h * width
-    return _Mixture(experts * (expert + h), (experts - chosen) * expert, chosen * width)
+    return _Mixture(experts * (expert + h), (experts - chosen) * expert, chosen * width, experts)
 
 
 def _t5(config: _Config, task: Task, labels: int) -> _Counts:
@@ -499,6 +518,7 @@ def model_facts(config: Mapping[str, JsonValue], task: Task = "text-classificati
         tied_embeddings=counts.tied,
         parameter_bytes=parameters * _BYTES_BY_TYPE.get(str(stored_type), 4),
         idle_parameters=counts.idle,
+        experts=counts.experts,
         head_parameters=0 if task in LANGUAGE_TASKS else counts.head,
         linear_layers=dict(counts.linears),
     )

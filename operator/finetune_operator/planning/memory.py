@@ -15,7 +15,7 @@ backward pass, with its recomputation; the last gradients; the optimizer's step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
@@ -37,8 +37,13 @@ from finetune_operator.planning.adapter_sizes import (
     narrow_weights,
     trained_parameters,
 )
-from finetune_operator.planning.architectures import RELATIVE_POSITIONS, activation_shape
-from finetune_operator.planning.model_parallel_plan import in_flight, layers_of_a_process, parameters_of_a_process
+from finetune_operator.planning.architectures import RELATIVE_POSITIONS, ActivationShape, activation_shape
+from finetune_operator.planning.model_parallel_plan import (
+    PipelineEnd,
+    in_flight,
+    layers_of_a_process,
+    parameters_of_a_process,
+)
 from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
 
@@ -59,13 +64,24 @@ ALLOCATOR_SHARE = 0.10
 """Share on a GPU of memory that is allocated anew in each step: rounding to blocks, fragments, temporaries of single
 operations. Weights and optimizer state are allocated once, in blocks of their size.
 """
+FP32_LOSSES = ("modernbert",)
+"""Families other than decoders that convert their logits to fp32 for the loss."""
+BIASED_LOGITS = ("bart", "mbart", "marian", "pegasus")
+"""Families with a bias of the logits that is a buffer, which FSDP leaves in fp32."""
 RESIDENT = ("parameters", "optimizer state", "secondary shards")
 """Names of the terms that are allocated once."""
-CPU_ALLOCATOR_SHARE = 1.2
-"""Share on a CPU, where the C library keeps every fragment and gloo copies its messages. Measured on a 22M-parameter
-BERT with micro-batches of 16 rows over 534 steps, as peak resident set beyond the process and the other terms: 0.5 with
-DDP, 1.2 with ZeRO-2, 1.3 with FSDP; 0.3 with a single process over 15 steps. It is near the upper end, since too small
-a value kills a run.
+CPU_ALLOCATOR_SHARE = 0.2
+"""Share on a CPU of the activations, whose memory the C library gives back in parts only. Measured over a few steps
+with rows of one length; rows of other lengths need more than those.
+"""
+CPU_TRAINING_BYTES = 100 * MIB
+"""Batches, thread pools and buffers of operators of a process that trains on a CPU: with the share above, the constants
+below and twice the gradients of ddp fitted to half of the runs in tests/tracing/cpu_memory_runs.json.
+"""
+CPU_DEEPSPEED_BYTES = 225 * MIB
+"""Engine, buckets and compiled operators of DeepSpeed on a CPU, beside those that are counted."""
+CPU_ZERO3_WEIGHTS = 4
+"""Copies of the weights that ZeRO-3 has on a CPU at most, as it divides them and as it gathers them for a checkpoint.
 """
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -118,6 +134,8 @@ class Workload:
     """True if training arguments keep a decoder from computing its loss some tokens at a time."""
     casts: bool = True
     """False if weights are in the type that they compute in, as an inference process's are."""
+    end: PipelineEnd | None = None
+    """Stage of the process in a pipeline; None: no pipeline, or the larger one of both ends."""
 
     @property
     def autocast(self) -> bool:
@@ -132,7 +150,7 @@ class Workload:
     @property
     def head(self) -> int:
         """Return the weights of a language model's head, a process's part of them; 0 for other tasks."""
-        if self.task not in LANGUAGE_TASKS:
+        if self.task not in LANGUAGE_TASKS or self.end == "first":
             return 0
         return self.model.vocabulary_size * self.model.hidden_size // self.strategy.tensor
 
@@ -166,8 +184,15 @@ class Workload:
     def held(self) -> int:
         """Return all parameters, including an adapter's; with tensor or pipeline parallelism, those of one process."""
         if self.strategy.model_ranks > 1:
-            return parameters_of_a_process(self.model, self.strategy)
+            head = self.model.vocabulary_size * self.model.hidden_size if self.task in LANGUAGE_TASKS else 0
+            return parameters_of_a_process(self.model, self.strategy, end=self.end, head=head)
         return self.model.parameters + trained_parameters(self.model, self.adapter).added
+
+    @property
+    def layers(self) -> int:
+        """Return the layers of one process."""
+        head = self.model.vocabulary_size * self.model.hidden_size if self.task in LANGUAGE_TASKS else 0
+        return layers_of_a_process(self.model, self.strategy.pipeline, end=self.end, head=head)
 
     @property
     def four_bit(self) -> int:
@@ -206,7 +231,7 @@ class ModelStates:
     optimizer_formula: str
 
 
-def _shards(count: int, per_parameter: float, ranks: int) -> int:
+def _shards(count: int, per_parameter: float, ranks: float) -> int:
     return int(count * per_parameter / ranks)
 
 
@@ -242,7 +267,8 @@ def _torch_states(work: Workload) -> ModelStates:
     held, count = work.held, work.trained
     state = optimizer_state_bytes(work.optimizer, work.model.hidden_size)
     loading = _loading_bytes(work)
-    divided = work.shards if work.strategy.name == "fsdp" else 1
+    # Processes that have an expert have all of it.
+    divided: float = work.shards / _padded(work) if work.strategy.name == "fsdp" else 1
     sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
     if work.strategy.offload_parameters == "cpu":
         # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
@@ -253,17 +279,20 @@ def _torch_states(work: Workload) -> ModelStates:
     if work.four_bit or work.narrow:
         parameters, words = _frozen_bytes(work)
         return ModelStates(
-            parameters // divided,
+            int(parameters / divided),
             *sizes[1:],
             stepping=0,
             offloaded=0,
             disk=0,
             host=loading,
-            parameters_formula=words if divided == 1 else f"({words}) / {divided} ranks",
+            parameters_formula=words if divided == 1 else f"({words}) / {divided:.4g} ranks",
             gradients_formula=_formula("4", count, divided),
             optimizer_formula=_formula(f"{state:.3g}", count, divided),
         )
     part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
+    if work.strategy.tensor > 1 and work.strategy.pipeline is not None:
+        # Layers are split before the stages are cut, and the shards of other stages stay on the device.
+        sizes = (4 * work.model.parameters // work.strategy.tensor, *sizes[1:])
     if work.strategy.tensor > 1:
         # torch computes the gradient of embeddings that are split over the vocabulary whole, and sums it up so.
         count += work.model.embedding_parameters - work.model.embedding_parameters // work.strategy.tensor
@@ -419,9 +448,13 @@ def _saving_bytes(work: Workload) -> int:
     return max(checkpoint, 4 * (work.model.parameters if whole else largest_layer(work.model)))
 
 
-def _formula(per_parameter: str, count: int, ranks: int) -> str:
+def _formula(per_parameter: str, count: int, ranks: float) -> str:
     factor = f"{per_parameter} x " if per_parameter else "x "
-    return f"{factor}{count:,}" + (f" / {ranks} ranks" if ranks > 1 else "")
+    return f"{factor}{count:,}" + (f" / {ranks:.4g} ranks" if ranks > 1 else "")
+
+
+def _shape(work: Workload) -> ActivationShape:
+    return activation_shape(work.model.model_type, work.model.linear_layers)
 
 
 def _unfused_scores(work: Workload) -> float:
@@ -430,7 +463,7 @@ def _unfused_scores(work: Workload) -> float:
     On CPU, PyTorch has a fused kernel only without dropout, so that models with attention dropout save their scores
     there.
     """
-    shape = activation_shape(work.model.model_type)
+    shape = _shape(work)
     on_cpu = work.world.device == "cpu" and shape.attention_dropout
     fused = shape.fused_attention and work.model.fused_attention
     return 0.0 if fused and not on_cpu else shape.score_tensors
@@ -455,7 +488,7 @@ def activation_bytes_per_token(work: Workload) -> int:
     RMS norms in any case; autocast casts an input once for each layer that reads it; dropout masks are one byte on GPUs
     and a whole element on CPU, and unfused attention keeps its scores in fp32 on CPU.
     """
-    shape, model = activation_shape(work.model.model_type), work.model
+    shape, model = _shape(work), work.model
     mask = 1 if work.world.device == "cuda" else work.compute_bytes
     # Every tensor rank has the full inputs of queries, of the feed-forward layer and of norms, and the full masks;
     # other activations are split (Korthikanti et al., section 4.2).
@@ -465,7 +498,11 @@ def activation_bytes_per_token(work: Workload) -> int:
         # Fused attention without a mask takes keys and values as they are, otherwise transformers repeats them for each
         # query head (`transformers.integrations.sdpa_attention.use_gqa_in_sdpa`).
         hidden -= 2 * (1 - model.key_value_width / model.hidden_size) / tensor
+    # Queries, and the attention's output, may be wider than the hidden states.
+    wider = _query_width(model) / model.hidden_size - 1
+    hidden += 2 * wider / tensor
     norms = shape.norm_inputs * work.wide + shape.norm_casts * (4 - work.wide)
+    norms += wider * shape.query_norms * (work.wide + (4 - work.wide) / 2)
     # With dropout before an adapter's matrices their inputs are counted there; a frozen layer keeps none.
     casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
     fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
@@ -478,11 +515,19 @@ def activation_bytes_per_token(work: Workload) -> int:
     return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
 
 
+def _query_width(model: ModelFacts) -> int:
+    """Return the elements of one token's queries in a layer; the hidden size if the layer is not known."""
+    queries = model.linear_layers.get("self_attn.q_proj")
+    return queries.outputs // model.layers if queries is not None else model.hidden_size
+
+
 def _score_bytes_per_token(work: Workload) -> float:
     """Return the bytes of the scores that one head saves for one token; 0 if attention is fused."""
-    shape, length = activation_shape(work.model.model_type), work.length
+    shape, length = _shape(work), work.length
     if shape.gpu_score_bytes is not None and work.world.device == "cuda":
-        return length * shape.gpu_score_bytes + min(length, RELATIVE_POSITIONS) * shape.gpu_relative_bytes
+        # Autocast computes the softmax in fp32; 16-bit weights leave it in 16 bits.
+        each = shape.gpu_score_bytes - (0 if work.autocast or work.compute_bytes == 4 else 2)
+        return length * each + RELATIVE_POSITIONS * shape.gpu_relative_bytes
     score_width = 4 if work.world.device == "cpu" else work.compute_bytes
     scores = _unfused_scores(work)
     if shape.fused_attention and not work.model.fused_attention:
@@ -543,15 +588,14 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     layer = activation_bytes_per_token(work)
     ends = 3 * model.hidden_size * work.wide  # embedding output, its norm and dropout; the final norm
     judged = _chunk(work) or tokens
-    logits = judged * model.vocabulary_size * _logit_bytes(work, moment) if work.task in LANGUAGE_TASKS else 0
+    judges = work.task in LANGUAGE_TASKS and work.end != "first"
+    logits = judged * model.vocabulary_size * _logit_bytes(work, moment) if judges else 0
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline
-    layers, kept_at_once = layers_of_a_process(model, pipeline), 1 if pipeline is None else in_flight(pipeline)
+    layers, kept_at_once = work.layers, _kept_at_once(work, moment)
     recomputes = work.strategy.activation_checkpointing != "none" and moment == "layers"
-    if moment == "layers" and work.autocast and work.world.device == "cuda":
-        # Gradients of the feed-forward layer's two products, and of what autocast computes in fp32 between them.
-        fp32 = activation_shape(model.model_type).feed_forward_fp32
-        ends += model.intermediate_size * int(2 * work.compute_bytes + 4 * fp32) // work.strategy.tensor
+    if moment == "layers" and work.world.device == "cuda":
+        ends += _passing_bytes_per_token(work)
     again = max(0, layer - kept) if work.strategy.activation_checkpointing == "selective" else layer
     words = f"{layers} {what}" if what == "layer inputs" else f"{layers} layers x {what}"
     words += f" + 1 layer of {again:,}" if recomputes else ""
@@ -560,6 +604,8 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
         # Only the layer that computes is on the device; none does while the loss is computed.
         computing = layer if moment in ("forward", "layers") else 0
         words, total, offloaded = f"{1 if computing else 0} layers of {layer:,}", computing + ends, layers * kept
+    if moment == "ends":
+        total, logits = layers * kept * kept_at_once, 0
     passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
     each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
     part = "" if length == work.length else f" of {work.length}"
@@ -567,6 +613,35 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     if logits:
         words += f" + {judged:,} x {model.vocabulary_size:,} logits x {_logit_bytes(work, moment)}"
     return MemoryTerm(name="activations", bytes=int(tokens * total) + logits, formula=words), int(tokens * offloaded)
+
+
+def _kept_at_once(work: Workload, moment: Moment) -> float:
+    """Return the micro-batches whose activations and 16-bit copies of weights a process has at once. Those of the one
+    whose backward pass has ended are gone.
+    """
+    if work.strategy.pipeline is None:
+        return 0 if moment == "ends" else 1
+    return max(0, in_flight(work.strategy.pipeline, work.end or "first") - (moment == "ends"))
+
+
+def _passing_bytes_per_token(work: Workload) -> int:
+    """Return the bytes of gradients inside a layer, for one token of its backward pass on a GPU.
+
+    Autocast: gradients of the feed-forward layer's two products, and of what it computes in fp32 between them. With
+    16-bit weights one and a half, where several operations lie between both; others take the place of activations.
+    Attention that is not fused has two gradients of its scores besides, in the type of the scores and in fp32.
+    """
+    model, shape, tensor = work.model, _shape(work), work.strategy.tensor
+    if work.autocast:
+        wide = int(2 * work.compute_bytes + 4 * shape.feed_forward_fp32)
+    else:
+        narrow = work.precision in ("bf16", "fp16") and shape.feed_forward > 3
+        wide = 3 * work.compute_bytes // 2 if narrow else 0
+    passing = model.intermediate_size * wide // tensor
+    if _unfused_scores(work) and shape.gpu_score_bytes is None:
+        attended = shape.attention_window or work.length
+        passing += model.attention_heads * attended * (work.compute_bytes + 4) // tensor
+    return passing
 
 
 def _chunk(work: Workload) -> int:
@@ -583,14 +658,24 @@ def _logit_bytes(work: Workload, moment: Moment) -> int:
     """Return the bytes of one logit: at the end of the forward pass itself, its fp32 form and the log-probability; for
     the loss's backward pass the log-probability and two gradients in fp32, those of torch's `nll_loss` and
     `log_softmax`; then its gradient.
+
+    Decoders convert their logits to fp32, and autocast does so for all. Otherwise the loss computes in the type of the
+    logits, and FSDP returns them in fp32; BART's have a bias in fp32 there. Gemma 2 keeps the tanh of its logits.
     """
+    width, decoder = work.compute_bytes, work.task in ("text-generation", "preference-tuning")
+    capped = width if work.model.model_type == "gemma2" else 0
+    sharded = work.strategy.name == "fsdp"
+    family = work.model.model_type
+    wide = decoder or work.autocast or family in FP32_LOSSES or (sharded and family in BIASED_LOGITS)
+    loss = 4 if wide else width
     match moment:
         case "forward":
-            return work.compute_bytes + 8
+            returned = 4 if sharded and loss < 4 else 0
+            return capped + width + (2 * loss if wide else loss) + returned
         case "loss":
-            return 12
+            return capped + 3 * loss
         case "head":
-            return work.compute_bytes
+            return width
     return 0
 
 
@@ -632,6 +717,16 @@ def _rounded(work: Workload) -> MemoryTerm | None:
     return MemoryTerm(name="rounding to fp8", bytes=FP8_ROUNDING_BYTES * elements, formula=words)
 
 
+def _padded(work: Workload) -> float:
+    """Return the size of a block that FSDP gathers, divided by that of its weights. FSDP divides a weight by its first
+    dimension, experts by their number: with more shards than experts it pads them.
+    """
+    model, shards = work.model, work.shards
+    if work.strategy.name != "fsdp" or not model.experts:
+        return 1.0
+    return -(-model.experts // shards) * shards / model.experts
+
+
 def _root(model: ModelFacts) -> int:
     """Return the parameters outside of the blocks: embeddings and head."""
     return max(0, model.parameters - model.layers * model.block_parameters)
@@ -647,11 +742,18 @@ def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
         blocks = 2 if moment in ("forward", "layers") else 1
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
-        words = f"{width} x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block)"
-        size = width * (root + blocks * model.block_parameters)
+        block = int(model.block_parameters * _padded(work))
+        words = f"{width} x ({root:,} of embeddings and head + {blocks} x {block:,} of a block)"
+        size = width * (root + blocks * block)
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
     if work.deepspeed and work.strategy.zero_stage == 3:
         layer = largest_layer(model)
+        if model.idle_parameters:
+            # Experts of a block are two weights, each gathered into a copy. Two blocks stay for their next use, as
+            # `stage3_max_live_parameters` is set, unless a backward pass has gathered others.
+            blocks = min(model.layers + 1, 5) if moment in ("forward", "loss", "head") else 3
+            size, words = blocks * work.weight_bytes * layer, f"{blocks * work.weight_bytes} x {layer:,} of a block"
+            return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
         words = f"{2 * work.weight_bytes} x {layer:,} of the largest layer"
         return MemoryTerm(name="gathered blocks", bytes=gathered_bytes(layer, work.weight_bytes), formula=words)
     return None
@@ -668,13 +770,15 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
         return None
     model, width = work.model, work.compute_bytes
     if work.world.device == "cpu":
-        # In CPU_ALLOCATOR_SHARE, which was measured with these terms, but for FSDP's.
+        # Those of one weight are small beside the shares that were measured; FSDP holds those of a block.
         if work.strategy.name != "fsdp":
             return None
         held = _root(model) + model.block_parameters
         words = f"{width} x {held:,} of embeddings, head and a block"
         return MemoryTerm(name="whole gradients", bytes=width * held, formula=words)
-    embeddings, chunked = min(model.embedding_parameters, work.held), _chunk(work) > 0
+    # torch computes the gradient of embeddings that are split over the vocabulary whole.
+    held = model.embedding_parameters if work.strategy.tensor > 1 else work.held
+    embeddings, chunked = 0 if work.end == "last" else min(model.embedding_parameters, held), _chunk(work) > 0
     if moment == "loss" and chunked:
         return MemoryTerm(
             name="whole gradients", bytes=width * work.head, formula=f"{width} x {work.head:,} of the head"
@@ -685,9 +789,9 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
                 each = 3 * width if chunked else width
                 size, words = each * work.head, f"{each} x {work.head:,} of the head"
             case "layers":
-                block = model.block_parameters
-                size = width * (work.head + block) + 4 * block
-                words = f"{width} x {work.head:,} of the head + {width + 4} x {block:,} of a block"
+                block, padded = model.block_parameters, int(model.block_parameters * _padded(work))
+                size = width * (work.head + block) + 4 * padded
+                words = f"{width} x {work.head:,} of the head + {width} x {block:,} + 4 x {padded:,} of a block"
             case "ends":
                 size, words = (width + 4) * _root(model), f"{width + 4} x {_root(model):,} of embeddings and head"
             case _:
@@ -697,11 +801,37 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
         match moment:
             case "head":
                 size, words = each * work.head, f"{each} x {work.head:,} of the head"
+            case "layers" if model.idle_parameters and work.strategy.zero_stage in (0, 1, 2):
+                size, words = width * model.block_parameters, f"{width} x {model.block_parameters:,} of a block"
             case "ends" if work.accumulates:
-                size, words = work.weight_bytes * embeddings, f"{work.weight_bytes} x {embeddings:,} of the embeddings"
+                # Tied embeddings have the head's gradient, their own, and the sum of both.
+                each = work.weight_bytes * (3 if model.tied_embeddings and work.head and work.autocast else 1)
+                size, words = each * embeddings, f"{each} x {embeddings:,} of the embeddings"
             case _:
                 return None
     return MemoryTerm(name="whole gradients", bytes=size, formula=words) if size else None
+
+
+def _undivided(work: Workload) -> MemoryTerm | None:
+    """Return the gradient of the largest weight where ZeRO-2 keeps it whole: a process keeps its part of a gradient in
+    the memory of the gradient that was reduced, and one above the bucket's size was reduced by itself.
+    """
+    if work.strategy.zero_stage != 2 or work.world.device == "cpu" or work.strategy.offload_optimizer != "none":
+        return None
+    weight = largest_weight(work.model)
+    more = weight - work.trained // work.shards
+    if work.adapter is not None or weight <= REDUCE_BUCKET_ELEMENTS or more <= 0 or not work.accumulates:
+        return None
+    words = f"{work.weight_bytes} x {more:,} that others keep of the largest weight"
+    return MemoryTerm(name="undivided gradient", bytes=work.weight_bytes * more, formula=words)
+
+
+def largest_weight(model: ModelFacts) -> int:
+    """Return the elements of the largest weight: of the embeddings, of a linear layer, or of a block's experts, of
+    which two thirds are one.
+    """
+    experts = 2 * model.block_parameters // 3 if model.idle_parameters else 0
+    return max(model.vocabulary_size * model.hidden_size, largest_linear(model), experts)
 
 
 def _secondary(work: Workload) -> MemoryTerm | None:
@@ -737,6 +867,11 @@ def _buffers(work: Workload) -> MemoryTerm | None:
     if work.strategy.name == "ddp":
         # Gradients are views of the buckets of DistributedDataParallel; those of earlier micro-batches are beside the
         # buckets until they are reduced.
+        if work.world.device == "cpu":
+            # gloo copies what it sends, so that buckets are there twice.
+            copies = 2 if work.accumulates else 1
+            words = f"{copies} x gradient buckets 4 x {count:,}"
+            return MemoryTerm(name="communication buffers", bytes=copies * 4 * count, formula=words)
         if not work.accumulates:
             return None
         return MemoryTerm(name="communication buffers", bytes=4 * count, formula=f"gradient buckets 4 x {count:,}")
@@ -758,19 +893,24 @@ def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
     Autocast keeps those of trained weights until the forward pass ends, and the backward pass needs all of layers that
     are not recomputed.
     """
-    if not work.autocast or moment in ("load", "ends", "step"):
+    at_once = _kept_at_once(work, moment)
+    if not work.autocast or moment in ("load", "step") or not at_once:
         return None
     tied = work.head if work.model.tied_embeddings else 0
     there = work.four_bit + work.narrow
     count = max(0, work.model.parameters - work.model.embedding_parameters - there) + tied
     head = 0 if work.narrow and not tied else work.head
-    if work.strategy.model_ranks > 1:
+    if work.strategy.pipeline is not None:
+        count = (work.layers * work.model.block_parameters + head) // work.strategy.tensor
+    elif work.strategy.model_ranks > 1:
         count = min(count, work.held)
     cached = moment == "forward" and work.adapter is None
     if work.strategy.activation_checkpointing != "none" and not cached:
-        layers = layers_of_a_process(work.model, work.strategy.pipeline)
-        count = min(count, max(0, count - head) // layers if moment == "layers" else head)
-    return MemoryTerm(name="autocast copies", bytes=2 * count, formula=f"2 x {count:,} weights of linear layers")
+        count = min(count, max(0, count - head) // work.layers if moment == "layers" else head)
+        at_once = 1
+    # Each micro-batch of a pipeline casts the weights again.
+    words = f"2 x {count:,} weights of linear layers" + (f" x {at_once:.3g} micro-batches" if at_once != 1 else "")
+    return MemoryTerm(name="autocast copies", bytes=int(2 * count * at_once), formula=words)
 
 
 def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, ...]]:
@@ -788,7 +928,7 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
         if moment == "load":
             found = [found[0], *_converted(work)]
         passing = moment not in ("load", "ends", "step")
-        if passing:
+        if passing or (moment == "ends" and _kept_at_once(work, moment)):
             found.append(_activations(work, moment)[0])
         extras = (
             _autocast_copies(work, moment),
@@ -796,6 +936,7 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
             _rounded(work) if moment == "layers" else None,
             _gathered(work, moment),
             _whole_gradients(work, moment),
+            _undivided(work) if moment not in ("load", "step") else None,
             _secondary(work),
             _buffers(work) if moment != "load" else None,
         )
@@ -847,19 +988,35 @@ def _fullest(work: Workload, states: ModelStates) -> list[MemoryTerm]:
 
 
 def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
-    """Estimate the memory of one process of `work` on a device (on CPU, a share of a node) of `capacity_bytes`."""
+    """Estimate the memory of one process of `work` on a device (on CPU, a share of a node) of `capacity_bytes`: of a
+    pipeline, that of the fuller one of its ends.
+    """
+    if work.strategy.pipeline is not None and work.end is None:
+        ends: tuple[PipelineEnd, ...] = ("first", "last")
+        both = [estimate(replace(work, end=end), capacity_bytes) for end in ends]
+        return max(both, key=lambda made: made.total_bytes)
     states = model_states(work)
     on_cpu = work.world.device == "cpu"
     processes = work.world.processes_per_node
     terms = _fullest(work, states)
     if on_cpu:
-        share, subject, words = CPU_ALLOCATOR_SHARE, terms, "the terms above"
+        share, subject, words = (
+            CPU_ALLOCATOR_SHARE,
+            [each for each in terms if each.name == "activations"],
+            "activations",
+        )
     else:
         share, subject = ALLOCATOR_SHARE, [term for term in terms if term.name not in RESIDENT]
         words = "what a step allocates"
     lost = int(share * sum(term.bytes for term in subject))
     terms.append(MemoryTerm(name="allocator", bytes=lost, formula=f"{share:.0%} of {words}"))
-    fixed = CPU_PROCESS_BYTES if on_cpu else CUDA_CONTEXT_BYTES
+    if on_cpu and work.strategy.zero_stage == 3:
+        size = CPU_ZERO3_WEIGHTS * work.weight_bytes * work.held
+        words = f"{CPU_ZERO3_WEIGHTS} x {work.weight_bytes} x {work.held:,}, divided and gathered for checkpoints"
+        terms.append(MemoryTerm(name="whole weights", bytes=size, formula=words))
+    fixed = CPU_PROCESS_BYTES + CPU_TRAINING_BYTES if on_cpu else CUDA_CONTEXT_BYTES
+    if on_cpu and work.deepspeed:
+        fixed += CPU_DEEPSPEED_BYTES
     words = "interpreter and libraries, measured" if on_cpu else "CUDA context, cuBLAS and NCCL"
     terms.append(MemoryTerm(name="process", bytes=fixed, formula=words))
     total = sum(term.bytes for term in terms)

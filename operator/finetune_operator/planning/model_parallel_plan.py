@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 from finetune_contract.choices import RankOrder
 from finetune_contract.facts import ModelFacts
@@ -17,6 +18,8 @@ from finetune_operator.api.rules.batch_rules import keeps_full
 from finetune_operator.api.types import ParallelismSpec, PipelineSpec
 from finetune_operator.planning.draft import Draft, decided
 
+PipelineEnd: TypeAlias = Literal["first", "last"]
+"""Stage of a pipeline with the embeddings, or with the head."""
 PASSES_TO_FILL = 4
 """Least m / p to fill a pipeline: with m = 4 p the bubble is at most a fifth; more micro-batches are slower each."""
 _NAMED: dict[str, RankOrder] = {"cluster": "DPT", "spread": "PTD"}
@@ -35,13 +38,16 @@ def bubble(pipeline: Pipeline) -> float:
     return others / (pipeline.stages_per_process * pipeline.micro_batches + others)
 
 
-def in_flight(pipeline: Pipeline) -> float:
-    """Return the micro-batches whose activations the first process keeps at once, over all of its layers.
+def in_flight(pipeline: Pipeline, end: PipelineEnd = "first") -> float:
+    """Return the micro-batches whose activations the first process keeps at once, over all of its layers, or the last.
 
+    The last keeps all m with GPipe, otherwise the one that it computes (a v-th of its layers has up to p more).
     All m of a pass with GPipe; p with 1F1B, as many as are in flight when the first returns; with the interleaved
     schedule those of torch's warm-up, 2 (p - 1) + (v - 1) p, and the current one, each a v-th of the layers.
     """
     p, v, m = pipeline.degree, pipeline.stages_per_process, pipeline.micro_batches
+    if end == "last" and pipeline.schedule != "gpipe":
+        return min(m, (1 + (v - 1) * p) / v)
     match pipeline.schedule:
         case "gpipe":
             return m
@@ -51,24 +57,47 @@ def in_flight(pipeline: Pipeline) -> float:
             return min(m, (2 * (p - 1) + (v - 1) * p + 1) / v)
 
 
-def layers_of_a_process(model: ModelFacts, pipeline: Pipeline | None) -> int:
-    """Return the layers of the process that has most of them."""
+def layers_of_a_process(
+    model: ModelFacts, pipeline: Pipeline | None, *, end: PipelineEnd | None = None, head: int = 0
+) -> int:
+    """Return the layers of the process that has most of them, or of the one with the last stage.
+
+    The trainer cuts where the costliest stage costs least (`finetune_trainer.strategies.model_layout.balance`); `head`:
+    weights of a head that computes for each token, in the last stage.
+    """
     if pipeline is None:
         return model.layers
-    return pipeline.stages_per_process * -(-model.layers // pipeline.stages)
+    others, block = pipeline.stages - 1, max(1, model.block_parameters)
+    each = range(-(-model.layers // pipeline.stages), max(2, model.layers))
+
+    def last(count: int) -> int:
+        return max(1, model.layers - others * count)
+
+    count = min(each, key=lambda count: (max(count * block, last(count) * block + head), count))
+    match end:
+        case "last":
+            return (pipeline.stages_per_process - 1) * count + last(count)
+        case "first":  # of equally costly cuts the trainer takes even ones, whose first stages are the smaller ones
+            return pipeline.stages_per_process * ((model.layers - last(count)) // others)
+        case None:
+            return pipeline.stages_per_process * count
 
 
-def parameters_of_a_process(model: ModelFacts, strategy: Strategy) -> int:
-    """Return the most parameters of a process: of the first stage with the embeddings, or of the last with all others
-    (and a copy of tied embeddings), split over T. Parts that a plan does not split, norms and heads, are small.
+def parameters_of_a_process(
+    model: ModelFacts, strategy: Strategy, *, end: PipelineEnd | None = None, head: int = 0
+) -> int:
+    """Return the parameters of a process at one end of the pipeline: of the first stage with the embeddings, or of the
+    last with all others (and a copy of tied embeddings), split over T; None: the larger of both. Parts that a plan does
+    not split, norms and heads, are small.
     """
     pipeline = strategy.pipeline
     if pipeline is None:
         return model.parameters // strategy.tensor
     rest = max(0, model.parameters - model.embedding_parameters - model.layers * model.block_parameters)
-    ends = max(model.embedding_parameters, rest + model.embedding_parameters * model.tied_embeddings)
-    layers = layers_of_a_process(model, pipeline)
-    return min(model.parameters, layers * model.block_parameters + ends) // strategy.tensor
+    ends = {"first": model.embedding_parameters, "last": rest + model.embedding_parameters * model.tied_embeddings}
+    layers = layers_of_a_process(model, pipeline, end=end, head=head)
+    there = max(ends.values()) if end is None else ends[end]
+    return min(model.parameters, layers * model.block_parameters + there) // strategy.tensor
 
 
 def rank_order(placement: str) -> RankOrder:

@@ -50,6 +50,8 @@ class ModelFacts(Message):
     """Size of the weights as stored, in bytes."""
     idle_parameters: int = Field(default=0, ge=0, exclude_if=lambda idle: not idle)
     """Parameters that one token does not pass: the experts of a mixture that were not chosen for it."""
+    experts: int = Field(default=0, ge=0, exclude_if=lambda experts: not experts)
+    """Experts of each block of a mixture; 0: there are none, or their number is not known."""
     head_parameters: int = Field(ge=0, default=0)
     """Parameters of the task's head, with the encoder's pooler: an adapter run trains them in full."""
     linear_layers: dict[str, LinearWidths] = Field(default_factory=dict)

@@ -164,7 +164,8 @@ def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     import torch
 
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    # By all of its classes: fully_shard gives a module a subclass with another name.
+    blocks = [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
     if blocks:
         # Some models list embeddings there too. A group of their own does no harm, unless the head shares their
         # weights, which have to be in one group.

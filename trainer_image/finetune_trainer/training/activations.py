@@ -47,16 +47,26 @@ def checkpointing_arguments(mode: CheckpointingMode) -> Mapping[str, object]:
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of the forward pass and of its repetition, in the form that torch's checkpoint expects."""
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+    """Return the contexts of the forward pass and of its repetition, in the form that torch's checkpoint expects.
+
+    Only operations whose results are kept are matched between both. Others may differ: ZeRO-3 gathers a weight in
+    either pass, or has prefetched it.
+    """
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, create_selective_checkpoint_contexts
+
+    class Repetition(_CachedTorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in kept:
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     aten = torch.ops.aten
     fused = [getattr(aten, name).default for name in _FUSED_ATTENTION if hasattr(aten, name)]
     kept = [aten.mm.default, aten.addmm.default, aten.linear.default, *fused]
     if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # defined when that library is imported
         kept.append(torch.ops.bitsandbytes.gemm_4bit.default)
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
-    return contexts
+    forward, _ = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
+    return forward, Repetition(None, forward.storage)
 
 
 def assert_checkpointing_in_effect(mode: CheckpointingMode, model: nn.Module, strategy: StrategyName) -> None:
