@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import EXIT_OK, FailureClass, JobPaths
+from finetune_contract.layout import ESTIMATE_FILE, EXIT_OK, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer import collection, runs
@@ -95,7 +95,8 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             return _report_again(done, world)
         paths.root.mkdir(parents=True, exist_ok=True)
         with storage_errors_named(paths.root, f"stage {stage}", shared=True):
-            result = STAGES[stage](StageInput(job, paths, progress, world, arguments.deepspeed, interruption))
+            estimate = arguments.job.with_name(ESTIMATE_FILE)
+            result = STAGES[stage](StageInput(job, paths, progress, world, arguments.deepspeed, interruption, estimate))
         interruption.defer()
         progress.close()
         report = _success(result, job, stage, world, started)

@@ -38,6 +38,8 @@ class StageInput:
     world: ProcessWorld
     deepspeed: Path | None
     interruption: Interruption
+    estimate: Path | None = None
+    """File with the plan's estimates (`PlannedTraining`); None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _train(given: StageInput) -> StageResult:
         device, threads, strategy = training.world.device, training.world.threads_per_process, training.strategy.name
         settle_environment(os.environ, given.world, device=device, threads=threads, strategy=strategy)
         connect(given.world, device, threads, strategy)
-    from finetune_trainer.training.run import read_deepspeed_config, train
+    from finetune_trainer.training.run import read_deepspeed_config, read_estimate, train
 
     collection.begin_with_models()
     config = read_deepspeed_config(given.deepspeed)
@@ -158,6 +160,7 @@ def _train(given: StageInput) -> StageResult:
         world=given.world,
         deepspeed=config,
         interruption=given.interruption,
+        planned=read_estimate(given.estimate),
     )
     return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint)
 

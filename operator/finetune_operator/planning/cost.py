@@ -172,12 +172,16 @@ def estimate_training(draft: Draft) -> Estimate:
     basis = f"{flops:.3g} operations for {tokens:,.0f} tokens on {world.size} process{'es' if world.size > 1 else ''} "
     time = step_time(draft, strategy, batch)
     if time is None:
-        seconds = flops / (cpu_flops(world.threads_per_process) * world.size)
+        rate = cpu_flops(world.threads_per_process) * world.size
+        seconds, step = flops / rate, trained / rate / steps.total
         at = f"{CPU_UTILISATION:.0%} of {world.threads_per_process} x {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s"
     else:
+        step = time.total
         seconds = steps.total * (time.total + time.computing * (flops / trained - 1))
         at = _gpu_basis(draft, time, trained / steps.total)
-    return _with_cost(draft, seconds, f"{basis}at {at}; loading, saving and evaluation not counted")
+    estimate = _with_cost(draft, seconds, f"{basis}at {at}; loading, saving and evaluation not counted")
+    step_parts = {} if time is None else {name: part for name, part in time.parts() if part}
+    return estimate.model_copy(update={"step_seconds": step, "step_parts": step_parts})
 
 
 def step_duration(seconds: float) -> str:

@@ -101,6 +101,10 @@ class Estimate(Message):
     currency: str | None = None
     basis: str
     """Basis of the estimate, in a sentence."""
+    step_seconds: float | None = None
+    """Time of an optimizer step."""
+    step_parts: dict[str, float] = Field(default_factory=dict)
+    """Seconds of each part of a step; empty on CPUs, where the plan knows only the sum."""
 
 
 class Servers(Message):
