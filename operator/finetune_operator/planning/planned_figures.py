@@ -7,7 +7,7 @@ from finetune_operator.planning.plan_types import JobPlan
 
 
 def planned_training(plan: JobPlan) -> PlannedTraining | None:
-    """Return the estimates of the plan's training; None if the built-in loop does not train, or nothing is estimated."""
+    """Return the estimates of the plan's training; None without the built-in loop, or without estimates."""
     memory, estimate = plan.memory, plan.estimate
     if plan.trainer.training is None or (memory is None and estimate.step_seconds is None):
         return None

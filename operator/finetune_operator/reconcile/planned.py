@@ -24,6 +24,7 @@ from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.gpu_nodes import facts_of_nodes
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesFacts, PlanRefused
+from finetune_operator.reconcile.plan_checks import TOTAL
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
@@ -149,7 +150,7 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
     """Return the part of a plan that the status shows."""
     training, world, memory = job_plan.trainer.training, job_plan.trainer.world, job_plan.memory
     undecided = None if job_plan.trainer.script is not None else 1
-    terms = {} if memory is None else {term.name: term.bytes for term in memory.terms} | {"total": memory.total_bytes}
+    terms = {} if memory is None else {term.name: term.bytes for term in memory.terms} | {TOTAL: memory.total_bytes}
     return PlanStatus(
         strategy=job_plan.strategy,
         launcher=job_plan.launcher,
@@ -163,7 +164,11 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
         predict_workers=job_plan.predict_workers if job_plan.predict_workers > 1 else None,
         memory_per_device=terms,
         estimated=EstimateStatus(
-            duration_seconds=job_plan.estimate.seconds, cost=job_plan.estimate.cost, currency=job_plan.estimate.currency
+            duration_seconds=job_plan.estimate.seconds,
+            cost=job_plan.estimate.cost,
+            currency=job_plan.estimate.currency,
+            step_seconds=job_plan.estimate.step_seconds,
+            step_parts=job_plan.estimate.step_parts,
         ),
         reasons=(*job_plan.reasons, *job_plan.assumptions)[:MOST_REASONS],
     )

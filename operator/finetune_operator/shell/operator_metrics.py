@@ -27,7 +27,15 @@ from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
 from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, LAUNCHER_RESOURCES, OPENID, RESOURCES
-from finetune_operator.reconcile.fleet_metrics import CapacityLabel, Fleet, estimate_ratio, usage_added, wait_seconds
+from finetune_operator.reconcile.fleet_metrics import (
+    CapacityLabel,
+    Fleet,
+    PlanFigure,
+    estimate_ratio,
+    plan_ratios,
+    usage_added,
+    wait_seconds,
+)
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status import ended
@@ -57,6 +65,15 @@ NO_CAUSE = "none"
 _PHASES: tuple[str, ...] = get_args(Phase)
 _STAGES = tuple(stage.value for stage in Stage)
 _CAPACITIES: tuple[str, ...] = get_args(CapacityLabel)
+_STRATEGIES = (
+    "single",
+    "ddp",
+    "fsdp",
+    "fsdp-grad-op",
+    "fsdp-hybrid",
+    *(f"deepspeed-zero{stage}" for stage in range(4)),
+)
+"""Divisions of state among processes, as a strategy's label begins with them."""
 _CAUSES = (*(cause.value for cause in FailureClass), *(cause.value for cause in OperatorCause))
 _STAGE_BUCKETS = (10, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86_400, 3 * 86_400)
 """Seconds: a check of some rows takes half a minute, a training run days, and a wait for a full cluster as long."""
@@ -169,6 +186,14 @@ class _JobSums:
             "Duration of a training divided by the plan's estimate, for trainings that succeeded in one attempt.",
             _RATIO_BUCKETS,
         )
+        self._plan_ratios = families.histogram(
+            "finetune_plan_ratio",
+            "Measured value divided by the plan's estimate, for trainings that succeeded: peak memory of the fullest "
+            "device, and median time of a step.",
+            _RATIO_BUCKETS,
+            strategy=_STRATEGIES,
+            figure=get_args(PlanFigure),
+        )
         for family in (self._node_seconds, self._running_node_seconds, self._gpu_seconds, self._cost, self._saved):
             family.show()
 
@@ -185,6 +210,8 @@ class _JobSums:
             self._wait.of().observe(waited)
         if (ratio := estimate_ratio(job, after)) is not None:
             self._estimates.of().observe(ratio)
+        for strategy, figure, measured in plan_ratios(job, after):
+            self._plan_ratios.of(strategy, figure).observe(measured)
         taken = (0 if after.spot is None else after.spot.preemptions) - (
             0 if before.spot is None else before.spot.preemptions
         )

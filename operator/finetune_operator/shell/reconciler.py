@@ -48,6 +48,7 @@ from finetune_operator.kubernetes_api.resources import (
     resource_of,
 )
 from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
+from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
@@ -653,6 +654,9 @@ def _is_of_earlier_job(found: Mapping[str, JsonValue], job: JobView) -> bool:
 
 
 def _log_transition(key: JobKey, old: FineTuneJobStatus, new: FineTuneJobStatus) -> None:
+    check = new.plan_check
+    if check is not None and old.plan_check is None:
+        log.info("%s: %s", key, " ".join(plan_check_of(check).sentences()))
     if new.phase != old.phase:
         detail = f": {new.failure.failure_class}: {new.failure.reason}" if new.failure and new.phase == "Failed" else ""
         log.info("%s: %s -> %s%s", key, old.phase or "new", new.phase, detail)

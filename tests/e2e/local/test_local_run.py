@@ -58,6 +58,7 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
     promised = {
         "job.json",
         "plan.json",
+        "estimate.json",
         "inputs.json",
         "metrics.json",
         "history.jsonl",
@@ -94,6 +95,24 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
     assert "of checkpoints because all stages have succeeded; to keep them, set spec.checkpoints.afterSuccess" in err
     assert not (folder / "checkpoints").exists()
     assert "\x1b" not in err
+
+
+def test_run_compares_its_plan_with_the_measurements(undisturbed: tuple[Path, dict[str, Any], str]) -> None:
+    folder, result, _ = undisturbed
+    plan, train = json.loads((folder / "plan.json").read_text()), result["metrics"]["train"]
+    check, measured = train["plan_check"], train["measured"]
+    memory, step = check["memory"], check["step_time"]
+    assert memory["planned"] == plan["memory"]["totalBytes"]
+    assert memory["measured"] == measured["memory_bytes"] == train["peak_memory_bytes"]
+    assert memory["ratio"] == pytest.approx(memory["measured"] / memory["planned"], abs=1e-4)
+    # A model of 21,000 parameters is a small part of a process, whose size is measured.
+    assert 0.7 < memory["ratio"] < 1.5
+    assert memory["terms"]["parameters"] == pytest.approx(1, abs=0.01)
+    assert memory["terms"]["optimizer state"] == pytest.approx(1, abs=0.01)
+    assert step["planned"] == plan["estimate"]["stepSeconds"]
+    assert step["measured"] == measured["step_seconds"]
+    assert measured["steps"] == train["steps"] == 320
+    assert "Plan and measurement" in (folder / "report.html").read_text()
 
 
 def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any, quick: Any) -> None:

@@ -7,6 +7,7 @@ output; all with `check_plan`. A ratio is measured / planned: above 1 the plan w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import Field
 
@@ -19,7 +20,8 @@ PROCESS, ALLOCATOR = "process", "allocator"
 """Terms of a plan's memory that are no tensors: what a process takes before it has any, and losses of the allocator."""
 TENSORS, TRAINING = "tensors", "training"
 """Sums of a plan's memory terms that can be measured: all but `PROCESS` and `ALLOCATOR`, and all but `PROCESS`."""
-OPTIMIZER, PASSES = "optimizer", "passes"
+OPTIMIZER: Literal["optimizer"] = "optimizer"
+PASSES = "passes"
 """Parts of a step that can be measured: the update of weights, and all else that a plan counts."""
 _PASS_PARTS: tuple[TimePart, ...] = ("forward", "backward", "forward_backward", "communication")
 
@@ -92,7 +94,7 @@ class PlanCheck(Message):
             amounts = f"{_bytes(memory.planned)} planned, {_bytes(memory.measured)} measured per device"
             found.append((f"Plan's memory was {deviation(memory.ratio)}: {amounts}.", memory))
         if (step := self.step_time) is not None:
-            amounts = f"{_seconds(step.planned)} planned, {_seconds(step.measured)} measured"
+            amounts = f"{human_step(step.planned)} planned, {human_step(step.measured)} measured"
             found.append((f"Plan's time of a step was {deviation(step.ratio)}: {amounts}.", step))
         return tuple(found)
 
@@ -103,7 +105,7 @@ def deviation(ratio: float) -> str:
     if not percent:
         return "right to 1 %"
     if ratio >= 2:
-        return f"too low by a factor of {ratio:.1f}"
+        return f"too low by a factor of {ratio:.3g}"
     return f"{percent} % too {'low' if ratio > 1 else 'high'}"
 
 
@@ -161,5 +163,6 @@ def _bytes(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _seconds(seconds: float) -> str:
+def human_step(seconds: float) -> str:
+    """Format the time of a step in seconds, below one in milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -110,6 +110,10 @@ class EstimateStatus(StatusModel):
     duration_seconds: float | None = Field(default=None, ge=0, description="Training time in seconds.")
     cost: float | None = Field(default=None, ge=0, description="Cost of the training in `currency`.")
     currency: str | None = Field(default=None, description="ISO 4217 code of the currency.")
+    step_seconds: float | None = Field(default=None, ge=0, description="Time of an optimizer step in seconds.")
+    step_parts: dict[str, float] = Field(
+        default_factory=dict, description="Seconds of each part of a step. Empty on CPUs, where only the sum is known."
+    )
 
 
 class PlanStatus(StatusModel):
@@ -144,6 +148,36 @@ class PlanStatus(StatusModel):
     )
     reasons: tuple[str, ...] = Field(
         default=(), max_length=64, description="One sentence for each decision of the plan."
+    )
+
+
+class ComparisonStatus(StatusModel):
+    """Estimate and its measurement."""
+
+    planned: float = Field(ge=0, description="Value in the plan.")
+    measured: float = Field(ge=0, description="Measured value, in the same unit.")
+    ratio: float = Field(ge=0, description="Measured divided by planned: above 1 the estimate was too low.")
+    terms: dict[str, float] = Field(
+        default_factory=dict, description="Ratio of each part that is both planned and measured."
+    )
+
+
+class PlanCheckStatus(StatusModel):
+    """Estimates of the plan that the training ran, compared with its measurements."""
+
+    strategy: str = Field(description="Parallelism strategy of the training.")
+    attempt: int = Field(ge=0, description="Attempt at the training that was measured.")
+    memory: ComparisonStatus | None = Field(
+        default=None,
+        description="Peak memory of the fullest device in bytes; on CPU that of a process. Unset if it is not known.",
+    )
+    step_time: ComparisonStatus | None = Field(
+        default=None,
+        description="Median time of an optimizer step in seconds, without evaluation and checkpoints. Unset if it is "
+        "not known.",
+    )
+    message: str = Field(
+        default="", max_length=1024, description="Sentences about estimates that were wrong by more than 15 %."
     )
 
 
@@ -333,6 +367,9 @@ class FineTuneJobStatus(StatusModel):
     )
     completion_time: str | None = Field(
         default=None, description="Time at which the job succeeded or failed, RFC 3339."
+    )
+    plan_check: PlanCheckStatus | None = Field(
+        default=None, description="Comparison of the plan with the finished training. Unset before."
     )
     adaptation: AdaptationStatus | None = Field(default=None, description="Changes of the plan after failures.")
     measured: MeasuredStatus | None = Field(
