@@ -449,7 +449,7 @@ def test_what_is_told_of_each_metric_is_what_is_served() -> None:
         assert all(words[-1] == OTHER for words in row.labels.values())
         assert set(row.labels) <= {
             "phase", "stage", "capacity", "outcome", "cause", "currency", "verb", "resource", "code", "reason",
-            "server",
+            "server", "strategy", "figure",
         }  # fmt: skip
 
 

@@ -221,12 +221,19 @@ def test_ratios_are_metrics_by_strategy_and_figure():
     metrics = Metrics()
     metrics.status_written(before, after)
     metrics.status_written(replace(before, status=after), after)  # a later change of the same status
+    assert after.plan_check is not None
+    sharded = after.plan_check.model_copy(update={"strategy": "fsdp-hybrid+activation-checkpointing"})
+    metrics.status_written(before, after.model_copy(update={"plan_check": sharded}))
     lines = metrics.exposition().decode().splitlines()
     found = [line for line in lines if line.startswith("finetune_plan_ratio_") and "bucket" not in line]
     assert sorted(found) == [
+        'finetune_plan_ratio_count{figure="memory",strategy="fsdp"} 1.0',
         'finetune_plan_ratio_count{figure="memory",strategy="single"} 1.0',
+        'finetune_plan_ratio_count{figure="step_time",strategy="fsdp"} 1.0',
         'finetune_plan_ratio_count{figure="step_time",strategy="single"} 1.0',
+        'finetune_plan_ratio_sum{figure="memory",strategy="fsdp"} 1.24',
         'finetune_plan_ratio_sum{figure="memory",strategy="single"} 1.24',
+        'finetune_plan_ratio_sum{figure="step_time",strategy="fsdp"} 0.5',
         'finetune_plan_ratio_sum{figure="step_time",strategy="single"} 0.5',
     ]
 

@@ -126,6 +126,8 @@ def plan_ratios(job: JobView, after: FineTuneJobStatus) -> tuple[tuple[str, Plan
     if check is None or job.status.plan_check is not None:
         return ()
     strategy = check.strategy.partition("+")[0]
+    if strategy.startswith("fsdp-"):
+        strategy = "fsdp"  # in whatever way it shards
     found: dict[PlanFigure, ComparisonStatus | None] = {"memory": check.memory, "step_time": check.step_time}
     return tuple((strategy, name, each.ratio) for name, each in found.items() if each is not None)
 

@@ -105,8 +105,8 @@ def test_run_compares_its_plan_with_the_measurements(undisturbed: tuple[Path, di
     assert memory["planned"] == plan["memory"]["totalBytes"]
     assert memory["measured"] == measured["memory_bytes"] == train["peak_memory_bytes"]
     assert memory["ratio"] == pytest.approx(memory["measured"] / memory["planned"], abs=1e-4)
-    # A model of 21,000 parameters is a small part of a process, whose size is measured.
-    assert 0.7 < memory["ratio"] < 1.5
+    # The stages are forked here, and count few of the pages that they share.
+    assert 0.05 < memory["ratio"] < 1.5
     assert memory["terms"]["parameters"] == pytest.approx(1, abs=0.01)
     assert memory["terms"]["optimizer state"] == pytest.approx(1, abs=0.01)
     assert step["planned"] == plan["estimate"]["stepSeconds"]
