@@ -487,6 +487,11 @@ class Planning(SpecModel):
         "fragments of memory cannot be used. A job that fits only without it runs, and its plan shows that. "
         "Default 0.06.",
     )
+    save_megabytes_per_second: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        default=200.0,
+        description="Rate at which a node writes checkpoints to the workspace, in MB/s; plans count the time of saving "
+        "with it. Network disks of clouds take 125 to 280 by default. Default 200.",
+    )
 
 
 class Settings(SpecModel):

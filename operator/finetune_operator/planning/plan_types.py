@@ -105,6 +105,8 @@ class Estimate(Message):
     """Time of an optimizer step."""
     step_parts: dict[str, float] = Field(default_factory=dict)
     """Seconds of each part of a step; empty on CPUs, where the plan knows only the sum."""
+    pauses: dict[str, float] = Field(default_factory=dict)
+    """Part of `seconds` between steps: of all checkpoints, and of all validations."""
 
 
 class Servers(Message):

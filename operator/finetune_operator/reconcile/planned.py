@@ -169,6 +169,7 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
             currency=job_plan.estimate.currency,
             step_seconds=job_plan.estimate.step_seconds,
             step_parts=job_plan.estimate.step_parts,
+            pauses=job_plan.estimate.pauses,
         ),
         reasons=(*job_plan.reasons, *job_plan.assumptions)[:MOST_REASONS],
     )

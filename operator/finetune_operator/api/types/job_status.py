@@ -114,6 +114,11 @@ class EstimateStatus(StatusModel):
     step_parts: dict[str, float] = Field(
         default_factory=dict, description="Seconds of each part of a step. Empty on CPUs, where only the sum is known."
     )
+    pauses: dict[str, float] = Field(
+        default_factory=dict,
+        description="Part of durationSeconds between steps, in seconds: checkpoints, and validation once the data are "
+        "prepared.",
+    )
 
 
 class PlanStatus(StatusModel):
