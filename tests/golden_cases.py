@@ -64,6 +64,7 @@ def read_case(name: str) -> tuple[FineTuneJob, Facts, Settings]:
         local=local,
         served=tuple(facts_document.get("served", ("job",))),
         kserve=facts_document.get("kserve", False),
+        custom_metrics=facts_document.get("customMetrics", False),
     )
     base = LOCAL_SETTINGS if local else CLUSTER_SETTINGS
     changes = facts_document.get("settings", {})

@@ -27,6 +27,7 @@ from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
 from finetune_operator.reconcile.observed import job_view, pod_view, pods_being_deleted, wanted_logs
 from finetune_operator.reconcile.reconcile_types import (
+    AutoscalerView,
     Decision,
     EndpointView,
     EventNote,
@@ -114,6 +115,10 @@ class World:
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
     kserve: bool = False
     """True if InferenceServices are served."""
+    custom_metrics: bool = False
+    """True if the custom metrics API is served."""
+    autoscaler: AutoscalerView | None = None
+    """State of the endpoint's autoscaler."""
     servers: dict[str, Any] = field(default_factory=dict)
     """Deployments and InferenceServices of the endpoint's revisions."""
     predictors: dict[str, Any] = field(default_factory=dict)
@@ -171,7 +176,10 @@ class World:
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
         views = (view_of(raw) for raw in (*self.servers.values(), *self.predictors.values()))
         endpoints = joined(view for view in views if view is not None)
-        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve)
+        seen = replace(
+            seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
+            custom_metrics=self.custom_metrics, autoscaler=self.autoscaler,
+        )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)

@@ -306,6 +306,11 @@ class Network(SpecModel):
         description="Additional egress rules of a Kubernetes NetworkPolicy, e.g. for an object store in the cluster. "
         "Defaults to none.",
     )
+    endpoint_clients: Annotated[tuple[Peer, ...], Field(max_length=64)] = Field(
+        default=(),
+        description="Peers outside the job's namespace that may reach the servers of endpoints, as peers of a "
+        "Kubernetes NetworkPolicy, e.g. an ingress controller and Prometheus. Defaults to none.",
+    )
 
 
 SPOT_NODES: tuple[dict[str, str], ...] = (

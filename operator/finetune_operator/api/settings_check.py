@@ -67,6 +67,8 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
         yield from _hardware(settings)
     for number, resolver in enumerate(settings.network_policy.dns):
         yield from _peer(("networkPolicy", "dns", number), resolver)
+    for number, client in enumerate(settings.network_policy.endpoint_clients):
+        yield from _peer(("networkPolicy", "endpointClients", number), client)
     for number, rule in enumerate(settings.network_policy.extra_egress):
         for place, peer in enumerate(rule.to):
             yield from _peer(("networkPolicy", "extraEgress", number, "to", place), peer)

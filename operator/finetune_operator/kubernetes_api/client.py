@@ -129,6 +129,13 @@ class KubernetesClient:
             isinstance(each, dict) and each.get("name") == resource.plural for each in kinds
         )
 
+    async def serves_group(self, group: str) -> bool:
+        """Return whether the API server lists the API group. Unlike `serves`, it does not fail while the server behind
+        an aggregated API is down.
+        """
+        found = (await self.document("/apis", "apis/discovery")).get("groups")
+        return isinstance(found, list) and any(isinstance(each, dict) and each.get("name") == group for each in found)
+
     async def list_objects(
         self, resource: Resource, namespace: str | None = None, labels: str | None = None, fields: str | None = None
     ) -> tuple[list[Manifest], int]:

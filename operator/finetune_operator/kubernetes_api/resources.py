@@ -45,6 +45,8 @@ NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolic
 DEPLOYMENT = Resource("apps/v1", "Deployment", "deployments")
 INFERENCE_SERVICE = Resource(KSERVE_API, KSERVE_KIND, KSERVE_PLURAL)
 REPLICA_SET = Resource("apps/v1", "ReplicaSet", "replicasets")
+CUSTOM_METRICS_GROUP = "custom.metrics.k8s.io"
+"""API group that autoscalers read metrics of pods from; an adapter serves it through the API server."""
 AUTOSCALER = Resource("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 DISRUPTION_BUDGET = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 SECRET = Resource("v1", "Secret", "secrets")

@@ -68,6 +68,8 @@ class Draft:
     """Launchers whose kinds the cluster serves."""
     kserve: bool
     """True if the cluster serves KServe's InferenceServices."""
+    custom_metrics: bool
+    """True if the cluster serves the custom metrics API."""
     runtime_there: EndpointRuntime | None
     """Runtime of the job's endpoint as deployed now."""
     prepared: bool

@@ -40,10 +40,12 @@ def choose_servers(draft: Draft) -> Draft:
     requests, limits, threads = _takes(draft, endpoint)
     cost = _cost_per_hour(draft, endpoint.replicas)
     most = max(endpoint.replicas, endpoint.max_replicas or 0)
+    target = endpoint.target_requests_in_flight if draft.custom_metrics else None
     servers = Servers(
         runtime=runtime,
         replicas=endpoint.replicas,
         most=most,
+        target_requests=target,
         requests=requests,
         limits=limits,
         ceilings=_ceilings(requests, limits) if runtime == "kserve" else {},
@@ -52,6 +54,11 @@ def choose_servers(draft: Draft) -> Draft:
         currency=None if cost is None else draft.settings.currency,
     )
     scaled = f", up to {most} under load" if most > endpoint.replicas else ""
+    if endpoint.target_requests_in_flight is not None and target is None:
+        draft = draft.because(
+            "servers are added by CPU use: the cluster does not serve the custom metrics API "
+            f"(spec.endpoint.targetRequestsInFlight is {endpoint.target_requests_in_flight})"
+        )
     count = f"{endpoint.replicas} server{'s' * (endpoint.replicas > 1)}"
     by = f"by KServe in an {KSERVE_KIND}" if runtime == "kserve" else "in a Deployment"
     return replace(draft, servers=servers).because(f"{count} {by}{scaled}: {why}")

@@ -209,6 +209,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         local=facts.local,
         served=facts.served,
         kserve=facts.kserve,
+        custom_metrics=facts.custom_metrics,
         runtime_there=facts.runtime_there,
         prepared=facts.prepared,
         predicted=facts.predicted,

@@ -50,6 +50,8 @@ class Facts:
     """Launchers whose kinds the cluster serves."""
     kserve: bool = False
     """True if the cluster serves KServe's InferenceServices."""
+    custom_metrics: bool = False
+    """True if the cluster serves the custom metrics API, which autoscalers read metrics of pods from."""
     runtime_there: EndpointRuntime | None = None
     """Runtime of the job's endpoint as deployed now; None if it is not."""
     prepared: bool = False
@@ -116,6 +118,8 @@ class Servers(Message):
     replicas: int = Field(ge=1)
     most: int = Field(ge=1)
     """Servers under full load; equal to `replicas` without an autoscaler."""
+    target_requests: int | None = Field(default=None, exclude_if=lambda target: target is None)
+    """Requests in flight per server that the autoscaler aims at; None: it scales by CPU use."""
     requests: dict[str, str]
     """Requests of one server that have no limit; quantities by Kubernetes' names."""
     limits: dict[str, str] = Field(default_factory=dict)

@@ -124,7 +124,8 @@ def _endpoint(plan: JobPlan) -> tuple[Row, ...]:
     takes = "; ".join(f"{name} {text}" for name, text in sorted((servers.requests | limited).items()))
     cost = "unknown" if servers.cost_per_hour is None else f"{servers.cost_per_hour:,.2f} {servers.currency}"
     by = "KServe" if servers.runtime == "kserve" else "a Deployment"
-    scaled = f"up to {servers.most} under load" if servers.most > servers.replicas else "not scaled"
+    by_what = "CPU use" if servers.target_requests is None else f"{servers.target_requests:,} requests in flight each"
+    scaled = f"up to {servers.most} under load, by {by_what}" if servers.most > servers.replicas else "not scaled"
     batches = f"{order.max_batch_tokens:,} padded tokens, or {order.max_latency_seconds:g} s after the first request"
     return (
         Row("servers", f"{servers.replicas}", f"{scaled}, by {by}"),

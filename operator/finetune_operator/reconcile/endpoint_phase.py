@@ -16,6 +16,7 @@ from finetune_operator.api.types import ArtifactsStatus, EndpointStatus, StageSt
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.attempt_outcomes import delay_seconds
+from finetune_operator.reconcile.autoscaling import autoscaler_details, with_autoscaler
 from finetune_operator.reconcile.endpoint_problems import (
     WAITING,
     not_ready_reason,
@@ -222,7 +223,8 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     status, url = state.status.endpoint, endpoint_url(state.job.name, state.job.namespace)
     target = None if status is None else view_of(state, status.target)
     readiness = _readiness(state, url)
-    state = replace(state.requeue(volume_deadline(state)), readiness=readiness)
+    serving = None if status is None else view_of(state, status.revision)
+    state = replace(with_autoscaler(state, serving).requeue(volume_deadline(state)), readiness=readiness)
     if not readiness.ready:
         state = replace(state, waiting=readiness.message, waiting_reason=readiness.reason)
     elif state.stalled is None and target is not None and target.stuck is not None:
@@ -270,6 +272,7 @@ def _readiness(state: ReconcileState, url: str) -> Readiness:
 def _serving_details(state: ReconcileState, servers: EndpointView) -> str:
     """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
     own = "" if servers.url is None else f" KServe exposes it at {servers.url}."
+    own += autoscaler_details(state, servers)
     problem = start_problem(state, servers.revision)
     return own if problem is None else f"{own} {problem}"
 

@@ -26,6 +26,8 @@ from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 MAX_HISTORY = 5
 """Revisions kept in the history, beside those that a rollback names and those that run."""
 MESSAGE_LIMIT = 1024
+_OF_SCALING = {"replicas", "max_replicas", "target_requests_in_flight"}
+"""Fields of spec.endpoint that set the number of servers; the others define a revision."""
 _REQUEST = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
 
 
@@ -79,7 +81,7 @@ class Rollout:
 def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:
     """Return the fields of spec.endpoint that define a revision: all but the number of servers."""
     kept: dict[str, JsonValue] = endpoint.model_dump(
-        mode="json", by_alias=True, exclude_defaults=True, exclude={"replicas", "max_replicas"}
+        mode="json", by_alias=True, exclude_defaults=True, exclude=_OF_SCALING
     )
     return kept
 
@@ -114,7 +116,7 @@ def _rolled_back(
             endpoint,
             message=f"Revision {to_number} of annotation {ROLLBACK_ANNOTATION} is not in the history: {target_view}.",
         )
-    numbers = endpoint.model_dump(mode="json", by_alias=True, include={"replicas", "max_replicas"})
+    numbers = endpoint.model_dump(mode="json", by_alias=True, include=_OF_SCALING)
     try:
         earlier = EndpointSpec.model_validate_json(json.dumps({**history[to_number].endpoint, **numbers}))
     except ValidationError:

@@ -73,6 +73,7 @@ def _facts(state: ReconcileState) -> Facts:
         model_revision=None if state.status.artifacts is None else state.status.artifacts.model_revision,
         served=_launchers(state),
         kserve=state.observed.kserve,
+        custom_metrics=state.observed.custom_metrics,
         runtime_there=_runtime_there(state),
         prepared=_succeeded(state, Stage.PREPARE),
         predicted=_succeeded(state, Stage.PREDICT),

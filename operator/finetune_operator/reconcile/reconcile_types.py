@@ -198,6 +198,17 @@ class EndpointView:
 
 
 @dataclass(frozen=True)
+class AutoscalerView:
+    """State of the endpoint's HorizontalPodAutoscaler."""
+
+    active: bool
+    """False if it cannot compute a number of servers, mostly for lack of metrics."""
+    since: datetime | None
+    """Time since when this holds."""
+    message: str
+
+
+@dataclass(frozen=True)
 class Refusal:
     """Object that the API server refused, or whose name is taken."""
 
@@ -240,6 +251,10 @@ class Observed:
     """Objects that serve the model, by revision."""
     kserve: bool = False
     """True if the API server serves InferenceServices."""
+    custom_metrics: bool = False
+    """True if the API server serves the custom metrics API."""
+    autoscaler: AutoscalerView | None = None
+    """Autoscaler of the endpoint; None: there is none, or its state is not known."""
     last_progress_at: datetime | None = None
     """Time of the running attempt's last report with anything new; None: this operator has received none."""
 

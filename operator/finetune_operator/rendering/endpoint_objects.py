@@ -23,6 +23,7 @@ from finetune_operator.planning.endpoint_plan import DRAIN_SECONDS
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import EndpointRuntime, JobPlan, Servers
 from finetune_operator.rendering.manifests import config_map, metadata
+from finetune_operator.rendering.network import dumped
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME, Pod
 from finetune_operator.rendering.render_types import (
     ATTEMPT_LABEL,
@@ -47,6 +48,8 @@ IMPORT_SECONDS = 300
 PROBE_PERIOD_SECONDS = 2
 BUSY_PERCENT = 70
 """Target average CPU use, in percent of the request; above it, servers are added."""
+REQUESTS_IN_FLIGHT = "finetune_serving_requests_in_flight"
+"""Metric of servers that the autoscaler reads if spec.endpoint has targetRequestsInFlight."""
 OPTIONAL_KINDS = (("autoscaling/v2", "HorizontalPodAutoscaler"), ("policy/v1", "PodDisruptionBudget"))
 SHARED_KINDS = (*OPTIONAL_KINDS, ("networking.k8s.io/v1", "NetworkPolicy"), ("v1", "Service"))
 """Kinds of objects that all revisions share."""
@@ -123,6 +126,8 @@ def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], 
     fixed = servers.model_copy(update={"replicas": 1, "most": 1})
     config = config_map(pods)
     busy: Manifest = {"busyPercent": BUSY_PERCENT}
+    if servers.target_requests is not None:
+        busy = {"targetRequests": servers.target_requests}
     digest = _sha256([*shared, config, busy, _inference_service(pods, fixed, {})])
     annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: pod_digest}
     own = (config, _inference_service(pods, servers, annotations))
@@ -142,7 +147,8 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     selector: JsonValue = dict(everyone)
     objects = []
     if context.settings.network_policy.enabled:
-        objects.append(document("server_network", metadata=own, pods=selector, port=SERVE_PORT))
+        clients = dumped(context.settings.network_policy.endpoint_clients)
+        objects.append(document("server_network", metadata=own, pods=selector, clients=clients, port=SERVE_PORT))
     one: JsonValue = dict(pods.identity)
     objects.append(document("server_service", metadata=own, selector=one, port=SERVICE_PORT, target=SERVE_PORT))
     if servers.most > 1:
@@ -159,8 +165,17 @@ def _scaling(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
         target=pods.names.predictor(pods.attempt.number) if servers.runtime == "kserve" else pods.name,
         least=servers.replicas,
         most=servers.most,
-        busy_percent=BUSY_PERCENT,
+        metric=_scaling_metric(servers),
     )
+
+
+def _scaling_metric(servers: Servers) -> Manifest:
+    """Return the metric that the autoscaler averages over servers, with its target."""
+    if servers.target_requests is None:
+        target: JsonValue = {"type": "Utilization", "averageUtilization": BUSY_PERCENT}
+        return {"type": "Resource", "resource": {"name": "cpu", "target": target}}
+    average: JsonValue = {"type": "AverageValue", "averageValue": str(servers.target_requests)}
+    return {"type": "Pods", "pods": {"metric": {"name": REQUESTS_IN_FLIGHT}, "target": average}}
 
 
 def _deployment(pods: StagePods, replicas: int, annotations: Manifest) -> Manifest:

@@ -59,7 +59,7 @@ def rules_of(job: str, context: RenderContext) -> Rules:
     summary = ["In: pods of this job. Out: pods of this job"]
     if settings.dns:
         egress.append({
-            "to": _written(settings.dns),
+            "to": dumped(settings.dns),
             "ports": [_port(port, protocol) for port in _DNS_PORTS for protocol in ("UDP", "TCP")],
         })  # fmt: skip
         summary.append("DNS (port 53) of the resolvers that the operator's settings name")
@@ -72,14 +72,15 @@ def rules_of(job: str, context: RenderContext) -> Rules:
         egress.append({"to": list(_WORLD), "ports": [_port(port) for port in ports]})
         listed = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
         summary.append(f"TCP {listed} of any address but the metadata services of clouds ({', '.join(_METADATA)})")
-    extra = _written(settings.extra_egress)
+    extra = dumped(settings.extra_egress)
     if extra:
         egress += [rule for rule in extra if isinstance(rule, dict)]
         summary.append(f"{len(extra)} rule{'s' * (len(extra) > 1)} of the operator's settings, the last of those below")
     return Rules({"matchLabels": {**context.job_labels(job)}}, tuple(egress), f"{'; '.join(summary)}.")
 
 
-def _written(parts: Sequence[BaseModel]) -> list[JsonValue]:
+def dumped(parts: Sequence[BaseModel]) -> list[JsonValue]:
+    """Return peers or rules of the settings as parts of a NetworkPolicy."""
     return [part.model_dump(mode="json", by_alias=True, exclude_defaults=True) for part in parts]
 
 

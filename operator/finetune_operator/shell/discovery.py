@@ -1,4 +1,4 @@
-"""Launchers that the API server serves.
+"""Launchers, KServe and custom metrics, as far as the API server serves them.
 
 They are read again when a job has to be planned, at most every few seconds, so that a training operator that is
 installed later is used without a restart. No right is needed for it.
@@ -10,7 +10,13 @@ import asyncio
 import logging
 import time
 
-from finetune_operator.kubernetes_api.resources import DEPLOYMENT, INFERENCE_SERVICE, LAUNCHER_RESOURCES, Resource
+from finetune_operator.kubernetes_api.resources import (
+    CUSTOM_METRICS_GROUP,
+    DEPLOYMENT,
+    INFERENCE_SERVICE,
+    LAUNCHER_RESOURCES,
+    Resource,
+)
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.shell.kube import Kube
 
@@ -29,6 +35,8 @@ class Discovery:
         self.served = BUILT_IN
         self.kserve = False
         """True if InferenceServices are served."""
+        self.custom_metrics = False
+        """True if the custom metrics API is served, by an adapter such as prometheus-adapter."""
         self.changed = asyncio.Event()
         """Set when the served kinds change; for one listener, which clears it."""
 
@@ -54,9 +62,12 @@ class Discovery:
                 log.info("the API server serves the launchers %s", ", ".join(served))
             if kserve != self.kserve:
                 log.info("the API server %s InferenceServices of KServe", "serves" if kserve else "no longer serves")
+            custom_metrics = await self._kube.serves_group(CUSTOM_METRICS_GROUP)
+            if custom_metrics != self.custom_metrics:
+                log.info("the API server %s custom metrics", "serves" if custom_metrics else "no longer serves")
             if (served, kserve) != (self.served, self.kserve):
                 self.changed.set()
-            self.served, self.kserve = served, kserve
+            self.served, self.kserve, self.custom_metrics = served, kserve, custom_metrics
             self._read_at = time.monotonic()
 
     def outdated(self) -> None:

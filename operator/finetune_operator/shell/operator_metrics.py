@@ -46,7 +46,7 @@ from finetune_operator.shell.metric_families import OTHER, Families, Family
 RESYNC_REASONS = frozenset({"start", "leadership", "outage", "relist"})
 VERBS = frozenset({"get", "list", "watch", "create", "update", "patch", "delete"})
 RESOURCE_NAMES = frozenset(
-    {"leases", "finetunejobs/status", "pods/log", OPENID}
+    {"leases", "finetunejobs/status", "pods/log", "apis/discovery", OPENID}
     | {resource.plural for resource in RESOURCES}
     | {f"{resource.plural}/discovery" for resource in (*LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE)}
 )

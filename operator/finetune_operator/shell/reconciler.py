@@ -37,6 +37,7 @@ from finetune_operator.kubernetes_api.errors import (
     WebhookError,
 )
 from finetune_operator.kubernetes_api.resources import (
+    AUTOSCALER,
     CLAIM,
     DEPLOYMENT,
     FINETUNE_JOB,
@@ -47,10 +48,13 @@ from finetune_operator.kubernetes_api.resources import (
     REPLICA_SET,
     resource_of,
 )
+from finetune_operator.planning.names import JobNames
+from finetune_operator.reconcile.autoscaling import autoscaler_view, has_autoscaler, is_due
 from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
 from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
+    AutoscalerView,
     ChildView,
     Decision,
     EndpointView,
@@ -111,6 +115,9 @@ class JobMemory:
     """Log tails by pod; read once."""
     last_logs: dict[str, str] = field(default_factory=dict)
     """Log tails by pod, read when its deletion began."""
+    autoscaler: AutoscalerView | None = None
+    autoscaler_read: float = float("-inf")
+    """Time when the endpoint's autoscaler was read, on the monotonic clock."""
     queued: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were queued: version of the job that they were decided at, reason, message."""
     progress_written: float = float("-inf")
@@ -220,6 +227,7 @@ class Reconciler:
             await self._nodes.refresh()
         await self._read_logs(key, memory)
         await self._read_stale_attempt(key, memory)
+        await self._read_autoscaler(key, memory)
         # Read without awaiting in between: a view and the version that belongs to it.
         job, version = self._state.store.job(key), self._state.store.job_version(key)
         if job is None or version is None or job.uid != memory.uid:
@@ -304,6 +312,8 @@ class Reconciler:
             pods=self._state.store.pods(job.id),
             endpoints=self._state.store.endpoints(job.id),
             kserve=self._discovery.kserve,
+            custom_metrics=self._discovery.custom_metrics,
+            autoscaler=memory.autoscaler,
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else progress.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
@@ -330,6 +340,20 @@ class Reconciler:
             memory.last_logs[name] = await self._log_end(job, name)
         for name in wanted_logs(job, observed, self._state.now(), self._state.settings):
             memory.logs[name] = await self._log_end(job, name)
+
+    async def _read_autoscaler(self, key: JobKey, memory: JobMemory) -> None:
+        """Read the endpoint's autoscaler, at intervals: a watch on all autoscalers would need more rights."""
+        job, now = self._state.store.job(key), time.monotonic()
+        if job is None or not has_autoscaler(job):
+            memory.autoscaler, memory.autoscaler_read = None, float("-inf")
+        elif is_due(now - memory.autoscaler_read, memory.autoscaler):
+            memory.autoscaler_read = now
+            try:
+                found = await self._state.kube.get(AUTOSCALER, key.namespace, JobNames.of(key.name).endpoint)
+            except NotFoundError:
+                memory.autoscaler = None
+            else:
+                memory.autoscaler = autoscaler_view(found)
 
     async def _log_end(self, job: JobView, pod: str) -> str:
         return redacted_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))

@@ -84,17 +84,18 @@ class Syncer:
 
     async def launchers(self) -> None:
         """Requeue jobs that have not begun when the served kinds change, for ever: a training operator may be installed
-        while they are suspended, or after they were refused for lack of it. Discovery runs only while there are such
-        jobs.
+        while they are suspended, or after they were refused for lack of it. Likewise endpoints that scale by custom
+        metrics, once these are served. Discovery runs only while there are such jobs.
         """
-        known = self._discovery.resources
+        known = self._discovery.resources, self._discovery.custom_metrics
         while True:
             await asyncio.sleep(SERVED_SECONDS)
             store = self._state.store
             waiting = [
                 key
                 for key in store.jobs()
-                if (job := store.job(key)) and (job.status.start_time is None or store.lacks_servers(key))
+                if (job := store.job(key))
+                and (job.status.start_time is None or store.lacks_servers(key) or self._lacks_metrics(job))
             ]
             if not waiting:
                 continue
@@ -103,10 +104,17 @@ class Syncer:
             except ApiError as error:
                 log.debug("cannot discover the served kinds, retrying: %s", error)
                 continue
-            if self._discovery.resources != known:
-                known = self._discovery.resources
+            found = self._discovery.resources, self._discovery.custom_metrics
+            if found != known:
+                known = found
                 for key in waiting:
                     self._state.queue.add(key)
+
+    def _lacks_metrics(self, job: JobView) -> bool:
+        """Return whether the job's servers would scale by custom metrics, which are not served."""
+        endpoint = None if job.job is None else job.job.spec.endpoint
+        target = None if endpoint is None else endpoint.target_requests_in_flight
+        return target is not None and not self._discovery.custom_metrics
 
     def _resources(self) -> tuple[Resource, ...]:
         return FINETUNE_JOB, POD, *self._discovery.resources

@@ -220,6 +220,19 @@ RULES: tuple[Rule, ...] = (
         "increase it, or reduce spec.endpoint.replicas",
     ),
     Rule(
+        "request-target-scales",
+        "endpoint.targetRequestsInFlight",
+        "!has(self.endpoint) || !has(self.endpoint.targetRequestsInFlight)"
+        " || (has(self.endpoint.maxReplicas) && self.endpoint.maxReplicas > self.endpoint.replicas)",
+        lambda spec: (
+            spec.endpoint is None
+            or spec.endpoint.target_requests_in_flight is None
+            or (spec.endpoint.max_replicas or 0) > spec.endpoint.replicas
+        ),
+        "needs spec.endpoint.maxReplicas above spec.endpoint.replicas, as servers are not added otherwise",
+        "set spec.endpoint.maxReplicas, or leave it out",
+    ),
+    Rule(
         "no-served-rungs-for-texts",
         "endpoint.optimization",
         f"!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",

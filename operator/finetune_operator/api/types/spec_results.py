@@ -154,6 +154,11 @@ class EndpointSpec(SpecModel):
     max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         default=None, description="Maximum number of servers under load. Defaults to replicas: no autoscaling."
     )
+    target_requests_in_flight: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        default=None,
+        description="Average number of requests in flight per server, above which servers are added. Needs maxReplicas,"
+        " and a cluster that serves the custom metrics API. If unset, servers are added above 70 % of the CPU request.",
+    )
     resources: EndpointResourcesSpec = Field(default=EndpointResourcesSpec(), description="Resources of each server.")
     max_latency_milliseconds: Annotated[int, Field(ge=1, le=600_000)] = Field(
         default=100,

@@ -117,6 +117,7 @@ def cluster_facts(
         nodes=nodes,
         served=tuple(dict.fromkeys([*Facts().served, *requested])),
         kserve=spec.endpoint is not None and spec.endpoint.runtime == "kserve",
+        custom_metrics=spec.endpoint is not None and spec.endpoint.target_requests_in_flight is not None,
     )
     given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
     if given:
