@@ -497,6 +497,11 @@ class Planning(SpecModel):
         description="Rate at which a node writes checkpoints to the workspace, in MB/s; plans count the time of saving "
         "with it. Network disks of clouds take 125 to 280 by default. Default 200.",
     )
+    learn_from_jobs: bool = Field(
+        default=False,
+        description="Whether the operator corrects the estimates of a job by finished jobs of its namespace with the "
+        "same model, strategy and device: the time of a step in both directions, memory upwards only. Default false.",
+    )
 
 
 class Settings(SpecModel):

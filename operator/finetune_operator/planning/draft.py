@@ -18,7 +18,14 @@ from finetune_operator.api.problems import PathPart, Problem, Reason, describe_v
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, MemoryEstimate, PlanLauncher, Servers
+from finetune_operator.planning.plan_types import (
+    Adaptation,
+    EndpointRuntime,
+    LearnedRatios,
+    MemoryEstimate,
+    PlanLauncher,
+    Servers,
+)
 
 Value = TypeVar("Value")
 
@@ -89,6 +96,8 @@ class Draft:
     """True to refuse a job that does not fit by the known facts, even if prepare could still measure less."""
     data: DataFacts | None
     lengths: Lengths
+    learned: tuple[LearnedRatios, ...] = ()
+    """Ratios of finished jobs, which correct the estimates."""
     stages: tuple[Stage, ...] = ()
     engine: Literal["local", "job", "spark"] = "local"
     """Engine of prepare."""

@@ -23,7 +23,15 @@ from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.gpu_nodes import facts_of_nodes
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesFacts, PlanRefused
+from finetune_operator.planning.plan_types import (
+    Adaptation,
+    EndpointRuntime,
+    Facts,
+    JobPlan,
+    LearnedRatios,
+    NodesFacts,
+    PlanRefused,
+)
 from finetune_operator.reconcile.plan_checks import TOTAL
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.status_times import seconds_since
@@ -70,6 +78,7 @@ def _facts(state: ReconcileState) -> Facts:
         model=_read(ModelFacts, measured.model),
         data=_read(DataFacts, measured.data),
         nodes=_read(NodesFacts, measured.nodes),
+        learned=tuple(one for raw in measured.learned if (one := _read(LearnedRatios, raw)) is not None),
         model_revision=None if state.status.artifacts is None else state.status.artifacts.model_revision,
         served=_launchers(state),
         kserve=state.observed.kserve,
@@ -137,14 +146,25 @@ def with_nodes(state: ReconcileState) -> ReconcileState:
     return state.with_status(measured=(before or MeasuredStatus()).model_copy(update={"nodes": kept}))
 
 
+def with_learned(state: ReconcileState) -> ReconcileState:
+    """Store the ratios of finished jobs until the first stage begins: plans of later stages use the same ones, so that
+    the end of another job changes nothing that runs.
+    """
+    before = state.status.measured or MeasuredStatus()
+    kept = tuple(one.model_dump(mode="json", by_alias=True, exclude_none=True) for one in state.observed.learned)
+    if kept == before.learned:
+        return state
+    return state.with_status(measured=before.model_copy(update={"learned": kept}))
+
+
 def measured_status(measured: MeasuredFacts, before: MeasuredStatus | None = None) -> MeasuredStatus:
-    """Return the measurements as the status holds them, beside the nodes' facts."""
+    """Return the measurements as the status holds them, beside the facts of nodes and finished jobs."""
 
     def dumped(facts: BaseModel | None) -> dict[str, JsonValue] | None:
         return None if facts is None else facts.model_dump(mode="json", by_alias=True, exclude_none=True)
 
-    nodes = None if before is None else before.nodes
-    return MeasuredStatus(model=dumped(measured.model), data=dumped(measured.data), nodes=nodes)
+    kept = before or MeasuredStatus()
+    return kept.model_copy(update={"model": dumped(measured.model), "data": dumped(measured.data)})
 
 
 def plan_status(job_plan: JobPlan) -> PlanStatus:
@@ -157,6 +177,7 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
         launcher=job_plan.launcher,
         capacity=job_plan.capacity,
         world_size=1 if world is None else world.size,
+        device=_device(job_plan),
         micro_batch_size=undecided if training is None else training.batch.micro_batch_size,
         gradient_accumulation=undecided if training is None else training.batch.gradient_accumulation,
         data_parallel=None
@@ -171,9 +192,18 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
             step_seconds=job_plan.estimate.step_seconds,
             step_parts=job_plan.estimate.step_parts,
             pauses=job_plan.estimate.pauses,
+            time_factor=job_plan.estimate.time_factor,
         ),
         reasons=(*job_plan.reasons, *job_plan.assumptions)[:MOST_REASONS],
     )
+
+
+def _device(job_plan: JobPlan) -> str | None:
+    """Return the product of the training's GPU, or `cpu`; None if nothing is trained."""
+    world, gpu = job_plan.trainer.world, job_plan.hardware.gpu
+    if world is None:
+        return None
+    return "cpu" if world.device == "cpu" or gpu is None else gpu.product
 
 
 def plan_sentence(job_plan: JobPlan) -> str:

@@ -114,6 +114,9 @@ class EstimateStatus(StatusModel):
     step_parts: dict[str, float] = Field(
         default_factory=dict, description="Seconds of each part of a step. Empty on CPUs, where only the sum is known."
     )
+    time_factor: float | None = Field(
+        default=None, gt=0, description="Factor on the time of a step, learned from finished jobs. Unset without one."
+    )
     pauses: dict[str, float] = Field(
         default_factory=dict,
         description="Part of durationSeconds between steps, in seconds: checkpoints, and validation once the data are "
@@ -130,6 +133,9 @@ class PlanStatus(StatusModel):
         default=None, description="Kind of nodes for the first training attempt. Unset if any nodes are used."
     )
     world_size: int = Field(ge=1, description="Training processes over all nodes.")
+    device: str | None = Field(
+        default=None, description="Product of the GPU that the plan counts with, or `cpu`. Unset if nothing is trained."
+    )
     micro_batch_size: int | None = Field(
         default=None, ge=1, description="Rows per process and forward pass. Unset if a script decides."
     )
@@ -172,6 +178,7 @@ class PlanCheckStatus(StatusModel):
 
     strategy: str = Field(description="Parallelism strategy of the training.")
     attempt: int = Field(ge=0, description="Attempt at the training that was measured.")
+    device: str | None = Field(default=None, description="Product of the GPU in the plan, or `cpu`.")
     memory: ComparisonStatus | None = Field(
         default=None,
         description="Peak memory of the fullest device in bytes; on CPU that of a process. Unset if it is not known.",
@@ -210,6 +217,12 @@ class MeasuredStatus(StatusModel):
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
     nodes: dict[str, JsonValue] | None = Field(
         default=None, description="GPUs of the cluster's nodes, read before the first stage started."
+    )
+    learned: tuple[dict[str, JsonValue], ...] = Field(
+        default=(),
+        max_length=64,
+        description="Medians of measured over planned values of finished jobs in the namespace, read before the first "
+        "stage started, if the operator's settings allow it.",
     )
 
 
