@@ -70,6 +70,10 @@ def test_nothing_is_compared_that_the_plan_does_not_estimate():
     assert check_plan(PlannedTraining(), measured(stepSeconds=1.0)) == PlanCheck()
 
 
+def test_attempt_without_a_step_of_its_own_is_not_compared():
+    assert check_plan(ON_GPU, measured(steps=0, stepSeconds=1.0)) == PlanCheck()
+
+
 DEVIATIONS = {
     1.003: "right to 1 %",
     1.24: "24 % too low",

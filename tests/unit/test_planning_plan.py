@@ -149,6 +149,7 @@ def test_without_training_the_plan_has_no_training_numbers():
         "basis": "nothing is trained",
         "step_seconds": None,
         "step_parts": {},
+        "time_factor": None,
         "pauses": {},
     }
     assert result.trainer.evaluation is not None

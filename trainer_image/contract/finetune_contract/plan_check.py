@@ -110,7 +110,11 @@ def deviation(ratio: float) -> str:
 
 
 def check_plan(planned: PlannedTraining, measured: MeasuredTraining) -> PlanCheck:
-    """Compare the estimates of a plan with the measurements of its training."""
+    """Compare the estimates of a plan with the measurements of its training; nothing for an attempt without a step of
+    its own, which only wrote the model of an earlier one.
+    """
+    if not measured.steps:
+        return PlanCheck()
     return PlanCheck(
         memory=_compared(
             planned.memory_bytes, measured.memory_bytes, _memory_groups(planned), dict(measured.memory_terms)
