@@ -18,7 +18,7 @@ from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
-from finetune_operator.rendering.contract import files, fingerprint
+from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files, fingerprint
 from finetune_operator.rendering.deepspeed_config import deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.merging import merge
 from suite_plugins.patience import patient
