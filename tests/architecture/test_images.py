@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -149,6 +150,46 @@ def test_what_a_build_copies_is_there_and_is_not_kept_from_it(image: str) -> Non
     for source in copied:
         assert (ROOT / source).exists(), source
         assert any(source == path or source.startswith(f"{path}/") for path in let_in), source
+
+
+def test_the_image_for_gpus_has_the_libraries_of_rdma() -> None:
+    packages = re.search(r"cuda\) set -- ([^;]+) ;;", DOCKERFILES["trainer"].read_text())
+    assert packages is not None
+    assert {"ibverbs-providers", "libibverbs1", "librdmacm1"} <= set(packages[1].split())
+
+
+def test_the_installer_of_efa_runs_only_if_given_and_by_its_hash(tmp_path: Path) -> None:
+    """The step runs here with a stand-in for AWS' installer; the paths of the image are below a folder of the test."""
+    (step,) = [rest for word, rest in instructions("trainer") if word == "RUN" and "efa_installer" in rest]
+    for path in ("/tmp/efa", "/opt/amazon", "/etc/ld.so.conf.d", "/var/lib/apt"):
+        step = step.replace(path, f"{tmp_path}{path}")
+    for folder in ("bin", "tmp", "etc/ld.so.conf.d", "in/aws-efa-installer"):
+        (tmp_path / folder).mkdir(parents=True)
+    for program in ("apt-get", "ldconfig"):
+        (tmp_path / "bin" / program).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / program).chmod(0o755)
+    installer = tmp_path / "in/aws-efa-installer/efa_installer.sh"
+    place = tmp_path / "opt/amazon/ofi-nccl/lib"
+    installer.write_text(f"#!/bin/sh\nmkdir -p {place} && echo $PWD $* >{place}/libnccl-net.so\n")
+    installer.chmod(0o755)
+    archive = tmp_path / "efa.tar.gz"
+    subprocess.run(["tar", "-czf", archive, "-C", tmp_path / "in", "aws-efa-installer"], check=True)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+
+    def run(url: str, digest: str) -> int:
+        given = {"PATH": path, "EFA_INSTALLER": url, "EFA_INSTALLER_SHA256": digest}
+        return subprocess.run(["sh", "-c", step], env=given, capture_output=True, timeout=patient(60)).returncode
+
+    assert run("", "") == 0
+    assert not place.exists()
+    assert run(f"file://{archive}", "0" * 64) != 0
+    assert not place.exists()
+    shutil.rmtree(tmp_path / "tmp/efa")
+    assert run(f"file://{archive}", hashlib.sha256(archive.read_bytes()).hexdigest()) == 0
+    called = (place / "libnccl-net.so").read_text()
+    assert called == f"{tmp_path}/tmp/efa --yes --skip-kmod --skip-limit-conf --no-verify\n"
+    assert (tmp_path / "etc/ld.so.conf.d/000-ofi-nccl.conf").read_text() == f"{place}\n"
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 # --------------------------------------------------------------------------------------------------------- make images

@@ -18,12 +18,15 @@ from cluster_support.control_plane import Cluster
 from cluster_support.kubelet import NODE_MARK
 from cluster_support.operator_process import install
 from cluster_support.told_jobs import FINETUNE, Jobs
-from cluster_support.world import World
+from cluster_support.world import World, condition
 
 POOL = "example.com/pool"
 PRODUCT = "nvidia.com/gpu.product"
 H100: Object = {PRODUCT: "NVIDIA-H100-80GB-HBM3", "nvidia.com/gpu.memory": "81559"}
+H200: Object = {PRODUCT: "NVIDIA-H200", "nvidia.com/gpu.memory": "143771"}
 GPUS: Object = {"nvidia.com/gpu": "8"}
+INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+EFA: Object = {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "10Gi"}
 FLEET: dict[str, tuple[Object, Object]] = {
     "discovered": (H100, GPUS),
     "gke": ({"cloud.google.com/gke-accelerator": "nvidia-l4"}, GPUS),
@@ -34,6 +37,8 @@ FLEET: dict[str, tuple[Object, Object]] = {
         {"nvidia.com/mig-3g.40gb": "16", "nvidia.com/gpu": "0"},
     ),
     "amd": ({"amd.com/gpu.product-name": "AMD_Instinct_MI300X_OAM"}, {"amd.com/gpu": "8", "rdma/ib": "8"}),
+    "efa-a": ({**H200, INSTANCE_TYPE: "p5e.48xlarge"}, {**GPUS, **EFA}),
+    "efa-b": ({**H200, INSTANCE_TYPE: "p5e.48xlarge"}, {**GPUS, **EFA}),
     "mixed-old": ({PRODUCT: "Tesla-T4"}, GPUS),
     "mixed-new": (H100, GPUS),
 }
@@ -97,6 +102,33 @@ def test_plans_use_gpu_facts_from_each_kind_of_node_label(world: World, fleet: N
     assert "no node with nvidia.com/gpu fits the job's labels and tolerations now" in reasons
 
 
+def network_of(world: World, name: str, pool: str, network: str) -> tuple[str, str]:
+    """Return the network in the plan of a job for two nodes of a pool, and its reasons."""
+    spec = job(pool)
+    spec["resources"] = {**spec["resources"], "nodes": 2, "network": network}
+    _, reasons = planned(world, name, {**spec, "launcher": "job"})
+    return world.status(name)["plan"]["network"], reasons
+
+
+def test_plans_use_the_network_devices_that_nodes_advertise(world: World, fleet: None) -> None:
+    network, reasons = network_of(world, "auto", "efa", "auto")
+    assert network == "efa"
+    assert "network efa: pods request 32 vpc.amazonaws.com/efa: all 2 nodes that fit the job have it" in reasons
+    network, reasons = network_of(world, "silent-net", "discovered", "auto")
+    assert (network, "advertise no RDMA or EFA devices" in reasons) == ("tcp", True)
+    assert network_of(world, "asked", "efa", "tcp")[0] == "tcp"
+
+
+def test_a_job_that_requires_missing_devices_is_refused(world: World, fleet: None) -> None:
+    spec = job("discovered")
+    spec["resources"] = {**spec["resources"], "nodes": 2, "network": "rdma"}
+    world.apply("lacking", spec)
+    status = world.wait("lacking", "refused", lambda found: condition(found, "Planned").get("status") == "False")
+    message = condition(status, "Planned")["message"]
+    assert message.startswith("spec.resources.network")
+    assert "advertise no RDMA devices" in message
+
+
 def test_operator_without_permission_to_read_nodes_plans_with_a_note(world: World, fleet: None) -> None:
     world.cluster.own("the operator's rights")
     path = path_of("rbac.authorization.k8s.io/v1", "clusterroles", name="finetune-operator")
@@ -146,7 +178,9 @@ def test_doctor_reports_findings_with_hints_for_gaps(jobs: Jobs, fleet: None) ->
     assert "2 nodes with 8 x H100" in found["GPUs of the job, 8 x nvidia.com/gpu"]["found"]
     assert found["GPU nodes, nvidia.com/mig-3g.40gb"]["state"] == "ok"
     lacking = {name: one["hint"] for name, one in found.items() if one["state"] == "gap"}
-    assert "device plugin for vpc.amazonaws.com/efa" in lacking["network between nodes"]
+    assert "device plugin for vpc.amazonaws.com/efa" in lacking["network of the job"]
+    assert "EFA device plugin" in lacking["EFA, p4d.24xlarge"]
+    assert "vpc.amazonaws.com/efa on 2 (at least 32 each)" in found["network between nodes"]["found"]
     assert "quota few" in lacking
     assert "16 requests.nvidia.com/gpu" in found["quota few"]["found"]
     assert "storage" in lacking

@@ -79,10 +79,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "slices of split layers": (ddp(sequence=2, tensor=2), ("sequence-has-whole-models",)),
     "qlora with fsdp": ({**strategy("fsdp"), **adapter("qlora")}, ("qlora-keeps-layers-whole",)),
     "fp16 on a CPU": ({**ddp(), "precision": "fp16"}, ("precision-has-hardware",)),
-    "fp16 with fsdp on a CPU": (
-        {**strategy("fsdp"), "precision": "fp16"},
-        ("precision-has-hardware", "fp16-has-its-loss-scaled"),
-    ),
     "fp8 with DeepSpeed": (
         {**strategy("deepspeed", zero_stage=2), "precision": "fp8"},
         ("precision-has-hardware", "fp8-has-a-strategy"),

@@ -375,7 +375,7 @@ def test_unusable_settings_are_reported_by_their_field_names(tmp_path: Path) -> 
         "Error: --settings: settings.yaml: prices[0].gpus: is required; set it: number of GPUs on the node; "
         'settings.yaml: colour "blue": there is no such field; the fields here are namespaces, defaults, limits, '
         "progress, spot, spark, networkPolicy, allow, schemes, gitHosts, images, trustRemoteCode, currency, prices, "
-        "hardware, nodes, planning"
+        "hardware, nodes, network, planning"
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.cli.doctor_findings import Finding, Known, Surroundings, judge
 from planning_support.cases import job
@@ -99,9 +98,42 @@ def test_quota_on_resources_that_the_job_leaves_unset_is_a_gap():
     assert found({"resources": {"cpu": "16"}}, quotas=Known((quota,)))["quota bound"].found.endswith("16 limits.cpu")
 
 
-def test_network_auto_is_a_gap_if_nodes_offer_unused_devices():
-    node = {"metadata": {"name": "a"}, "status": {"allocatable": {"rdma/ib": "8"}}}
-    spec = {"resources": {"nodes": 2, "gpusPerNode": 1}}
-    row = found(spec, nodes=Known((node,)))["network between nodes"]
-    assert (row.state, row.found) == ("gap", "nodes offer rdma/ib")
-    assert CLUSTER_SETTINGS.defaults.rdma_resource == "rdma/ib"
+H100: dict[str, str] = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+
+
+def gpu_nodes(*there: dict[str, str], **labels: str) -> Known[tuple[Any, ...]]:
+    """Return nodes with 8 GPUs each, by what they advertise beside them."""
+    made = [
+        {
+            "metadata": {"name": f"n{index}", "labels": {**H100, **labels}},
+            "status": {"allocatable": {"nvidia.com/gpu": "8", **resources}},
+        }
+        for index, resources in enumerate(there)
+    ]
+    return Known(tuple(made))
+
+
+@pytest.mark.parametrize(
+    ("network", "nodes", "state", "words"),
+    [
+        ("auto", [{"rdma/ib": "8"}] * 2, "ok", "auto requests rdma/ib, which all its nodes have"),
+        ("auto", [{"rdma/ib": "8"}, {}], "gap", "auto uses TCP: not all of its nodes have the devices"),
+        ("auto", [{}, {}], "note", "auto uses TCP: its nodes advertise no devices"),
+        ("rdma", [{"rdma/ib": "8"}, {}], "ok", "rdma requests rdma/ib"),
+        ("rdma", [{}, {}], "gap", "the job requires rdma, and its nodes advertise none"),
+    ],
+)
+def test_doctor_shows_what_a_job_gets_of_the_devices_of_nodes(network, nodes, state, words):
+    spec = {"resources": {"nodes": 2, "gpusPerNode": 8, "network": network}}
+    row = found(spec, nodes=gpu_nodes(*nodes))["network of the job"]
+    assert (row.state, row.found) == (state, words)
+    assert bool(row.hint) is (state == "gap")
+
+
+def test_doctor_lists_network_devices_and_what_efa_lacks():
+    efa = {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "2Gi"}
+    rows = found(nodes=gpu_nodes(efa, {}, **{"node.kubernetes.io/instance-type": "p5.48xlarge"}))
+    assert rows["network between nodes"].found == "of 2 nodes with GPUs: vpc.amazonaws.com/efa on 1 (at least 32 each)"
+    assert (rows["EFA, p5.48xlarge"].state, rows["EFA, huge pages"].state) == ("gap", "gap")
+    assert rows["EFA, huge pages"].found == "a node with EFA has 2.0 GiB of hugepages-2Mi, and pods use 5120Mi"
+    assert found(nodes=gpu_nodes({}))["network between nodes"].state == "note"

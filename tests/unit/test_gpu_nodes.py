@@ -211,7 +211,7 @@ def test_a_plan_for_an_unknown_gpu_takes_bf16_and_says_that_it_is_assumed(resour
     [
         ({}, "fp16"),
         ({"parallelism": {"strategy": "deepspeed", "zeroStage": 2}}, "fp16"),
-        ({"parallelism": {"strategy": "fsdp"}}, "fp32"),
+        ({"parallelism": {"strategy": "fsdp"}}, "fp16"),
         ({"parallelism": {"tensor": 2}}, "fp32"),
         ({"task": "summarization", "model": {"uri": "hf://google-t5/t5-small"}}, "fp32"),
     ],

@@ -19,7 +19,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Adaptation, Facts, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Facts, NodesFacts, NodesNetwork, PlanRefused
 from mending import Edit, alternatives, apply, job_document, without_gone
 from planning_support.cases import BERT, llama_1b
 
@@ -93,6 +93,10 @@ CASES: dict[str, Case] = {
     "no launcher is served": ({}, {"served": ()}),
     "two nodes without a cluster": ({"resources": {"nodes": 2}}, {"local": True}),
     "more GPUs than a node has": ({"resources": {"gpusPerNode": 16}}, {"hardware": GPUS}),
+    "network devices that no node has": (
+        {"resources": {"nodes": 2, "gpusPerNode": 8, "network": "rdma"}},
+        {"hardware": GPUS, "nodes": NodesFacts(words="", network=NodesNetwork(nodes=2, node_gpus=8))},
+    ),
     "fewer rows than a step": ({"training": {"globalBatchSize": 100_000}}, {"data": ROWS}),
     "layers of another model": (
         {**WRITES, "model": {"uri": "hf://a/b", "adapter": {"method": "lora", "targetModules": ["Wqkv"]}}, **ON_ONE},

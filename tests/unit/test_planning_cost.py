@@ -60,7 +60,9 @@ def test_a_token_passes_the_experts_that_are_chosen_for_it() -> None:
     assert forward_flops(mixture, 1, 0) == training_flops(mixture, 1, 0, recompute=False) / 3
 
 
-def step_of(hardware: str, settings: Settings = CLUSTER_SETTINGS, **training: object) -> tuple[str, float, str]:
+def step_of(
+    hardware: str, settings: Settings = CLUSTER_SETTINGS, network: str = "rdma", **training: object
+) -> tuple[str, float, str]:
     """Return precision, time of a step and basis of a plan for two nodes, whose model is divided by ZeRO-3."""
     spec = {
         "task": "text-generation",
@@ -68,7 +70,7 @@ def step_of(hardware: str, settings: Settings = CLUSTER_SETTINGS, **training: ob
         "training": {"maxSteps": 10, "globalBatchSize": 32, **training},
         "preparation": {"maxLength": 512},
         "parallelism": {"strategy": "deepspeed", "zeroStage": 3},
-        "resources": {"gpusPerNode": 8, "nodes": 2},
+        "resources": {"gpusPerNode": 8, "nodes": 2, "network": network},
     }
     made = plan(job(spec), Facts(hardware=parse_hardware(hardware, settings.hardware)), settings)
     assert made.trainer.training is not None
@@ -81,6 +83,14 @@ def test_a_slow_network_makes_a_training_over_nodes_longer():
     quick, slow = (step_of(f"{node},network={gigabits}")[1] for gigabits in (3200, 25))
     assert slow > 3 * quick
     assert step_of(node)[1] == quick
+
+
+def test_tcp_counts_with_one_interface_of_each_node():
+    node = "gpu=H100,gpus=8,hostMemory=1Ti"
+    assert step_of(node, network="tcp")[1] == step_of(f"{node},network=100")[1]
+    assert step_of(node, network="auto")[1] == step_of(node, network="tcp")[1]
+    # A figure that was given counts, whatever carries it.
+    assert step_of(f"{node},network=3200", network="tcp")[1] == step_of(node)[1]
 
 
 def test_figures_of_the_settings_take_the_place_of_those_of_the_table():

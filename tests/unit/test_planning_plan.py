@@ -594,7 +594,11 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
             id="over the eight of a p3dn 16-bit gradients are sent sooner; it was published with four pipeline stages",
         ),
         pytest.param(
-            {**SEQUENCE, "resources": {"gpusPerNode": 8, "nodes": 16}, "training": {"globalBatchSize": 640}},
+            {
+                **SEQUENCE,
+                "resources": {"gpusPerNode": 8, "nodes": 16, "network": "efa"},
+                "training": {"globalBatchSize": 640},
+            },
             {"model": gpt(7168, 48, 64), "hardware": P4D, "data": None},
             "deepspeed-zero3+selective-activation-checkpointing",
             id="GPT-2 30B over 16 p4d has to be divided whole",
@@ -1106,7 +1110,8 @@ PRICES = Settings(prices=(Price(product="NVIDIA-H100-80GB-HBM3", gpus=8, perHour
 
 
 def test_time_and_cost_follow_from_operations_and_prices():
-    spec = {"resources": {"gpusPerNode": 8, "nodes": 2}, "training": {"globalBatchSize": 64, "epochs": 1}}
+    resources = {"gpusPerNode": 8, "nodes": 2, "network": "rdma"}
+    spec = {"resources": resources, "training": {"globalBatchSize": 64, "epochs": 1}}
     result = planned(spec, PRICES, model=BERT, hardware=EIGHT_H100, data=rows(64_000, 128, 128))
     tokens = 64_000 * 128
     flops = tokens * (6 * (BERT.parameters - BERT.embedding_parameters) + 12 * 12 * 768 * 128)

@@ -9,9 +9,16 @@ from datetime import timedelta
 import pytest
 
 from finetune_contract.layout import FailureClass
-from finetune_contract.report import MeasuredFacts
+from finetune_contract.report import Communication, MeasuredFacts
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import ChildReference, CostStatus, FailureStatus, ProgressStatus, StageStatus
+from finetune_operator.api.types import (
+    ChildReference,
+    CommunicationStatus,
+    CostStatus,
+    FailureStatus,
+    ProgressStatus,
+    StageStatus,
+)
 from finetune_operator.reconcile.reconcile_types import Decision, EventNote, ObjectRef
 from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import BERT, GRACE, NOON, SPEC, World, report
@@ -967,6 +974,15 @@ def test_a_failure_is_forgotten_when_its_stage_has_succeeded():
     world.succeed()
     world.settle()
     assert (world.job().status.failure, world.stage("train")) == (None, ("Succeeded", 2))
+
+
+def test_status_has_the_transports_of_a_training_that_succeeded():
+    world = training()
+    found = Communication(inside="nvlink", between="efa", gpudirect=True, library="2.30.7")
+    world.succeed("reviews-train-1", communication=found)
+    world.settle()
+    assert world.stage("train") == ("Succeeded", 1)
+    assert world.job().status.communication == CommunicationStatus(inside="nvlink", between="efa", gpudirect=True)
 
 
 def test_next_attempt_waits_for_all_pods_of_the_previous_one():

@@ -579,14 +579,14 @@ def test_the_memory_request_follows_from_the_plan_rounded_up():
 @pytest.mark.parametrize(
     ("network", "nodes", "devices", "variables"),
     [
-        ("auto", 2, {}, {}),
-        ("tcp", 2, {}, {"NCCL_NET": "Socket"}),
-        ("rdma", 2, {"rdma/ib": "1"}, {"NCCL_NET": "IB"}),
+        ("auto", 2, {}, {"NCCL_SOCKET_IFNAME": "eth0"}),
+        ("tcp", 2, {}, {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}),
+        ("rdma", 2, {"rdma/ib": "1"}, {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": "IB"}),
         (
             "efa",
             2,
             {"vpc.amazonaws.com/efa": "1", "hugepages-2Mi": "5120Mi"},
-            {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"},
+            {"NCCL_SOCKET_IFNAME": "eth0", "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"},
         ),
         ("rdma", 1, {}, {}),
     ],
@@ -603,9 +603,36 @@ def test_network_devices_go_to_pods_that_talk_to_other_nodes(network, nodes, dev
 
 def test_the_cluster_s_own_name_of_its_rdma_device_is_used():
     settings = Settings.model_validate_json('{"defaults": {"rdmaResource": "rdma/hca_shared_devices_a"}}')
-    manifests = rendered(spec_with(resources={"nodes": 2, "network": "rdma"}), settings)
+    manifests = rendered(spec_with(resources={"nodes": 2, "gpusPerNode": 1, "network": "rdma"}), settings)
     limits = the_pod(manifests, "reviews-train-1")["spec"]["containers"][0]["resources"]["limits"]
-    assert limits == {"rdma/hca_shared_devices_a": "1"}
+    assert limits == {"nvidia.com/gpu": "1", "rdma/hca_shared_devices_a": "1"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_only_pods_with_network_devices_get_the_network_of_their_node(launcher: str) -> None:
+    settings = Settings.model_validate_json('{"network": {"hostNetwork": true}}')
+    for network in ("rdma", "tcp", "auto"):
+        resources = {"nodes": 2, "gpusPerNode": 1, "network": network}
+        pods = all_pods(rendered(spec_with(launcher=launcher, resources=resources), settings))
+        with_devices = [pod for pod in pods if "rdma/ib" in pod["spec"]["containers"][0]["resources"].get("limits", {})]
+        assert bool(with_devices) is (network == "rdma")
+        for pod in pods:
+            found = (pod["spec"].get("hostNetwork"), pod["spec"].get("dnsPolicy"))
+            assert found == ((True, "ClusterFirstWithHostNet") if pod in with_devices else (None, None))
+        assert all("NCCL_SOCKET_IFNAME" not in environment(pod) for pod in with_devices)
+
+
+def test_ranks_of_mpirun_get_the_variables_of_a_network_device() -> None:
+    row = {"resource": "rdma/ib", "env": {"UCX_NET_DEVICES": "mlx5_0:1"}}
+    settings = Settings.model_validate({"network": {"devices": (row,)}})
+    resources = {"nodes": 2, "gpusPerNode": 1, "network": "rdma"}
+    launcher, *_ = [
+        pod
+        for pod in all_pods(rendered(spec_with(launcher="mpijob", resources=resources), settings))
+        if "FINETUNE_FORWARD_ENV" in environment(pod)
+    ]
+    assert "UCX_NET_DEVICES" in environment(launcher)["FINETUNE_FORWARD_ENV"].split(",")
+    assert environment(launcher)["UCX_NET_DEVICES"] == "mlx5_0:1"
 
 
 def test_shared_memory_is_as_asked_or_grows_with_the_processes():

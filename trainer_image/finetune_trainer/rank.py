@@ -136,6 +136,7 @@ def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessW
         fingerprint=result.fingerprint,
         model_revision=result.model_revision,
         measured=result.measured,
+        communication=result.communication,
         seconds=time.monotonic() - started,
     )
 

@@ -22,7 +22,7 @@ from finetune_contract import charts
 from finetune_contract.charts import Share, shares, training_charts
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.report import TimePart, TimeSplit, shortened
+from finetune_contract.report import Communication, TimePart, TimeSplit, shortened
 from finetune_contract.trainer_job import Adapter, TrainerJob, Training, World
 from finetune_trainer import report_parts as parts
 from finetune_trainer.failures import StageError
@@ -271,6 +271,7 @@ def _training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, s
     return {
         "Strategy": f"{strategy.name}{stage}{spread}{offload}",
         "Processes": f"{training.world.size} on {training.world.device}",
+        **_communication(train.get("communication")),
         "Precision": training.precision,
         "Global batch": f"{batch.global_batch_size} = micro-batch {arithmetic}",
         "Optimizer steps": _steps_text(training, train),
@@ -285,6 +286,14 @@ def _training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, s
         "Seed": str(training.seed),
         **{f"arguments.{name}": json.dumps(value, ensure_ascii=False) for name, value in training.arguments.items()},
     }
+
+
+def _communication(found: object) -> dict[str, str]:
+    """Return the transports that NCCL chose; {} if they are not known."""
+    if not isinstance(found, dict):
+        return {}
+    transports = Communication.model_validate(found)
+    return {"Communication": f"NCCL {transports.library or ''}: {transports.words}"}
 
 
 def _steps_text(training: Training, train: Mapping[str, Any]) -> str:

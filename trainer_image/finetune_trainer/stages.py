@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import JobPaths
-from finetune_contract.report import MeasuredFacts
+from finetune_contract.report import Communication, MeasuredFacts
 from finetune_contract.trainer_job import Script, TrainerJob, Training
 from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld
@@ -51,6 +51,7 @@ class StageResult:
     fingerprint: str | None = None
     measured: MeasuredFacts | None = None
     model_revision: str | None = None
+    communication: Communication | None = None
 
 
 def _prepare(given: StageInput) -> StageResult:
@@ -138,17 +139,24 @@ def _measured(job: TrainerJob, data: DataFacts) -> MeasuredFacts:
 
 def _train(given: StageInput) -> StageResult:
     from finetune_trainer.distributed import check_world, connect, settle_environment
+    from finetune_trainer.nccl import measured_transports, refuse_sockets, settle_nccl
 
     if given.job.script is not None:
         return _run_script(given, given.job.script)
-    training = given.job.training
+    training, communication = given.job.training, None
     if training is not None:
         # Refuse everything that can be refused before seconds go into imports and the model.
         check_world(given.world, training.world, training.batch.data_parallel, training.strategy.replica_ranks)
         _refuse_settings(given.job, training)
         device, threads, strategy = training.world.device, training.world.threads_per_process, training.strategy.name
         settle_environment(os.environ, given.world, device=device, threads=threads, strategy=strategy)
+        transports = device == "cuda" and strategy != "single"
+        if transports:
+            settle_nccl(os.environ, given.world.rank)
         connect(given.world, device, threads, strategy)
+        if transports:
+            communication = measured_transports(training.world, given.world.rank)
+            refuse_sockets(communication, training.world.network)
     from finetune_trainer.training.run import read_deepspeed_config, read_estimate, train
 
     collection.begin_with_models()
@@ -161,8 +169,9 @@ def _train(given: StageInput) -> StageResult:
         deepspeed=config,
         interruption=given.interruption,
         planned=read_estimate(given.estimate),
+        communication=communication,
     )
-    return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint)
+    return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint, communication=communication)
 
 
 def _refuse_settings(job: TrainerJob, training: Training) -> None:

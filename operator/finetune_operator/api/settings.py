@@ -197,11 +197,59 @@ class Defaults(SpecModel):
     )
     rdma_resource: ResourceName = Field(
         default="rdma/ib",
-        description="Extended resource that pods request for resources.network rdma, as the nodes' device plugin names"
-        " it. Defaults to rdma/ib.",
+        description="Extended resource that pods request for resources.network rdma if the nodes' devices are not "
+        "known, as the nodes' device plugin names it. Defaults to rdma/ib.",
     )
-    efa_interfaces: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1, description="Number of EFA interfaces that a pod requests for resources.network efa. Defaults to 1."
+    efa_interfaces: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None,
+        description="Number of EFA interfaces that a pod requests. If unset, its share of those that the nodes "
+        "advertise; if these are not known, those of the instance type in its node selector, else 1.",
+    )
+
+
+class NetworkDeviceRow(SpecModel):
+    """Network device of nodes, and the requests of a pod for it."""
+
+    resource: ResourceName = Field(
+        description="Extended resource, as the nodes' device plugin names it, e.g. nvidia.com/hostdev. Required."
+    )
+    transport: Literal["rdma", "efa"] = Field(
+        default="rdma", description="Value of resources.network that requests it: rdma or efa. Defaults to rdma."
+    )
+    per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None,
+        description="Number of devices that a pod requests, e.g. 1 for a shared device plugin. If unset, perGpu "
+        "decides; without both, the pod's share of the node's devices, by its GPUs.",
+    )
+    per_gpu: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None, description="Number of devices that a pod requests for each of its GPUs. Defaults to perNode."
+    )
+    huge_pages: Quantity | None = Field(
+        default=None, description="Huge pages of 2 MiB that a pod requests with it, e.g. 5120Mi. Defaults to none."
+    )
+    env: Annotated[dict[str, str], Field(max_length=64)] = Field(
+        default={}, description="Environment variables of pods that request it, e.g. NCCL_IB_HCA. Defaults to none."
+    )
+
+
+class NodeNetwork(SpecModel):
+    """Network between the nodes of a training with GPUs."""
+
+    devices: Annotated[tuple[NetworkDeviceRow, ...], Field(max_length=64)] = Field(
+        default=(),
+        description="Network devices in addition to the known ones: vpc.amazonaws.com/efa, rdma/*, and resources of "
+        "nvidia.com with rdma in their name. A row for a known one replaces its requests. Defaults to none.",
+    )
+    host_network: bool = Field(
+        default=False,
+        description="Whether training pods that request network devices use their node's network. Refused by the "
+        "PodSecurity levels baseline and restricted, and network policies do not apply to such pods. "
+        "Defaults to false.",
+    )
+    socket_interface: Annotated[str, StringConstraints(pattern=r"^[-A-Za-z0-9_.,=^]*$", max_length=253)] = Field(
+        default="eth0",
+        description="Interface of pods for TCP between nodes, as NCCL_SOCKET_IFNAME; pods with hostNetwork leave it to "
+        "NCCL, as an empty text does. Defaults to eth0, the first interface of a pod.",
     )
 
 
@@ -372,6 +420,7 @@ HARMLESS_ENV = (
     *("NCCL_NET_GDR_*", "NCCL_ALGO", "NCCL_PROTO", "NCCL_*_NCHANNELS", "NCCL_BUFFSIZE", "NCCL_NTHREADS"),
     *("NCCL_CROSS_NIC", "NCCL_TIMEOUT", "GLOO_SOCKET_*", "TORCH_NCCL_*_WAIT", "TORCH_NCCL_*_HANDLING"),
     *("TORCH_NCCL_*_SEC", "TORCH_NCCL_*_SIZE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL"),
+    *("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_ON_TIMEOUT"),
     *("TORCH_SHOW_CPP_STACKTRACES", "TORCH_ALLOW_TF32_*", "TOKENIZERS_PARALLELISM", "TZ", "LANG", "LC_*"),
     *("HF_HUB_ENABLE_HF_TRANSFER", "HF_HUB_DISABLE_*", "HF_DATASETS_OFFLINE", "HF_DATASETS_CACHE"),
     *("WANDB_PROJECT", "WANDB_NAME", "MLFLOW_RUN_ID"),
@@ -541,6 +590,9 @@ class Settings(SpecModel):
         description="GPUs in addition to the built-in table (docs/hardware.md), or overrides of its values.",
     )
     nodes: Nodes = Field(default=Nodes(), description="Sources of facts about the GPUs of nodes.")
+    network: NodeNetwork = Field(
+        default=NodeNetwork(), description="Network between the nodes of a training with GPUs."
+    )
     planning: Planning = Field(default=Planning(), description="Margins of plans.")
 
     def progress_deadline(self, policy: RunPolicySpec) -> int:

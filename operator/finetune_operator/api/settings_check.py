@@ -65,6 +65,13 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
     yield from _spot(settings, intact)
     if intact(("hardware",)):
         yield from _hardware(settings)
+    for number, device in enumerate(settings.network.devices):
+        for name in device.env:
+            if not name.isidentifier() or not name.isascii():
+                yield Problem(
+                    format_path(("network", "devices", number, "env", name)), None,
+                    "is not the name of an environment variable", "use letters, digits and _, as in NCCL_IB_HCA",
+                )  # fmt: skip
     for number, resolver in enumerate(settings.network_policy.dns):
         yield from _peer(("networkPolicy", "dns", number), resolver)
     for number, client in enumerate(settings.network_policy.endpoint_clients):
@@ -76,6 +83,7 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
         ("namespaces", settings.namespaces, "namespace"),
         ("schemes", settings.schemes, "scheme"),
         ("prices", tuple((price.product, price.gpus) for price in settings.prices), "price of the same kind of node"),
+        ("network.devices", tuple(row.resource for row in settings.network.devices), "resource"),
         ("defaults.imagePullSecrets", tuple(s.name for s in settings.defaults.image_pull_secrets), "Secret"),
     ):
         if intact(tuple(name.split("."))):

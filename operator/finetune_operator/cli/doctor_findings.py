@@ -10,11 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.quantities import human_bytes, parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import BUILT_IN, TRAINING, LauncherName, launcher
 from finetune_operator.planning.gpu_nodes import Node, facts_of_nodes, gpu_kinds, gpu_resource
+from finetune_operator.planning.network_devices import (
+    EFA,
+    EFA_HUGE_PAGES,
+    EFA_INTERFACES,
+    HUGE_PAGES,
+    default_resource,
+    device_kind,
+    nodes_network,
+)
 
 State: TypeAlias = Literal["ok", "gap", "unknown", "note"]
 Value = TypeVar("Value")
@@ -41,7 +50,6 @@ POLICY_GROUPS = {
     "networking.k8s.aws": "the network policy agent of Amazon's VPC CNI",
 }
 """API groups of network plugins that enforce policies."""
-LINKS = ("rdma/", "vpc.amazonaws.com/efa")
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 PODSECURITY = "pod-security.kubernetes.io/enforce"
 MOST_NODES = 8
@@ -189,12 +197,7 @@ def _gpus(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Setting
         yield Finding("GPU nodes", "unknown", cluster.nodes.reason, hint)
         return
     nodes = parsed_nodes(cluster.nodes.value)
-    resources = {
-        name
-        for node in nodes
-        for name in node.allocatable
-        if name.endswith(".com/gpu") or name.startswith(("nvidia.com/gpu.", "nvidia.com/mig-"))
-    }
+    resources = {name for node in nodes for name in node.allocatable if _is_gpu(name)}
     for resource in sorted(resources):
         for kind in gpu_kinds(nodes, resource, settings):
             link = "links unknown" if kind.link is None else f"{kind.link / 1e9:g} GB/s to the node's other GPUs"
@@ -219,22 +222,60 @@ def _gpus(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Setting
         yield Finding(f"GPUs of the job, {gpus} x {resource}", "ok", found.words)
 
 
+def _is_gpu(resource: str) -> bool:
+    return resource.endswith(".com/gpu") or resource.startswith(("nvidia.com/gpu.", "nvidia.com/mig-"))
+
+
 def _network(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
     if cluster.nodes.value is None:
         return  # reported above
     nodes = parsed_nodes(cluster.nodes.value)
-    found = sorted({name for node in nodes for name in node.allocatable if name.startswith(LINKS)})
-    text = f"nodes offer {', '.join(found)}" if found else "no node offers RDMA or EFA devices"
-    requested = None if spec is None or spec.resources.nodes == 1 else spec.resources.network
-    required = {"rdma": settings.defaults.rdma_resource, "efa": "vpc.amazonaws.com/efa"}.get(requested or "")
-    if required is not None and required not in found:
-        hint = f"install the device plugin for {required}, or set resources.network to auto"
-        yield Finding("network between nodes", "gap", f"the job requires {required}; {text}", hint)
-    elif requested == "auto" and found:
-        hint = "set resources.network to rdma or efa: with auto, pods request no device and use TCP"
-        yield Finding("network between nodes", "gap", text, hint)
+    yield from _devices([node for node in nodes if any(map(_is_gpu, node.allocatable))], settings)
+    if spec is None or spec.resources.nodes == 1 or spec.resources.gpus_per_node == 0:
+        return
+    topic, asked = "network of the job", spec.resources.network
+    found = facts_of_nodes(nodes, spec, settings).network
+    if asked == "tcp" or found is None:
+        return
+    if asked == "auto":
+        everywhere = [device.resource for device in found.devices if device.nodes == found.nodes]
+        hint = "install the device plugin on all of them, or set resources.network to rdma or efa for some of them"
+        if everywhere:
+            yield Finding(topic, "ok", f"auto requests {everywhere[0]}, which all its nodes have")
+        elif found.devices:
+            yield Finding(topic, "gap", "auto uses TCP: not all of its nodes have the devices", hint)
+        else:
+            yield Finding(topic, "note", "auto uses TCP: its nodes advertise no devices")
+        return
+    kinds = {device.resource: device_kind(device.resource, settings) for device in found.devices}
+    names = [name for name, kind in kinds.items() if kind is not None and kind.transport == asked]
+    if names:
+        yield Finding(topic, "ok", f"{asked} requests {names[0]}")
     else:
-        yield Finding("network between nodes", "note", text)
+        name = default_resource(asked, settings)
+        hint = f"install the device plugin for {name}, or set resources.network to auto"
+        yield Finding(topic, "gap", f"the job requires {asked}, and its nodes advertise none", hint)
+
+
+def _devices(nodes: Sequence[Node], settings: Settings) -> Iterator[Finding]:
+    """Yield the network devices of all nodes with GPUs, and what these lack."""
+    there = nodes_network(((node.labels, node.allocatable) for node in nodes), settings.defaults.gpu_resource, settings)
+    listed = [f"{each.resource} on {each.nodes} (at least {each.count} each)" for each in there.devices]
+    if not nodes:
+        yield Finding("network between nodes", "note", "no node has GPUs")
+    elif not listed:
+        yield Finding("network between nodes", "note", "no node with GPUs advertises RDMA or EFA devices: TCP")
+    else:
+        yield Finding("network between nodes", "ok", f"of {len(nodes)} nodes with GPUs: {', '.join(listed)}")
+    for instance in there.without_plugin:
+        text = f"such a node has {EFA_INTERFACES[instance]} EFA interfaces, and advertises none"
+        hint = "install the EFA device plugin, and launch such nodes with EFA interfaces"
+        yield Finding(f"EFA, {instance}", "gap", text, hint)
+    with_efa = [node.allocatable.get(HUGE_PAGES, "0") for node in nodes if node.allocatable.get(EFA, "0") != "0"]
+    least = min(map(parse_quantity, with_efa), default=None)
+    if least is not None and least < parse_quantity(EFA_HUGE_PAGES):
+        text = f"a node with EFA has {human_bytes(float(least))} of {HUGE_PAGES}, and pods use {EFA_HUGE_PAGES}"
+        yield Finding("EFA, huge pages", "gap", text, "reserve them on the nodes (vm.nr_hugepages); EFA works without")
 
 
 # -------------------------------------------------------------------------------------------------------------- storage

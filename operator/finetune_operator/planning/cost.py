@@ -28,6 +28,10 @@ from finetune_operator.planning.step_time import Machine, StepTime, StepWork, ma
 
 GPU_UTILISATION = 0.35
 """Share of the dense 16-bit peak in the forward passes of inference; published trainings reach 23 to 45 %."""
+TCP_BYTES = 12.5e9
+"""Bytes a second of a node's TCP, in one direction: a pod has one interface, of 100 Gbit/s on usual nodes with 8 GPUs;
+those for RDMA and EFA are beside it.
+"""
 CPU_FLOPS_PER_CORE = 80e9
 """fp32 peak of one server core with AVX-512, measured on 2 cores (160 to 180 GFLOP/s together)."""
 CPU_UTILISATION = 0.5
@@ -89,6 +93,8 @@ def machine_of(draft: Draft) -> Machine | None:
     half: Precision = "bf16" if draft.precision == "fp8" else decided(draft.precision)
     link = link_bytes(decided(hardware.gpu).product, draft.settings.hardware)
     network = gpu.network * 1e9
+    if draft.network is not None and draft.network.transport == "tcp":
+        network = min(network, TCP_BYTES / max(1, hardware.gpus_per_node))
     if hardware.network_gigabits is not None:
         network = hardware.network_gigabits / 8 * 1e9 / max(1, hardware.gpus_per_node)
     return Machine(

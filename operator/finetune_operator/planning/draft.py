@@ -23,6 +23,8 @@ from finetune_operator.planning.plan_types import (
     EndpointRuntime,
     LearnedRatios,
     MemoryEstimate,
+    NetworkPlan,
+    NodesNetwork,
     PlanLauncher,
     Servers,
 )
@@ -92,6 +94,8 @@ class Draft:
     model_known: bool
     """False if the model was not read and its name gives at most a size."""
     model_revision: str
+    nodes_network: NodesNetwork | None
+    """Network devices of the nodes that can run the pods; None: unknown."""
     as_known: bool
     """True to refuse a job that does not fit by the known facts, even if prepare could still measure less."""
     data: DataFacts | None
@@ -111,6 +115,8 @@ class Draft:
     servers: Servers | None = None
     launcher: PlanLauncher | None = None
     world: World | None = None
+    network: NetworkPlan | None = None
+    """None if the training has one node, or no GPUs."""
     adapter: Adapter | None = None
     """None if all weights are trained."""
     precision: Precision | None = None

@@ -27,6 +27,7 @@ from finetune_operator.planning.devices import (
     product_labels,
 )
 from finetune_operator.planning.gpu_table import MIB, Labels
+from finetune_operator.planning.network_devices import nodes_network
 from finetune_operator.planning.plan_types import NodesFacts
 
 MEMORY_LABELS = ("nvidia.com/gpu.memory", "karpenter.k8s.aws/instance-gpu-memory")
@@ -216,10 +217,15 @@ def facts_of_nodes(nodes: Sequence[Node], spec: FineTuneJobSpec, settings: Setti
         )
     small = "" if large else f"no node has {least} GPUs, and pods wait for one; "
     chosen = large or kinds
+    names = {name for kind in chosen for name in kind.nodes}
+    network = nodes_network(
+        ((node.labels, node.allocatable) for node in fitting if node.name in names), resource, settings
+    )
     if len({kind.device for kind in chosen}) == 1:
-        return NodesFacts(gpu=chosen[0].device, words=f"{small}{_listed(chosen)}")
+        return NodesFacts(gpu=chosen[0].device, words=f"{small}{_listed(chosen)}", network=network)
     return NodesFacts(
         gpu=chosen[0].device,
+        network=network,
         words=f"{small}pods can go to several kinds of nodes: {_listed(chosen)}; the plan is for the weakest, "
         f"{chosen[0].device.product}; resources.accelerator.product chooses one",
     )

@@ -61,6 +61,7 @@ from finetune_operator.planning.inference import (
 )
 from finetune_operator.planning.learned import correction_reasons
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
+from finetune_operator.planning.network_choice import choose_network
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, NodesFacts, PlanRefused
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
@@ -101,7 +102,7 @@ def plan(
     )
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
-        draft = _walk(draft, choose_world, check_rules, choose_script, choose_capacity, check_inference)
+        draft = _walk(draft, choose_world, choose_network, check_rules, choose_script, choose_capacity, check_inference)
     elif draft.loops:
         draft = _walk_training(draft)
     else:
@@ -127,7 +128,7 @@ def formed_draft(job: FineTuneJob, facts: Facts, settings: Settings, scaled: boo
     PlanRefused.
     """
     draft = _begin(job, facts, settings, NOT_ADAPTED, as_known=True)
-    first = (choose_stages, choose_packing, choose_launcher, choose_world, choose_precision)
+    first = (choose_stages, choose_packing, choose_launcher, choose_world, choose_network, choose_precision)
     return _formed(_walk(replace(draft, scaled=scaled), *first))
 
 
@@ -144,7 +145,7 @@ def _walk_training(draft: Draft) -> Draft:
     """Run the phases of the built-in loop. If `auto` chose fp16 and nothing compatible with it fits, retry with fp32,
     with which layers can be split.
     """
-    begun = _walk(draft, choose_world, choose_precision)
+    begun = _walk(draft, choose_world, choose_network, choose_precision)
     try:
         return _walk(_formed(begun), choose_strategy, check_inference)
     except PlanRefused:
@@ -221,6 +222,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         model=model,
         model_known=facts.model is not None or is_well_known(job.spec.model.uri),
         model_revision=facts.model_revision or job.spec.model.revision,
+        nodes_network=None if facts.nodes is None else facts.nodes.network,
         as_known=as_known,
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
@@ -582,6 +584,7 @@ def _finish(draft: Draft) -> JobPlan:
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,
         servers=draft.servers,
+        network=draft.network,
         estimate=estimate,
         hardware=draft.hardware,
         model=draft.model,

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
-from finetune_contract.choices import Stage
+from finetune_contract.choices import Stage, Transport
 from finetune_contract.contract_models import Message
 from finetune_contract.facts import DataFacts, DeviceFacts, HardwareFacts, ModelFacts
 from finetune_contract.trainer_job import TrainerJob
@@ -24,6 +24,29 @@ EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
 """Kind of object that runs an endpoint's servers."""
 
 
+class NodeDevice(Message):
+    """Network device that nodes advertise."""
+
+    resource: str
+    count: int = Field(gt=0)
+    """Fewest on one of the nodes that have it."""
+    nodes: int = Field(gt=0)
+    """Nodes that have it."""
+
+
+class NodesNetwork(Message):
+    """Network devices of the nodes that can run a job's pods."""
+
+    nodes: int = Field(ge=0)
+    node_gpus: int = Field(ge=0)
+    """Most GPUs of one of them."""
+    devices: tuple[NodeDevice, ...] = ()
+    huge_page_bytes: int = Field(default=0, ge=0)
+    """Fewest bytes in huge pages of 2 MiB on one of them."""
+    without_plugin: tuple[str, ...] = ()
+    """Instance types among them that have EFA interfaces and advertise none."""
+
+
 class NodesFacts(Message):
     """GPUs of the nodes that can run a job's pods, by the nodes' labels and resources."""
 
@@ -31,6 +54,8 @@ class NodesFacts(Message):
     """GPU of the weakest of them; None if it is unknown or there are no such nodes."""
     words: str
     """Source of this, or the reason why it is unknown."""
+    network: NodesNetwork | None = None
+    """Their network devices; None if there are no such nodes."""
 
 
 class LearnedRatios(Message):
@@ -150,6 +175,17 @@ class Servers(Message):
     currency: str | None = None
 
 
+class NetworkPlan(Message):
+    """Network between the nodes of a training with GPUs."""
+
+    transport: Transport
+    limits: dict[str, str] = Field(default_factory=dict)
+    """Devices and huge pages of each pod."""
+    env: dict[str, str] = Field(default_factory=dict)
+    host: bool = False
+    """True if the pods use the network of their node."""
+
+
 class JobPlan(Message):
     """Complete plan of a job; it contains no `auto`."""
 
@@ -166,6 +202,8 @@ class JobPlan(Message):
     memory: MemoryEstimate | None = None
     servers: Servers | None = Field(default=None, exclude_if=lambda servers: servers is None)
     """None if the job has no endpoint."""
+    network: NetworkPlan | None = Field(default=None, exclude_if=lambda network: network is None)
+    """None if the training has one node, or no GPUs."""
     estimate: Estimate
     hardware: HardwareFacts
     model: ModelFacts

@@ -30,6 +30,7 @@ from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause, Remedy
 from finetune_operator.reconcile.results import (
     artifacts,
+    communication_status,
     finished_progress,
     headline,
     metrics_of,
@@ -58,6 +59,8 @@ def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerRe
         progress=finished_progress(before),
         failure=None if failure is not None and failure.stage == stage.name else failure,
     )
+    if report.communication is not None:
+        state = state.with_status(communication=communication_status(report.communication))
     figure = headline(metrics_of(report))
     duration = f" in {human_seconds(seconds_since(stage.start_time, at))}"
     state = state.with_event(

@@ -176,6 +176,7 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
         strategy=job_plan.strategy,
         launcher=job_plan.launcher,
         capacity=job_plan.capacity,
+        network=None if job_plan.network is None else job_plan.network.transport,
         world_size=1 if world is None else world.size,
         device=_device(job_plan),
         micro_batch_size=undecided if training is None else training.batch.micro_batch_size,

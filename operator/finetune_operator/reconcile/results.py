@@ -10,10 +10,11 @@ from datetime import datetime
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
-from finetune_contract.report import TrainerReport
+from finetune_contract.report import Communication, TrainerReport
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.api.types import (
     ArtifactsStatus,
+    CommunicationStatus,
     CostStatus,
     FineTuneJobSpec,
     FineTuneJobStatus,
@@ -79,6 +80,13 @@ def headline(metrics: Mapping[str, float]) -> str:
 def job_folder(spec: FineTuneJobSpec, job: str) -> str:
     """Return the URI of the folder that holds everything of the job."""
     return f"{(spec.storage.workspace or f'pvc://{JobNames.of(job).claim}').rstrip('/')}/{job}"
+
+
+def communication_status(found: Communication) -> CommunicationStatus:
+    """Return the transports of a training as the status shows them."""
+    return CommunicationStatus(
+        inside=found.inside, between=found.between, gpudirect=found.gpudirect, adapters=found.adapters[:16]
+    )
 
 
 def with_report(before: ArtifactsStatus | None, spec: FineTuneJobSpec, job: str) -> ArtifactsStatus:

@@ -240,6 +240,8 @@ class Pod:
     priority_class: str | None = None
     restart_policy: Literal["Never", "Always"] = "Never"
     """Restart policy; a Deployment accepts `Always` only."""
+    host_network: bool = False
+    """True if it uses the network of its node; it still resolves the cluster's names."""
     api_token: bool = False
     """True if the token of its service account is mounted."""
     subdomain: str | None = None
@@ -283,6 +285,8 @@ class Pod:
             "serviceAccountName": self.service_account,
             "priorityClassName": self.priority_class,
             "subdomain": self.subdomain,
+            "hostNetwork": self.host_network,
+            "dnsPolicy": "ClusterFirstWithHostNet" if self.host_network else None,
         }
         return {name: value for name, value in fields.items() if value}
 

@@ -22,9 +22,6 @@ SHARED_MEMORY_BYTES: dict[Device, int] = {"cuda": 1024 * MIB, "cpu": 256 * MIB}
 DeepSpeed's collectives on CPU two buffers of 32 MiB a process; the rest is for data loaders' batches. It is an upper
 bound: only written pages take memory.
 """
-EFA = "vpc.amazonaws.com/efa"
-EFA_HUGE_PAGES = "5120Mi"
-"""Huge pages of 2 MiB for the provider's bounce buffers, as AWS documents for one interface of EKS pods."""
 
 
 def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:
@@ -86,8 +83,10 @@ def stage_resources(
         requests["ephemeral-storage"] = memory_request(plan.memory.disk_bytes)
     if gpus:
         limits[gpu_resource(spec, defaults)] = str(gpus)
-    if stage is Stage.TRAIN:
-        limits |= network_devices(spec, defaults)
+    if stage is Stage.TRAIN and plan.network is not None:
+        # RDMA locks memory. PodSecurity `restricted` refuses the capability IPC_LOCK, which lifts the limit on it, so
+        # that the container runtime's own limit has to be high enough (docs/network.md).
+        limits |= plan.network.limits
     return Resources(requests, limits)
 
 
@@ -112,38 +111,3 @@ def shared_memory(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> str:
     world = plan.trainer.world
     processes = world.processes_per_node if stage is Stage.TRAIN and world is not None else 1
     return f"{processes * SHARED_MEMORY_BYTES[stage_device(plan, spec, stage)] // MIB}Mi"
-
-
-# -------------------------------------------------------------------------------------------------------------- network
-
-
-def network_devices(spec: FineTuneJobSpec, defaults: Defaults) -> dict[str, str]:
-    """Return the devices for the network between nodes; none for a single node.
-
-    RDMA needs locked memory. PodSecurity `restricted` refuses the capability IPC_LOCK, which lifts the limit on it, so
-    the container runtime's limit on locked memory has to be high enough.
-    """
-    if spec.resources.nodes == 1:
-        return {}
-    match spec.resources.network:
-        case "rdma":
-            return {defaults.rdma_resource: "1"}
-        case "efa":
-            return {EFA: str(defaults.efa_interfaces), "hugepages-2Mi": EFA_HUGE_PAGES}
-        case "auto" | "tcp":
-            return {}
-
-
-def network_environment(spec: FineTuneJobSpec) -> dict[str, str]:
-    """Return variables that make NCCL use the requested network; with `auto` it chooses by itself."""
-    if spec.resources.nodes == 1:
-        return {}
-    match spec.resources.network:
-        case "tcp":
-            return {"NCCL_NET": "Socket"}
-        case "rdma":
-            return {"NCCL_NET": "IB"}
-        case "efa":
-            return {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
-        case "auto":
-            return {}

@@ -62,7 +62,6 @@ from finetune_operator.rendering.render_types import (
     RenderContext,
 )
 from finetune_operator.rendering.sizes import (
-    network_environment,
     shared_memory,
     stage_device,
     stage_gpus,
@@ -153,6 +152,12 @@ class StagePods:
         return config is not None and uses_offload_folder(config)
 
     @property
+    def on_host_network(self) -> bool:
+        """Return whether the pods use the network of their node."""
+        network = self.plan.network
+        return self.stage is Stage.TRAIN and network is not None and network.host
+
+    @property
     def identity(self) -> dict[str, str]:
         """Return labels that no pod of another attempt has."""
         return {
@@ -221,6 +226,7 @@ def stage_pod(pods: StagePods, role: Role = TRAINER) -> Pod:
         image_pull_secrets=(*defaults.image_pull_secrets, *template.image_pull_secrets),
         service_account=template.service_account_name,
         priority_class=spec.run_policy.priority_class_name or defaults.priority_class_name,
+        host_network=pods.on_host_network and role.computes,
         user_labels=template.labels,
         user_annotations=template.annotations,
         user_node_selector=template.node_selector,
@@ -282,8 +288,8 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
         variables[ENV_CACHE] = folders.cache
     if pods.stage is not Stage.SERVE:
         variables |= _stacks(pods)
-    if pods.stage is Stage.TRAIN:
-        variables |= network_environment(spec)
+    if pods.stage is Stage.TRAIN and plan.network is not None:
+        variables |= plan.network.env
     variables |= {**_rendezvous(pods), **_progress(pods), **role.env}
     # The uid of the Job: a new Job of the same name has another one.
     attempt = (EnvVar(ENV_ATTEMPT, PodLabel(JOB_UID_LABEL)),) if pods.starter == "index" else ()

@@ -63,6 +63,8 @@ Optimization: TypeAlias = RungName | Literal["measured"]
 RUNG_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")
 """Tasks whose predictions have alternatives to the plain model: they take one forward pass."""
 Device: TypeAlias = Literal["cpu", "cuda"]
+Transport: TypeAlias = Literal["tcp", "rdma", "efa"]
+"""Network between nodes: TCP sockets, RDMA by InfiniBand or RoCE, or AWS' Elastic Fabric Adapter."""
 SchedulerName: TypeAlias = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]

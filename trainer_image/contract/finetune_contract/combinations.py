@@ -403,14 +403,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         hint="set it to auto, fp32 or bf16, or set spec.resources.gpusPerNode",
     ),
     Constraint(
-        "fp16-has-its-loss-scaled",
-        "training.precision",
-        when=(one_of("precision", "fp16"),),
-        needs=(none_of("strategy", "fsdp"),),
-        rule="fp16 cannot be combined with spec.parallelism.strategy fsdp, which computes in fp32 or bf16",
-        hint="set it to bf16, or spec.parallelism.strategy to deepspeed",
-    ),
-    Constraint(
         "fp8-has-a-strategy",
         "training.precision",
         when=(one_of("precision", "fp8"),),

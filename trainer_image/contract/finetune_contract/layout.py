@@ -22,6 +22,8 @@ earlier.
 DEFAULT_GRACE_SECONDS = 60
 ENV_STACKS_SECONDS = "FINETUNE_STACKS_SECONDS"
 """Seconds without progress after which a process writes its Python stacks into its log; unset: never."""
+ENV_NCCL = "FINETUNE_NCCL"
+"""Folder for NCCL's logs and the flight recorder's dumps, set by the ranks' launcher; unset: a temporary one."""
 ENV_CACHE = "FINETUNE_CACHE"
 """Folder that jobs share, with prepared data among others; unset: `.cache` of the workspace."""
 ENV_ATTEMPT = "FINETUNE_ATTEMPT"

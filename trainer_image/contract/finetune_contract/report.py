@@ -51,6 +51,36 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
+class Communication(Message):
+    """Transports that NCCL chose, by its log."""
+
+    inside: Literal["nvlink", "p2p", "shm", "network"] | None = None
+    """Slowest transport between GPUs of one node: NVLink, PCIe, host memory, or the network. None: there are no such
+    connections.
+    """
+    between: str | None = None
+    """Slowest transport between nodes: `ib`, `roce`, `efa`, `socket`, `nvlink`, or the name of another plugin of NCCL.
+    None: one node.
+    """
+    gpudirect: bool | None = None
+    """True if adapters read and write all GPUs' memory by themselves (GPUDirect RDMA). None: one node, or no adapters.
+    """
+    nvls: bool = False
+    """True if NVLink's switches add up (NVLink SHARP)."""
+    adapters: tuple[str, ...] = ()
+    """Adapters or interfaces between nodes, e.g. `mlx5_0:1/IB` or `eth0`."""
+    library: str | None = None
+    """Version of NCCL."""
+
+    @property
+    def words(self) -> str:
+        """Return the transports in a phrase, e.g. `nvlink (NVLS) in a node, ib (GPUDirect) between nodes`."""
+        inside = f"{self.inside}{' (NVLS)' * self.nvls} in a node" if self.inside else ""
+        direct = {True: " (GPUDirect)", False: " (through host memory)", None: ""}[self.gpudirect]
+        between = f"{self.between}{direct} between nodes" if self.between else ""
+        return ", ".join(filter(None, (inside, between)))
+
+
 class Progress(Message):
     """State of a running stage. `step` counts optimizer steps in training and rows elsewhere."""
 
@@ -147,6 +177,8 @@ class TrainerReport(Message):
     """Hub commit of the model. Only from prepare: later stages get it as their revision."""
     measured: MeasuredFacts | None = None
     """Facts that a plan of the later stages rests on. Only from prepare."""
+    communication: Communication | None = None
+    """Transports between the processes. Only from train on several GPUs; None: unknown."""
     seconds: float = Field(ge=0, default=0.0)
 
     def to_termination_message(self) -> str:
@@ -217,6 +249,7 @@ _SHRINKINGS: tuple[_Shrinking, ...] = (
     *(_with_buckets(count) for count in (32, 16, 8, 4, 1)),
     *(_with_message_of(characters) for characters in (3000, 2000, 1500, 1000, 600, 300)),
     _without(metrics={}),
+    _without(communication=None),
     _without(measured=None),
     _with_message_of(128),
     _bare,

@@ -26,6 +26,7 @@ from finetune_contract.choices import (
     Sharding,
     StrategyName,
     Task,
+    Transport,
     ZeroStage,
 )
 from finetune_contract.contract_models import Order
@@ -222,6 +223,10 @@ class World(Order):
     device: Device
     threads_per_process: int = Field(gt=0)
     """CPU threads of one process (OMP_NUM_THREADS)."""
+    network: Annotated[Transport | None, Field(exclude_if=lambda network: network is None)] = None
+    """Network between nodes whose devices the pods have: the training fails if NCCL uses sockets instead. None: no
+    devices are requested. Omitted if None: images that do not know the field read such jobs.
+    """
 
     @property
     def size(self) -> int:

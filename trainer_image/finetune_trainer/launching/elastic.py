@@ -8,6 +8,7 @@ and a failed rendezvous, are known to the agent alone: it writes them to a file 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import socket
 import sys
@@ -117,16 +118,26 @@ def _is_own_address(host: str) -> bool:
     return False
 
 
-def wait_for_host(rendezvous: Rendezvous) -> None:
-    """Wait until the first pod listens: torch itself would give up after a minute. StageError COLLECTIVE."""
+def _is_loopback(host: str) -> bool:
+    """Return whether `host`, which resolves, is the loopback interface."""
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    return any(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def wait_for_host(rendezvous: Rendezvous) -> bool:
+    """Return True in the first pod; elsewhere wait until that one listens: torch itself would give up after a minute.
+
+    In the network of its node, a pod has the node's host name, and its own name is resolved only after a while. On the
+    loopback interface several launchers may be first, of which torch takes the one that binds. StageError COLLECTIVE.
+    """
     host, port = rendezvous.address
-    if is_own_name(host) or _is_own_address(host):
-        return
     deadline = time.monotonic() + rendezvous.timeout_seconds
     while True:
+        if is_own_name(host) or _is_own_address(host):
+            return is_own_name(host) or not _is_loopback(host)
         try:
             socket.create_connection((host, port), timeout=5).close()
-            return
+            return False
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise StageError(
@@ -175,9 +186,8 @@ def _launch(arguments: argparse.Namespace) -> None:
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     rendezvous = Rendezvous.of(os.environ, world.nodes)
-    wait_for_host(rendezvous)
     settings: dict[str, object] = {"join_timeout": rendezvous.timeout_seconds}
-    if is_own_name(rendezvous.address[0]):
+    if wait_for_host(rendezvous):
         settings["is_host"] = True
     config = LaunchConfig(
         min_nodes=world.nodes,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import ENV_INDEX, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
+from finetune_contract.layout import ENV_INDEX, ENV_NCCL, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
 from finetune_trainer.launching.child_supervisor import MARGIN_SECONDS, ChildSupervisor, End, grace_seconds
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _environment(reports: Path, stage: str) -> dict[str, str]:
     """Return the ranks' environment. DeepSpeed compiles with the ninja beside the interpreter, even without a venv."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     ours = {"PATH": path, "PYTHONUNBUFFERED": "1", ENV_REPORT: str(reports / f"{stage}-{{rank}}.json")}
-    return {**os.environ, **ours}
+    return {ENV_NCCL: str(reports), **os.environ, **ours}
 
 
 def _run(
@@ -133,6 +133,10 @@ def _run(
     from finetune_trainer.launching.verdict import reports_in  # while the ranks import theirs
 
     end = supervisor.wait()
+    if end.code != EXIT_OK:
+        from finetune_trainer.launching.nccl_remains import remains
+
+        sys.stderr.writelines(f"{line}\n" for line in remains(reports))
     return end, reports_in(reports, Stage(arguments.stage))
 
 

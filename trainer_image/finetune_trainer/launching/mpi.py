@@ -47,6 +47,8 @@ _FORWARDED_PREFIXES = (
     "KUBEFLOW_TRAINER_",
     "NCCL_",
     "PYTHON",
+    "TORCH_FR_",
+    "TORCH_NCCL_",
 )
 _SSH_OPTIONS = (
     f"-p {SSH_PORT} -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "

@@ -47,6 +47,7 @@ class DeepSpeed:
     name: StrategyName = "deepspeed"
     replica_step = None
     spreads_itself = False
+    scales_loss = False
     takes_weights: WeightsPlace = "files"
 
     def __init__(

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 class FullySharded(FullState):
-    """One group of shards for each transformer block and one for the rest; bf16 by FSDP's own mixed precision."""
+    """One group of shards for each transformer block and one for the rest; bf16 and fp16 by FSDP's own mixed precision,
+    fp16 with a scaled loss.
+    """
 
     name: StrategyName = "fsdp"
     spreads_itself = True
@@ -39,10 +41,11 @@ class FullySharded(FullState):
         self._settings = settings
         self._precision = precision
         self._world = world
+        self.scales_loss = precision == "fp16"
 
     def arguments(self) -> Mapping[str, object]:
         """Disable autocast: FSDP casts parameters as it gathers them."""
-        return {"bf16": False}
+        return {"bf16": False, "fp16": False}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """Convert and shard one block after the other, then the rest in the root."""
@@ -50,10 +53,12 @@ class FullySharded(FullState):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         inner = outer = MixedPrecisionPolicy()
-        if computes_in_bf16(self._precision):
-            # Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16. Only the root's output is
-            # fp32; a block's output goes into layers of the root, whose weights are bf16 by then.
-            inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if computes_in_bf16(self._precision) or self.scales_loss:
+            # Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16, and exceeds the range of
+            # fp16. Only the root's output is fp32; a block's output goes into layers of the root, whose weights are in
+            # 16 bits by then.
+            half = torch.float16 if self.scales_loss else torch.bfloat16
+            inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
             outer = replace(inner, output_dtype=torch.float32)
         offload = OffloadPolicy()
         if self._settings.offload_parameters == "cpu":

@@ -43,6 +43,7 @@ class FullState:
 
     spreads_itself = False
     takes_weights: WeightsPlace = "device"
+    scales_loss = False
 
     @property
     def replica_step(self) -> ReplicaStep | None:

@@ -49,6 +49,7 @@ class ModelParallel(FullState):
 
     name: StrategyName = "ddp"
     spreads_itself = True
+    scales_loss = False
     takes_weights: WeightsPlace = "host"
 
     def __init__(self, training: Training) -> None:

@@ -59,6 +59,7 @@ class SequenceParallel:
     def __init__(self, inner: Strategy, training: Training) -> None:
         self.name: StrategyName = inner.name
         self.spreads_itself = inner.spreads_itself
+        self.scales_loss = inner.scales_loss
         self.takes_weights: WeightsPlace = "host"  # The probes need the whole model in fp32.
         self._inner = inner
         self._label = training.strategy.label

@@ -78,6 +78,9 @@ class Strategy(Protocol):
     takes_weights: WeightsPlace
     """Place in which `prepare_model` expects the weights."""
 
+    scales_loss: bool
+    """True if the strategy computes in fp16 without accelerate's autocast, so that the engine has to scale the loss."""
+
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
         """Parts of a step in which processes exchange data while they compute, without separate communication."""

@@ -63,6 +63,9 @@ class Engine:
         seed = enable_full_determinism if args.full_determinism else set_seed
         seed(args.seed)
         self.accelerator = _accelerator(self.model, args)
+        if strategy.scales_loss:
+            # Under FSDP2 torch's scaler agrees with all processes on gradients that are no numbers, by DTensor.
+            self.accelerator.scaler = torch.amp.GradScaler(args.device.type)
         self.model.config.use_cache = False
         if self._moves_model:
             self.model.to(args.device)  # type: ignore[arg-type]
@@ -136,7 +139,7 @@ class Engine:
         placed, args, name = self.placed, self.args, self._strategy.name
         self._strategy.assert_in_effect(placed)
         scaled = self.accelerator.scaler is not None and self.accelerator.scaler.is_enabled()
-        found = f"the loss is {'' if scaled else 'not '}scaled, and fp16 is {'on' if args.fp16 else 'off'}"
+        found = f"the loss is {'' if scaled else 'not '}scaled, and fp16 is {'on' if self._scales_loss else 'off'}"
         expect(scaled == self._scales_loss, name, "WrongLossScaling", found)
         # By torch.compile around the model, or by DeepSpeed's engine inside it.
         compiled = hasattr(self.wrapped, "_orig_mod") or bool(getattr(self.wrapped, "is_compiled", False))
@@ -149,7 +152,7 @@ class Engine:
     @property
     def _scales_loss(self) -> bool:
         """Return True for fp16, which loses small gradients unless the loss is scaled."""
-        return bool(self.args.fp16)
+        return bool(self.args.fp16) or self._strategy.scales_loss
 
     # ------------------------------------------------------------------------------------------------------------ step
 
@@ -175,6 +178,9 @@ class Engine:
 
     def _clipped(self, most: float) -> Any:
         """Clip the gradients and return their norm before; under FSDP it is a DTensor."""
+        if self._strategy.scales_loss:
+            # accelerate does it only together with autocast.
+            self.accelerator.scaler.unscale_(self._inner_optimizer())
         own = self._strategy.replica_step
         if own is not None:
             return own.clip_gradients(self.model, most)

@@ -24,6 +24,7 @@ from finetune_contract.arguments import compiles, groups_by_length
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, check_plan
 from finetune_contract.plans import REQUESTED_LOGITS
+from finetune_contract.report import Communication
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
 from finetune_trainer.allocator import give_back_freed_memory
@@ -160,11 +161,13 @@ def train(
     deepspeed: Mapping[str, Any] | None,
     interruption: Interruption,
     planned: PlannedTraining | None = None,
+    communication: Communication | None = None,
     fp8_without_units: bool = False,
 ) -> Outcome:
     """Train the job's model; on rank 0 write `model/`, `history.jsonl` and the train section of metrics.json.
 
     `planned`: the plan's estimates, which metrics.json compares with the measurements.
+    `communication`: transports between the processes, for metrics.json.
     `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
     """
     started = time.monotonic()
@@ -210,7 +213,9 @@ def train(
     lines = history.read()
     measured = _measured(RunFigures([line for line in lines if line["step"] > saver.first_step]), strategy, peaks)
     done = {"seconds": seconds, "steps": loop.state.global_step}
-    return _outcome(run, RunFigures(lines), done, peaks, _Measurements(measured, planned), stopper, clock)
+    return _outcome(
+        run, RunFigures(lines), done, peaks, _Measurements(measured, planned), stopper, clock, communication
+    )
 
 
 def _refuse_fp8(training: Training, *, without_units: bool) -> None:
@@ -367,6 +372,7 @@ def _outcome(
     measurements: _Measurements,
     stopper: EarlyStopper | NeverStop,
     clock: PartClock,
+    communication: Communication | None,
 ) -> Outcome:
     """Write the figures of the training to metrics.json and the model card."""
     paths, training = run.paths, run.training
@@ -387,6 +393,7 @@ def _outcome(
         "peak_memory_bytes_by_rank": [peak.allocated for peak in peaks],
         "time": time_split(run_figures.seconds(), run.strategy, clock).model_dump(mode="json"),
         **measurements.check(),
+        **({} if communication is None else {"communication": communication.model_dump(mode="json")}),
     }
     write_environment(paths, training_environment(training.world))
     # Metrics of an earlier model do not apply to this one.

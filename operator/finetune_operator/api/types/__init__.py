@@ -58,6 +58,7 @@ from finetune_operator.api.types.job_status import (
     ArtifactsStatus,
     Capacity,
     ChildReference,
+    CommunicationStatus,
     ComparisonStatus,
     Condition,
     ConditionType,

@@ -132,6 +132,11 @@ class PlanStatus(StatusModel):
     capacity: Capacity | None = Field(
         default=None, description="Kind of nodes for the first training attempt. Unset if any nodes are used."
     )
+    network: Literal["tcp", "rdma", "efa"] | None = Field(
+        default=None,
+        description="Network between nodes: tcp, or the kind of devices that the pods request. Unset if the training "
+        "has one node, or no GPUs.",
+    )
     world_size: int = Field(ge=1, description="Training processes over all nodes.")
     device: str | None = Field(
         default=None, description="Product of the GPU that the plan counts with, or `cpu`. Unset if nothing is trained."
@@ -265,6 +270,27 @@ class FailureStatus(StatusModel):
     log_tail: str | None = Field(default=None, max_length=4096, description="End of the pod's log, at most 4 KiB.")
 
 
+class CommunicationStatus(StatusModel):
+    """Transports between the processes of the training, by NCCL's log."""
+
+    inside: str | None = Field(
+        default=None,
+        description="Slowest transport between GPUs of one node: nvlink, p2p (PCIe), shm (host memory) or network. "
+        "Unset if there is none.",
+    )
+    between: str | None = Field(
+        default=None,
+        description="Slowest transport between nodes: ib, roce, efa, socket, nvlink, or the name of another plugin of "
+        "NCCL. Unset with one node.",
+    )
+    gpudirect: bool | None = Field(
+        default=None, description="Whether adapters access all GPUs' memory directly. Unset without adapters."
+    )
+    adapters: tuple[str, ...] = Field(
+        default=(), max_length=16, description="Adapters or interfaces between nodes, e.g. mlx5_0:1/IB or eth0."
+    )
+
+
 class CostStatus(StatusModel):
     """Resources that the job has used."""
 
@@ -392,6 +418,11 @@ class FineTuneJobStatus(StatusModel):
     adaptation: AdaptationStatus | None = Field(default=None, description="Changes of the plan after failures.")
     measured: MeasuredStatus | None = Field(
         default=None, description="Measurements of the prepare stage and of the nodes, on which the plan rests."
+    )
+    communication: CommunicationStatus | None = Field(
+        default=None,
+        description="Transports between the processes of the training. Unset before it has succeeded, and if NCCL was "
+        "not used or its log is not known.",
     )
     spot: SpotStatus | None = Field(
         default=None, description="State of the training on spot nodes. Unset if the job does not use spot nodes."

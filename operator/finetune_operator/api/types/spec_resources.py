@@ -77,8 +77,9 @@ class ResourcesSpec(SpecModel):
     )
     network: Literal["auto", "tcp", "rdma", "efa"] = Field(
         default="auto",
-        description="Network between nodes. rdma and efa: pods request its devices. Defaults to auto: no devices are "
-        "requested, and NCCL selects a network.",
+        description="Network between nodes with GPUs. rdma and efa: pods request its devices, and the training fails "
+        "if NCCL does not use them; tcp: none. Defaults to auto: the devices that all nodes of the job "
+        "advertise, else TCP.",
     )
     elastic: ElasticSpec | None = Field(
         default=None, description="Elastic number of nodes. Not supported yet. If unset, the number of nodes is fixed."

@@ -41,7 +41,8 @@ def _launcher(pods: StagePods) -> Pod:
 
     An ssh session has none of the pod's variables: `launch` forwards those of the contract and those named here.
     """
-    forwarded = [*CACHES, *(str(variable["name"]) for variable in pods.context.spec.template.env)]
+    network = {} if pods.plan.network is None else pods.plan.network.env
+    forwarded = [*CACHES, *network, *(str(variable["name"]) for variable in pods.context.spec.template.env)]
     variables = {
         "PRTE_MCA_prte_default_hostfile": MPI_HOSTFILE,
         "PRTE_MCA_prte_set_default_slots": str(pods.processes_per_node),

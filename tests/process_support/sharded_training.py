@@ -1,0 +1,86 @@
+"""One rank of a short FSDP training on the CPU, by the trainer's engine, as a process of a fork server."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from process_support.stage_forks import fork
+
+STEPS = 6
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+
+
+@dataclass(frozen=True)
+class ShardedRank:
+    """Settings of a rank to start; it writes the figures of each step to `figures`."""
+
+    rank: int
+    size: int
+    precision: str
+    folder: Path
+    optimizer: str = "adamw_torch"
+    scale: float | None = None
+    """Factor of the loss in the first step; None: torch's."""
+
+    @property
+    def figures(self) -> Path:
+        return self.folder / f"{self.precision}-{self.rank}.json"
+
+    def start(self) -> BaseProcess:
+        """Start the rank."""
+        return fork(_run, self)
+
+
+def _run(one: ShardedRank) -> None:
+    numbers = {"RANK": one.rank, "WORLD_SIZE": one.size, "LOCAL_RANK": one.rank, "LOCAL_WORLD_SIZE": one.size}
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+
+    from finetune_contract.trainer_job import Strategy, World
+    from finetune_trainer.strategies.fsdp import FullySharded
+    from finetune_trainer.training.engine import engine_of
+
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(one.folder / f"store-{one.precision}"), one.size)
+    torch.distributed.init_process_group("gloo", store=store, rank=one.rank, world_size=one.size)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    world = {"nodes": 1, "processes_per_node": one.size, "device": "cpu", "threads_per_process": 1}
+    strategy = FullySharded(Strategy(name="fsdp"), one.precision, World.model_validate(world))  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {
+        "use_cpu": True, "max_steps": STEPS, "learning_rate": 1e-3, "optim": one.optimizer, "report_to": [],
+    }  # fmt: skip
+    args = TrainingArguments(str(one.folder), **arguments, **strategy.arguments())
+    engine = engine_of(model, args, strategy, adapted=False)
+    scaler = engine.accelerator.scaler
+    if one.scale is not None:
+        scaler._init_scale = one.scale
+    ids = torch.randint(0, SIZES["vocab_size"], (4, 16), generator=torch.Generator().manual_seed(one.rank))
+    batch = {"input_ids": ids, "labels": ids}
+    engine.start(lambda model: model(**batch).loss)
+    engine.assert_in_effect("adamw")
+    steps = []
+    for _ in range(STEPS):
+        loss = engine.wrapped(**batch).loss
+        engine.backward(loss, last=True)
+        done = engine.step()
+        weight: Any = next(model.parameters())
+        scale = None if scaler is None else scaler.get_scale()
+        state = {"loss": float(loss), "norm": float(done.grad_norm), "scale": scale}
+        steps.append(state | {"weight": float(weight.full_tensor().float().abs().sum())})
+    one.figures.write_text(json.dumps(steps), encoding="utf-8")
+    torch.distributed.destroy_process_group()
