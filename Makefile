@@ -75,7 +75,7 @@ fuzz: install ## Search for input that breaks a rule: random, 25 times as much a
 	$(BIN)/python -m pytest tests/unit tests/trainer tests/cluster/test_generated_specs_accepted.py -m hypothesis \
 	  --hypothesis-profile fuzz --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE)
 
-test-gpu-dry: install ## Trace the training loop on fake GPUs: waits, bytes sent, memory of each strategy (about a minute; needs gcc)
+test-gpu-dry: install ## Trace the training loop on fake GPUs: waits, bytes sent, memory of each strategy (about two minutes; needs gcc)
 	$(FORGET)
 	$(BIN)/python -m pytest tests/tracing $(REPORT)
 

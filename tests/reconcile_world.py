@@ -461,8 +461,10 @@ class World:
         self.end_child(name, succeeded=True)
         return name
 
-    def fail(self, failure: FailureClass, name: str | None = None) -> str:
-        """Let the newest child, or `name`, fail: its first pod reports `failure`, the others a lost connection."""
+    def fail(self, failure: FailureClass, name: str | None = None, **fields: Any) -> str:
+        """Let the newest child, or `name`, fail: its first pod reports `failure`, the others a lost connection;
+        `fields`: more of the reports.
+        """
         name = name or self.newest()
         if not self.pods_of(name):
             self.start(name)
@@ -471,7 +473,7 @@ class World:
             reported = failure if rank == 0 else FailureClass.COLLECTIVE
             if reported is FailureClass.PREEMPTED:
                 self.pods[pod]["metadata"].setdefault("deletionTimestamp", stamp(self.now))
-            self.end_pod(pod, EXIT_CODES[reported], report(stage, (reported, 10.0 + rank), rank=rank))
+            self.end_pod(pod, EXIT_CODES[reported], report(stage, (reported, 10.0 + rank), rank=rank, **fields))
         self.end_child(name, succeeded=False)
         return name
 

@@ -81,6 +81,7 @@ TABLE = Table(
             (f"{TRAINER}/__main__.py",),
             "runs jobs, which start",
         ),
+        Link(("tests/tracing/test_measured_gpus.py",), (f"{TRAINER}/rank.py",), "starts"),
         Link(
             (f"{TRAINER}/launching/launch.py",), (f"{TRAINER}/__main__.py", f"{TRAINER}/launching/elastic.py"), "starts"
         ),

@@ -12,7 +12,9 @@ from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.plays import KILLED_FOR_MEMORY, OUT_OF_MEMORY, PREEMPTED, RUNS, WRONG_COLUMN, Play, fails
 from cluster_support.spark_stand_in import REFUSED
 from cluster_support.world import CHILD_KINDS, World, condition, conditions, states
+from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import FailureClass
+from finetune_contract.measured_devices import MeasuredDevices
 from suite_plugins.patience import patient
 
 HUB_AWAY = fails(FailureClass.HUB_UNAVAILABLE, "HubTimeout", "huggingface.co did not answer within 60 s")
@@ -238,6 +240,40 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_batch(
 def _batch(world: World, attempt: str) -> Object:
     batch: Object = world.order(attempt)["training"]["batch"]
     return batch
+
+
+def test_training_on_an_unknown_gpu_is_planned_again_for_the_measured_one(world: World) -> None:
+    t4 = DeviceFacts(product="Tesla T4", memory_bytes=15_655_829_504, bf16=False, capability="7.5")
+    measured = MeasuredDevices(device=t4, processes=1, per_node=1)
+    differs = fails(FailureClass.REPLANNED, "DeviceDiffers", "Tesla T4 has no units for bf16", devices=measured)
+    world.kubelet.playbook.set("unknown", "train", differs, attempt=1)
+    world.kubelet.playbook.set("unknown", "train", Play(devices=measured), attempt=2)
+    short(world, "unknown", {"resources": {"gpusPerNode": 1}, "runPolicy": {"maxRestarts": 0}})
+    status = world.wait_phase("unknown", "Succeeded")
+    assert states(status)["train"] == ("Succeeded", 2)
+    assert (status["restarts"], status.get("countedRestarts", 0), status.get("failure")) == (1, 0, None)
+    before, after = (world.order(f"unknown-train-{attempt}") for attempt in (1, 2))
+    assert (before["training"]["precision"], before["device"]["source"]) == ("bf16", "assumed")
+    assert (after["training"]["precision"], after["device"]["product"]) == ("fp16", "Tesla T4")
+    assert status["plan"]["device"] == "Tesla T4 with 14.6 GiB, without bf16, measured"
+    assert status["measured"]["device"]["processes"] == 1
+    assert [one["product"] for one in status["measured"]["replannedFor"]] == ["Tesla T4"]
+    world.wait_event(
+        "unknown", "why", lambda _, reason, message: reason == "Replanned" and " -> single in fp16" in message
+    )
+
+
+def test_gpu_that_was_planned_for_is_not_replanned_free_of_charge_again(world: World) -> None:
+    small = DeviceFacts(product="NVIDIA Small", memory_bytes=8 << 30, capability="8.0")
+    measured = MeasuredDevices(device=small, processes=1, per_node=1)
+    world.kubelet.playbook.set(
+        "again", "train", fails(FailureClass.REPLANNED, "DeviceDiffers", "it has 8.0 GiB", devices=measured)
+    )
+    short(world, "again", {"resources": {"gpusPerNode": 1}, "runPolicy": {"maxRestarts": 1}})
+    status = world.wait_phase("again", "Failed")
+    failure = status["failure"]
+    assert (failure["class"], failure["attempt"], status["countedRestarts"]) == ("Replanned", 3, 1)
+    assert "resources.accelerator.product" in failure["hint"]
 
 
 def test_memory_that_runs_out_ends_the_job_when_it_is_asked_to(world: World) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
 from finetune_contract.layout import EXIT_CODES, FailureClass
+from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 
@@ -52,6 +53,8 @@ class Play:
     message: str | None = None
     """Termination message instead of a report."""
     metrics: dict[str, Any] = field(default_factory=dict)
+    devices: MeasuredDevices | None = None
+    """GPUs in the report."""
     log: str = ""
     waiting: tuple[str, str] | None = None
     """Reason and message of a container that never starts."""
@@ -77,6 +80,7 @@ class Play:
             artifacts={} if self.failure else _ARTIFACTS.get(stage, {}),
             measured=MEASURED if stage is Stage.PREPARE and not self.failure else None,
             fingerprint=DATA.fingerprint if stage is Stage.PREPARE and not self.failure else None,
+            devices=self.devices,
             seconds=1.0,
         ).to_termination_message()
 

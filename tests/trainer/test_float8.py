@@ -334,8 +334,9 @@ def test_a_device_without_units_is_refused(device: Any, capability: Any, found: 
 
     from finetune_trainer.float8 import refuse_without_units
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A10G")
+    major, minor = capability or (0, 0)
+    properties = SimpleNamespace(name="NVIDIA A10G", major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     if found is None:
         refuse_without_units(device)
         return
@@ -354,9 +355,7 @@ def test_amd_gpu_is_judged_by_its_architecture(architecture: str, found: str | N
     from finetune_trainer.float8 import refuse_without_units
 
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct")
-    properties = SimpleNamespace(gcnArchName=architecture)
+    properties = SimpleNamespace(name="AMD Instinct", major=9, minor=0, gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     if found is None:
         refuse_without_units("cuda")

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -227,6 +228,13 @@ def test_nccl_and_the_flight_recorder_write_into_the_launchers_folder(tmp_path: 
         "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH",
         "NCCL_DEBUG_FILE": str(tmp_path / f"rank-3{LOG_SUFFIX}"),
     }
+
+
+def test_defaults_reach_the_environment_of_a_process(tmp_path: Path) -> None:
+    # Unlike a dictionary, it takes nothing but text, also as a name.
+    with patch.dict(os.environ, {ENV_NCCL: str(tmp_path)}):
+        settle_nccl(os.environ, rank=0)
+        assert {name: os.environ[name] for name in DEFAULTS} == DEFAULTS
 
 
 def test_variables_of_the_user_stay(tmp_path: Path) -> None:

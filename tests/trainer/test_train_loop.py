@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import FailureClass
+from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.training.saving import RunSaver
-from trainer_support.tasks import read_lines
+from trainer_support.tasks import read_lines, train_here
 
 
 @pytest.fixture
@@ -108,6 +110,15 @@ def test_run_with_saved_last_step_publishes_its_model_without_more_steps(here):
     assert metrics["measured"]["steps"] == metrics["steps"]
     assert (again["measured"]["steps"], again["measured"]["step_seconds"]) == (0, None)
     assert again["eval_accuracy"] > 0
+
+
+def test_metrics_have_the_measured_gpus(here):
+    gpu = DeviceFacts(product="NVIDIA L40S", memory_bytes=47_676_653_568, capability="8.9")
+    run = here.with_training(max_steps=1)
+    train_here(run.job, run.paths, devices=MeasuredDevices(device=gpu, processes=8, per_node=8, nvlink=False))
+    devices = json.loads(run.paths.metrics.read_text())["train"]["devices"]
+    assert devices["text"] == "NVIDIA L40S 44.4 GiB, capability 8.9 x 8"
+    assert (devices["device"]["memory_bytes"], devices["nvlink"]) == (47_676_653_568, False)
 
 
 def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_off(here):

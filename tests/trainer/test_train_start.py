@@ -13,7 +13,14 @@ from finetune_contract import arguments as contract
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_trainer.distributed import ProcessWorld, discover, free_port, settle_environment
+from finetune_trainer.distributed import (
+    ProcessWorld,
+    device_index,
+    discover,
+    free_port,
+    refuse_missing_gpu,
+    settle_environment,
+)
 from finetune_trainer.failures import StageError
 from finetune_trainer.outcome import report_path, write_report
 
@@ -100,6 +107,39 @@ def test_a_single_process_sees_one_gpu_for_it_would_be_spread_over_all(visible: 
     environment = dict(visible)
     settle_environment(environment, ProcessWorld(), device="cuda", threads=1, strategy="single")
     assert environment["CUDA_VISIBLE_DEVICES"] == left
+
+
+INSTANCES = "MIG-11111111-2222-5333-8444-555555555555,MIG-66666666-7777-5888-8999-aaaaaaaaaaaa"
+
+
+@pytest.mark.parametrize("variable", ["NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
+def test_each_process_gets_its_own_instance_of_a_partitioned_gpu(variable: str):
+    for rank, instance in enumerate(INSTANCES.split(",")):
+        environment = {variable: INSTANCES, "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        world = ProcessWorld(rank, 2, rank, 2, "environment")
+        settle_environment(environment, world, device="cuda", threads=1, strategy="ddp")
+        # CUDA shows one instance to a process, as its device 0.
+        assert (environment["CUDA_VISIBLE_DEVICES"], device_index(environment, rank)) == (instance, 0)
+
+
+@pytest.mark.parametrize("listed", [None, "all", "GPU-1,GPU-2", "0,1", "MIG-1"])
+def test_process_of_whole_gpus_has_the_number_of_its_rank(listed: str | None):
+    environment = {} if listed is None else {"NVIDIA_VISIBLE_DEVICES": listed}
+    environment |= {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    settle_environment(environment, ProcessWorld(1, 2, 1, 2, "environment"), device="cuda", threads=1, strategy="ddp")
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+    assert device_index(environment, 1) == 1
+
+
+def test_one_visible_instance_is_no_missing_device(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refuse_missing_gpu(1, device_index({"CUDA_VISIBLE_DEVICES": "MIG-1"}, 1))
+    with pytest.raises(StageError, match="process 1 needs GPU 1, and sees 1 of them") as error:
+        refuse_missing_gpu(1, device_index({}, 1))
+    assert error.value.reason == "DeviceMissing"
 
 
 def test_several_nodes_without_an_address_are_refused():

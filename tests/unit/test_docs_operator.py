@@ -19,6 +19,7 @@ WORDS = {
     "adapts": Remedy.ADAPT,
     "restarts free of charge": Remedy.FREE,
     "restarts, counted": Remedy.COUNTED,
+    "restarts with a new plan": Remedy.REPLAN,
 }
 
 

@@ -379,7 +379,8 @@ def test_a_machine_in_words(text, expected):
 )
 def test_of_an_unknown_gpu_it_is_told_what_is_assumed_and_it_is_never_one_without_bf16(product, memory, sentence):
     device, told = assumed_device(product, memory)
-    assert device == DeviceFacts(product=product or "unknown GPU", memory_bytes=memory or 15_360 * MIB, bf16=True)
+    taken = DeviceFacts(product=product or "unknown GPU", memory_bytes=memory or 15_360 * MIB, bf16=True, assumed=True)
+    assert device == taken
     assert told is not None
     assert told.startswith(f"hardware: {sentence}")
 
@@ -438,6 +439,8 @@ def test_an_error_names_the_key(text, message):
         ("nvidia-tesla-a100", "A100-40GB"),
         ("p4de.24xlarge", "A100-80GB"),
         ("NVIDIA-A100-SXM4-80GB-MIG-3g.40gb", "A100-80GB-MIG-3g.40gb"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "A100-80GB-MIG-3g.40gb"),
+        ("AMD Instinct MI250X / MI250", "MI250X"),
         ("RX9", None),
     ],
 )

@@ -131,7 +131,7 @@ def finished(step: float, memory: float = 1.0, **changes: Any) -> FineTuneJobSta
         "strategy": "ddp",
         "launcher": "job",
         "worldSize": 8,
-        "device": "H100",
+        "product": "H100",
         "memoryPerDevice": {"parameters": 1000, "total": 1000},
         **changes.pop("plan", {}),
     }
@@ -201,7 +201,7 @@ def test_plan_keeps_what_it_learned_once_the_job_has_started():
     first = world.job().status.plan
     assert first is not None
     assert first.estimated.time_factor is None
-    assert (first.strategy, first.device) == ("single", "cpu")
+    assert (first.strategy, first.product) == ("single", "cpu")
 
     taught = World(learned=())
     model, _ = assumed_model("hf://org/encoder", "text-classification")

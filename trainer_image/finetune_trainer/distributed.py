@@ -139,6 +139,8 @@ def settle_environment(
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif (instance := _own_instance(environment, world)) is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = instance
     if strategy == "single":
         if device == "cuda":
             # Use the first of several GPUs: the Trainer would spread one process over all of them (torch's
@@ -149,6 +151,26 @@ def settle_environment(
             environment.pop(name, None)
         return
     settle_rank(environment, world)
+
+
+_INSTANCE = "MIG-"
+"""Prefix of the identifier of an instance of a partitioned GPU."""
+
+
+def _own_instance(environment: Mapping[str, str], world: ProcessWorld) -> str | None:
+    """Return the instance of this process where several of partitioned GPUs are listed: CUDA shows a process only the
+    first of them. NVIDIA's device plugin lists those of a pod in NVIDIA_VISIBLE_DEVICES. None: no such list.
+    """
+    listed = environment.get("CUDA_VISIBLE_DEVICES") or environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in listed.split(",")]
+    if not all(name.startswith(_INSTANCE) for name in names) or world.local_rank >= len(names):
+        return None
+    return names[world.local_rank]
+
+
+def device_index(environment: Mapping[str, str], local_rank: int) -> int:
+    """Return the number of a process's GPU among those that it sees: 0 where it sees an instance of its own."""
+    return 0 if environment.get("CUDA_VISIBLE_DEVICES", "").startswith(_INSTANCE) else local_rank
 
 
 def settle_rank(environment: MutableMapping[str, str], world: ProcessWorld) -> None:
@@ -218,8 +240,9 @@ def connect(
     if device == "cpu":
         keep_freed_memory()
     if device == "cuda":
-        refuse_missing_gpu(world.rank, world.local_rank)
-        torch.cuda.set_device(world.local_rank)
+        index = device_index(os.environ, world.local_rank)
+        refuse_missing_gpu(world.rank, index)
+        torch.cuda.set_device(index)
     if strategy != "single":
         used = backends or BACKENDS[device]
         place: dict[str, Any] = (
@@ -237,16 +260,18 @@ class _Barrier:
     group: ClassVar[ProcessGroup | None] = None
 
 
-def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
-    """Raise StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` where the process of that rank does not see its GPU."""
+def refuse_missing_gpu(rank: int = 0, index: int = 0) -> None:
+    """Raise StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` where the process of that rank does not see its GPU, the
+    one with that number.
+    """
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
+    if torch.cuda.is_available() and torch.cuda.device_count() > index:
         return
     raise StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "DeviceMissing",
-        f"The plan runs this stage on GPUs; process {rank}, local rank {local_rank}, sees {torch.cuda.device_count()} "
+        f"The plan runs this stage on GPUs; process {rank} needs GPU {index}, and sees {torch.cuda.device_count()} "
         f"of them (torch {torch.__version__}, built "
         f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}).",
         "Request as many GPUs as processes per node, use an image that is built with CUDA, and check the driver.",

@@ -27,17 +27,12 @@ from torch import nn
 from finetune_contract.choices import Device
 from finetune_contract.layout import FailureClass
 from finetune_trainer.adapters import block_linears
+from finetune_trainer.device_units import FP8_FROM, capability_of, has_fp8
 from finetune_trainer.failures import StageError, needed_library
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-_UNITS_FROM = (8, 9)
-"""Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
-_AMD_UNITS = ("gfx94", "gfx95", "gfx12")
-"""Prefixes of AMD's architectures whose units multiply in fp8: MI300, MI350 and RDNA 4 (torch's `_scaled_mm` requires
-the same). Their compute capability does not show it: it is 9.0 for an MI250, which has no such units.
-"""
 _MULTIPLE = 16
 """Divisor of both sides of a weight, which torch's scaled product requires."""
 _ROUTERS = frozenset({"gate", "router", "wg"})
@@ -101,20 +96,16 @@ def refuse_without_units(device: Device) -> None:
     """Raise StageError CONFIG `NoFp8Units` unless the device of this process multiplies in fp8."""
     found = "a CPU has no fp8 units"
     if device == "cuda":
-        capability = torch.cuda.get_device_capability()
-        kind = f"compute capability {_dotted(capability)}"
-        if torch.version.hip is None:
-            has_units = capability >= _UNITS_FROM
-        else:
-            architecture: str = torch.cuda.get_device_properties().gcnArchName
-            kind, has_units = f"architecture {architecture}", architecture.startswith(_AMD_UNITS)
-        if has_units:
+        properties = torch.cuda.get_device_properties()
+        if has_fp8(properties):
             return
-        found = f"{torch.cuda.get_device_name()}, of {kind}, has no fp8 units"
+        capability = capability_of(properties)
+        kind = f"architecture {properties.gcnArchName}" if capability is None else f"compute capability {capability}"
+        found = f"{properties.name}, of {kind}, has no fp8 units"
     raise StageError(
         FailureClass.CONFIG,
         "NoFp8Units",
-        f"training.precision is fp8, and {found}; GPUs have them from compute capability {_dotted(_UNITS_FROM)} on "
+        f"training.precision is fp8, and {found}; GPUs have them from compute capability {_dotted(FP8_FROM)} on "
         "(AMD: from MI300 on).",
         "Set training.precision to auto, or train on GPUs with fp8 units.",
     )

@@ -166,6 +166,8 @@ def hardware_facts() -> HardwareFacts:
     """Measure this machine, as far as this process may use it: GPUs of one product, with the smallest memory of any."""
     import torch
 
+    from finetune_trainer.device_units import capability_of, has_bf16
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpu = None
     if count:
@@ -173,8 +175,8 @@ def hardware_facts() -> HardwareFacts:
         gpu = DeviceFacts(
             product=properties[0].name,
             memory_bytes=min(each.total_memory for each in properties),
-            bf16=all(each.major >= 8 for each in properties),  # Ampere is the first with bf16 units
-            capability=None if torch.version.hip else "{}.{}".format(*min((p.major, p.minor) for p in properties)),
+            bf16=all(map(has_bf16, properties)),
+            capability=capability_of(min(properties, key=lambda each: (each.major, each.minor))),
         )
     return HardwareFacts(
         cpu_cores=usable_cores(),

@@ -59,7 +59,7 @@ def settle_nccl(environment: MutableMapping[str, str], rank: int) -> None:
     if folder is None:
         folder = environment[ENV_NCCL] = tempfile.mkdtemp(prefix="finetune-nccl-")
     for name, value in {**DEFAULTS, "TORCH_FR_DUMP_TEMP_FILE": str(Path(folder, DUMP_PREFIX))}.items():
-        if RENAMED.get(name) not in environment:
+        if RENAMED.get(name, name) not in environment:
             environment.setdefault(name, value)
     if "NCCL_DEBUG" not in environment:
         environment["NCCL_DEBUG"] = "INFO"

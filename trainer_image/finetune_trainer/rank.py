@@ -29,7 +29,7 @@ from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks
 from finetune_trainer.stage_console import quiet_libraries, settle_console
-from finetune_trainer.stages import STAGES, StageInput, StageResult
+from finetune_trainer.stages import STAGES, Findings, StageInput, StageResult
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.unused_libraries import leave_out_unused
@@ -74,7 +74,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
     started = time.monotonic()
     stage, name = Stage(arguments.stage), arguments.job.stem
     progress = with_stacks(progress_for(stage, world.rank), world.rank)
-    interruption = Interruption()
+    interruption, findings = Interruption(), Findings()
     if world.launcher == "torchrun":
         end_with_parent()  # the agent, which starts the ranks, may be killed
     try:
@@ -96,10 +96,11 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         paths.root.mkdir(parents=True, exist_ok=True)
         with storage_errors_named(paths.root, f"stage {stage}", shared=True):
             estimate = arguments.job.with_name(ESTIMATE_FILE)
-            result = STAGES[stage](StageInput(job, paths, progress, world, arguments.deepspeed, interruption, estimate))
+            order = StageInput(job, paths, progress, world, arguments.deepspeed, interruption, findings, estimate)
+            result = STAGES[stage](order)
         interruption.defer()
         progress.close()
-        report = _success(result, job, stage, world, started)
+        report = _success(result, job, stage, world, started).model_copy(update={"devices": findings.devices})
         if world.is_main:
             if stage is runs.last_stage(job):
                 _leave_pages(job, paths)
@@ -110,7 +111,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         progress.close()
         if isinstance(error, StageError) and error.failure_class is FailureClass.GATE_NOT_MET:
             _leave_pages(job, paths)  # the last stage after all: its measurements explain the failure
-        return _fail(error, arguments, world, name, started)
+        return _fail(error, arguments, world, name, started, findings)
     write_report(report, report_path(world.rank, os.environ))
     log.info("%s done in %.1f s.", stage, report.seconds)
     return EXIT_OK
@@ -141,7 +142,14 @@ def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessW
     )
 
 
-def _fail(error: BaseException, arguments: argparse.Namespace, world: ProcessWorld, job: str, started: float) -> int:
+def _fail(
+    error: BaseException,
+    arguments: argparse.Namespace,
+    world: ProcessWorld,
+    job: str,
+    started: float,
+    findings: Findings | None = None,
+) -> int:
     """Report the failure and return its exit code.
 
     First release everything that the failed frames hold: memory may be used up, or the disk by a deleted file that is
@@ -160,6 +168,7 @@ def _fail(error: BaseException, arguments: argparse.Namespace, world: ProcessWor
             world_size=world.size,
             outcome="failed",
             failure=failure,
+            devices=None if findings is None else findings.devices,
             seconds=time.monotonic() - started,
         )
         write_report(report, report_path(world.rank, os.environ))

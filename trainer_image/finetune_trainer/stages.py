@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import JobPaths
+from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import Communication, MeasuredFacts
 from finetune_contract.trainer_job import Script, TrainerJob, Training
 from finetune_trainer import collection, runs
@@ -28,6 +29,13 @@ _HISTOGRAM_BUCKETS = 32
 """Buckets of 512 tokens, every second one of the prepared data's: four splits of them take half of a report."""
 
 
+@dataclass
+class Findings:
+    """Measurements that belong into the report of a stage however it ends."""
+
+    devices: MeasuredDevices | None = None
+
+
 @dataclass(frozen=True)
 class StageInput:
     """Input of a stage."""
@@ -38,6 +46,7 @@ class StageInput:
     world: ProcessWorld
     deepspeed: Path | None
     interruption: Interruption
+    findings: Findings = field(default_factory=Findings)
     estimate: Path | None = None
     """File with the plan's estimates (`PlannedTraining`); None: there is none."""
 
@@ -154,6 +163,7 @@ def _train(given: StageInput) -> StageResult:
         if transports:
             settle_nccl(os.environ, given.world.rank)
         connect(given.world, device, threads, strategy)
+        _measure_devices(given, training)
         if transports:
             communication = measured_transports(training.world, given.world.rank)
             refuse_sockets(communication, training.world.network)
@@ -169,9 +179,18 @@ def _train(given: StageInput) -> StageResult:
         deepspeed=config,
         interruption=given.interruption,
         planned=read_estimate(given.estimate),
+        devices=given.findings.devices,
         communication=communication,
     )
     return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint, communication=communication)
+
+
+def _measure_devices(given: StageInput, training: Training) -> None:
+    """Measure the GPUs, before weights are loaded; raise StageError REPLANNED where they need another plan."""
+    from finetune_trainer.device_measure import measured_devices, refuse_other_plan
+
+    given.findings.devices = measured_devices(training)
+    refuse_other_plan(given.job.device, given.findings.devices, training)
 
 
 def _refuse_settings(job: TrainerJob, training: Training) -> None:

@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from pydantic import ValidationError
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from finetune_contract.measured_devices import MeasuredDevices
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.api.types import (
     Condition,
     CostStatus,
     EndpointStatus,
     FailureStatus,
+    FineTuneJobStatus,
     PlanStatus,
     ProgressStatus,
     StageStatus,
@@ -164,10 +167,22 @@ def headline_text(job: ClusterJob, now: datetime) -> str:
     return text
 
 
+def device_text(status: FineTuneJobStatus) -> str | None:
+    """Return the GPUs of the training: as its processes measured them, or until then the one of the plan; None if
+    neither is in the status.
+    """
+    measured = None if status.measured is None else status.measured.device
+    try:
+        return MeasuredDevices.model_validate(measured).text
+    except ValidationError:  # nothing was measured, or a later operator has another form
+        return None if status.plan is None else status.plan.device
+
+
 def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
-    """Return the job's artefacts, metrics, cost and the comparison with its plan, as label and value."""
+    """Return the job's GPUs, artefacts, metrics, cost and the comparison with its plan, as label and value."""
     artifacts, cost = job.status.artifacts, job.status.cost
-    rows: list[tuple[str, str]] = []
+    device = device_text(job.status)
+    rows = [] if device is None else [("device", device)]
     if artifacts is not None:
         if artifacts.metrics:
             rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in artifacts.metrics.items())))

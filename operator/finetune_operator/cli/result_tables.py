@@ -70,6 +70,8 @@ def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(
         ("strategy", f"{train.get('strategy', data['strategy'])}, {processes} process{'es' * (processes != 1)}")
     )
+    if train.get("devices") is not None:
+        rows.append(("device", train["devices"]["text"]))
     stages = [f"{s['name']} {duration(s['seconds'])}{' (kept)' if s['kept'] else ''}" for s in data["stages"]]
     rows.append(("time", ", ".join(stages)))
     rows.extend(data["artifacts"].items())

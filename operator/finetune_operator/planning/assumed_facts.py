@@ -250,22 +250,23 @@ def assumed_device(product: str | None, memory: int | None = None, rows: Rows = 
         return (facts if memory is None else facts.model_copy(update={"memory_bytes": memory})), None
     which = "which GPU the nodes have is not known" if product is None else f"{product} is in no table of GPUs"
     taken = [] if memory is not None else [f"{LEAST_GPU_MEMORY / GIB:.0f} GiB of memory, the least that any has,"]
-    facts = DeviceFacts(product=product or UNKNOWN_GPU, memory_bytes=memory or LEAST_GPU_MEMORY)
+    facts = DeviceFacts(product=product or UNKNOWN_GPU, memory_bytes=memory or LEAST_GPU_MEMORY, assumed=True)
     return facts, f"hardware: {which}; {' and '.join([*taken, 'units for bf16'])} are assumed"
 
 
 def assumed_hardware(
-    gpus: int, device: DeviceFacts | None, cores: Decimal | None, memory: Decimal | None
+    gpus: int, device: DeviceFacts | None, cores: Decimal | None, memory: Decimal | None, *, measured: bool = False
 ) -> tuple[HardwareFacts, str]:
     """Return one node as the job requests it (None: not requested) with such GPUs, and a sentence with the further
-    assumptions.
+    assumptions. `measured`: an earlier attempt has measured the GPUs.
     """
     cpu_cores = max(1, int(cores)) if cores is not None else (CORES_PER_GPU * gpus or ASSUMED_CORES)
     node_memory = int(memory) if memory is not None else assumed_memory(gpus)
     facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, assumed=True)
     if gpus:
         facts = facts.model_copy(update={"gpus_per_node": gpus, "gpu": device})
-    return facts, f"hardware: no node was measured; {node_description(facts)} are taken"
+    known = "only the GPUs of the nodes were measured" if measured else "no node was measured"
+    return facts, f"hardware: {known}; {node_description(facts)} are taken"
 
 
 def node_description(node: HardwareFacts) -> str:

@@ -38,7 +38,7 @@ BF16_FROM = (8, 0)
 FP8_FROM = (8, 9)
 """Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
 _FORMS = ("PCIE", "NVL")
-_SLICE = re.compile(r"MIG-([1-7])[CG]\.([0-9]+)GB(?:[.+].*)?$")
+_SLICE = re.compile(r"MIG[- ]([1-7])[CG]\.([0-9]+)GB(?:[.+].*)?$")
 SLICES = 7
 """Compute slices of a whole GPU; a MIG profile names its number of slices."""
 MIG_SHARE = 5 / 6
@@ -54,7 +54,7 @@ def find_gpu(product: str, rows: Rows = ()) -> GpuModel | None:
     upper = product.upper()
     found = _SLICE.search(upper)
     if found is not None:
-        whole = find_gpu(product[: found.start()].rstrip("-."), rows)
+        whole = find_gpu(product[: found.start()].rstrip("-. "), rows)
         return None if whole is None else _part(whole, int(found[1]), int(found[2]))
     # The settings' names come first, and label values before words: p4d.24xlarge does not contain its GPU's name.
     for row in rows:

@@ -13,6 +13,7 @@ from typing import Literal, Self, TypeVar
 
 from finetune_contract.choices import Device, InferencePrecision, Optimization, Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
+from finetune_contract.measured_devices import PlannedDevice
 from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
@@ -88,6 +89,8 @@ class Draft:
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts
+    device_source: Literal["known", "assumed", "measured"]
+    """Source of the GPU's facts; `measured` by an earlier attempt."""
     hardware_known: bool
     """False if `hardware` is derived from the job's requests and not from a node."""
     model: ModelFacts
@@ -129,6 +132,8 @@ class Draft:
     steps: Steps | None = None
     checkpoints: CheckpointSchedule | None = None
     capacity: Capacity | None = None
+    device: PlannedDevice | None = None
+    """GPU of unknown nodes that the training is planned for."""
     reasons: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()

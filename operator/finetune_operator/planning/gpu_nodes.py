@@ -152,6 +152,8 @@ def _kind(node: Node, resource: str, settings: Settings) -> GpuKind | None:
         memory_bytes=(reported or part or known or LEAST_GPU_MEMORY) // shares,
         bf16=model.bf16 if model is not None else has_bf16(capability),
         capability=capability,
+        # A process measures a whole GPU where pods share it, which says nothing about its share.
+        assumed=shares == 1 and (not (reported or part or known) or (model is None and capability is None)),
     )
     speed = 0.0 if model is None else model.half_tflops
     link = None if product is None else link_bytes(product, settings.hardware)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from finetune_contract.arguments import compiles
 from finetune_contract.choices import Precision, Stage, Task
@@ -32,7 +32,7 @@ from finetune_contract.trainer_job import (
 from finetune_operator.api.copied import settle
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.quantities import human_bytes, parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
 from finetune_operator.planning.adapter_sizes import choose_adapter
@@ -63,7 +63,8 @@ from finetune_operator.planning.learned import correction_reasons
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.network_choice import choose_network
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
-from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, NodesFacts, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.planned_devices import weakest, with_planned_device, with_sufficient_memory
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence_plan import check_sequence
@@ -86,9 +87,28 @@ def plan(
     """Plan `job`, with the adaptation to earlier attempts that ran out of memory.
 
     A job that does not fit, but may once prepare has measured the model and the rows, gets a provisional plan; with
-    `as_known` it is refused. Raise PlanRefused with all problems of the first group of phases that found any.
+    `as_known` it is refused. In a cluster a job that does not fit an unknown GPU is planned for a larger one, as the
+    training measures its GPU. Raise PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation, as_known)
+    try:
+        return _plan(draft)
+    except PlanRefused:
+        larger = None if as_known or facts.local else with_sufficient_memory(draft, _fits)
+        if larger is None:
+            raise
+    return _plan(larger)
+
+
+def _fits(draft: Draft) -> bool:
+    try:
+        _plan(draft)
+    except PlanRefused:
+        return False
+    return True
+
+
+def _plan(draft: Draft) -> JobPlan:
     first = (
         choose_stages,
         choose_engine,
@@ -104,7 +124,7 @@ def plan(
     if draft.script is not None:
         draft = _walk(draft, choose_world, choose_network, check_rules, choose_script, choose_capacity, check_inference)
     elif draft.loops:
-        draft = _walk_training(draft)
+        draft = with_planned_device(_walk_training(draft), draft, _walk_training)
     else:
         draft = _walk(draft, check_rules, check_inference)
     return _finish(draft)
@@ -186,8 +206,8 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
     node_memory = None if resources.memory is None else parse_quantity(resources.memory)
     if hardware is None:
         gpus = 0 if resources.gpus_per_node == "auto" else resources.gpus_per_node
-        device, sentences = _device_of(job.spec, facts.nodes if gpus else None, settings) if gpus else (None, [])
-        hardware, sentence = assumed_hardware(gpus, device, cores, node_memory)
+        device, sentences = _device_of(job.spec, facts, settings) if gpus else (None, [])
+        hardware, sentence = assumed_hardware(gpus, device, cores, node_memory, measured=bool(facts.devices))
         assumptions += [sentence, *sentences]
     else:
         # A pod gets its requests, and no more than the node has.
@@ -199,7 +219,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         }
         hardware = hardware.model_copy(update=limited)
         if hardware.gpus_per_node and hardware.gpu is None:
-            device, sentences = _device_of(job.spec, facts.nodes, settings)
+            device, sentences = _device_of(job.spec, facts, settings)
             hardware = hardware.model_copy(update={"gpu": device})
             assumptions += sentences
         if hardware.assumed:
@@ -218,6 +238,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         settings=settings,
         adaptation=adaptation,
         hardware=hardware,
+        device_source=_device_source(facts, hardware.gpu),
         hardware_known=facts.hardware is not None,
         model=model,
         model_known=facts.model is not None or is_well_known(job.spec.model.uri),
@@ -233,10 +254,24 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
     return _with_lengths(draft)
 
 
-def _device_of(spec: FineTuneJobSpec, nodes: NodesFacts | None, settings: Settings) -> tuple[DeviceFacts, list[str]]:
-    """Return the GPU of unmeasured nodes, by their labels or by the job and the tables, and sentences with the
-    assumptions.
+def _device_source(facts: Facts, gpu: DeviceFacts | None) -> Literal["known", "assumed", "measured"]:
+    if gpu is None or (facts.hardware is not None and facts.hardware.gpu is not None):
+        return "known"
+    if facts.devices:
+        return "measured"
+    return "assumed" if gpu.assumed else "known"
+
+
+def _device_of(spec: FineTuneJobSpec, facts: Facts, settings: Settings) -> tuple[DeviceFacts, list[str]]:
+    """Return the GPU of unmeasured nodes, by earlier attempts, by their labels or by the job and the tables, and
+    sentences with the assumptions.
     """
+    measured, nodes = weakest(facts.devices), facts.nodes
+    if measured is not None:
+        several = "" if len(facts.devices) == 1 else f", the weakest of {len(facts.devices)} kinds"
+        units = "with bf16" if measured.bf16 else "without bf16"
+        has = f"{measured.product} with {human_bytes(measured.memory_bytes)}, {units}"
+        return measured, [f"hardware: {has}{several}: measured by an earlier attempt"]
     if nodes is not None and nodes.gpu is not None:
         return nodes.gpu, [f"hardware: {nodes.words}"]
     accelerator = spec.resources.accelerator
@@ -550,6 +585,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
             packing=draft.packing,
         ),
         training=_training(draft) if draft.loops else None,
+        device=draft.device,
         script=None if draft.script is None else script_order(draft, draft.script),
         evaluation=_evaluation(draft),
         predict=_prediction(draft),

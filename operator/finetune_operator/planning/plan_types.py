@@ -83,6 +83,8 @@ class Facts:
     """GPUs by the labels of the cluster's nodes; None if the nodes were not read."""
     learned: tuple[LearnedRatios, ...] = ()
     """Ratios of finished jobs that correct the estimates; none unless the settings allow it."""
+    devices: tuple[DeviceFacts, ...] = ()
+    """GPUs that earlier attempts of the training measured where labels and tables left them unknown."""
     model_revision: str | None = None
     """Commit of the model on the Hub when prepare read it; later stages use the same one."""
     local: bool = False

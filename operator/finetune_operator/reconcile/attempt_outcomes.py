@@ -18,6 +18,7 @@ from finetune_operator.api.types import FailureStatus, StageStatus
 from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.plan_checks import PLAN_INACCURATE, plan_check
 from finetune_operator.reconcile.planned import (
+    NoReasonToReplan,
     NothingLeftToAdapt,
     adapt,
     measured_status,
@@ -25,6 +26,8 @@ from finetune_operator.reconcile.planned import (
     plan_sentence,
     plan_status,
     problems_text,
+    replan,
+    with_devices,
 )
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause, Remedy
@@ -53,7 +56,7 @@ def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerRe
     done = stage.model_copy(update={"state": "Succeeded", "completion_time": stamp(at), "next_attempt_time": None})
     failure = state.status.failure
     before = state.status.progress
-    state = count_usage(state, stage, at)
+    state = with_devices(count_usage(state, stage, at), report)
     state = state.with_stage(done).with_status(
         artifacts=artifacts(state.status, state.spec, state.job.name, kind, report),
         progress=finished_progress(before),
@@ -108,6 +111,7 @@ def attempt_failed(
     before, step = stage.furthest_step or 0, _step(state)
     stage = stage.model_copy(update={"furthest_step": max(before, step) or None})
     failure = cause.to_failure_status(Stage(stage.name), stage.attempt, state.observed.log_tails)
+    state = with_devices(state, cause.report)
     if cause.rank is None:
         failure = failure.model_copy(update={"rank": _only_rank(state, stage, cause)})
     state = with_preemption(count_usage(state.with_status(failure=failure), stage, ended), stage, cause)
@@ -128,6 +132,8 @@ def attempt_failed(
             return _restart_uncounted(state, stage, cause, failure, further=step > before)
         case Remedy.COUNTED:
             return _restart_counted(state, stage, cause, failure)
+        case Remedy.REPLAN:
+            return _restart_replanned(state, stage, cause, failure)
         case Remedy.ADAPT:
             return _restart_adapted(state, stage, cause, failure)
 
@@ -209,6 +215,36 @@ def _restart_adapted(state: ReconcileState, stage: StageStatus, cause: Cause, fa
         reason = problems_text(nothing.problems) if isinstance(nothing, PlanRefused) else str(nothing)
         return give_up(state, stage, failure, f"No plan that needs less memory is left: {reason}")
     return _schedule_restart(state.with_event("MemoryAdapted", reason), stage, cause, "with less memory per process")
+
+
+def _restart_replanned(
+    state: ReconcileState, stage: StageStatus, cause: Cause, failure: FailureStatus
+) -> ReconcileState:
+    """Restart with a plan for the measured GPUs. It is free once for a kind of GPU: nothing was trained. Count a
+    further end of that class, which the new plan should have prevented.
+    """
+    try:
+        state, sentence = replan(state, cause.report)
+    except NoReasonToReplan as reason:
+        failure = failure.model_copy(update={"hint": _NAME_THE_GPU})
+        return _restart_counted(state.with_status(failure=failure), stage, cause, failure, f": {reason}")
+    except PlanRefused as refusal:
+        refused = Cause(
+            OperatorCause.PLAN_REFUSED,
+            "DoesNotFit",
+            f"Planning with the measured GPUs failed: {problems_text(refusal.problems)}",
+            "Create a new job with that change.",
+            cause.pod,
+        )
+        return give_up(state, stage, refused.to_failure_status(Stage(stage.name), stage.attempt))
+    state = state.with_event("Replanned", sentence)
+    return _schedule_restart(state, stage, cause, "which does not count towards runPolicy.maxRestarts")
+
+
+_NAME_THE_GPU = (
+    "Set resources.accelerator.product, or describe the GPU in hardware of the operator's settings, and create the "
+    "job again."
+)
 
 
 def _schedule_restart(state: ReconcileState, stage: StageStatus, cause: Cause, how: str) -> ReconcileState:

@@ -27,7 +27,7 @@ def plan_check(plan: PlanStatus | None, stage: StageStatus, report: TrainerRepor
     return PlanCheckStatus(
         strategy=plan.strategy,
         attempt=stage.attempt,
-        device=plan.device,
+        device=plan.product,
         memory=_status(check.memory),
         step_time=_status(check.step_time),
         message=" ".join(check.off()),

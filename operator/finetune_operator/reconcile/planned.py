@@ -13,11 +13,13 @@ from typing import TypeVar
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
-from finetune_contract.facts import DataFacts, ModelFacts
-from finetune_contract.report import MeasuredFacts
+from finetune_contract.facts import DataFacts, DeviceFacts, ModelFacts
+from finetune_contract.measured_devices import PlannedDevice, plan_change, same_kind
+from finetune_contract.report import MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.types import AdaptationStatus, EstimateStatus, MeasuredStatus, PlanStatus
+from finetune_operator.api.quantities import human_bytes
+from finetune_operator.api.types import AdaptationStatus, EstimateStatus, MeasuredStatus, PlanStatus, StageStatus
 from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
@@ -40,6 +42,8 @@ from finetune_operator.rendering.render_types import Attempt, Owner, RenderConte
 
 MOST_REASONS = 64
 MOST_ADAPTATIONS = 32
+MOST_KINDS = 8
+"""Kinds of GPUs for which a job is planned again; the status holds no more."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -79,6 +83,7 @@ def _facts(state: ReconcileState) -> Facts:
         data=_read(DataFacts, measured.data),
         nodes=_read(NodesFacts, measured.nodes),
         learned=tuple(one for raw in measured.learned if (one := _read(LearnedRatios, raw)) is not None),
+        devices=_replanned_for(measured),
         model_revision=None if state.status.artifacts is None else state.status.artifacts.model_revision,
         served=_launchers(state),
         kserve=state.observed.kserve,
@@ -87,6 +92,12 @@ def _facts(state: ReconcileState) -> Facts:
         prepared=_succeeded(state, Stage.PREPARE),
         predicted=_succeeded(state, Stage.PREDICT),
     )
+
+
+def _replanned_for(measured: MeasuredStatus) -> tuple[DeviceFacts, ...]:
+    """Return the kinds of GPUs for which the job was planned again."""
+    read = (_read(DeviceFacts, value) for value in measured.replanned_for)
+    return tuple(device for device in read if device is not None)
 
 
 def _succeeded(state: ReconcileState, stage: Stage) -> bool:
@@ -158,13 +169,22 @@ def with_learned(state: ReconcileState) -> ReconcileState:
 
 
 def measured_status(measured: MeasuredFacts, before: MeasuredStatus | None = None) -> MeasuredStatus:
-    """Return the measurements as the status holds them, beside the facts of nodes and finished jobs."""
+    """Return the measurements as the status holds them, beside the facts of nodes, GPUs and finished jobs."""
+    model = None if measured.model is None else _dumped(measured.model)
+    data = None if measured.data is None else _dumped(measured.data)
+    return (before or MeasuredStatus()).model_copy(update={"model": model, "data": data})
 
-    def dumped(facts: BaseModel | None) -> dict[str, JsonValue] | None:
-        return None if facts is None else facts.model_dump(mode="json", by_alias=True, exclude_none=True)
 
-    kept = before or MeasuredStatus()
-    return kept.model_copy(update={"model": dumped(measured.model), "data": dumped(measured.data)})
+def _dumped(facts: BaseModel) -> dict[str, JsonValue]:
+    return facts.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def with_devices(state: ReconcileState, report: TrainerReport | None) -> ReconcileState:
+    """Store the GPUs that an attempt at train has measured, if it reports them."""
+    if report is None or report.devices is None:
+        return state
+    before = state.status.measured or MeasuredStatus()
+    return state.with_status(measured=before.model_copy(update={"device": _dumped(report.devices)}))
 
 
 def plan_status(job_plan: JobPlan) -> PlanStatus:
@@ -178,7 +198,7 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
         capacity=job_plan.capacity,
         network=None if job_plan.network is None else job_plan.network.transport,
         world_size=1 if world is None else world.size,
-        device=_device(job_plan),
+        product=_product(job_plan),
         micro_batch_size=undecided if training is None else training.batch.micro_batch_size,
         gradient_accumulation=undecided if training is None else training.batch.gradient_accumulation,
         data_parallel=None
@@ -195,16 +215,25 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
             pauses=job_plan.estimate.pauses,
             time_factor=job_plan.estimate.time_factor,
         ),
+        device=_planned_for(job_plan.trainer.device),
         reasons=(*job_plan.reasons, *job_plan.assumptions)[:MOST_REASONS],
     )
 
 
-def _device(job_plan: JobPlan) -> str | None:
+def _product(job_plan: JobPlan) -> str | None:
     """Return the product of the training's GPU, or `cpu`; None if nothing is trained."""
     world, gpu = job_plan.trainer.world, job_plan.hardware.gpu
     if world is None:
         return None
     return "cpu" if world.device == "cpu" or gpu is None else gpu.product
+
+
+def _planned_for(device: PlannedDevice | None) -> str | None:
+    """Describe the GPU of unknown nodes, e.g. `unknown GPU with 15.0 GiB and bf16, assumed`."""
+    if device is None:
+        return None
+    units = " and bf16" if device.bf16 else ", without bf16"
+    return f"{device.product} with {human_bytes(device.memory_bytes)}{units}, {device.source}"
 
 
 def plan_sentence(job_plan: JobPlan) -> str:
@@ -248,6 +277,64 @@ def _has_saved(state: ReconcileState, schedule: CheckpointSchedule) -> bool:
     if schedule.every_minutes is None and progress.step >= schedule.every_steps:
         return True
     return minutes is not None and seconds_since(stage.start_time, state.now) >= 60 * minutes
+
+
+class NoReasonToReplan(Exception):  # noqa: N818 - an answer, not a defect
+    """Error with the reason that an attempt which ended for another plan gets none."""
+
+
+def replan(state: ReconcileState, report: TrainerReport | None) -> tuple[ReconcileState, str]:
+    """Return the state with a plan for the GPUs that an attempt measured, and a sentence with the old and the new plan.
+
+    Raise NoReasonToReplan where the job was planned for such GPUs already, or the report does not call for another
+    plan; PlanRefused where the job does not fit them.
+    """
+    measured = None if report is None else report.devices
+    if measured is None:
+        raise NoReasonToReplan("its report has no measured GPUs")
+    status = state.status.measured or MeasuredStatus()
+    known = _replanned_for(status)
+    if any(same_kind(measured.device, one) for one in known):
+        raise NoReasonToReplan(f"the job was planned for {measured.device.product} already")
+    if len(known) >= MOST_KINDS:
+        raise NoReasonToReplan(f"the job was planned again for {len(known)} kinds of GPUs already")
+    before = plan_now(state)
+    training, planned = before.trainer.training, before.trainer.device
+    why = None if training is None or planned is None else plan_change(planned, measured, training.precision)
+    if why is None:
+        raise NoReasonToReplan(f"the plan suits the reported {measured.text}")
+    kinds = (*status.replanned_for, _dumped(measured.device))
+    tried = state.with_status(measured=status.model_copy(update={"replanned_for": kinds}))
+    after = plan_now(tried)
+    sentence = f"{why[:1].upper()}{why[1:]}: {_form_of(before)} -> {_form_of(after)}."
+    return _with_stages_of(tried.with_status(plan=plan_status(after)), after), sentence
+
+
+def _with_stages_of(state: ReconcileState, job_plan: JobPlan) -> ReconcileState:
+    """Return the state with the stages of a new plan, which may find room for an evaluation, or none any more. Those
+    that have begun stay, and an endpoint has a stage of its own.
+    """
+    stored = {stage.name: stage for stage in state.status.stages}
+    planned = {stage.value for stage in job_plan.stages}
+    stages = []
+    for stage in Stage:
+        found = stored.get(stage.value)
+        if stage is Stage.SERVE or (found is not None and found.attempt):
+            stages += [] if found is None else [found]
+        elif stage.value in planned:
+            stages.append(found or _pending(stage))
+    return state.with_status(stages=tuple(stages))
+
+
+def _pending(stage: Stage) -> StageStatus:
+    return StageStatus(name=stage.value, state="Pending", attempt=0)
+
+
+def _form_of(job_plan: JobPlan) -> str:
+    """Return strategy, batch and precision of a training in a few words."""
+    training = job_plan.trainer.training
+    assert training is not None, "the same job trains or does not"
+    return f"{job_plan.strategy} in {training.precision}, batch {batch_arithmetic(training.batch)}"
 
 
 def adapt(state: ReconcileState, attempt: int) -> tuple[ReconcileState, str]:

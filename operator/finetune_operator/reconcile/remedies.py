@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
-from finetune_contract.report import shortened
+from finetune_contract.report import TrainerReport, shortened
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.types import MAX_INT, FailureStatus
 from finetune_operator.reconcile.reconcile_types import PodView
@@ -33,6 +33,8 @@ class Remedy(StrEnum):
     """Start a new attempt, which counts against nothing: the infrastructure caused the failure."""
     ADAPT = "adapt"
     """Start a new attempt with a plan that needs less memory."""
+    REPLAN = "replan"
+    """Start a new attempt with a plan for the measured GPUs, which counts against nothing, once for a kind of GPU."""
     COUNTED = "counted"
     """Start a new attempt, which counts against `runPolicy.maxRestarts`: it may succeed another time."""
 
@@ -75,6 +77,7 @@ REMEDIES: dict[CauseClass, Remedy] = {
     FailureClass.OUT_OF_MEMORY: Remedy.ADAPT,
     FailureClass.PREEMPTED: Remedy.FREE,
     FailureClass.COLLECTIVE: Remedy.FREE,
+    FailureClass.REPLANNED: Remedy.REPLAN,
     # Storage, Hub and git host may be lost for good, or wrong in the job: retried, but not for ever.
     FailureClass.STORAGE_LOST: Remedy.COUNTED,
     FailureClass.HUB_UNAVAILABLE: Remedy.COUNTED,
@@ -117,6 +120,11 @@ class Cause:
     """Pods whose logs are shown if it is not known which one failed, or if that one has no log."""
     from_child_status: bool = False
     """True if the cause comes from the child's status; the pod's own report may still follow."""
+
+    @property
+    def report(self) -> TrainerReport | None:
+        """Report of the pod that failed first."""
+        return None if self.pod is None or self.pod.ended is None else self.pod.ended.report
 
     @property
     def remedy(self) -> Remedy:

@@ -134,7 +134,7 @@ def planned(state: ReconcileState) -> ConditionContent:
         return ConditionContent("True", "Planned", f"Runs your program by {plan.launcher} on {processes}.")
     return ConditionContent(
         "True", "Planned", f"Trains with {plan.strategy} by {plan.launcher} on {processes}, micro-batch {micro}, "
-        f"gradient accumulation {steps}.",
+        f"gradient accumulation {steps}{f', for {plan.device}' if plan.device else ''}.",
     )  # fmt: skip
 
 

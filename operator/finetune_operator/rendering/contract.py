@@ -44,7 +44,9 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
     run = None if context.owner is None else context.owner.uid
     # Other stages get no `serving`, so that an endpoint can change while an attempt runs.
     serving = plan.trainer.serving if stage is Stage.SERVE else None
-    trainer = with_mounted_paths(plan.trainer).model_copy(update={"run": run, "serving": serving})
+    device = plan.trainer.device if stage is Stage.TRAIN else None
+    changes = {"run": run, "serving": serving, "device": device}
+    trainer = with_mounted_paths(plan.trainer).model_copy(update=changes)
     texts = files(plan.model_copy(update={"trainer": trainer}))
     if stage is not Stage.TRAIN:
         texts.pop(DEEPSPEED_FILE, None)

@@ -59,7 +59,8 @@ cudaError_t cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(ve
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device) {
   memset(found, 0, sizeof *found);
   strcpy(found->name, "NVIDIA H100 80GB HBM3");
-  found->totalGlobalMem = 85520809984UL;
+  const char *memory = getenv("STUB_CUDA_MEMORY");
+  found->totalGlobalMem = memory ? strtoull(memory, NULL, 10) : 85520809984UL;
   found->major = 9;
   found->multiProcessorCount = 132;
   found->warpSize = 32;

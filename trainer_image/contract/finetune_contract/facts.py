@@ -129,6 +129,8 @@ class DeviceFacts(Message):
     """True if the device computes in bf16 natively."""
     capability: str | None = Field(default=None, exclude_if=lambda capability: capability is None)
     """CUDA compute capability, e.g. `8.0`; None: unknown, or not an NVIDIA GPU."""
+    assumed: bool = Field(default=False, exclude_if=lambda assumed: not assumed)
+    """True if its memory or its units are an assumption, as neither labels nor tables have them."""
 
 
 class HardwareFacts(Message):

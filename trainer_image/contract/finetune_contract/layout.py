@@ -100,6 +100,7 @@ class FailureClass(StrEnum):
     STORAGE_LOST = "StorageUnavailable"
     HUB_UNAVAILABLE = "HubUnavailable"
     CODE_UNAVAILABLE = "CodeUnavailable"
+    REPLANNED = "Replanned"
 
 
 EXIT_OK = 0
@@ -122,6 +123,7 @@ EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.STORAGE_LOST: 151,
     FailureClass.HUB_UNAVAILABLE: 152,
     FailureClass.CODE_UNAVAILABLE: 153,
+    FailureClass.REPLANNED: 154,
 }
 
 

@@ -12,6 +12,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.contract_models import Message
 from finetune_contract.facts import DataFacts, ModelFacts
 from finetune_contract.layout import EXIT_CODES, REPORT_LIMIT_BYTES, FailureClass
+from finetune_contract.measured_devices import MeasuredDevices
 
 TimePart: TypeAlias = Literal[
     "start",
@@ -177,6 +178,8 @@ class TrainerReport(Message):
     """Hub commit of the model. Only from prepare: later stages get it as their revision."""
     measured: MeasuredFacts | None = None
     """Facts that a plan of the later stages rests on. Only from prepare."""
+    devices: MeasuredDevices | None = None
+    """GPUs as the ranks measured them. Only from the built-in training loop on GPUs."""
     communication: Communication | None = None
     """Transports between the processes. Only from train on several GPUs; None: unknown."""
     seconds: float = Field(ge=0, default=0.0)

@@ -30,6 +30,7 @@ from finetune_contract.choices import (
     ZeroStage,
 )
 from finetune_contract.contract_models import Order
+from finetune_contract.measured_devices import PlannedDevice
 from finetune_contract.stage_pods import preparing_pods
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -455,6 +456,10 @@ class TrainerJob(Order):
     preparation: Preparation = Preparation()
     training: Training | None = None
     """Built-in training loop."""
+    device: Annotated[PlannedDevice | None, Field(exclude_if=lambda device: device is None)] = None
+    """GPU that the training is planned for, if the nodes are not known: the trainer measures its own and compares.
+    Omitted if they are known: images that do not know the field read such jobs.
+    """
     script: Script | None = None
     """The user's own training program in place of the loop: at most one of the two is set."""
     evaluation: Evaluation | None = None

@@ -69,6 +69,7 @@ def verdict(
         world_size=world_size,
         outcome="failed",
         failure=cause.failure,
+        devices=next((report.devices for report in reports if report.devices is not None), None),
         seconds=seconds,
     )
 

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.arguments import compiles, groups_by_length
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, check_plan
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_contract.report import Communication
@@ -161,12 +162,14 @@ def train(
     deepspeed: Mapping[str, Any] | None,
     interruption: Interruption,
     planned: PlannedTraining | None = None,
+    devices: MeasuredDevices | None = None,
     communication: Communication | None = None,
     fp8_without_units: bool = False,
 ) -> Outcome:
     """Train the job's model; on rank 0 write `model/`, `history.jsonl` and the train section of metrics.json.
 
     `planned`: the plan's estimates, which metrics.json compares with the measurements.
+    `devices`: the measured GPUs, for metrics.json; None on a CPU.
     `communication`: transports between the processes, for metrics.json.
     `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
     """
@@ -211,11 +214,20 @@ def train(
     spent, seconds = clock.lap(), time.monotonic() - started
     observer.on_pause(loop.state.global_step, spent)
     lines = history.read()
-    measured = _measured(RunFigures([line for line in lines if line["step"] > saver.first_step]), strategy, peaks)
+    measurements = _Measurements(_measured(lines, saver.first_step, strategy, peaks), planned)
     done = {"seconds": seconds, "steps": loop.state.global_step}
-    return _outcome(
-        run, RunFigures(lines), done, peaks, _Measurements(measured, planned), stopper, clock, communication
-    )
+    surroundings = _surroundings(devices, communication)
+    return _outcome(run, RunFigures(lines), done, peaks, measurements, stopper, clock, surroundings)
+
+
+def _surroundings(devices: MeasuredDevices | None, communication: Communication | None) -> dict[str, Any]:
+    """Return what was measured of the processes' GPUs and of the transports between them, for metrics.json."""
+    found: dict[str, Any] = {}
+    if devices is not None:
+        found["devices"] = {"text": devices.text, **devices.model_dump(mode="json")}
+    if communication is not None:
+        found["communication"] = communication.model_dump(mode="json")
+    return found
 
 
 def _refuse_fp8(training: Training, *, without_units: bool) -> None:
@@ -350,8 +362,13 @@ class _Measurements:
         return {"plan_check": check.model_dump(mode="json", exclude_none=True)}
 
 
-def _measured(of_attempt: RunFigures, strategy: Strategy, peaks: list[PeakMemory]) -> MeasuredTraining:
-    """Return the measurements of an attempt: time of its steps, and memory of its fullest process."""
+def _measured(
+    lines: Sequence[Mapping[str, Any]], first_step: int, strategy: Strategy, peaks: list[PeakMemory]
+) -> MeasuredTraining:
+    """Return the measurements of an attempt that began after `first_step`: time of its steps in the history's lines, and
+    memory of its fullest process.
+    """
+    of_attempt = RunFigures([line for line in lines if line["step"] > first_step])
     fullest = max(peaks, key=lambda peak: peak.device)
     step = of_attempt.median_step()
     return MeasuredTraining(
@@ -372,7 +389,7 @@ def _outcome(
     measurements: _Measurements,
     stopper: EarlyStopper | NeverStop,
     clock: PartClock,
-    communication: Communication | None,
+    surroundings: Mapping[str, Any],
 ) -> Outcome:
     """Write the figures of the training to metrics.json and the model card."""
     paths, training = run.paths, run.training
@@ -393,7 +410,7 @@ def _outcome(
         "peak_memory_bytes_by_rank": [peak.allocated for peak in peaks],
         "time": time_split(run_figures.seconds(), run.strategy, clock).model_dump(mode="json"),
         **measurements.check(),
-        **({} if communication is None else {"communication": communication.model_dump(mode="json")}),
+        **surroundings,
     }
     write_environment(paths, training_environment(training.world))
     # Metrics of an earlier model do not apply to this one.

@@ -138,7 +138,7 @@ class PlanStatus(StatusModel):
         "has one node, or no GPUs.",
     )
     world_size: int = Field(ge=1, description="Training processes over all nodes.")
-    device: str | None = Field(
+    product: str | None = Field(
         default=None, description="Product of the GPU that the plan counts with, or `cpu`. Unset if nothing is trained."
     )
     micro_batch_size: int | None = Field(
@@ -161,6 +161,11 @@ class PlanStatus(StatusModel):
     )
     predict_workers: int | None = Field(
         default=None, ge=1, description="Pods that share the rows to predict. Unset if one pod predicts."
+    )
+    device: str | None = Field(
+        default=None,
+        description="GPU that the training is planned for if labels and settings do not say which the nodes have: "
+        "assumed, or measured by an earlier attempt. Unset if it is known.",
     )
     reasons: tuple[str, ...] = Field(
         default=(), max_length=64, description="One sentence for each decision of the plan."
@@ -228,6 +233,16 @@ class MeasuredStatus(StatusModel):
         max_length=64,
         description="Medians of measured over planned values of finished jobs in the namespace, read before the first "
         "stage started, if the operator's settings allow it.",
+    )
+    device: dict[str, JsonValue] | None = Field(
+        default=None,
+        description="GPUs of the last training attempt that reported them, as its processes measured them.",
+    )
+    replanned_for: tuple[dict[str, JsonValue], ...] = Field(
+        default=(),
+        max_length=8,
+        description="Kinds of GPUs that attempts measured on nodes without known ones, and for which the job was "
+        "planned again.",
     )
 
 
