@@ -12,7 +12,7 @@ import pytest
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Planning, Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobStatus
-from finetune_operator.planning.assumed_facts import assumed_model, parse_hardware
+from finetune_operator.planning.assumed_facts import UNKNOWN_GPU, assumed_model, parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, LearnedRatios
 from finetune_operator.reconcile.learning import learned_from
@@ -158,6 +158,13 @@ def test_ratios_are_medians_of_three_jobs_or_more():
     three = [finished(1.1), finished(1.3, 1.2), finished(4.0, 0.5)]
     assert learned_from(three) == (ratios(jobs=3, step_time=1.3, memory=1.0),)
     assert learned_from(three[:2]) == ()
+
+
+def test_jobs_on_unknown_gpus_teach_nothing():
+    check = finished(2.0).plan_check
+    assert check is not None
+    unknown = check.model_copy(update={"device": UNKNOWN_GPU})
+    assert learned_from([finished(2.0).model_copy(update={"plan_check": unknown})] * 4) == ()
 
 
 def test_jobs_of_another_kind_are_groups_of_their_own():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from statistics import median
 
 from finetune_operator.api.types import ComparisonStatus, FineTuneJobStatus
+from finetune_operator.planning.assumed_facts import UNKNOWN_GPU
 from finetune_operator.planning.learned import CORRECTION, LEAST_JOBS
 from finetune_operator.planning.plan_types import LearnedRatios
 from finetune_operator.reconcile.plan_checks import TOTAL
@@ -30,12 +31,12 @@ def learned_from(statuses: Iterable[FineTuneJobStatus]) -> tuple[LearnedRatios, 
 def _key(status: FineTuneJobStatus) -> tuple[str, int, str, str] | None:
     """Return model type, parameters, strategy and device of a job that succeeded and was compared with its plan."""
     check, facts = status.plan_check, None if status.measured is None else status.measured.model
-    if ended(status) != "Succeeded" or check is None or check.device is None or facts is None:
+    if ended(status) != "Succeeded" or check is None or facts is None or check.device in (None, UNKNOWN_GPU):
         return None
     kind, parameters = facts.get("modelType"), facts.get("parameters")
     if not isinstance(kind, str) or not isinstance(parameters, int):
         return None
-    return kind, parameters, check.strategy, check.device
+    return kind, parameters, check.strategy, str(check.device)
 
 
 def _ratios(key: tuple[str, int, str, str], group: list[FineTuneJobStatus]) -> LearnedRatios:

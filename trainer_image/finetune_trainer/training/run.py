@@ -365,8 +365,8 @@ class _Measurements:
 def _measured(
     lines: Sequence[Mapping[str, Any]], first_step: int, strategy: Strategy, peaks: list[PeakMemory]
 ) -> MeasuredTraining:
-    """Return the measurements of an attempt that began after `first_step`: time of its steps in the history's lines, and
-    memory of its fullest process.
+    """Return the measurements of an attempt that began after `first_step`: time of its steps by the history's lines,
+    and memory of its fullest process.
     """
     of_attempt = RunFigures([line for line in lines if line["step"] > first_step])
     fullest = max(peaks, key=lambda peak: peak.device)
