@@ -47,10 +47,10 @@ def count(reports: Sequence[Report], flaky: Collection[str], more_failures: int)
 
 def closing_line(counts: Counts, seconds: float) -> str:
     """Return a line as at the end of pytest: `=== 1 failed, 20 passed, 3 skipped in 61.20s (0:01:01) ===`."""
-    words = [f"{number} {name}" for name, number in vars(counts).items() if number]
+    parts = [f"{number} {name}" for name, number in vars(counts).items() if number]
     whole = int(seconds)
     time = f"{seconds:.2f}s ({whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02})"
-    return f" {', '.join(words) or 'no tests ran'} in {time} ".center(80, "=")
+    return f" {', '.join(parts) or 'no tests ran'} in {time} ".center(80, "=")
 
 
 def main(arguments: Sequence[str]) -> int:

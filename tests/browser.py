@@ -22,8 +22,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 """Path of Chromium; None if it is not installed."""
 WIDTHS = (360, 768, 1280)
 SECONDS = 120
-_MEASURE = """<!DOCTYPE html><meta charset="utf-8"><body><pre id="said">none</pre><script>
-const widths = %s, said = {};
+_MEASURE = """<!DOCTYPE html><meta charset="utf-8"><body><pre id="measured">none</pre><script>
+const widths = %s, measured = {};
 function measure(page) {
   const root = page.documentElement, empty = [], wide = [], flat = [];
   for (const section of page.querySelectorAll("section")) {
@@ -48,12 +48,12 @@ function measure(page) {
 }
 function show(at) {
   if (at == widths.length) {
-    document.getElementById("said").textContent = JSON.stringify(said);
+    document.getElementById("measured").textContent = JSON.stringify(measured);
     return;
   }
   const frame = document.createElement("iframe");
   frame.width = widths[at]; frame.height = 900; frame.src = %s; frame.style.border = 0;
-  frame.onload = () => { said[widths[at]] = measure(frame.contentDocument); show(at + 1); };
+  frame.onload = () => { measured[widths[at]] = measure(frame.contentDocument); show(at + 1); };
   document.body.append(frame);
 }
 show(0);
@@ -96,7 +96,7 @@ def seen(page: Path, folder: Path, *, dark: bool = False) -> list[Seen]:
     ran = subprocess.run(
         [CHROMIUM, *options, around.as_uri()], capture_output=True, text=True, timeout=patient(SECONDS), check=True
     )
-    found = re.search(r'<pre id="said">(.*?)</pre>', ran.stdout, re.DOTALL)
+    found = re.search(r'<pre id="measured">(.*?)</pre>', ran.stdout, re.DOTALL)
     assert found is not None, ran.stdout[:2000]
     measured: dict[str, Any] = json.loads(unescape(found[1]))
     return [Seen(**measured[str(width)]) for width in WIDTHS]

@@ -42,7 +42,7 @@ def listed(item: Schema) -> Schema:
     return {"type": "array", "items": item}
 
 
-def words(*choices: str) -> Schema:
+def one_of(*choices: str) -> Schema:
     return {"type": "string", "enum": list(choices)}
 
 
@@ -66,9 +66,9 @@ PROBE = closed(
 TOLERATION = closed(
     {
         "key": {"type": "string"},
-        "operator": words("Equal", "Exists", "Lt", "Gt"),
+        "operator": one_of("Equal", "Exists", "Lt", "Gt"),
         "value": {"type": "string"},
-        "effect": words("NoSchedule", "PreferNoSchedule", "NoExecute"),
+        "effect": one_of("NoSchedule", "PreferNoSchedule", "NoExecute"),
         "tolerationSeconds": {"type": "integer"},
     }
 )
@@ -80,7 +80,7 @@ FORMS: dict[str, Schema] = {
     "image.repository": {"type": "string", "pattern": REPOSITORY},
     "image.tag": TAG,
     "image.digest": DIGEST,
-    "image.pullPolicy": words("Always", "IfNotPresent", "Never"),
+    "image.pullPolicy": one_of("Always", "IfNotPresent", "Never"),
     "imagePullSecrets": listed(closed({"name": {"type": "string", "pattern": NAME}}, "name")),
     "trainer.image.registry": REGISTRY,
     "trainer.image.repository": {"type": "string", "pattern": REPOSITORY},
@@ -88,8 +88,8 @@ FORMS: dict[str, Schema] = {
     "trainer.image.digest": DIGEST,
     "watchNamespaces": listed({"type": "string", "pattern": LABEL, "maxLength": 63}) | {"uniqueItems": True},
     "replicas": NATURAL,
-    "log.format": words("json", "text"),
-    "log.level": words("debug", "info", "warning", "error"),
+    "log.format": one_of("json", "text"),
+    "log.level": one_of("debug", "info", "warning", "error"),
     "workers": {"type": "integer", "minimum": 1, "maximum": 256},
     "extraArgs": listed({"type": "string"}),
     "serviceAccount.name": {"type": "string", "pattern": f"{NAME}|^$"},
@@ -115,7 +115,7 @@ FORMS: dict[str, Schema] = {
     "podDisruptionBudget.minAvailable": {
         "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]{1,3}%$"}]
     },
-    "webhook.failurePolicy": words("Ignore", "Fail"),
+    "webhook.failurePolicy": one_of("Ignore", "Fail"),
     "webhook.timeoutSeconds": {"type": "integer", "minimum": 1, "maximum": 30},
     "webhook.namespaceSelector": closed(
         {"matchLabels": TEXTS, "matchExpressions": listed(free("A LabelSelectorRequirement."))}
@@ -154,7 +154,7 @@ FORMS: dict[str, Schema] = {
     "metrics.dashboards.labels": TEXTS,
     "metrics.dashboards.annotations": TEXTS,
     "tests.namespace": {"type": "string", "pattern": f"{LABEL}|^$", "maxLength": 63},
-    "tests.waitFor": words("Accepted", "Planned", "Running", "Succeeded"),
+    "tests.waitFor": one_of("Accepted", "Planned", "Running", "Succeeded"),
     "tests.timeoutSeconds": NATURAL,
     "tests.spec": free("The spec of a FineTuneJob, as docs/api.md lists it; the CRD checks it."),
 }
@@ -202,8 +202,8 @@ def _values(node: yaml.MappingNode, read: dict[str, Any], lines: list[str], pref
     for key, inner in node.value:
         path = f"{prefix}{key.value}"
         section = isinstance(inner, yaml.MappingNode) and not inner.flow_style and path not in FORMS
-        below = tuple(_values(inner, read[key.value], lines, f"{path}.")) if section else ()
-        yield Value(path, _comment(lines, key.start_mark.line, path), read[key.value], below)
+        nested = tuple(_values(inner, read[key.value], lines, f"{path}.")) if section else ()
+        yield Value(path, _comment(lines, key.start_mark.line, path), read[key.value], nested)
 
 
 def _comment(lines: list[str], line: int, path: str) -> str:
@@ -211,7 +211,7 @@ def _comment(lines: list[str], line: int, path: str) -> str:
     while line > 0 and lines[line - 1].lstrip().startswith("#"):
         line -= 1
         found.insert(0, lines[line].lstrip().removeprefix("#").strip())
-    assert found, f"values.yaml says nothing about {path}"
+    assert found, f"values.yaml has no comment for {path}"
     return " ".join(found)
 
 
@@ -252,7 +252,7 @@ def _inferred(value: Value) -> Schema:
         case str():
             return {"type": "string"}
         case other:
-            raise TypeError(f"the form of {value.path}, {other!r}, has to be told in FORMS")
+            raise TypeError(f"the form of {value.path}, {other!r}, needs a row in FORMS")
 
 
 def _settings_schema() -> tuple[Schema, Schema]:

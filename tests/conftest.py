@@ -27,7 +27,7 @@ MOST_LINES = 60
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the expected files anew instead of comparing")
+    parser.addoption("--update-golden", action="store_true", help="rewrite the expected files instead of comparing")
     parser.addoption("--record-page", metavar="FOLDER", help="write pictures of the page of a model server")
 
 
@@ -45,9 +45,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert file.is_file(), f"{name} is missing: run with --update-golden, and read the difference"
         recorded = file.read_text(encoding="utf-8")
         if text != recorded:
-            pytest.fail(
-                f"{name} differs: --update-golden writes it anew\n{_changed_lines(recorded, text)}", pytrace=False
-            )
+            pytest.fail(f"{name} differs: --update-golden rewrites it\n{_changed_lines(recorded, text)}", pytrace=False)
 
     return check
 

@@ -1,11 +1,11 @@
-"""Pictures of the Grafana dashboards for the documentation, from what a real operator told.
+"""Pictures of the Grafana dashboards for the documentation, from the metrics of a real operator.
 
     python tests/dashboard_picture.py record RUN RUN RUN RUN   lets a fleet work for twenty minutes, keeps the samples
     python tests/dashboard_picture.py draw                     draws docs/dashboard-*.svg from them
 
-The samples are those of `tests/picture_support/fleet_recording.py`, which tells what is real in them and what is not. A
-Prometheus server answers each panel's expressions, and what it answers is laid out as Grafana does it. There is no
-Grafana in it: a picture that a browser makes of one is large, and nobody could make it again without one.
+The samples are those of `tests/picture_support/fleet_recording.py`, which lists their real and simulated parts. A
+Prometheus server answers each panel's expressions, and the answers are laid out as by Grafana. There is no
+Grafana in it: a picture that a browser makes of one is large, and could not be made again without one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from monitoring import FILES, ROOT
 from picture_support.fleet_recording import MINUTES, SHOWN, TEAM, metrics_of, record
-from picture_support.panels import View, ask
+from picture_support.panels import View, query_panel
 from picture_support.replay import Run
 from picture_support.samples import PROGRAMS, Engine, Samples, engine, missing_programs
 from picture_support.svg import box_of, dashboard_svg
@@ -71,7 +71,7 @@ def draw(name: str, file: Path, samples: Samples, prometheus: Engine) -> str:
     """Return the dashboard as SVG, with the answers of `prometheus`, which has the samples of `file`."""
     dashboard, view = DASHBOARDS[name], view_of(name, samples)
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-    shown = {panel["id"]: ask(prometheus, panel, view, box_of(panel).w) for panel in panels}
+    shown = {panel["id"]: query_panel(prometheus, panel, view, box_of(panel).w) for panel in panels}
     return dashboard_svg(dashboard, shown, view, samples.source, mark(name, file))
 
 
@@ -87,7 +87,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser(
         "record",
-        help="let a fleet work, and keep what its operator tells",
+        help="run a fleet, and record the metrics of its operator",
         description="Needs the programs of a control plane, as tests/cluster does (KUBEBUILDER_ASSETS).",
     )
     recording.add_argument(
@@ -108,17 +108,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "record":
         runs = [Run.read(folder) for folder in arguments.runs]
-        record(runs, arguments.samples, arguments.minutes, arguments.every, metrics_of(DASHBOARDS), _say)
+        record(runs, arguments.samples, arguments.minutes, arguments.every, metrics_of(DASHBOARDS), _log)
         return
     if missing := missing_programs():
         parser.error(f"{' and '.join(missing)} not in PATH (Debian's package prometheus has them)")
     for name, text in draw_all(arguments.samples).items():
         path: Path = arguments.folder / picture(name).name
         path.write_text(text, encoding="utf-8")
-        _say(f"{path}: {len(text) / 1024:.0f} KiB")
+        _log(f"{path}: {len(text) / 1024:.0f} KiB")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, flush=True)
 
 

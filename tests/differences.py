@@ -153,14 +153,14 @@ def _keyed(items: Any, form: str | None) -> _Items | None:
     return _Items(form, dict(pairs))
 
 
-def _flags(words: list[str]) -> list[tuple[str, str | None]]:
+def _flags(arguments: list[str]) -> list[tuple[str, str | None]]:
     """Return each flag with its value, and each other word alone."""
     found: list[tuple[str, str | None]] = []
-    for before, word in zip(["", *words], words, strict=False):
-        if before.startswith("--") and not word.startswith("--"):
-            found[-1] = (before, word)
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if before.startswith("--") and not argument.startswith("--"):
+            found[-1] = (before, argument)
         else:
-            found.append((word, None))
+            found.append((argument, None))
     return found
 
 
@@ -180,7 +180,7 @@ def _plain(node: Any) -> Any:
     if isinstance(node, _Items):
         match node.form:
             case "(flags)":
-                return [word for pair in node.items() for word in pair if word is not None]
+                return [part for pair in node.items() for part in pair if part is not None]
             case "(sentences)":
                 return list(node.values())
             case field:

@@ -69,9 +69,9 @@ def needs(name: str) -> Needs:
         return Needs(hardware, "-", "not estimated", f"not estimated: {why}", "-", command)
     unit = "GPU" if training.world.device == "cuda" else "process"
     memory = f"{human_bytes(made.memory.total_bytes)} of {human_bytes(made.memory.capacity_bytes)} a {unit}"
-    taken, words = _time(training, seconds, job.spec.preparation.max_length, name)
+    taken, duration = _time(training, seconds, job.spec.preparation.max_length, name)
     form = f"{made.strategy}, {training.precision}"
-    return Needs(hardware, form, memory, words, f"{nodes * taken / 3600:.2g}", command)
+    return Needs(hardware, form, memory, duration, f"{nodes * taken / 3600:.2g}", command)
 
 
 def _planned(name: str) -> JobPlan:
@@ -79,8 +79,8 @@ def _planned(name: str) -> JobPlan:
         facts = Facts(hardware=parse_hardware(LOCAL_HARDWARE), local=True)
         return plan(example_job(name), facts, LOCAL_SETTINGS)
     job = example_job(name)
-    asked = job.spec.launcher
-    return plan(job, Facts(served=("job",) if asked == "auto" else (asked,)), CLUSTER_SETTINGS)
+    launcher = job.spec.launcher
+    return plan(job, Facts(served=("job",) if launcher == "auto" else (launcher,)), CLUSTER_SETTINGS)
 
 
 def _time(training: Training, seconds: float, longest: int | None, name: str) -> tuple[float, str]:
@@ -90,13 +90,13 @@ def _time(training: Training, seconds: float, longest: int | None, name: str) ->
     if spec.training is not None and spec.training.max_steps is not None:
         steps = f"{training.max_steps:,} steps of {training.batch.global_batch_size} rows"
         return seconds, f"{human_seconds(seconds)} for {steps} of {length}"
-    told = f"{human_seconds(seconds)} for {ASSUMED_ROWS:,} rows of {length}"
+    duration = f"{human_seconds(seconds)} for {ASSUMED_ROWS:,} rows of {length}"
     data = spec.dataset
     rows = None if data is None else TRAIN_ROWS.get(f"{data.uri} {data.config or ''}".strip())
     if rows is None:
-        return seconds, told
+        return seconds, duration
     taken = seconds * rows / ASSUMED_ROWS
-    return taken, f"{told}, {human_seconds(taken)} for the {rows:,} of this data"
+    return taken, f"{duration}, {human_seconds(taken)} for the {rows:,} of this data"
 
 
 def head(name: str) -> str:
@@ -112,7 +112,7 @@ def head(name: str) -> str:
     }
     if found.node_hours == "-":
         rows = {label: rows[label] for label in ("hardware", "training", "check")}
-    lines = [TITLE, *(f"#   {label:<9} {words}" for label, words in rows.items())]
+    lines = [TITLE, *(f"#   {label:<9} {text}" for label, text in rows.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -123,8 +123,8 @@ def with_head(name: str) -> Callable[[], str]:
         text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
         comment, begin, document = text.partition(f"\n{DOCUMENT}")
         assert begin, f"{name}.yaml does not begin with a comment"
-        told = re.sub(rf"(\n#)?\n{re.escape(TITLE)}.*\Z", "", comment, flags=re.DOTALL)
-        return f"{told}\n#\n{head(name)}{DOCUMENT}{document}"
+        comment_kept = re.sub(rf"(\n#)?\n{re.escape(TITLE)}.*\Z", "", comment, flags=re.DOTALL)
+        return f"{comment_kept}\n#\n{head(name)}{DOCUMENT}{document}"
 
     return whole
 

@@ -13,10 +13,10 @@ _WITHOUT_A_TYPE = ("integer or string", "any")
 def read(page: str) -> dict[str, Any]:
     """Return the field's type and text, and for each field in it the type, True if it is required, and its text."""
     head, _, rest = page.partition("DESCRIPTION:\n")
-    text, _, below = rest.partition("FIELDS:\n")
+    text, _, fields_text = rest.partition("FIELDS:\n")
     kind = re.search(r"^FIELD: \w+ <(.+?)>", head, re.MULTILINE)
     fields: dict[str, Any] = {}
-    for line in below.splitlines():
+    for line in fields_text.splitlines():
         if found := _FIELD.match(line):
             words: list[str] = []
             fields[found[1]] = (_type(found[2]), bool(found[3]), words)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from box_support.terminal_picture import Excerpt, Said, terminal_svg
+from box_support.terminal_picture import CommandRun, Excerpt, terminal_svg
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "first-run.md"
@@ -43,7 +43,7 @@ SHOWN = {
 class Step:
     """One executed command of the page."""
 
-    said: Said
+    run: CommandRun
     code: int
     seconds: float
 
@@ -85,18 +85,18 @@ def walk(folder: Path, seconds: float) -> Iterator[Step]:
                 text=True,
                 timeout=seconds,
             )
-            yield Step(Said(line, ran.stdout), ran.returncode, time.monotonic() - began)
+            yield Step(CommandRun(line, ran.stdout), ran.returncode, time.monotonic() - began)
 
 
 def picture(steps: Sequence[Step], folder: Path) -> str:
     """Return the steps as an SVG, with times from a second on; `folder` is shown as ~/finetune-operator."""
     shown = []
     for step in steps:
-        said = Said(step.said.command, step.said.output.replace(str(folder), "~/finetune-operator"))
+        run = CommandRun(step.run.command, step.run.output.replace(str(folder), "~/finetune-operator"))
         if step.seconds >= 1:
             taken = f"real {int(step.seconds // 60)}m{step.seconds % 60:.0f}s"
-            said = Said(f"time {said.command}", f"{said.output.rstrip()}\n{taken}\n")
-        shown += [(said, excerpt) for start, excerpt in SHOWN.items() if step.said.command.startswith(start)]
+            run = CommandRun(f"time {run.command}", f"{run.output.rstrip()}\n{taken}\n")
+        shown += [(run, excerpt) for start, excerpt in SHOWN.items() if step.run.command.startswith(start)]
     return terminal_svg("From a CSV file to a model", shown)
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     folder, steps = Path(sys.argv[1]).resolve(), []
     for step in walk(folder, 3600):
         steps.append(step)
-        print(f"{step.seconds:7.1f} s  exit {step.code}  {step.said.command}\n{step.said.output}", flush=True)
+        print(f"{step.seconds:7.1f} s  exit {step.code}  {step.run.command}\n{step.run.output}", flush=True)
     PICTURE.write_text(picture(steps, folder), encoding="utf-8")
 
 

@@ -33,8 +33,8 @@ def command_reference() -> str:
     runner = CliRunner(env={"COLUMNS": "110", "TERM": "dumb", "NO_COLOR": "1"})
     parts = ["# The `finetune` command\n\nAlso `kubectl finetune`. What `--help` says, command by command.\n"]
     for command in COMMANDS:
-        said = runner.invoke(app, [command, "--help"], prog_name="finetune").output
-        text = "\n".join(line.rstrip() for line in said.strip().splitlines())
+        output = runner.invoke(app, [command, "--help"], prog_name="finetune").output
+        text = "\n".join(line.rstrip() for line in output.strip().splitlines())
         parts.append(f"## finetune {command}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)
 

@@ -108,9 +108,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 def _strategy(path: str, shape: Shape) -> st.SearchStrategy[Any]:
     if path in VALUES:
         return VALUES[path]
-    words = [st.sampled_from(shape.words)] if shape.words else []
+    choices = [st.sampled_from(shape.words)] if shape.words else []
     body = [] if shape.body is None else [_body(path, shape.body)]
-    return st.one_of(*words, *body)
+    return st.one_of(*choices, *body)
 
 
 def _body(path: str, body: Any) -> st.SearchStrategy[Any]:
@@ -121,12 +121,16 @@ def _body(path: str, body: Any) -> st.SearchStrategy[Any]:
             return texts
         case Text():
             return _NAMES
-        case Number(integer=True, minimum=minimum, exclusive_minimum=above):
-            low = int(minimum or 0) + above
+        case Number(integer=True, minimum=minimum, exclusive_minimum=open_start):
+            low = int(minimum or 0) + open_start
             return st.integers(low, low + 100)
-        case Number(minimum=minimum, maximum=maximum, exclusive_minimum=above, exclusive_maximum=below):
+        case Number(minimum=minimum, maximum=maximum, exclusive_minimum=open_start, exclusive_maximum=open_end):
             return st.floats(
-                minimum or 0, min(maximum or 10, 10), exclude_min=above, exclude_max=below, allow_subnormal=False
+                minimum or 0,
+                min(maximum or 10, 10),
+                exclude_min=open_start,
+                exclude_max=open_end,
+                allow_subnormal=False,
             )
         case Boolean():
             return st.booleans()

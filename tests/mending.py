@@ -22,7 +22,7 @@ GONE = None
 _FREE = ("deepspeedConfig", "arguments")
 """Fields with free content for other tools: they contain no names of ours."""
 _PART = re.compile(r"""\.?([A-Za-z_][\w-]*)|\[([0-9]+)\]|\["((?:[^"\\]|\\.)*)"\]""")
-_VALUE = r"(\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/}])"
+_VALUE = r"(\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\]|\"[^\"]*\"|\w+\[[0-9:%]+\]|[\w.:/+-]*[\w/}])"
 _FIELD = r"(it|(?:spec|metadata)\.[\w.]*\w|[a-z][\w.]*\w)"
 _END = r"(?=$|[,;:.]| \(| or | and | to take|\?)"
 
@@ -34,6 +34,8 @@ class Edit:
     field: str
     value: Any = GONE
     moved: str | None = None
+    unwrap: bool = False
+    """True: a list becomes its one item, or the object with the fields of its items."""
 
 
 def parts(path: str) -> tuple[PathPart, ...]:
@@ -47,11 +49,14 @@ def parts(path: str) -> tuple[PathPart, ...]:
 def alternatives(problem: Problem) -> list[list[Edit]]:
     """Return the alternatives in a problem's hint that can be parsed, each as its edits."""
     text = problem.hint
-    for reader in (_renamed, _moved, _quoted, _left_or_set, _written):
+    inside = [
+        Edit(field, _number(value)) for field, value in re.findall(rf"(?:is|are) (spec[\w.]+): {_VALUE}{_END}", text)
+    ]
+    for reader in (_renamed, _moved, _quoted, _metrics, _unwrapped, _left_or_set, _written):
         found = reader(problem, text)
         if found:
-            return [_instead(problem, edits) for edits in found]
-    return []
+            return [[*_instead(problem, edits), *inside] for edits in found]
+    return [_instead(problem, inside)] if inside else []
 
 
 def _instead(problem: Problem, edits: list[Edit]) -> list[Edit]:
@@ -86,6 +91,18 @@ def _quoted(problem: Problem, text: str) -> list[list[Edit]]:
     return []
 
 
+def _metrics(problem: Problem, text: str) -> list[list[Edit]]:
+    """Parse `write f1 for 'f1-macro', leave 'x' out`: the metrics that remain."""
+    written = re.findall(r"write (\w+) for '", text)
+    return [[Edit(problem.path, written)]] if written and problem.path == "spec.evaluation.metrics" else []
+
+
+def _unwrapped(problem: Problem, text: str) -> list[list[Edit]]:
+    """Parse the hint to write an object in place of a list."""
+    dashes = re.match(r"write its (fields below it|one item), ?without the|write its one item without the list", text)
+    return [[Edit(problem.path, unwrap=True)]] if dashes else []
+
+
 def _number(text: str) -> Any:
     """Parse like our reader and kubectl's: 1e-05 is a number, which PyYAML does not recognize."""
     value = yaml.safe_load(text)
@@ -112,8 +129,8 @@ def _field(problem: Problem, name: str) -> str:
         if find(spec_shape(), (*parts(declared)[1:], *name.split("."))) is not None:
             return f"{declared}.{name}"
         declared = declared.rpartition(".")[0]
-    below = find(spec_shape(), (*parts(problem.path)[1:], *name.split(".")))
-    return f"{problem.path}.{name}" if below is not None else f"{own}.{name}"
+    shape = find(spec_shape(), (*parts(problem.path)[1:], *name.split(".")))
+    return f"{problem.path}.{name}" if shape is not None else f"{own}.{name}"
 
 
 def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
@@ -134,7 +151,11 @@ def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
 
 def _written(problem: Problem, text: str) -> list[list[Edit]]:
     """Parse `write VALUE`, `use 96 or 112`."""
-    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?)", text)
+    if found := re.match(r"write `(\w+): \{\}`", text):
+        return [[Edit(f"spec.{found[1]}", {})]]
+    if found := re.match(r"write the URI one level deeper, as uri: (\S+)$", text):
+        return [[Edit(problem.path, {"uri": found[1]})]]
+    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?|: [a-z])", text)
     found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
     if not found or found[1].endswith("://") or re.match(r"write (the|its|it|a|whatever)\b", text):
         return []
@@ -145,7 +166,13 @@ def apply(document: dict[str, Any], edits: list[Edit]) -> dict[str, Any]:
     """Return a copy of the document with the edits."""
     changed = copy.deepcopy(document)
     for edit in edits:
-        if edit.moved is not None:
+        if edit.unwrap:
+            _, items = _take(changed, parts(edit.field))
+            merged = (
+                {name: value for item in items for name, value in item.items()} if isinstance(items[0], dict) else None
+            )
+            _put(changed, parts(edit.field), merged or items[0])
+        elif edit.moved is not None:
             there, value = _take(changed, parts(edit.field))
             if there:
                 _put(changed, parts(edit.moved), value)

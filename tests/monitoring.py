@@ -29,7 +29,7 @@ TARGET = {"namespace": "ops", "pod": "finetune-operator-0", "instance": "10.0.0.
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LISTS = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
-_WORDS = frozenset({"and", "or", "unless", "bool", "offset", "by", "on", "without", "ignoring", "inf", "nan"})
+_KEYWORDS = frozenset({"and", "or", "unless", "bool", "offset", "by", "on", "without", "ignoring", "inf", "nan"})
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\s*\{([^}]*)\}")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 
@@ -55,7 +55,7 @@ def names(expression: str) -> set[str]:
     """Return the metrics in a PromQL expression."""
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", _LISTS.sub("", _TEXT.sub("", expression)))
     found = re.finditer(r"(?<![\w:.])([a-zA-Z_:][\w:]*)\b(?!\s*\()", bare)
-    return {match[1] for match in found} - _WORDS
+    return {match[1] for match in found} - _KEYWORDS
 
 
 def matchers(expression: str) -> Iterator[tuple[str, str, str, str]]:
@@ -114,21 +114,21 @@ def state(document: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tu
 
 def _values(document: Mapping[str, Any], each: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], float]]:
     kind = each["type"]
-    told = each[kind[0].lower() + kind[1:]]
-    at = _at(document, told.get("path", ()))
+    settings = each[kind[0].lower() + kind[1:]]
+    at = _at(document, settings.get("path", ()))
     if at is None:
         return
     match kind:
         case "Info":
-            yield _labels(at, told["labelsFromPath"]), 1.0
+            yield _labels(at, settings["labelsFromPath"]), 1.0
         case "StateSet":
-            assert at in told["list"], at
-            yield from (({told["labelName"]: word}, float(word == at)) for word in told["list"])
-        case "Gauge" if "labelFromKey" in told:
-            yield from (({told["labelFromKey"]: key}, float(value)) for key, value in at.items())
+            assert at in settings["list"], at
+            yield from (({settings["labelName"]: choice}, float(choice == at)) for choice in settings["list"])
+        case "Gauge" if "labelFromKey" in settings:
+            yield from (({settings["labelFromKey"]: key}, float(value)) for key, value in at.items())
         case "Gauge" if isinstance(at, list):
             for one in at:
-                yield _labels(one, told["labelsFromPath"]), _number(_at(one, told["valueFrom"]))
+                yield _labels(one, settings["labelsFromPath"]), _number(_at(one, settings["valueFrom"]))
         case "Gauge":
             yield {}, _number(at)
         case _:
@@ -184,11 +184,13 @@ def jobs() -> dict[str, dict[str, Any]]:
     found = {}
     for name, status in statuses.items():
         # Drops values that are no fields of a status.
-        told = FineTuneJobStatus.model_validate(status).model_dump(mode="json", by_alias=True, exclude_none=True)
+        status_document = FineTuneJobStatus.model_validate(status).model_dump(
+            mode="json", by_alias=True, exclude_none=True
+        )
         found[name] = {
             "metadata": {"name": name, "namespace": "ops", "creationTimestamp": noon},
             "spec": {"task": "text-classification", "model": {"uri": "hf://org/encoder"}},
-            "status": told,
+            "status": status_document,
         }
     return found
 

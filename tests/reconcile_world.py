@@ -88,10 +88,10 @@ def report(stage: str, failure: tuple[FailureClass, float] | None = None, **fiel
         if stage == "evaluate":
             fields = {"metrics": {"accuracy": 0.875, "split": "test"}, **fields}
     else:
-        told = FailureReport(
+        failure_report = FailureReport(
             failure_class=failure[0], reason="Told", message="Told by the trainer.", hint="Do so.", time=failure[1]
         )
-        fields = {"outcome": "failed", "failure": told, **fields}
+        fields = {"outcome": "failed", "failure": failure_report, **fields}
     return TrainerReport(job="reviews", stage=Stage(stage), **fields).to_termination_message()
 
 
@@ -227,9 +227,9 @@ class World:
             "a time that is over would be met for ever"
         )
         self._check_plan(decision)
-        for words in (*decision.events, *decision.status.conditions):
-            assert words.message, f"{words.reason} says nothing"
-            assert not NOT_FOR_PEOPLE.search(words.message), words.message
+        for record in (*decision.events, *decision.status.conditions):
+            assert record.message, f"{record.reason} has no message"
+            assert not NOT_FOR_PEOPLE.search(record.message), record.message
         self.events.extend(decision.events)
         self.refusals = ()
         self.deleted = decision.delete_job
@@ -246,7 +246,7 @@ class World:
             expected = plan.micro_batch_size, plan.gradient_accumulation
             batch = training["batch"] if training else {}
             assert expected == (batch.get("microBatchSize"), batch.get("gradientAccumulation")), (
-                "the status tells a lie"
+                "the status contradicts the children"
             )
 
     def settle(self, passes: int = 12) -> None:
@@ -444,9 +444,12 @@ class World:
             application = {"state": "COMPLETED" if succeeded else "FAILED"}
             raw["status"] |= {"applicationState": application, "terminationTime": stamp(self.now)}
             return
-        word = ("Complete" if raw["kind"] == "Job" else "Succeeded") if succeeded else "Failed"
+        condition_type = ("Complete" if raw["kind"] == "Job" else "Succeeded") if succeeded else "Failed"
         status = raw.setdefault("status", {})
-        status["conditions"] = [*status.get("conditions", []), self.condition(word, "Done" if succeeded else reason)]
+        status["conditions"] = [
+            *status.get("conditions", []),
+            self.condition(condition_type, "Done" if succeeded else reason),
+        ]
         if succeeded or raw["kind"] != "Job":
             status["completionTime"] = stamp(self.now)
 

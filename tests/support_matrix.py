@@ -105,14 +105,14 @@ class Combination:
 
 
 @cache
-def refusals(asked: Combination) -> tuple[Problem, ...]:
+def refusals(combination: Combination) -> tuple[Problem, ...]:
     """Return the problems of `finetune plan` with the combination; empty if it is planned."""
-    local = asked.launcher == LOCAL
+    local = combination.launcher == LOCAL
     settings = LOCAL_SETTINGS if local else CLUSTER_SETTINGS
-    job, problems = validate_job(asked.document(), settings)
+    job, problems = validate_job(combination.document(), settings)
     if job is None or problems:
         return tuple(problems)
-    facts = Facts(hardware=parse_hardware(NODES[asked.node]), local=local, served=LAUNCHERS)
+    facts = Facts(hardware=parse_hardware(NODES[combination.node]), local=local, served=LAUNCHERS)
     try:
         plan(job, facts, settings)
     except PlanRefused as refused:
@@ -135,7 +135,7 @@ class Notes:
         return "no" + " ".join(f"[^{number}]" for number in found)
 
     def lines(self) -> Iterator[str]:
-        yield from (f"[^{number}]: {words}" for words, number in self.numbers.items())
+        yield from (f"[^{number}]: {text}" for text, number in self.numbers.items())
 
 
 _LONG_LIST = re.compile(r"(\w+, \w+, \w+)((?:, \w+){12,})")
@@ -143,17 +143,21 @@ _LONG_LIST = re.compile(r"(\w+, \w+, \w+)((?:, \w+){12,})")
 
 def reason(problem: Problem) -> str:
     """Return the message of a refusal as Markdown, without the value; a long list is cut."""
-    words = f"`{problem.path}`: {problem.rule}; {problem.hint}."
-    return _LONG_LIST.sub(lambda found: f"{found[1]} and {found[2].count(',')} others", words)
+    text = f"`{problem.path}`: {problem.rule}; {problem.hint}."
+    return _LONG_LIST.sub(lambda found: f"{found[1]} and {found[2].count(',')} others", text)
 
 
-def cell(notes: Notes, asked: Mapping[str, Combination]) -> str:
+def cell(notes: Notes, combinations: Mapping[str, Combination]) -> str:
     """Return `yes`, or the reason against it; if combinations differ, the names of the accepted ones."""
-    refused = {name: against for name, each in asked.items() if (against := refusals(each))}
+    refused = {name: against for name, each in combinations.items() if (against := refusals(each))}
     if not refused:
         return "yes"
     mark = notes.mark([problem for against in refused.values() for problem in against])
-    return mark if len(refused) == len(asked) else f"{', '.join(name for name in asked if name not in refused)}; {mark}"
+    return (
+        mark
+        if len(refused) == len(combinations)
+        else f"{', '.join(name for name in combinations if name not in refused)}; {mark}"
+    )
 
 
 def table(notes: Notes, corner: str, rows: Mapping[str, Mapping[str, Mapping[str, Combination]]]) -> Iterator[str]:
@@ -166,7 +170,7 @@ def table(notes: Notes, corner: str, rows: Mapping[str, Mapping[str, Mapping[str
     yield ""
 
 
-def words(term: Term) -> str:
+def term_text(term: Term) -> str:
     """Return a term of a constraint as Markdown: the field of the choice, and its values."""
     name = f"`{_NAMES.get(term.choice) or ' x '.join(FIELDS[term.choice])}`"
     values = " or ".join(f"`{str(value).lower()}`" for value in term.values)
@@ -194,7 +198,7 @@ def together() -> Iterator[str]:
     yield "| Choice | Needs |"
     yield "|---|---|"
     for constraint in CONSTRAINTS:
-        yield f"| {' and '.join(map(words, constraint.when))} | {'; '.join(map(words, constraint.needs))} |"
+        yield f"| {' and '.join(map(term_text, constraint.when))} | {'; '.join(map(term_text, constraint.needs))} |"
     yield ""
 
 

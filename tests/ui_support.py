@@ -63,9 +63,9 @@ def write_run(
     paths.job.write_text(files(planned)[JOB_FILE], encoding="utf-8")
     begun = ALL[: len(done) + 1] if len(done) < len(ALL) else ALL
     for number, stage in enumerate(begun):
-        told = Progress(stage=stage, step=10, total_steps=40, loss=0.5, time=1_790_000_000.0 + number)
+        progress = Progress(stage=stage, step=10, total_steps=40, loss=0.5, time=1_790_000_000.0 + number)
         (paths.logs / f"{stage}.progress.jsonl").write_text(
-            told.model_dump_json(by_alias=True) + "\n", encoding="utf-8"
+            progress.model_dump_json(by_alias=True) + "\n", encoding="utf-8"
         )
         (paths.logs / f"{stage}.log").write_text(log, encoding="utf-8")
     for stage in done:

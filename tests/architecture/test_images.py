@@ -32,7 +32,7 @@ def instructions(image: str) -> list[tuple[str, str]]:
     """Return (instruction, rest) of a Dockerfile, with continued lines joined."""
     text = re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", DOCKERFILES[image].read_text()))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+    return [(keyword, rest.strip()) for keyword, _, rest in (line.partition(" ") for line in lines)]
 
 
 def operator_pod() -> dict[str, object]:
@@ -53,7 +53,7 @@ def test_the_linter_finds_nothing_in_a_dockerfile(image: str) -> None:
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
-def test_the_linter_does_find_what_is_wrong(tmp_path: Path) -> None:
+def test_linter_reports_a_faulty_dockerfile(tmp_path: Path) -> None:
     wrong = tmp_path / "Dockerfile"
     wrong.write_text("FROM debian\nRUN apt-get update\n")
     found = subprocess.run([str(Path(sys.executable).parent / "hadolint"), str(wrong)], capture_output=True, text=True)
@@ -63,9 +63,9 @@ def test_the_linter_does_find_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("image", DOCKERFILES)
 def test_an_image_stands_on_debian_alone(image: str) -> None:
-    froms = [rest.split() for word, rest in instructions(image) if word == "FROM"]
-    stages = {words[2] for words in froms if len(words) == 3}
-    assert {words[0] for words in froms} - stages == {"debian:bookworm-slim", "${BASE:-tagged}"}
+    froms = [rest.split() for keyword, rest in instructions(image) if keyword == "FROM"]
+    stages = {parts[2] for parts in froms if len(parts) == 3}
+    assert {parts[0] for parts in froms} - stages == {"debian:bookworm-slim", "${BASE:-tagged}"}
     assert froms[:2] == [["debian:bookworm-slim", "AS", "tagged"], ["${BASE:-tagged}", "AS", "system"]]
     assert instructions(image)[0] == ("ARG", "BASE")
     assert len(froms) > 1, "what only the build needs stays behind in a stage of its own"
@@ -73,7 +73,7 @@ def test_an_image_stands_on_debian_alone(image: str) -> None:
 
 @pytest.mark.parametrize(("image", "user"), [("operator", 65532), ("trainer", USER_ID)])
 def test_an_image_runs_as_the_user_that_its_pods_run_as(image: str, user: int) -> None:
-    users = [rest for word, rest in instructions(image) if word == "USER"]
+    users = [rest for keyword, rest in instructions(image) if keyword == "USER"]
     assert users == [f"{user}:{user}"]
     if image == "operator":
         context = operator_pod()["securityContext"]
@@ -82,7 +82,7 @@ def test_an_image_runs_as_the_user_that_its_pods_run_as(image: str, user: int) -
 
 
 def test_the_trainers_user_has_the_home_that_mpi_mounts_its_keys_into() -> None:
-    runs = " ".join(rest for word, rest in instructions("trainer") if word == "RUN")
+    runs = " ".join(rest for keyword, rest in instructions("trainer") if keyword == "RUN")
     made = re.search(r"useradd --uid (\d+) --user-group --create-home --shell /bin/bash (\w+)", runs)
     assert made is not None
     assert int(made[1]) == USER_ID
@@ -125,25 +125,25 @@ def test_one_name_and_version_holds_everywhere() -> None:
 
 
 @pytest.mark.parametrize("image", DOCKERFILES)
-def test_a_change_of_our_code_makes_the_last_layer_anew_and_no_other(image: str) -> None:
+def test_code_change_rebuilds_only_the_last_layer(image: str) -> None:
     """Other distributions are installed before our packages are copied. They are copied and not mounted: buildah 1.28
     keeps the layer of a RUN whose mounted files have changed.
     """
-    last = [rest for word, rest in instructions(image) if word in ("COPY", "RUN")][-1]
+    last = [rest for keyword, rest in instructions(image) if keyword in ("COPY", "RUN")][-1]
     assert last == "--from=packages /packages /opt/finetune"
     assert "type=bind" not in DOCKERFILES[image].read_text()
-    sources = [rest for word, rest in instructions(image) if word == "COPY" and "--from" not in rest]
+    sources = [rest for keyword, rest in instructions(image) if keyword == "COPY" and "--from" not in rest]
     ours = {"operator": ["trainer_image/contract contract", "operator operator"], "trainer": ["trainer_image /src"]}
     assert [rest for rest in sources if "." not in rest] == ours[image]
 
 
 @pytest.mark.parametrize("image", DOCKERFILES)
-def test_what_a_build_copies_is_there_and_is_not_kept_from_it(image: str) -> None:
+def test_copied_paths_exist_and_are_not_ignored(image: str) -> None:
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = [
         source
-        for word, rest in instructions(image)
-        if word == "COPY" and "--from" not in rest
+        for keyword, rest in instructions(image)
+        if keyword == "COPY" and "--from" not in rest
         for source in rest.split()[:-1]
     ]
     assert copied
@@ -160,7 +160,7 @@ def test_the_image_for_gpus_has_the_libraries_of_rdma() -> None:
 
 def test_the_installer_of_efa_runs_only_if_given_and_by_its_hash(tmp_path: Path) -> None:
     """The step runs here with a stand-in for AWS' installer; the paths of the image are below a folder of the test."""
-    (step,) = [rest for word, rest in instructions("trainer") if word == "RUN" and "efa_installer" in rest]
+    (step,) = [rest for keyword, rest in instructions("trainer") if keyword == "RUN" and "efa_installer" in rest]
     for path in ("/tmp/efa", "/opt/amazon", "/etc/ld.so.conf.d", "/var/lib/apt"):
         step = step.replace(path, f"{tmp_path}{path}")
     for folder in ("bin", "tmp", "etc/ld.so.conf.d", "in/aws-efa-installer"):
@@ -305,14 +305,14 @@ def test_make_images_takes_the_first_engine_that_works(tools: Path) -> None:
     assert (docker.exists(), built(podman), buildah.exists()) == (False, calls("", VERSION, "cuda"), False)
 
 
-def test_make_images_takes_the_engine_that_is_named_and_has_buildah_keep_layers(tools: Path) -> None:
+def test_make_images_uses_the_named_engine_and_keeps_buildah_layers(tools: Path) -> None:
     docker, buildah = add_engine(tools, "docker"), add_engine(tools, "buildah")
     made = make_images(tools, "CONTAINER_TOOL=buildah")
     assert made.returncode == 0, made.stdout + made.stderr
     assert (docker.exists(), built(buildah)) == (False, calls("", VERSION, "cuda", "--layers "))
 
 
-def test_make_images_says_what_to_install_where_no_engine_works(tools: Path) -> None:
+def test_make_images_lists_engines_to_install_when_none_works(tools: Path) -> None:
     add_engine(tools, "docker", info=1)
     made = make_images(tools)
     assert made.returncode != 0
@@ -342,7 +342,7 @@ def test_images_are_built_on_the_base_that_is_locked(tools: Path, tmp_path: Path
     assert all(base in statement(tools, image)["resolvedDependencies"] for image in DOCKERFILES)
 
 
-def test_a_base_without_a_digest_is_told_and_recorded(tools: Path, tmp_path: Path) -> None:
+def test_base_without_a_digest_is_reported_and_recorded(tools: Path, tmp_path: Path) -> None:
     log = add_engine(tools, "docker")
     ran = build_images(tools, copied_images(tmp_path / "copy", f"{BASE}\n"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -395,13 +395,13 @@ def test_every_base_has_a_line_in_the_lock_file() -> None:
     lines = [line for line in (IMAGES / "bases.lock").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[^ ]+:[^ @]+( sha256:[0-9a-f]{64})?", line) for line in lines), lines
     bases = {
-        rest.split()[0] for image in DOCKERFILES for word, rest in instructions(image) if rest.endswith(" AS tagged")
+        rest.split()[0] for image in DOCKERFILES for keyword, rest in instructions(image) if rest.endswith(" AS tagged")
     }
     assert {line.split()[0] for line in lines} == bases
 
 
 def test_the_operators_image_keeps_nothing_that_two_builds_differ_in() -> None:
-    runs = [rest for word, rest in instructions("operator") if word == "RUN"]
+    runs = [rest for keyword, rest in instructions("operator") if keyword == "RUN"]
     installing = re.findall(r"pip install [^&]*", " ".join(runs))
     assert len(installing) == 3
     assert [command for command in installing if "--no-compile" not in command] == []
@@ -410,9 +410,9 @@ def test_the_operators_image_keeps_nothing_that_two_builds_differ_in() -> None:
         assert path in system
 
 
-def test_byte_code_of_the_trainer_holds_after_a_release_has_changed_the_times_of_its_source() -> None:
+def test_trainer_byte_code_does_not_depend_on_source_times() -> None:
     """With SOURCE_DATE_EPOCH Python writes byte code that is checked by the source's hash, not by its time."""
-    runs = [rest for word, rest in instructions("trainer") if word == "RUN"]
+    runs = [rest for keyword, rest in instructions("trainer") if keyword == "RUN"]
     compiling = [run for run in runs if "pip install" in run or "python3-venv" in run]
     assert len(compiling) == 6
     assert [

@@ -64,7 +64,7 @@ def test_no_two_modules_have_the_same_file_name() -> None:
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
-def test_imports_of_the_tests_own_modules_are_sorted_with_those_of_the_project() -> None:
+def test_ruff_sorts_imports_of_test_modules_as_first_party() -> None:
     """Modules beside the tests' folders and in packages without tests: ruff takes unlisted ones for libraries."""
     sorted_as_ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["isort"]
     tests = ROOT / "tests"
@@ -111,7 +111,7 @@ COMES_WITH = {"huggingface-hub": "transformers", "tokenizers": "transformers"}
 
 
 @pytest.mark.parametrize("distribution", ["trainer_image/contract", "trainer_image", "operator"])
-def test_a_distribution_asks_for_all_that_its_modules_import(distribution: str) -> None:
+def test_distribution_requires_every_package_its_modules_import(distribution: str) -> None:
     project = tomllib.loads((ROOT / distribution / "pyproject.toml").read_text())["project"]
     wanted = named(project["dependencies"]).union(*map(named, project.get("optional-dependencies", {}).values()))
     [package] = [path.parent for path in (ROOT / distribution).glob("finetune_*/__init__.py")]
@@ -168,7 +168,7 @@ def test_no_tracked_file_names_a_path_of_one_machine() -> None:
     assert found == []
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     modules = [
         path
         for folder in ("operator/finetune_operator", "trainer_image/finetune_trainer", "trainer_image/contract")

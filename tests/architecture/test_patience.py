@@ -315,7 +315,7 @@ def test_each_fault_is_found_in_a_sample() -> None:
     assert sorted(found) == [(lines[text], kind) for text, kinds in expected.items() for kind in sorted(kinds)]
 
 
-def test_what_is_scaled_and_what_is_counted_is_no_fault() -> None:
+def test_scaled_and_counted_waits_are_accepted() -> None:
     assert faults_in(GOOD) == []
 
 

@@ -29,12 +29,17 @@ ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "operator/pyproject.toml").read_text())["project"]["version"]
 EPOCH = 1_700_000_000
 DATES = {"GIT_COMMITTER_DATE": f"{EPOCH} +0000", "GIT_AUTHOR_DATE": f"{EPOCH} +0000"}
-NOBODY = {"GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b", "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b"}
+GIT_IDENTITY = {
+    "GIT_COMMITTER_NAME": "a",
+    "GIT_COMMITTER_EMAIL": "a@b",
+    "GIT_AUTHOR_NAME": "a",
+    "GIT_AUTHOR_EMAIL": "a@b",
+}
 
 
 def git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    environment = {**os.environ, **DATES, **NOBODY, "GIT_CONFIG_GLOBAL": os.devnull}
+    environment = {**os.environ, **DATES, **GIT_IDENTITY, "GIT_CONFIG_GLOBAL": os.devnull}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
 
@@ -119,7 +124,7 @@ def test_the_packed_chart_is_the_chart(releases: tuple[Path, Path], tmp_path: Pa
     assert rendered[0] == rendered[1] != ""
 
 
-def test_the_notes_tell_the_changes_and_which_images_are_not_there(releases: tuple[Path, Path]) -> None:
+def test_release_notes_list_changes_and_missing_images(releases: tuple[Path, Path]) -> None:
     text = (releases[0] / "RELEASE_NOTES.md").read_text()
     assert text.startswith(f"# {VERSION}\n")
     assert "Without the image of finetune-operator and finetune-trainer" in text
@@ -185,14 +190,14 @@ def test_an_sbom_is_valid_and_names_every_package_by_its_purl() -> None:
     assert bill["metadata"]["timestamp"] == "2023-11-14T22:13:20+00:00"
 
 
-def test_an_sbom_of_the_same_packages_has_the_same_bytes_and_of_others_another_number() -> None:
+def test_sbom_is_reproducible_and_its_number_depends_on_the_packages() -> None:
     first = records.sbom(INVENTORY, "finetune-operator", VERSION, EPOCH)
     assert records.sbom(json.loads(json.dumps(INVENTORY)), "finetune-operator", VERSION, EPOCH) == first
     fewer = records.sbom({**INVENTORY, "debian": []}, "finetune-operator", VERSION, EPOCH)
     assert json.loads(fewer)["serialNumber"] != json.loads(first)["serialNumber"]
 
 
-def test_the_inventory_has_what_is_installed() -> None:
+def test_inventory_lists_installed_packages_only() -> None:
     status = (
         "Package: a\nStatus: install ok installed\nVersion: 1\nArchitecture: all\nSource: b (2)\n\n"
         "Package: removed\nStatus: deinstall ok config-files\nVersion: 1\nArchitecture: all\n"
@@ -224,7 +229,7 @@ def statement(**changes: Any) -> dict[str, Any]:
     return records.provenance(**{**given, **changes})
 
 
-def test_a_statement_names_the_source_the_base_and_every_file_of_requirements() -> None:
+def test_statement_names_source_base_and_every_requirements_file() -> None:
     made = statement()
     assert (made["_type"], made["predicateType"]) == (
         "https://in-toto.io/Statement/v1",
@@ -348,14 +353,14 @@ def workflow_commands() -> list[str]:
     return [line for job in jobs.values() for step in job["steps"] for line in step["run"].splitlines()]
 
 
-def test_the_workflow_lints_tests_and_releases_and_says_that_it_is_untried() -> None:
+def test_workflow_runs_lint_tests_and_release_and_is_marked_untried() -> None:
     assert "Untried" in WORKFLOW.read_text().split("\n\n")[0]
     targets = {found for line in workflow_commands() for found in re.findall(r"\bmake ([a-z-]+)", line)}
     known = set(re.findall(r"(?m)^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text()))
     assert {"lint", "test", "release"} <= targets <= known
 
 
-def test_the_workflow_takes_no_action_of_others_and_grants_no_right_by_default() -> None:
+def test_workflow_uses_no_foreign_action_and_grants_read_access_only() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert [step for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step] == []
@@ -381,8 +386,8 @@ def test_the_page_links_to_files_and_names_targets_that_are_there() -> None:
 
 
 def test_the_page_lists_every_file_of_hashed_requirements() -> None:
-    told = set(re.findall(r"(?m)^\| (`[a-z0-9-]+\.txt`(?:, `[a-z0-9-]+\.txt`)*) \|", PAGE))
-    assert {name for row in told for name in re.findall(r"`([^`]+)`", row)} == set(FILES)
+    listed = set(re.findall(r"(?m)^\| (`[a-z0-9-]+\.txt`(?:, `[a-z0-9-]+\.txt`)*) \|", PAGE))
+    assert {name for row in listed for name in re.findall(r"`([^`]+)`", row)} == set(FILES)
 
 
 def test_the_page_names_settings_that_images_build_has() -> None:

@@ -80,12 +80,12 @@ def test_hashed_file_has_the_versions_of_the_constraints(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_hashed_file_holds_what_is_asked_for(file: str) -> None:
+def test_hashed_file_pins_every_direct_requirement(file: str) -> None:
     wanted = FILES[file]
     before = {name for each in wanted.installed_before for name in pins(text_of(each))}
-    asked = {name_of(line) for line in direct_requirements(wanted)} - before - set(wanted.built_apart)
-    assert asked
-    assert asked <= pins(text_of(file)).keys()
+    required = {name_of(line) for line in direct_requirements(wanted)} - before - set(wanted.built_apart)
+    assert required
+    assert required <= pins(text_of(file)).keys()
 
 
 @pytest.mark.parametrize("file", sorted(FILES.keys() - NOT_IN_THE_SUITE))
@@ -112,7 +112,7 @@ COMMANDS = re.compile(r"pip (?:install|download|wheel)[^;&|\n]*|\$\(PIP_INSTALL\
 
 
 @pytest.mark.parametrize("file", ["Makefile", "images/operator/Dockerfile", "images/trainer/Dockerfile"])
-def test_what_comes_from_an_index_is_taken_by_hash(file: str) -> None:
+def test_downloads_from_an_index_are_checked_by_hash(file: str) -> None:
     text = re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", (ROOT / file).read_text()))
     commands = [found for found in COMMANDS.findall(text) if "PIP_INSTALL =" not in found]
     taking = [command for command in commands if "--no-index" not in command and "pip wheel" not in command]
@@ -175,7 +175,7 @@ def test_image_for_gpus_has_the_kernels_that_validate_lets_pass() -> None:
     assert re.search(r'if \[ "\$\{ACCELERATOR\}" = cuda \]; then +pip install [^;]*/liger\.txt;', line)
 
 
-def test_image_for_cpus_has_what_exported_rungs_import() -> None:
+def test_cpu_image_has_every_package_that_exported_rungs_import() -> None:
     for module in ("nncf", "onnx", "onnxruntime", "onnxscript", "openvino"):
         assert installed_by(module) in pins(text_of("fast-inference.txt"))
     lines = re.sub(r"\\\n", " ", (ROOT / "images" / "trainer" / "Dockerfile").read_text()).splitlines()

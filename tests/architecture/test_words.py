@@ -70,7 +70,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_prose_names_what_it_speaks_of(part: str) -> None:
+def test_prose_avoids_vague_and_spoken_vocabulary(part: str) -> None:
     words: list[str] = []
     for _, texts, notes in prose_of(part):
         words += re.findall(r"[a-z']+", " ".join([*(text for _, text in texts), *notes]).lower())
@@ -108,7 +108,7 @@ def user_texts() -> Iterator[tuple[str, str]]:
                     yield f"{file.relative_to(ROOT)}:{node.lineno}", text
 
 
-def test_texts_for_users_use_the_words_of_the_field() -> None:
+def test_texts_for_users_use_the_standard_terms() -> None:
     found = [
         f"{place}: {text[:100]}"
         for place, text in user_texts()

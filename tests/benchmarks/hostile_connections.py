@@ -2,10 +2,10 @@
 
     python tests/benchmarks/hostile_connections.py [--minutes 10]
 
-Baseline: the same pods and reports with nobody else. Arms, in turn: nothing else; thousands of connections from 16
+Baseline: the same pods and reports without other clients. Arms, in turn: nothing else; thousands of connections from 16
 addresses to the ports for progress, for the webhook, and for probes and metrics: silent before TLS and after it, with
 requests and bodies that do not end, with unknown tokens, and with garbage. Meanwhile four pods report once in two
-seconds each, from one of the attacker's addresses, and the kubelet asks for /healthz once a second. Told are reports
+seconds each, from one of the attacker's addresses, and the kubelet requests /healthz once a second. Reported: posts
 that were not taken, the longest time of a report and of /healthz, and the operator's largest memory. Checked: the
 operator's process is the same throughout, and no attempt was stopped.
 """
@@ -91,7 +91,7 @@ async def attack(ports: Sequence[tuple[int, bool]], seen: Seen, seconds: float) 
                 )
                 seen.opened += 1
                 try:
-                    for part in said(kind, draw):
+                    for part in hostile_bytes(kind, draw):
                         writer.write(part)
                         await writer.drain()
                     # Until the operator closes it.
@@ -103,7 +103,7 @@ async def attack(ports: Sequence[tuple[int, bool]], seen: Seen, seconds: float) 
     await asyncio.gather(*(one() for _ in range(HELD)))
 
 
-def said(kind: str, draw: random.Random) -> list[bytes]:
+def hostile_bytes(kind: str, draw: random.Random) -> list[bytes]:
     """Return the bytes that one hostile connection sends."""
     path = "/v1alpha1/namespaces/a/finetunejobs/b/stages/train/attempts/1"
     head = f"POST {draw.choice([path, '/validate', '/healthz'])} HTTP/1.1\r\nHost: x\r\n"
@@ -189,7 +189,7 @@ def run(
             each.result()
         assert process.pid == pid
         for name in names:
-            assert states(world.status(name))["train"] == ("Running", 1), world.tell(name)
+            assert states(world.status(name))["train"] == ("Running", 1), world.describe(name)
         around.kubelet.playbook.clear()
     process.terminate()
     return seen

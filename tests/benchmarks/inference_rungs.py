@@ -160,8 +160,8 @@ class Bench:
         coding = Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
         model = task.load_model(job, str(self.model_folder), {}, torch.float32).eval()
         labels = labels_of_model(job, task, model.config)
-        asked = RequestedColumns(part.columns, part.setting, {})
-        self.answerer = Answerer(job, Encoder(task, coding, packing=False), model, labels, means, asked)
+        columns = RequestedColumns(part.columns, part.setting, {})
+        self.answerer = Answerer(job, Encoder(task, coding, packing=False), model, labels, means, columns)
 
     @property
     def model(self) -> PreTrainedModel:

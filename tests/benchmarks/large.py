@@ -252,13 +252,15 @@ def main() -> None:
     print(f"steps of {options.batch} rows of {options.length} tokens, {options.micro} a forward pass, bf16, ", end="")
     print(f"activations recomputed: {options.checkpointing}; peak {most / 1e12:.1f} TFLOP/s\n")
     print(f"{'arm':26}{'tokens/s':>10}{'ratio':>7}{'MFU':>7}{'peak GiB':>10}{'first':>9}{'last':>8}")
-    told = folder.resolve() / "baseline.json"
-    again = subprocess.run([sys.executable, *sys.argv, "--baseline-only", str(told)], capture_output=True, text=True)
+    baseline_file = folder.resolve() / "baseline.json"
+    again = subprocess.run(
+        [sys.executable, *sys.argv, "--baseline-only", str(baseline_file)], capture_output=True, text=True
+    )
     base = None
     if again.returncode:
         print(f"{BASELINE}: failed: {again.stderr.strip().splitlines()[-1]}")
     else:
-        base = Arm(**json.loads(told.read_text()))
+        base = Arm(**json.loads(baseline_file.read_text()))
         print(shown(f"{BASELINE} (baseline)", base, operations, most, base), flush=True)
     for strategy in options.strategies:
         try:

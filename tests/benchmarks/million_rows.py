@@ -37,7 +37,7 @@ LABELS = ("bad", "good")
 MEBIBYTE = 1 << 20
 
 
-class Told(NoProgress):
+class MemoryProgress(NoProgress):
     """Progress that prints memory every `every` rows."""
 
     def __init__(self, every: int) -> None:
@@ -94,8 +94,8 @@ def agreement(model: Path, rows: Path, answers: Path, count: int) -> float:
     classifier = BertForSequenceClassification.from_pretrained(model)  # in evaluation mode
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     equal = at = 0
-    with rows.open(encoding="utf-8") as texts, answers.open(encoding="utf-8") as said, torch.inference_mode():
-        for at, (row, answer) in enumerate(zip(texts, said, strict=True)):
+    with rows.open(encoding="utf-8") as texts, answers.open(encoding="utf-8") as predicted, torch.inference_mode():
+        for at, (row, answer) in enumerate(zip(texts, predicted, strict=True)):
             if at in chosen:
                 found = json.loads(answer)
                 if found["row"] != at:
@@ -111,12 +111,12 @@ def main() -> None:
     """Print a line every tenth of the rows, and a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, rows, answers = folder / "model", folder / "rows.jsonl", folder / "answers.jsonl"
         write_model(model)
-        write_rows(rows, asked.rows)
+        write_rows(rows, options.rows)
         job = TrainerJob.model_validate(
             {
                 "name": "rows",
@@ -131,13 +131,13 @@ def main() -> None:
                 },
             }
         )
-        told = Told(max(1, asked.rows // 10))
+        progress = MemoryProgress(max(1, options.rows // 10))
         began = time.perf_counter()
-        predict(job, JobPaths(folder / "job"), told)
+        predict(job, JobPaths(folder / "job"), progress)
         seconds = time.perf_counter() - began
-        share = agreement(model, rows, answers, asked.rows)
-        grown = told.memory[-1] - told.memory[0] if told.memory else 0.0
-        print(f"{asked.rows:,} rows in {seconds:.0f} s, joined and written: {asked.rows / seconds:,.0f} rows/s")
+        share = agreement(model, rows, answers, options.rows)
+        grown = progress.memory[-1] - progress.memory[0] if progress.memory else 0.0
+        print(f"{options.rows:,} rows in {seconds:.0f} s, joined and written: {options.rows / seconds:,.0f} rows/s")
         print(f"memory at the last tenth less that at the first: {grown:+.0f} MiB")
         print(f"labels equal to a plain loop's: {share:.1%}")
 

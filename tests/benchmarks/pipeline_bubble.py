@@ -148,13 +148,13 @@ def main() -> None:
     parser.add_argument("--degree", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--schedule", choices=SCHEDULES, nargs="*", default=list(SCHEDULES))
     parser.add_argument("--repeats", type=int, default=5)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, torch {torch.__version__}")
     print("layers   schedule      p   m   pass ms  measured  formula  difference")
-    for degree in asked.degree:
-        for schedule in asked.schedule:
-            setting = Setting(schedule, degree, asked.layers, asked.repeats)
+    for degree in options.degree:
+        for schedule in options.schedule:
+            setting = Setting(schedule, degree, options.layers, options.repeats)
             torch.multiprocessing.start_processes(measure, (setting, free_port()), degree, start_method="fork")
 
 

@@ -202,19 +202,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        texts = [json.loads(line)["text"] for line in asked.data.read_text(encoding="utf-8").splitlines()]
-        rows = (json.dumps({"text": texts[number % len(texts)]}) + "\n" for number in range(asked.rows))
+        texts = [json.loads(line)["text"] for line in options.data.read_text(encoding="utf-8").splitlines()]
+        rows = (json.dumps({"text": texts[number % len(texts)]}) + "\n" for number in range(options.rows))
         data = scratch / "rows.jsonl"
         data.write_text("".join(rows), encoding="utf-8")
         model = scratch / "model"
-        save_model(model, asked.layers, asked.width)
-        print(f"{asked.rows:,} rows, {asked.layers} layers, {asked.width} wide; load {os.getloadavg()[0]:.1f}\n")
-        if asked.rounds:
-            scaling(scratch, model, data, asked.rows, asked.rounds)
-        kills(scratch, model, data, asked.kills, asked.seed)
+        save_model(model, options.layers, options.width)
+        print(f"{options.rows:,} rows, {options.layers} layers, {options.width} wide; load {os.getloadavg()[0]:.1f}\n")
+        if options.rounds:
+            scaling(scratch, model, data, options.rows, options.rounds)
+        kills(scratch, model, data, options.kills, options.seed)
         print(f"load at the end: {os.getloadavg()[0]:.1f}")
 
 

@@ -81,10 +81,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="*", default=[], help="numbers of workers to compare")
     parser.add_argument("--worker-rows", type=int, default=200_000, help="rows for the comparison of workers")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        compare(Path(folder), asked.data, asked.rows, asked.rounds)
-        scale(Path(folder), asked.data, asked.worker_rows, asked.workers)
+        compare(Path(folder), options.data, options.rows, options.rounds)
+        scale(Path(folder), options.data, options.worker_rows, options.workers)
 
 
 def write_rows(source: Path, count: int, path: Path) -> list[str]:

@@ -128,7 +128,9 @@ def paragraphs(name: str, most: int) -> Any:
     return read
 
 
-def words_of(splits: dict[str, Rows], folder: Path, names: Sequence[str], *, ends: bool) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    splits: dict[str, Rows], folder: Path, names: Sequence[str], *, ends: bool
+) -> PreTrainedTokenizerFast:
     """Write a byte-level BPE of 4,096 tokens, trained on the train rows."""
     from tokenizers import ByteLevelBPETokenizer, processors
 
@@ -143,7 +145,7 @@ def words_of(splits: dict[str, Rows], folder: Path, names: Sequence[str], *, end
 
 
 def gpt2(folder: Path, splits: dict[str, Rows]) -> str:
-    words_of(splits, folder, ["text"], ends=False)
+    train_tokenizer(splits, folder, ["text"], ends=False)
     sizes = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 4096}
     ends = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     transformers.set_seed(3)
@@ -153,7 +155,7 @@ def gpt2(folder: Path, splits: dict[str, Rows]) -> str:
 
 
 def t5(folder: Path, splits: dict[str, Rows]) -> str:
-    words_of(splits, folder, ["dialogue", "summary"], ends=True)
+    train_tokenizer(splits, folder, ["dialogue", "summary"], ends=True)
     sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 3, "num_heads": 4, "vocab_size": 4096}
     transformers.set_seed(3)
     ends = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
@@ -181,12 +183,12 @@ def classification(arm: Arm) -> float:
 
     collator = transformers.DataCollatorWithPadding(tokenizer)
     model = arm.trained(arm.network(num_labels=count), encoded(splits["train"]), collator)
-    said: list[int] = []
+    predicted: list[int] = []
     for some in batches(encoded(splits["test"])):
         batch = collator(some)
         with torch.no_grad():
-            said += model(**batch).logits.argmax(-1).tolist()
-    return float(accuracy_score([row["label"] for row in splits["test"]], said))
+            predicted += model(**batch).logits.argmax(-1).tolist()
+    return float(accuracy_score([row["label"] for row in splits["test"]], predicted))
 
 
 def tagging(arm: Arm) -> float:
@@ -206,15 +208,15 @@ def tagging(arm: Arm) -> float:
 
     collator = transformers.DataCollatorForTokenClassification(tokenizer)
     model = arm.trained(arm.network(num_labels=len(names)), encoded(splits["train"]), collator)
-    said, right = [], []
+    predicted, right = [], []
     for some in batches(encoded(splits["test"])):
         batch = collator(some)
         with torch.no_grad():
             best = model(**batch).logits.argmax(-1)
         for one, labels in zip(best.tolist(), batch["labels"].tolist(), strict=True):
-            said.append([names[a] for a, b in zip(one, labels, strict=True) if b != -100])
+            predicted.append([names[a] for a, b in zip(one, labels, strict=True) if b != -100])
             right.append([names[b] for b in labels if b != -100])
-    return float(f1_score(right, said, zero_division=0))
+    return float(f1_score(right, predicted, zero_division=0))
 
 
 def answering(arm: Arm) -> float:
@@ -252,11 +254,11 @@ def answering(arm: Arm) -> float:
         names = ("input_ids", "token_type_ids", "attention_mask")
         batch = collator([{name: test[name][at] for name in names} for at in some])
         with torch.no_grad():
-            said = model(**batch)
+            outputs = model(**batch)
         for line, at in enumerate(some):
             row, offsets = test["overflow_to_sample_mapping"][at], test["offset_mapping"][at]
             allowed = np.array([part == 1 for part in test.sequence_ids(at)])
-            starts, ends = said.start_logits[line].numpy(), said.end_logits[line].numpy()
+            starts, ends = outputs.start_logits[line].numpy(), outputs.end_logits[line].numpy()
             top = [np.argsort(-each[: len(allowed)])[:20] for each in (starts, ends)]
             for a in top[0]:
                 for b in top[1]:

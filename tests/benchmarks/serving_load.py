@@ -141,7 +141,7 @@ async def send(port: int, rate: float, seconds: float, rows: Sequence[str]) -> L
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
         began = time.perf_counter()
 
-        async def ask(at: float, text: str) -> None:
+        async def request(at: float, text: str) -> None:
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
             try:
                 async with session.post(f"http://127.0.0.1:{port}/", json={"inputs": text}) as answer:
@@ -151,7 +151,7 @@ async def send(port: int, rate: float, seconds: float, rows: Sequence[str]) -> L
                 code = 0
             found.append((code, time.perf_counter() - began - at))
 
-        await asyncio.gather(*(ask(at, rows[each % len(rows)]) for each, at in enumerate(due)))
+        await asyncio.gather(*(request(at, rows[each % len(rows)]) for each, at in enumerate(due)))
         lasted = time.perf_counter() - began
     good = np.array([seconds for code, seconds in found if code == 200]) * 1000
     refused = np.array([seconds for code, seconds in found if code == 429]) * 1000

@@ -3,7 +3,7 @@
     python tests/benchmarks/takeover.py [--rounds 5]
 
 Baseline: the duration of the Lease, before whose end no other replica may act. Arms, in turn: the acting replica is
-killed, and it is told to end, when it gives its Lease back. Both replicas run on one machine against one real API
+killed, and it is stopped by SIGTERM, when it releases its Lease. Both replicas run on one machine against one real API
 server. Time counts from the signal to the moment at which the other replica holds the Lease. Checked: a job that was
 stored meanwhile has one child once the other replica acts.
 """
@@ -28,7 +28,7 @@ from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.rendering.render_types import JOB_LABEL
 from finetune_operator.shell.leader import LEASE_NAME, LEASE_SECONDS
 
-ARMS = {"killed": OperatorProcess.kill, "told to end": OperatorProcess.terminate}
+ARMS = {"killed": OperatorProcess.kill, "stopped": OperatorProcess.terminate}
 
 
 def holder(api: Api) -> str:

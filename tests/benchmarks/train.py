@@ -2,9 +2,9 @@
 every row padded to 128 tokens, as the notebooks of SageMaker and Databricks have it.
 
 Model (MiniLM with its weights), rows, steps, global batch, optimizer, learning rate, schedule and threads are the same.
-What differs is what a user gets without asking: our batches are grouped by length, and `training.precision` is what
-`auto` decides on this machine; an arm in fp32 tells how much of the gain is the batches' alone. Everything of a step is
-timed: data, forward, backward, optimizer, history. The first steps are not, nor start-up and evaluation.
+The defaults differ: our batches are grouped by length, and `training.precision` is what `auto` decides on this machine;
+an arm in fp32 shows the gain of the batches alone. Everything of a step is timed: data, forward, backward, optimizer,
+history. The first steps are not, nor start-up and evaluation.
 
 Beside samples a second: useful tokens a second (no padding), and the share of the machine's matmul peak that they are.
 The peak is measured here, in the arm's own precision, by products of 2048 x 2048 matrices, right before and right
@@ -13,7 +13,7 @@ operations for each weight of the encoder's layers, and 12 x layers x width x le
 al., "PaLM", 2022, appendix B); embeddings count nothing.
 
 Arms are interleaved and repeated. Quality: the means of the first and the last tenth of the losses, and the accuracy on
-all test rows. `--profile` says what an arm's time goes into, by operator.
+all test rows. `--profile` shows an arm's time by operator.
 
     python tests/benchmarks/train.py --data ../shared/data/rotten_tomatoes --steps 120 --repeats 3
 """
@@ -131,9 +131,9 @@ def published(folder: Path, path: str, tokenizer: Any, splits: dict[str, Rows], 
     trainer.train()
     seconds = clock.ends[-1] - clock.ends[WARMUP_STEPS - 1]
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    said = trainer.predict(encoded(splits["test"])).predictions.argmax(-1)
+    predicted = trainer.predict(encoded(splits["test"])).predictions.argmax(-1)
     return Measured(
-        (steps - WARMUP_STEPS) * BATCH / seconds, losses, float((said == splits["test"].labels).mean()), "fp32"
+        (steps - WARMUP_STEPS) * BATCH / seconds, losses, float((predicted == splits["test"].labels).mean()), "fp32"
     )
 
 
@@ -278,9 +278,9 @@ def main() -> None:
     for repeat in range(options.repeats):
         base = partial(published, options.workspace, path, tokenizer, splits, options.steps, repeat)
         arms["published"].append(beside_peaks(base, "fp32"))
-        for asked, precision in (("fp32", "fp32"), ("auto", options.auto)):
-            arm = partial(ours, options.workspace, asked, options.data, options.steps, repeat)
-            arms[f"ours, {asked}"].append(beside_peaks(arm, precision))
+        for requested, precision in (("fp32", "fp32"), ("auto", options.auto)):
+            arm = partial(ours, options.workspace, requested, options.data, options.steps, repeat)
+            arms[f"ours, {requested}"].append(beside_peaks(arm, precision))
 
     row = operations(path, lengths)
     print(f"useful work of a row: {row / 1e9:.2f} GFLOP")

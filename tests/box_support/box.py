@@ -77,10 +77,10 @@ class Box:
         assert ran.returncode == 0, f"kubectl {' '.join(arguments)}\n{ran.stdout}{ran.stderr}"
         return ran.stdout
 
-    def own(self, what: str) -> Path:
+    def own(self, need: str) -> Path:
         """Return the box's folder; skip a test that needs it on another cluster."""
         if self.folder is None:
-            pytest.skip(f"{what} needs a cluster in a box; FINETUNE_TEST_KUBECONFIG names another cluster")
+            pytest.skip(f"{need} needs a cluster in a box; FINETUNE_TEST_KUBECONFIG names another cluster")
         return self.folder
 
     # -------------------------------------------------------------------------------------------------------- faults

@@ -61,7 +61,7 @@ class Broken:
         """Number of steps to repeat."""
         return self.reached - self.resumed
 
-    def told(self, *fields: str) -> list[object]:
+    def failure_fields(self, *fields: str) -> list[object]:
         """Return fields of the failure."""
         return [self.failure.get(name) for name in fields]
 
@@ -111,22 +111,22 @@ class Training:
         """Return the node of that pod."""
         return str(self.pods()[rank]["spec"]["nodeName"])
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """Describe the job for a failed test."""
-        return self.team.tell(self.name)
+        return self.team.describe(self.name)
 
     def wait_step(self, step: int) -> int:
         """Wait until the current attempt has done `step`; return its last step."""
 
         def done() -> int | None:
             stage = stage_of(self.team.status(self.name), "train")
-            assert stage.get("attempt", 0) <= self.attempt, f"attempt {self.attempt} broke by itself\n{self.tell()}"
+            assert stage.get("attempt", 0) <= self.attempt, f"attempt {self.attempt} broke by itself\n{self.describe()}"
             if (stage.get("attempt"), stage.get("state")) != (self.attempt, "Running"):
                 return None
             now = self.team.step(self.name)
             return now if now >= step else None
 
-        return wait_until(done, f"{self.name}: step {step} of attempt {self.attempt}", self.seconds, self.tell)
+        return wait_until(done, f"{self.name}: step {step} of attempt {self.attempt}", self.seconds, self.describe)
 
     def breaks(self, fault: Callable[[], object], over: bool = False) -> Broken:
         """Inject the fault in the middle of the current attempt; wait for the next attempt, or (`over`) the end."""
@@ -134,13 +134,15 @@ class Training:
         pods, steps, left = self.pods(), [0], set[str]()
         fault()
 
-        def told() -> Object | None:
+        def failed_attempt() -> Object | None:
             status = self.team.status(self.name)
             steps.append(self.team.step(self.name))
             left.update(pod["metadata"]["name"] for pod in self.pods() if _ended_by_itself(pod))
             return status if status.get("failure", {}).get("attempt") == self.attempt else None
 
-        status = wait_until(told, f"{self.name}: attempt {self.attempt} has failed", self.seconds, self.tell)
+        status = wait_until(
+            failed_attempt, f"{self.name}: attempt {self.attempt} has failed", self.seconds, self.describe
+        )
         if over:
             status = self.team.wait_end(self.name, self.seconds)
             return Broken(self.attempt, pods, max(steps), status, left=frozenset(left))
@@ -149,7 +151,7 @@ class Training:
             steps.append(self.team.step(self.name))
             return self._resumed(self.attempt + 1)
 
-        step = wait_until(resumed, f"{self.name}: attempt {self.attempt + 1} goes on", self.seconds, self.tell)
+        step = wait_until(resumed, f"{self.name}: attempt {self.attempt + 1} goes on", self.seconds, self.describe)
         broken = Broken(self.attempt, pods, max(steps), status, step, frozenset(left))
         self.attempt, self.resumed = self.attempt + 1, step
         return broken
@@ -161,9 +163,9 @@ class Training:
                 continue
             place = path_of("v1", "pods", self.team.namespace, pod["metadata"]["name"], "log")
             try:
-                said = _RESUMED.search(self.team.box.api.call("GET", f"{place}?container={CONTAINER_NAME}"))
+                match = _RESUMED.search(self.team.box.api.call("GET", f"{place}?container={CONTAINER_NAME}"))
             except ApiError:
                 continue  # It has no log yet.
-            if said is not None:
-                return int(said[1])
+            if match is not None:
+                return int(match[1])
         return None

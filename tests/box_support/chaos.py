@@ -68,11 +68,11 @@ STILL_SECONDS = 420
 and the grace period after it.
 """
 _LOOK_SECONDS = 0.05
-_ASK_SECONDS = 0.3
+_REQUEST_SECONDS = 0.3
 """Time between two requests to the API server about one job."""
 _STARTING_SECONDS = 3.0
 """Time in which a pod's program still imports; a kill within it breaks the attempt."""
-_TELLING = ("StageStarted", "StageFailed", "Restarting", "Suspended", "Resumed", "StageSucceeded")
+_LOGGED_REASONS = ("StageStarted", "StageFailed", "Restarting", "Suspended", "Resumed", "StageSucceeded")
 """Reasons of events to include in the log of a storm."""
 _LATE_SHARE = 0.8
 """Share of the steps; a training requested to stop after it may finish first."""
@@ -112,7 +112,7 @@ def spec_of(fate: Fate) -> Object:
         case Doom.COLUMN:
             spec["dataset"] = {**spec["dataset"], "columns": {"text": "txet"}}
         case Doom.SECRET:
-            spec["secrets"] = {"hubToken": {"name": "nobody-made-this", "key": "token"}}
+            spec["secrets"] = {"hubToken": {"name": "missing-secret", "key": "token"}}
     return spec
 
 
@@ -151,7 +151,7 @@ _POD = re.compile(rf"^(?P<job>.+)-(?P<stage>{'|'.join(STAGES)})-(?P<attempt>\d+)
 
 
 def living(box: Box, namespace: str) -> list[Live]:
-    """Return containers with live processes, whatever the API server's state; by name of the pod."""
+    """Return containers with live processes, in any state of the API server; by name of the pod."""
     found = []
     for file in (box.own("looking into pods") / "kubelet" / "pods").glob(f"*/containers/{CONTAINER_NAME}/exec.json"):
         try:
@@ -189,7 +189,7 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        told: set[frozenset[tuple[str, int]]] = set()
+        reported: set[frozenset[tuple[str, int]]] = set()
         try:
             while not self._stop.wait(0.1):
                 attempts: dict[str, list[Live]] = {}
@@ -204,8 +204,8 @@ class Watch:
                         continue
                     pods = [one for one in pods if one.works]
                     several = frozenset((one.stage, one.attempt) for one in pods)
-                    if len(several) > 1 and several | {(job, 0)} not in told:
-                        told.add(several | {(job, 0)})
+                    if len(several) > 1 and several | {(job, 0)} not in reported:
+                        reported.add(several | {(job, 0)})
                         self.overlaps.append(f"{clock()} {job}: {', '.join(one.pod for one in pods)}")
         except Exception as error:
             self.trouble = error
@@ -238,7 +238,7 @@ class Aim:
 
 
 @dataclass
-class Course:
+class JobState:
     """State of one job during the storm."""
 
     case: Case
@@ -269,7 +269,7 @@ class Storm:
 
     team: Team
     schedule: Schedule
-    courses: dict[str, Course] = field(default_factory=dict)
+    states: dict[str, JobState] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     spare: list[Fault] = field(default_factory=list)
     """Faults whose job ended before their moment."""
@@ -288,7 +288,7 @@ class Storm:
         """Run the schedule: jobs in order, some at a time; faults that could not be made go to one more job."""
         self.template = faults.puppet(self.team, STEP_SECONDS)
         self.mark = self.team.box.cluster.audit_mark()
-        self.said = self._operator_logs()
+        self.log_sizes = self._operator_logs()
         began = time.monotonic()
         with Watch(self.team).running() as watch:
             with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -305,20 +305,20 @@ class Storm:
                     case = Case(f"storm-more-{more}", nodes=2, max_restarts=len(left))
                     self._live(Fate(case, tuple(replace(one, stage=TRAIN, together=False) for one in left)))
         self.overlaps, self.seen, self.worked = watch.overlaps, watch.seen, watch.worked
-        self.say("-", f"all over after {time.monotonic() - began:.0f} s")
+        self.record("-", f"all over after {time.monotonic() - began:.0f} s")
         if watch.trouble is not None:
             raise watch.trouble
 
     @property
     def done(self) -> tuple[Fault, ...]:
         """Faults that were injected."""
-        return tuple(fault for course in self.courses.values() for fault in course.made)
+        return tuple(fault for job_state in self.states.values() for fault in job_state.made)
 
-    def say(self, job: str, words: str) -> None:
-        self.log.append(f"{clock()} {job}: {words}")
-        log.info("%s: %s", job, words)
+    def record(self, job: str, text: str) -> None:
+        self.log.append(f"{clock()} {job}: {text}")
+        log.info("%s: %s", job, text)
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """Return everything that explains a failure, and how to repeat it."""
         again = f"FINETUNE_FAULTS={len(self.schedule.faults)} FINETUNE_SEED={self.schedule.seed}"
         return "\n".join([f"again: {again}", str(self.schedule), "what happened:", *self.log])
@@ -327,67 +327,67 @@ class Storm:
 
     def _live(self, fate: Fate) -> None:
         team = Team(replace(self.team.box, api=Api(self.team.box.cluster.access)), self.team.namespace)
-        course = Course(fate.case, team.new_name(fate.case.name))
-        self.courses[fate.case.name] = course
-        _apply(team, course.name, spec_of(fate) | {"template": self.template})
-        self.say(course.name, "applied")
+        job_state = JobState(fate.case, team.new_name(fate.case.name))
+        self.states[fate.case.name] = job_state
+        _apply(team, job_state.name, spec_of(fate) | {"template": self.template})
+        self.record(job_state.name, "applied")
         for group in fate.groups:
-            left = self._deal(team, course, group)
+            left = self._deal(team, job_state, group)
             if left:
-                self.say(course.name, "not made: " + "; ".join(map(str, left)))
+                self.record(job_state.name, "not made: " + "; ".join(map(str, left)))
                 with self._spare:
                     self.spare += left
-        self._end(team, course)
+        self._end(team, job_state)
 
     def _take_spare(self) -> list[Fault]:
         with self._spare:
             left, self.spare = self.spare, []
         return left
 
-    def _end(self, team: Team, course: Course) -> None:
-        while not (course.still or self._called_off.is_set()):
-            status = _look(team, course)
+    def _end(self, team: Team, job_state: JobState) -> None:
+        while not (job_state.still or self._called_off.is_set()):
+            status = _look(team, job_state)
             if status.get("phase") in TERMINAL:
-                course.status, course.mark = status, team.box.cluster.audit_mark()
+                job_state.status, job_state.mark = status, team.box.cluster.audit_mark()
                 failure = status.get("failure") or {}
                 why = f" ({failure.get('class')}: {str(failure.get('message'))[:160]})" if failure else ""
-                self.say(course.name, f"{status['phase']} after {status.get('restarts', 0)} restarts{why}")
-                for event in patiently(lambda: team.events(course.name)):
-                    if event["reason"] in _TELLING:
+                self.record(job_state.name, f"{status['phase']} after {status.get('restarts', 0)} restarts{why}")
+                for event in patiently(lambda: team.events(job_state.name)):
+                    if event["reason"] in _LOGGED_REASONS:
                         self.log.append(f"    {event['firstTimestamp']} {event['message'][:300]}")
                 return
-            time.sleep(_ASK_SECONDS)
-        self.say(course.name, "LOST\n" + patiently(lambda: team.tell(course.name)))
+            time.sleep(_REQUEST_SECONDS)
+        self.record(job_state.name, "LOST\n" + patiently(lambda: team.describe(job_state.name)))
 
     # --------------------------------------------------------------------------------------------------- one fault
 
-    def _deal(self, team: Team, course: Course, group: Sequence[Fault]) -> list[Fault]:
+    def _deal(self, team: Team, job_state: JobState, group: Sequence[Fault]) -> list[Fault]:
         """Inject the faults of one moment; return those that came too late."""
         first, *others = group
-        while (aim := self._await(team, course, first)) is not None:
+        while (aim := self._await(team, job_state, first)) is not None:
             try:
-                self._make(team, course, first, others, aim)
+                self._make(team, job_state, first, others, aim)
             except Missed as why:
-                self.say(course.name, f"missed ({why}): {first}")
+                self.record(job_state.name, f"missed ({why}): {first}")
                 time.sleep(_LOOK_SECONDS)
                 continue
-            return [one for one in others if one not in course.made]
+            return [one for one in others if one not in job_state.made]
         return list(group)
 
-    def _await(self, team: Team, course: Course, fault: Fault) -> Aim | None:
+    def _await(self, team: Team, job_state: JobState, fault: Fault) -> Aim | None:
         """Wait for the fault's moment and return its target; None if the moment cannot come any more."""
-        asked, status = 0.0, Object()
-        while not (course.still or self._called_off.is_set()):
-            if time.monotonic() - asked > _ASK_SECONDS:
-                asked, status = time.monotonic(), _look(team, course)
+        requested_at, status = 0.0, Object()
+        while not (job_state.still or self._called_off.is_set()):
+            if time.monotonic() - requested_at > _REQUEST_SECONDS:
+                requested_at, status = time.monotonic(), _look(team, job_state)
             if status.get("phase") in TERMINAL or stage_of(status, fault.stage).get("state") == "Succeeded":
                 return None
-            if (aim := _aim(team, course, fault, status)) is not None:
+            if (aim := _aim(team, job_state, fault, status)) is not None:
                 return aim
             time.sleep(_LOOK_SECONDS)
         return None
 
-    def _make(self, team: Team, course: Course, first: Fault, others: Sequence[Fault], aim: Aim) -> None:
+    def _make(self, team: Team, job_state: JobState, first: Fault, others: Sequence[Fault], aim: Aim) -> None:
         # A signal needs no API server, and a training does not wait for an absent one.
         with nullcontext() if first.kind in BLIND | RANKS else self._hand:
             if aim.pods and not set(aim.pods) <= set(living(team.box, team.namespace)):
@@ -395,55 +395,55 @@ class Storm:
             match first.kind:
                 case Kind.API:
                     with faults.api_server_away(team.box):
-                        self._made(team, course, first, aim, "")
-                        self._make_others(team, course, others, aim)
+                        self._made(team, job_state, first, aim, "")
+                        self._make_others(team, job_state, others, aim)
                         time.sleep(first.seconds)
                 case Kind.OPERATOR | Kind.OPERATORS:
                     which: Literal["acting", "all"] = "acting" if first.kind is Kind.OPERATOR else "all"
-                    self._made(team, course, first, aim, _kill_operator(team, which))
-                    self._make_others(team, course, others, aim)
+                    self._made(team, job_state, first, aim, _kill_operator(team, which))
+                    self._make_others(team, job_state, others, aim)
                 case Kind.SUSPEND | Kind.NODE_OFF:
                     pass
                 case _:
-                    self._break(team, course, first, aim)
+                    self._break(team, job_state, first, aim)
         # These take time, and other faults may happen meanwhile.
         if first.kind is Kind.SUSPEND:
-            self._suspend(team, course, first, aim)
+            self._suspend(team, job_state, first, aim)
         elif first.kind is Kind.NODE_OFF:
-            self._node_off(team, course, first, aim)
+            self._node_off(team, job_state, first, aim)
 
-    def _make_others(self, team: Team, course: Course, others: Sequence[Fault], aim: Aim) -> None:
+    def _make_others(self, team: Team, job_state: JobState, others: Sequence[Fault], aim: Aim) -> None:
         for other in others:
             with suppress(Missed):
-                self._break(team, course, other, aim)
+                self._break(team, job_state, other, aim)
 
-    def _break(self, team: Team, course: Course, fault: Fault, aim: Aim) -> None:
+    def _break(self, team: Team, job_state: JobState, fault: Fault, aim: Aim) -> None:
         """Inject an instantaneous fault; `Missed` if it had no target."""
         try:
-            words = _break(team, course.name, fault, aim)
+            detail = _break(team, job_state.name, fault, aim)
         except AssertionError as error:
             raise Missed(str(error).splitlines()[0]) from error
-        self._made(team, course, fault, aim, words)
+        self._made(team, job_state, fault, aim, detail)
 
-    def _made(self, team: Team, course: Course, fault: Fault, aim: Aim, words: str) -> None:
+    def _made(self, team: Team, job_state: JobState, fault: Fault, aim: Aim, detail: str) -> None:
         where = f"attempt {aim.attempt}"
-        self.say(course.name, f"{fault} -- {where}{f', {words}' if words else ''}")
-        course.made.append(fault)
+        self.record(job_state.name, f"{fault} -- {where}{f', {detail}' if detail else ''}")
+        job_state.made.append(fault)
         if fault.kind not in CONTROL:
-            late = _late(course, fault, aim)
+            late = _late(job_state, fault, aim)
             # Between two attempts there is no target, but the next may just have begun.
             between = fault.moment is Moment.BETWEEN
-            course.strikes.append(Strike(fault.kind, aim.stage, aim.attempt, late or between))
+            job_state.strikes.append(Strike(fault.kind, aim.stage, aim.attempt, late or between))
             if not between:
-                course.struck[aim.stage] = aim.attempt
+                job_state.struck[aim.stage] = aim.attempt
 
-    def _suspend(self, team: Team, course: Course, fault: Fault, aim: Aim) -> None:
-        patiently(lambda: team.patch(course.name, {"runPolicy": {"suspend": True}}))
-        self._made(team, course, fault, aim, "")
+    def _suspend(self, team: Team, job_state: JobState, fault: Fault, aim: Aim) -> None:
+        patiently(lambda: team.patch(job_state.name, {"runPolicy": {"suspend": True}}))
+        self._made(team, job_state, fault, aim, "")
         time.sleep(fault.seconds)
-        patiently(lambda: team.patch(course.name, {"runPolicy": {"suspend": False}}))
+        patiently(lambda: team.patch(job_state.name, {"runPolicy": {"suspend": False}}))
 
-    def _node_off(self, team: Team, course: Course, fault: Fault, aim: Aim) -> None:
+    def _node_off(self, team: Team, job_state: JobState, fault: Fault, aim: Aim) -> None:
         with self._outage:
             with self._hand:
                 if not set(aim.pods) <= set(living(team.box, team.namespace)):
@@ -456,23 +456,23 @@ class Storm:
                 there = [pod for pod in pods if pod["spec"].get("nodeName") == node]
                 off = ExitStack()
                 off.enter_context(faults.node_off(team.box, node))
-                self._made(team, course, fault, aim, node)
-                self._struck_too(course, there)
+                self._made(team, job_state, fault, aim, node)
+                self._struck_too(job_state, there)
             try:
                 time.sleep(fault.seconds)
             finally:
                 with self._hand:
                     off.close()
 
-    def _struck_too(self, course: Course, pods: Sequence[Object]) -> None:
+    def _struck_too(self, job_state: JobState, pods: Sequence[Object]) -> None:
         """Record a strike for other jobs with a pod on a node that lost its power."""
-        names = {one.name: one for one in self.courses.values()}
+        names = {one.name: one for one in self.states.values()}
         for pod in pods:
             named = _POD.match(pod["metadata"]["name"])
-            if named is None or pod["status"].get("phase") in TERMINAL or named["job"] == course.name:
+            if named is None or pod["status"].get("phase") in TERMINAL or named["job"] == job_state.name:
                 continue
             if (other := names.get(named["job"])) is not None:
-                self.say(other.name, f"has pod {named[0]} on that node")
+                self.record(other.name, f"has pod {named[0]} on that node")
                 other.strikes.append(Strike(Kind.NODE_OFF, named["stage"], int(named["attempt"]), late=True))
 
     # ------------------------------------------------------------------------------------------------- the operator
@@ -485,12 +485,12 @@ class Storm:
         folder = self.team.box.own("reading logs") / "kubelet" / "logs"
         return sorted(folder.glob(f"{NAMESPACE}_finetune-operator-*.log*"))
 
-    def operator_said(self) -> str:
+    def operator_logs(self) -> str:
         """Return the operators' logs since the storm began, across restarts."""
         parts = []
         for file in self._log_files():
             with file.open("rb") as stream:
-                stream.seek(self.said.get(file.stat().st_ino, 0))
+                stream.seek(self.log_sizes.get(file.stat().st_ino, 0))
                 parts.append(f"--- {file.name}\n" + stream.read().decode(errors="replace"))
         return "\n".join(parts)
 
@@ -525,25 +525,25 @@ def _apply(team: Team, name: str, spec: Object) -> None:
     patiently(apply)
 
 
-def _look(team: Team, course: Course) -> Object:
+def _look(team: Team, job_state: JobState) -> Object:
     """Return the job's status; empty while it cannot be read."""
     try:
-        found = team.box.api.get(path_of(API_VERSION, PLURAL, team.namespace, course.name)) or {}
-        if course.folder is None and found.get("status", {}).get("stages"):
-            course.folder = team.results(course.name)
+        found = team.box.api.get(path_of(API_VERSION, PLURAL, team.namespace, job_state.name)) or {}
+        if job_state.folder is None and found.get("status", {}).get("stages"):
+            job_state.folder = team.results(job_state.name)
     except (requests.ConnectionError, requests.Timeout, ApiError, AssertionError, KeyError):
         return {}
     status: Object = found.get("status", {})
-    if status != course.news[0]:
-        course.news = (status, time.monotonic())
+    if status != job_state.news[0]:
+        job_state.news = (status, time.monotonic())
     return status
 
 
-def _aim(team: Team, course: Course, fault: Fault, status: Object) -> Aim | None:
+def _aim(team: Team, job_state: JobState, fault: Fault, status: Object) -> Aim | None:
     """Return the attempt if it is at the fault's moment."""
-    stage, struck = stage_of(status, fault.stage), course.struck.get(fault.stage, 0)
+    stage, struck = stage_of(status, fault.stage), job_state.struck.get(fault.stage, 0)
     known, state = stage.get("attempt", 0), stage.get("state")
-    pods = [one for one in living(team.box, team.namespace) if (one.job, one.stage) == (course.name, fault.stage)]
+    pods = [one for one in living(team.box, team.namespace) if (one.job, one.stage) == (job_state.name, fault.stage)]
     attempt = max((one.attempt for one in pods), default=0)
     ours = tuple(one for one in pods if one.attempt == attempt)
     fresh = fault.kind in CONTROL or attempt > struck
@@ -557,10 +557,14 @@ def _aim(team: Team, course: Course, fault: Fault, status: Object) -> Aim | None
             return Aim(fault.stage, known) if known > struck else None
         case Moment.BEGUN if fresh and ours:
             return _with_ranks(team, fault, Aim(fault.stage, attempt, ours))
-        case Moment.STEP if fresh and ours and steps_of(course, since=min(one.began for one in ours)) >= _step(fault):
-            told = known == attempt and status.get("progress", {}).get("step", 0) > 0
+        case Moment.STEP if (
+            fresh and ours and steps_of(job_state, since=min(one.began for one in ours)) >= _step(fault)
+        ):
+            reported = known == attempt and status.get("progress", {}).get("step", 0) > 0
             return (
-                _with_ranks(team, fault, Aim(fault.stage, attempt, ours)) if told or fault.kind != Kind.HANG else None
+                _with_ranks(team, fault, Aim(fault.stage, attempt, ours))
+                if reported or fault.kind != Kind.HANG
+                else None
             )
     return None
 
@@ -577,21 +581,21 @@ def _with_ranks(team: Team, fault: Fault, aim: Aim) -> Aim | None:
     return replace(aim, pods=pods) if pods else None
 
 
-def steps_of(course: Course, since: float = 0.0) -> int:
+def steps_of(job_state: JobState, since: float = 0.0) -> int:
     """Return the last step in the training's history if it was written after `since`; else 0."""
-    if course.folder is None:
+    if job_state.folder is None:
         return 0
-    file = JobPaths(course.folder).history
+    file = JobPaths(job_state.folder).history
     try:
         return last_step(file) if file.stat().st_mtime > since else 0
     except FileNotFoundError:
         return 0
 
 
-def _late(course: Course, fault: Fault, aim: Aim) -> bool:
+def _late(job_state: JobState, fault: Fault, aim: Aim) -> bool:
     """Return whether the attempt may have finished before the fault took effect."""
     began = min((one.began for one in aim.pods), default=math.inf)
-    step = steps_of(course, since=began) if aim.stage == TRAIN else 0
+    step = steps_of(job_state, since=began) if aim.stage == TRAIN else 0
     if step:
         return step > _LATE_SHARE * STEPS
     # A container's first process ignores SIGTERM before it has a handler, and may be done within the grace period.

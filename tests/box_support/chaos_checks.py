@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from box_support.box import OPERATOR
-from box_support.chaos import STEPS, Course, Storm, living
+from box_support.chaos import STEPS, JobState, Storm, living
 from box_support.chaos_schedule import TRAIN, End, Kind, possible_ends
 from box_support.faults import ready
 from cluster_support.api_access import Object, path_of
@@ -31,35 +31,35 @@ def attempts_of(status: Object) -> dict[str, int]:
 
 def wrong_ends(storm: Storm) -> Iterator[str]:
     """Yield jobs that are lost, or whose end their faults do not explain."""
-    for course in storm.courses.values():
-        status = course.status
+    for job_state in storm.states.values():
+        status = job_state.status
         if not status:
-            yield f"{course.name} has not ended"
+            yield f"{job_state.name} has not ended"
             continue
         failure = (status.get("failure") or {}).get("class") if status["phase"] == "Failed" else None
         end = End(status["phase"], failure, status.get("restarts", 0), status.get("countedRestarts", 0))
-        verdict = possible_ends(course.case, attempts_of(status), course.strikes)
+        verdict = possible_ends(job_state.case, attempts_of(status), job_state.strikes)
         if end not in verdict.ends:
             right = "; ".join(verdict.wrong) or f"right are {sorted(map(str, verdict.ends))}"
-            yield f"{course.name} is {end}; {right}"
+            yield f"{job_state.name} is {end}; {right}"
 
 
 def changed_after_the_end(storm: Storm) -> Iterator[str]:
     """Yield jobs that were deleted, or changed after their end."""
-    for course in _ended(storm):
-        now = storm.team.box.api.get(path_of(API_VERSION, PLURAL, storm.team.namespace, course.name))
+    for job_state in _ended(storm):
+        now = storm.team.box.api.get(path_of(API_VERSION, PLURAL, storm.team.namespace, job_state.name))
         if now is None:
-            yield f"{course.name} is gone"
-        elif _essence(now.get("status", {})) != _essence(course.status):
-            yield f"{course.name} was {_essence(course.status)} and is {_essence(now['status'])}"
+            yield f"{job_state.name} is gone"
+        elif _essence(now.get("status", {})) != _essence(job_state.status):
+            yield f"{job_state.name} was {_essence(job_state.status)} and is {_essence(now['status'])}"
 
 
 def _essence(status: Object) -> Object:
     return {"phase": status.get("phase"), "restarts": status.get("restarts"), "attempts": attempts_of(status)}
 
 
-def _ended(storm: Storm) -> list[Course]:
-    return [course for course in storm.courses.values() if course.status]
+def _ended(storm: Storm) -> list[JobState]:
+    return [job_state for job_state in storm.states.values() if job_state.status]
 
 
 def _creations(storm: Storm, mark: int) -> Iterator[tuple[str, str]]:
@@ -67,67 +67,71 @@ def _creations(storm: Storm, mark: int) -> Iterator[tuple[str, str]]:
     for entry in storm.team.box.cluster.audit(mark, USER):
         if entry["verb"] != "create" or entry["responseStatus"].get("code") != 201:
             continue
-        what = entry.get("objectRef", {})
-        if what.get("namespace") == storm.team.namespace and "name" in what:
-            yield what["resource"], what["name"]
+        reference = entry.get("objectRef", {})
+        if reference.get("namespace") == storm.team.namespace and "name" in reference:
+            yield reference["resource"], reference["name"]
 
 
 def attempts_not_made_once(storm: Storm) -> Iterator[str]:
     """Yield attempts that were created more than once, or that the status has and that were never created."""
     kinds = {plural for _, plural in CHILD_KINDS}
     made = Counter(name for resource, name in _creations(storm, storm.mark) if resource in kinds)
-    told = {
-        f"{course.name}-{stage}-{number}"
-        for course in _ended(storm)
-        for stage, last in attempts_of(course.status).items()
+    expected = {
+        f"{job_state.name}-{stage}-{number}"
+        for job_state in _ended(storm)
+        for stage, last in attempts_of(job_state.status).items()
         for number in range(1, last + 1)
     }
-    ours = tuple(f"{course.name}-" for course in storm.courses.values())
+    ours = tuple(f"{job_state.name}-" for job_state in storm.states.values())
     for name, times in made.items():
         if times > 1:
             yield f"{name} was created {times} times"
-        if name.startswith(ours) and name not in told and all(course.status for course in storm.courses.values()):
-            yield f"{name} was created and no status tells of it"
+        if (
+            name.startswith(ours)
+            and name not in expected
+            and all(job_state.status for job_state in storm.states.values())
+        ):
+            yield f"{name} was created but is in no status"
     # A killed API server can have stored an object without an entry in the audit log.
     ran = {f"{job}-{stage}-{attempt}" for job, stage, attempt in storm.seen}
-    unlogged = sorted(told - set(made))
+    unlogged = sorted(expected - set(made))
     if len(unlogged) > sum(fault.kind is Kind.API for fault in storm.done) or set(unlogged) - ran:
         yield f"never created: {', '.join(unlogged)}"
 
 
 def made_after_the_end(storm: Storm) -> Iterator[str]:
     """Yield objects that were created for jobs after their end."""
-    for course in _ended(storm):
-        for resource, name in _creations(storm, course.mark):
-            if name.startswith(f"{course.name}-"):
-                yield f"{resource} {name} was created after the end of {course.name}"
+    for job_state in _ended(storm):
+        for resource, name in _creations(storm, job_state.mark):
+            if name.startswith(f"{job_state.name}-"):
+                yield f"{resource} {name} was created after the end of {job_state.name}"
 
 
-def untold_restarts(storm: Storm) -> Iterator[str]:
+def unreported_restarts(storm: Storm) -> Iterator[str]:
     """Yield attempts without an event for their start, and events of attempts that did not exist.
 
     Events come last in each reconcile: an operator that is killed, or has no API server, at that moment omits one.
     """
     missing = []
-    for course in _ended(storm):
-        events = storm.team.events(course.name)
+    for job_state in _ended(storm):
+        events = storm.team.events(job_state.name)
         again = [_pair(found) for event in events if (found := _AGAIN.search(event["message"]))]
         stopped = [_pair(found) for event in events if (found := _STOPPED.search(event["message"]))]
-        told = Counter(again + [(stage, number + 1) for stage, number in stopped])
+        reported = Counter(again + [(stage, number + 1) for stage, number in stopped])
         wanted = {
             (stage, number)
-            for stage, last in attempts_of(course.status).items()
+            for stage, last in attempts_of(job_state.status).items()
             for number in range(2, last + 1)
         }  # fmt: skip
-        missing += [f"{course.name} {stage} {number}" for stage, number in sorted(wanted - set(told))]
-        for (stage, number), times in told.items():
+        missing += [f"{job_state.name} {stage} {number}" for stage, number in sorted(wanted - set(reported))]
+        for (stage, number), times in reported.items():
             if (stage, number) not in wanted and (stage, number - 1) not in stopped:
-                yield f"{course.name}: attempt {number} at {stage} is told of and was never begun"
+                yield f"{job_state.name}: attempt {number} at {stage} is in an event but was never started"
             if times > 1:
-                yield f"{course.name}: attempt {number} at {stage} is told of {times} times"
+                yield f"{job_state.name}: attempt {number} at {stage} is in {times} events"
     excused = sum(fault.kind in (Kind.API, Kind.OPERATOR, Kind.OPERATORS, Kind.NODE_OFF) for fault in storm.done)
     if len(missing) > excused:
-        yield f"no event tells why these were begun: {', '.join(missing)}"
+        yield f"no event gives the reason of: {', '.join(missing)}"
 
 
 def _pair(found: re.Match[str]) -> tuple[str, int]:
@@ -136,14 +140,14 @@ def _pair(found: re.Match[str]) -> tuple[str, int]:
 
 def broken_results(storm: Storm) -> Iterator[str]:
     """Yield succeeded jobs with incomplete results."""
-    for course in _ended(storm):
-        if course.status["phase"] == "Succeeded":
-            yield from (f"{course.name}: {what}" for what in _broken(course))
+    for job_state in _ended(storm):
+        if job_state.status["phase"] == "Succeeded":
+            yield from (f"{job_state.name}: {defect}" for defect in _broken(job_state))
 
 
-def _broken(course: Course) -> Iterator[str]:
-    assert course.folder is not None
-    paths, case = JobPaths(course.folder), course.case
+def _broken(job_state: JobState) -> Iterator[str]:
+    assert job_state.folder is not None
+    paths, case = JobPaths(job_state.folder), job_state.case
     for stage in case.stages:
         if not (paths.state / f"{stage}.json").is_file():
             yield f"state/{stage}.json is missing"
@@ -177,7 +181,7 @@ def _broken_training(paths: JobPaths) -> Iterator[str]:
 def left_behind(storm: Storm) -> Iterator[str]:
     """Yield pods that still run, objects without garbage collection, nodes and operators that are not back."""
     box, namespace = storm.team.box, storm.team.namespace
-    names = {course.name: course for course in storm.courses.values()}
+    names = {job_state.name: job_state for job_state in storm.states.values()}
     yield from (f"{one.pod} still runs" for one in living(box, namespace) if one.job in names)
     for pod in box.api.items(path_of("v1", "pods", namespace)):
         job, phase = pod["metadata"].get("labels", {}).get(JOB_LABEL), pod["status"].get("phase")
@@ -198,7 +202,7 @@ def left_behind(storm: Storm) -> Iterator[str]:
 _REPLICAS = (("status", "availableReplicas"), ("spec", "replicas"))
 
 
-def _orphaned(storm: Storm, names: dict[str, Course], plural: str, child: Object) -> Iterator[str]:
+def _orphaned(storm: Storm, names: dict[str, JobState], plural: str, child: Object) -> Iterator[str]:
     meta = child["metadata"]
     job = meta.get("labels", {}).get(JOB_LABEL)
     if job not in names:
@@ -213,6 +217,6 @@ def _orphaned(storm: Storm, names: dict[str, Course], plural: str, child: Object
 
 def tracebacks(storm: Storm) -> Iterator[str]:
     """Yield errors that the operator did not expect."""
-    said = storm.operator_said()
-    for place in [found.start() for found in re.finditer("Traceback", said)][:3]:
-        yield said[max(0, place - 600) : place + 2500]
+    logs = storm.operator_logs()
+    for place in [found.start() for found in re.finditer("Traceback", logs)][:3]:
+        yield logs[max(0, place - 600) : place + 2500]

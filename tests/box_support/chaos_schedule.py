@@ -84,7 +84,7 @@ class Effect:
 # A SIGKILL may come from the kernel's OOM killer, and is reported as that. The processes of a node without power look
 # the same if they are seen before the node is missed.
 _KILLED = (Effect(Remedy.ADAPTED, "OutOfMemory"),)
-_TOLD_TO_GO = (Effect(Remedy.FREE, "Preempted"), Effect(Remedy.FREE, "NodeLost"))
+_STOPPED = (Effect(Remedy.FREE, "Preempted"), Effect(Remedy.FREE, "NodeLost"))
 EFFECTS: Mapping[Kind, tuple[Effect, ...]] = {
     Kind.KILL_POD: _KILLED,
     Kind.KILL_RANK: _KILLED,
@@ -92,11 +92,11 @@ EFFECTS: Mapping[Kind, tuple[Effect, ...]] = {
     Kind.RAISE: (Effect(Remedy.FATAL, "ProgramError"),),
     Kind.HANG: (Effect(Remedy.COUNTED, "NoProgress"),),
     Kind.MEMORY: _KILLED,
-    Kind.DELETE_POD: _TOLD_TO_GO,
+    Kind.DELETE_POD: _STOPPED,
     Kind.DELETE_CHILD: (Effect(Remedy.COUNTED, "ChildDeleted"),),
-    Kind.PREEMPT: _TOLD_TO_GO,
-    Kind.SHUT_DOWN: _TOLD_TO_GO,
-    Kind.NODE_OFF: (*_KILLED, *_TOLD_TO_GO, Effect(Remedy.FREE, "CollectiveFailed")),
+    Kind.PREEMPT: _STOPPED,
+    Kind.SHUT_DOWN: _STOPPED,
+    Kind.NODE_OFF: (*_KILLED, *_STOPPED, Effect(Remedy.FREE, "CollectiveFailed")),
     Kind.SUSPEND: (Effect(Remedy.AGAIN, None),),
     Kind.OPERATOR: (),
     Kind.OPERATORS: (),
@@ -441,8 +441,8 @@ def possible_ends(case: Case, attempts: Mapping[str, int], strikes: Iterable[Str
             after = (path.after(effect, case) for path, effect in product(paths, causes))
             paths = {path for path in after if path is not None}
             if not paths:
-                told = ", ".join(sorted({effect.failure or "stopped" for effect in causes})) or "nothing"
-                return Verdict(wrong=(f"{stage} attempt {number + 1}: {told} explains no further attempt",))
+                causes_text = ", ".join(sorted({effect.failure or "stopped" for effect in causes})) or "nothing"
+                return Verdict(wrong=(f"{stage} attempt {number + 1}: {causes_text} explains no further attempt",))
         here = dealt.get((stage, last), [])
         outlived = all(one.late or not effects(one.kind, stage) for one in here)
         if following is not None and attempts.get(following, 0):

@@ -41,14 +41,14 @@ _SITE = """
 import importlib.machinery, importlib.util, os, signal, sys, time
 
 
-told = free = False
+broken = free = False
 done = 0
 
 
-def tell(number, frame):
-    # Raised at the next step: in the midst of somebody's own `try` it might be no error at all.
-    global told
-    told = True
+def break_next_step(number, frame):
+    # Raised at the next step: inside of a `try` of the program it might be no error at all.
+    global broken
+    broken = True
 
 
 def let_go(number, frame):
@@ -62,7 +62,7 @@ def after_step(*_):
     time.sleep(float(os.environ["PUPPET_STEP_SECONDS"]))
     while done == int(os.environ["PUPPET_HOLDS_AT"]) and not free:
         time.sleep(0.05)
-    if told:
+    if broken:
         raise ValueError({raised!r})
 
 
@@ -91,7 +91,7 @@ def import_the_next():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-signal.signal({number}, tell)
+signal.signal({number}, break_next_step)
 signal.signal({going}, let_go)
 sys.meta_path.insert(0, AfterImport())
 import_the_next()
@@ -122,11 +122,11 @@ def ranks(team: Team, pod: str) -> list[Rank]:
     found = []
     for process in _processes(team.box, team.namespace, pod):
         try:
-            words, environment = process.cmdline(), process.environ()
+            command_line, environment = process.cmdline(), process.environ()
         except psutil.Error:
             continue
-        own = words[1:3] == ["-m", "finetune_trainer"] or words[:1] == ["finetune-trainer"]
-        if own and "train" in words and not {"launch", "sshd"} & set(words):
+        own = command_line[1:3] == ["-m", "finetune_trainer"] or command_line[:1] == ["finetune-trainer"]
+        if own and "train" in command_line and not {"launch", "sshd"} & set(command_line):
             found.append(Rank(discover(environment).rank, process))
     return sorted(found, key=lambda one: one.rank)
 
@@ -146,13 +146,13 @@ def _processes(box: Box, namespace: str, pod: str) -> list[psutil.Process]:
 
 def kill_pod(team: Team, pod: str, by: str = "KILL") -> None:
     """Kill all processes of a pod's trainer container, or send its first one another signal."""
-    said = team.box.fault("kill", pod, "-n", team.namespace, "-c", CONTAINER_NAME, "--signal", by)
-    assert _hit(said), f"the container of pod {pod} had ended before"
+    output = team.box.fault("kill", pod, "-n", team.namespace, "-c", CONTAINER_NAME, "--signal", by)
+    assert _hit(output), f"the container of pod {pod} had ended before"
 
 
-def _hit(said: str) -> bool:
+def _hit(output: str) -> bool:
     """Return whether process-kubelet found a container to kill; it prints them."""
-    return "[]" not in said
+    return "[]" not in output
 
 
 def signal_rank(team: Team, pod: str, number: signal.Signals, rank: int | None = None) -> int:
@@ -401,8 +401,8 @@ def _ready_again(box: Box) -> None:
     if box.folder is None:
         return
     for pod in box.api.items("/api/v1/pods"):
-        said = {one["type"]: one["status"] for one in pod["status"].get("conditions", [])}
-        if said.get("ContainersReady") == "True" and said.get("Ready") == "False":
+        conditions = {one["type"]: one["status"] for one in pod["status"].get("conditions", [])}
+        if conditions.get("ContainersReady") == "True" and conditions.get("Ready") == "False":
             name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
             ready = json.dumps({"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
             box.kubectl("patch", "pod", name, "-n", namespace, "--subresource=status", "-p", ready)

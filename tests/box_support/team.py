@@ -88,17 +88,17 @@ class Team:
 
     # -------------------------------------------------------------------------------------------------------- waiting
 
-    def wait(self, name: str, look: Callable[[Object], T | None], what: str, seconds: float = JOB_SECONDS) -> T:
+    def wait(self, name: str, look: Callable[[Object], T | None], goal: str, seconds: float = JOB_SECONDS) -> T:
         """Return the first true value of `look` at the job's status; a job that ends before fails the test."""
 
         def see() -> T | None:
             status = self.status(name)
             found = look(status)
             if not found and status.get("phase") in TERMINAL:
-                raise AssertionError(f"{name} ended before: {what}\n{self.tell(name)}")
+                raise AssertionError(f"{name} ended before: {goal}\n{self.describe(name)}")
             return found
 
-        return wait_until(see, f"{name}: {what}", seconds, lambda: self.tell(name))
+        return wait_until(see, f"{name}: {goal}", seconds, lambda: self.describe(name))
 
     def wait_phase(self, name: str, phase: str, seconds: float = JOB_SECONDS) -> Object:
         return self.wait(name, lambda status: status if status.get("phase") == phase else None, phase, seconds)
@@ -120,18 +120,18 @@ class Team:
             status = self.status(name)
             return status if status.get("phase") in TERMINAL else None
 
-        return wait_until(ended, f"the end of {name}", seconds, lambda: self.tell(name), poll_seconds=0.5)
+        return wait_until(ended, f"the end of {name}", seconds, lambda: self.describe(name), poll_seconds=0.5)
 
     def succeeds(self, name: str, seconds: float = JOB_SECONDS) -> Object:
         """Return the status of a job that must succeed."""
         status = self.wait_end(name, seconds)
-        assert status["phase"] == "Succeeded", self.tell(name)
+        assert status["phase"] == "Succeeded", self.describe(name)
         return status
 
     def fails(self, name: str, seconds: float = JOB_SECONDS) -> Object:
         """Return `status.failure` of a job that must fail."""
         status = self.wait_end(name, seconds)
-        assert status["phase"] == "Failed", self.tell(name)
+        assert status["phase"] == "Failed", self.describe(name)
         failure: Object = status["failure"]
         return failure
 
@@ -174,7 +174,7 @@ class Team:
         folder = self.box.bound_folder(self.namespace, f"{name}-workspace")
         return 0 if folder is None else last_step(JobPaths(folder / name).history)
 
-    def tell(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Return everything that explains a failed test."""
         try:
             status = yaml.safe_dump(self.status(name), sort_keys=False)

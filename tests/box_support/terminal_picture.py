@@ -21,7 +21,7 @@ _FETCHED_FONT = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandRun:
     """A command and its output."""
 
     command: str
@@ -51,12 +51,12 @@ class Excerpt:
         return shown
 
 
-def terminal_svg(title: str, session: Sequence[tuple[Said, Excerpt]]) -> str:
+def terminal_svg(title: str, session: Sequence[tuple[CommandRun, Excerpt]]) -> str:
     """Return the session as an SVG."""
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor")
-    for said, excerpt in session:
-        console.print(Text.assemble(("$ ", "bold green"), (said.command, "bold")), overflow="fold")
-        for line in excerpt.of(said.output):
+    for run, excerpt in session:
+        console.print(Text.assemble(("$ ", "bold green"), (run.command, "bold")), overflow="fold")
+        for line in excerpt.of(run.output):
             console.print(Text(line), overflow="ellipsis", no_wrap=True)
         console.print()
     form = _FETCHED_FONT.sub("", CONSOLE_SVG_FORMAT).replace(

@@ -108,13 +108,13 @@ def lines(base: str, changed: Sequence[str], choice: Choice, parts: Sequence[Par
     """Return the choice as text lines."""
     if not changed:
         return [f"Nothing changed since {base}."]
-    told = [f"{len(changed)} changed files since {base}; {len(choice.tests)} of {tests} test files can break."]
-    told += [f"Every test runs: {why}" for why in choice.everything]
+    report = [f"{len(changed)} changed files since {base}; {len(choice.tests)} of {tests} test files can break."]
+    report += [f"Every test runs: {why}" for why in choice.everything]
     for part in parts:
         if part.suite:
-            told.append(f"make {part.suite.target}" + (f" (not run here: {part.why_not})" if part.why_not else ""))
-        told += [f"  {each.test}: {each.reason}" for each in part.tests]
-    return told
+            report.append(f"make {part.suite.target}" + (f" (not run here: {part.why_not})" if part.why_not else ""))
+        report += [f"  {each.test}: {each.reason}" for each in part.tests]
+    return report
 
 
 def run(parts: Sequence[Part], options: Sequence[str]) -> int:

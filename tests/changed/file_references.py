@@ -106,17 +106,17 @@ def _value(node: ast.AST, constants: Constants, path: str) -> Folder | None:
         case ast.Call(func=ast.Attribute(value=inner, attr="resolve" | "absolute")):
             return _value(inner, constants, path)
         case ast.Attribute(value=inner, attr="parent"):
-            below = _value(inner, constants, path)
-            return below and below.parent()
+            inner_folder = _value(inner, constants, path)
+            return inner_folder and inner_folder.parent()
         case ast.Subscript(value=ast.Attribute(value=inner, attr="parents"), slice=ast.Constant(value=int(level))):
-            below = _value(inner, constants, path)
-            return below and below.parent(level + 1)
+            inner_folder = _value(inner, constants, path)
+            return inner_folder and inner_folder.parent(level + 1)
         case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=str(part))):
-            below = _value(left, constants, path)
-            return below and below.join(part)
+            inner_folder = _value(left, constants, path)
+            return inner_folder and inner_folder.join(part)
         case ast.BinOp(left=left, op=ast.Div()):
-            below = _value(left, constants, path)
-            return below and replace(below, exact=False)
+            inner_folder = _value(left, constants, path)
+            return inner_folder and replace(inner_folder, exact=False)
         case _:
             return None
 

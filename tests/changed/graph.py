@@ -97,12 +97,12 @@ class _Builder:
         self.graph = Graph()
         self._files, self._sources = sorted(files), sources
         self._modules = {module_of(path): path for path in self._files if path.endswith(".py")}
-        self._below: dict[str, list[str]] = {}
+        self._by_folder: dict[str, list[str]] = {}
         """Files by their own path and by each folder that holds them."""
         for path in self._files:
             if path not in sources:
                 for folder in (path, *map(str, PurePosixPath(path).parents)):
-                    self._below.setdefault(folder, []).append(path)
+                    self._by_folder.setdefault(folder, []).append(path)
         for module, imported in product.items():
             for other in imported:
                 self._add_module(self._modules[module], other, "imports")
@@ -187,7 +187,7 @@ class _Builder:
         place = place.strip("/")
         if place in self._sources:
             self._add_module(node, module_of(place), why)
-        for path in self._below.get(place, ()):
+        for path in self._by_folder.get(place, ()):
             self.graph.add(node, path, why)
 
 
@@ -205,10 +205,10 @@ def choose(changed: Sequence[str], tests: Collection[str], graph: Graph, table: 
         if why := reason_in(table.everything, path):
             everything.append(f"{path}: {why}")
         elif not (reached or is_test(path) or reason_in(table.nothing, path)):
-            everything.append(f"{path}: neither an import nor a row of the table says which tests use it")
+            everything.append(f"{path}: neither an import nor a row of the table shows the tests that use it")
         for test, chain in reached.items():
             if test not in best or len(chain) < best[test].distance:
-                best[test] = Chosen(test, _told(path, chain), len(chain))
+                best[test] = Chosen(test, _reason_text(path, chain), len(chain))
     for test in tests if changed else ():
         if why := reason_in(table.always, test):
             best.setdefault(test, Chosen(test, why, FAR))
@@ -238,7 +238,7 @@ def reach(
                 waiting.append(user)
 
 
-def _told(start: str, chain: Sequence[tuple[Node, str]]) -> str:
+def _reason_text(start: str, chain: Sequence[tuple[Node, str]]) -> str:
     """Return the reason for a test: the chain from the test to the changed file."""
     if not chain:
         return "changed itself"

@@ -29,10 +29,10 @@ def git(root: Path, *arguments: str) -> str | None:
 
 def listed(root: Path, *arguments: str) -> list[str]:
     """Return the paths that a git command prints with -z."""
-    said = git(root, *arguments)
-    if said is None:
+    output = git(root, *arguments)
+    if output is None:
         raise BaseUnknownError(f"git {' '.join(arguments)} failed in {root}")
-    return [path for path in said.split("\0") if path]
+    return [path for path in output.split("\0") if path]
 
 
 def files_of(root: Path) -> list[str]:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dashboard_picture import DASHBOARDS, DOCS, SAMPLES, draw_all, mark, picture
-from picture_support.panels import View, in_words, put_in, step_of
+from picture_support.panels import View, formatted, put_in, step_of
 from picture_support.samples import Samples, missing_programs, notation
 from picture_support.svg import box_of, fitting, text_width, time_ticks, value_ticks
 
@@ -32,7 +32,7 @@ def groups(name: str) -> dict[int, ElementTree.Element]:
     return {int(one.attrib["id"].removeprefix("panel-")): one for one in root.iter(f"{SVG}g")}
 
 
-def words(element: ElementTree.Element) -> list[str]:
+def texts_of(element: ElementTree.Element) -> list[str]:
     return ["".join(one.itertext()) for one in element.iter(f"{SVG}text")]
 
 
@@ -47,7 +47,7 @@ def test_every_panel_is_in_the_picture_with_its_title_and_a_value(name: str) -> 
     drawn = groups(name)
     assert set(drawn) == {panel["id"] for panel in DASHBOARDS[name]["panels"]}
     for panel in DASHBOARDS[name]["panels"]:
-        title, *others = words(drawn[panel["id"]])
+        title, *others = texts_of(drawn[panel["id"]])
         assert title == panel["title"]
         if panel["type"] == "row":
             continue
@@ -68,18 +68,18 @@ def test_no_text_runs_into_another_or_out_of_its_panel(name: str) -> None:
         for text in groups(name)[panel["id"]].iter(f"{SVG}text"):
             spans = list(text.iter(f"{SVG}tspan"))
             sizes = [float(re.findall(r"font-size:([\d.]+)px", one.get("style", ""))[0]) for one in spans]
-            told = [one.text or "" for one in spans] or [text.text or ""]
+            texts = [one.text or "" for one in spans] or [text.text or ""]
             kinds = (text.get("class") or "").split()
             own = {"title": 12.5, "row": 13.5, "chip": 12, "cell": 12, "none": 13}
             size = next((own[kind] for kind in kinds if kind in own), 11.0)
             # A tenth less than the estimate, which is on the safe side.
-            width = 0.9 * sum(text_width(one, high) for one, high in zip(told, sizes or [size], strict=True))
+            width = 0.9 * sum(text_width(one, high) for one, high in zip(texts, sizes or [size], strict=True))
             x, y = float(text.attrib["x"]), float(text.attrib["y"])
             left = x - width if "end" in kinds else x - width / 2 if "mid" in kinds else x
-            assert box.x <= left, (panel["title"], told)
-            assert left + width <= box.right, (panel["title"], told)
-            assert box.y <= y <= box.bottom, (panel["title"], told)
-            places.append((left, left + width, y - max([*sizes, size]) * 0.7, y, told))
+            assert box.x <= left, (panel["title"], texts)
+            assert left + width <= box.right, (panel["title"], texts)
+            assert box.y <= y <= box.bottom, (panel["title"], texts)
+            places.append((left, left + width, y - max([*sizes, size]) * 0.7, y, texts))
         for one, other in combinations(places, 2):
             apart = one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
             assert apart, (panel["title"], one, other)
@@ -93,7 +93,7 @@ def test_the_picture_is_small_and_the_documentation_shows_it(name: str) -> None:
     assert f"]({picture(name).name})" in (DOCS / "metrics.md").read_text(encoding="utf-8")
 
 
-def test_prometheus_still_answers_what_is_in_the_pictures() -> None:
+def test_prometheus_still_returns_the_values_in_the_pictures() -> None:
     if missing := missing_programs():
         pytest.skip(f"{' and '.join(missing)} not in PATH (Debian's package prometheus has them)")
     compared = 0
@@ -150,7 +150,7 @@ def test_figures_that_stand_still_are_no_numbers_to_yaml(tmp_path: Path) -> None
     assert Samples.read(tmp_path / "s.yaml").series["still"] == [0.0] * 13
 
 
-WORDS: dict[tuple[float, str, int | None], tuple[str, str]] = {
+FORMATTED: dict[tuple[float, str, int | None], tuple[str, str]] = {
     (0.0, "short", None): ("0", ""),
     (12_340.0, "short", None): ("12.3", "K"),
     (0.954, "short", 0): ("1", ""),
@@ -165,22 +165,22 @@ WORDS: dict[tuple[float, str, int | None], tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WORDS, ids=str)
+@pytest.mark.parametrize("case", FORMATTED, ids=str)
 def test_values_are_written_with_their_units(case: tuple[float, str, int | None]) -> None:
     value, unit, decimals = case
-    assert in_words(value, unit, decimals, now=1000.0) == WORDS[case]
+    assert formatted(value, unit, decimals, now=1000.0) == FORMATTED[case]
 
 
-def test_expressions_are_asked_as_grafana_asks_them() -> None:
+def test_expressions_are_queried_as_grafana_queries_them() -> None:
     view = View(0.0, 1200.0, {"namespace": ".*", "job": "a"}, {})
     step = step_of(view.seconds, 360)
     assert step == 15
-    asked = put_in('rate(a{n=~"$namespace",j="$job"}[$__rate_interval]) + b[$__range]', view, step)
-    assert asked == 'rate(a{n=~".*",j="a"}[60s]) + b[1200s]'
+    sent = put_in('rate(a{n=~"$namespace",j="$job"}[$__rate_interval]) + b[$__range]', view, step)
+    assert sent == 'rate(a{n=~".*",j="a"}[60s]) + b[1200s]'
     assert step_of(24 * 3600, 360) == 300
 
 
-def test_axes_end_above_what_they_show_and_at_round_values() -> None:
+def test_axes_end_above_the_values_at_round_numbers() -> None:
     assert value_ticks(0.0, "short") == [0.0, 1.0]
     assert value_ticks(11.0, "short") == [0.0, 2.5, 5.0, 7.5, 10.0, 12.5]
     assert value_ticks(150.0, "s") == [0.0, 30.0, 60.0, 90.0, 120.0, 150.0]
@@ -190,5 +190,5 @@ def test_axes_end_above_what_they_show_and_at_round_values() -> None:
 def test_a_text_that_is_too_long_is_shortened_where_it_matters_least() -> None:
     assert fitting("short", 100, 11) == "short"
     assert fitting("a rather long title", 60, 11).endswith("\u2026")
-    told = fitting("estimated of trainings, EUR", 100, 11, middle=True)
-    assert (told[0], told[-3:], "\u2026" in told) == ("e", "EUR", True)
+    shortened = fitting("estimated of trainings, EUR", 100, 11, middle=True)
+    assert (shortened[0], shortened[-3:], "\u2026" in shortened) == ("e", "EUR", True)

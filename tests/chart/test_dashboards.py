@@ -70,11 +70,11 @@ def test_a_dashboard_can_be_read_into_any_grafana(dashboard: str) -> None:
     ids = [panel["id"] for panel in whole["panels"]]
     assert len(ids) == len(set(ids))
     assert (variables(dashboard)[0]["type"], variables(dashboard)[0]["name"]) == ("datasource", "datasource")
-    asked = [panel["datasource"] for panel in panels(dashboard)]
-    asked += [target["datasource"] for panel in panels(dashboard) for target in panel["targets"]]
-    asked += [variable["datasource"] for variable in variables(dashboard)[1:]]
-    assert asked
-    assert all(source == SOURCE for source in asked)
+    sources = [panel["datasource"] for panel in panels(dashboard)]
+    sources += [target["datasource"] for panel in panels(dashboard) for target in panel["targets"]]
+    sources += [variable["datasource"] for variable in variables(dashboard)[1:]]
+    assert sources
+    assert all(source == SOURCE for source in sources)
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS)
@@ -100,7 +100,7 @@ def test_every_variable_that_is_used_is_there(dashboard: str) -> None:
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS)
-def test_a_panel_asks_for_metrics_labels_and_values_that_there_are(dashboard: str) -> None:
+def test_panel_queries_only_existing_metrics_labels_and_values(dashboard: str) -> None:
     known: dict[str, dict[str, set[str]]] = {}
     for series in OF_DASHBOARD[dashboard]:
         for label, value in series.labels.items():
@@ -109,9 +109,9 @@ def test_a_panel_asks_for_metrics_labels_and_values_that_there_are(dashboard: st
     looked_at = 0
     for title, expression in [*expressions(dashboard), *queries]:
         expression = re.sub(r"^label_values\((.*), (\w+)\)$", r"count by (\2) (\1)", expression)
-        asked = names(expression)
-        assert asked, title
-        assert asked <= set(known), title
+        queried = names(expression)
+        assert queried, title
+        assert queried <= set(known), title
         for metric, label, operator, value in matchers(expression):
             assert label in {*known[metric], *TARGET_LABELS}, (title, label)
             if operator in ("=", "=~") and "$" not in value and label not in TARGET_LABELS:
@@ -126,8 +126,8 @@ def test_no_panel_is_empty(dashboard: str, tmp_path: Path) -> None:
     tests = []
     for _, expression in expressions(dashboard):
         of_one = [expression.replace("$job", job) for job in jobs()] if "$job" in expression else [expression]
-        asked = " or ".join(f"count({one})" for one in of_one)
-        tests.append({"expr": f"({asked}) > bool 0", "eval_time": "3h", "exp_samples": [{"labels": "{}", "value": 1}]})
+        query = " or ".join(f"count({one})" for one in of_one)
+        tests.append({"expr": f"({query}) > bool 0", "eval_time": "3h", "exp_samples": [{"labels": "{}", "value": 1}]})
     assert len(tests) > 15
     given = [{"series": one.notation, "values": one.values} for one in OF_DASHBOARD[dashboard]]
     document = {
@@ -143,15 +143,15 @@ def test_no_panel_is_empty(dashboard: str, tmp_path: Path) -> None:
 def test_a_job_that_is_over_has_no_progress_and_no_time_left(tmp_path: Path) -> None:
     """Its status keeps the last stage's report: 54 % and 2 s left of an evaluation that failed the gate."""
     live = {"Completed", "Time left", "Last report", "Loss", "Steps", "Rows per second", "Tokens per second"}
-    asked = [(title, expression) for title, expression in expressions("job") if title in live]
-    assert {title for title, _ in asked} == live
+    queried = [(title, expression) for title, expression in expressions("job") if title in live]
+    assert {title for title, _ in queried} == live
     tests = [
         {
             "expr": f"count({expression.replace('$job', job)}) or vector(0)",
             "eval_time": "3h",
             "exp_samples": [{"labels": "{}", "value": shown}],
         }
-        for _, expression in asked
+        for _, expression in queried
         for job, shown in (("running", 1), ("over", 0))
     ]
     given = [{"series": one.notation, "values": one.values} for one in STATE]
@@ -167,8 +167,8 @@ def test_a_job_that_is_over_has_no_progress_and_no_time_left(tmp_path: Path) -> 
 
 def test_amounts_in_another_currency_are_shown_where_there_are_any(tmp_path: Path) -> None:
     """Each metric of money has a series for a currency that was set before, which is usually 0."""
-    asked = [expression for _, expression in expressions("fleet") if "by (currency)" in expression]
-    metrics = {name for expression in asked for name in names(expression)}
+    queried = [expression for _, expression in expressions("fleet") if "by (currency)" in expression]
+    metrics = {name for expression in queried for name in names(expression)}
     assert metrics == {"finetune_cost_total", "finetune_cost_saved_total", "finetune_estimated_cost"}
     documents = [
         {
@@ -180,7 +180,7 @@ def test_amounts_in_another_currency_are_shown_where_there_are_any(tmp_path: Pat
             ],
             "promql_expr_test": [
                 {"expr": f"count({one})", "eval_time": "3h", "exp_samples": [{"labels": "{}", "value": shown}]}
-                for one in asked
+                for one in queried
             ],
         }
         for own, other, shown in (("0x240", "0x240", 1), ("0+1x240", "0x240", 1), ("0+1x240", "0+2x240", 2))

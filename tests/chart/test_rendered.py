@@ -397,7 +397,7 @@ def other(path: str, default: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_value_changes_what_is_rendered(path: str, chart: Path) -> None:
+def test_every_value_changes_the_rendered_objects(path: str, chart: Path) -> None:
     default = {value.path: value.default for value in leaves()}[path]
     around = next((values for start, values in WITH.items() if path.startswith(start)), {})
     if path.endswith(".enabled") and path.startswith("metrics."):

@@ -39,9 +39,9 @@ def test_alerts_pass_their_promtool_tests() -> None:
 @pytest.mark.parametrize("alert", ALERTS)
 def test_alert_has_a_firing_and_a_silent_test(alert: str) -> None:
     named = f'alertname="{alert}"'
-    asked = [one for test in TESTS["tests"] for one in test["promql_expr_test"] if named in one["expr"]]
-    assert [one for one in asked if one["exp_samples"]]
-    assert [one for one in asked if not one["exp_samples"]]
+    queries = [one for test in TESTS["tests"] for one in test["promql_expr_test"] if named in one["expr"]]
+    assert [one for one in queries if one["exp_samples"]]
+    assert [one for one in queries if not one["exp_samples"]]
 
 
 @pytest.mark.parametrize("instead", ["vector(0) > 1", "vector(1)"], ids=["never fire", "always fire"])
@@ -61,7 +61,7 @@ def test_promtool_tests_detect_alerts_that(instead: str, tmp_path: Path) -> None
         assert alert in done.stdout + done.stderr
 
 
-def test_what_is_served_keeps_to_the_conventions_of_prometheus() -> None:
+def test_exposition_follows_the_conventions_of_prometheus() -> None:
     done = promtool("check", "metrics", stdin=lived().exposition().decode())
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
@@ -70,12 +70,12 @@ def test_what_is_served_keeps_to_the_conventions_of_prometheus() -> None:
 def test_alert_has_severity_and_runbook(alert: str) -> None:
     rule = ALERTS[alert]
     assert rule["labels"]["severity"] in ("info", "warning", "critical")
-    told = rule["annotations"]
-    assert set(told) == {"summary", "description", "runbook"}
-    assert len(told["summary"]) < 100
-    assert told["summary"].endswith(".")
-    assert told["description"].endswith(".")
-    page, _, anchor = told["runbook"].partition("#")
+    annotations = rule["annotations"]
+    assert set(annotations) == {"summary", "description", "runbook"}
+    assert len(annotations["summary"]) < 100
+    assert annotations["summary"].endswith(".")
+    assert annotations["description"].endswith(".")
+    page, _, anchor = annotations["runbook"].partition("#")
     assert (page, anchor) == ("docs/metrics.md", alert.lower())
     headings = re.findall(r"^### (\w+)$", MEANING, re.MULTILINE)
     assert alert in headings, "docs/metrics.md does not tell what to do about it"
@@ -86,19 +86,19 @@ def test_no_runbook_is_of_an_alert_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_asks_for_metrics_and_labels_that_there_are(alert: str) -> None:
+def test_alert_queries_only_existing_metrics_and_labels(alert: str) -> None:
     known: dict[str, dict[str, set[str]]] = {}
     for series in of_operator():
         for label, value in series.labels.items():
             known.setdefault(series.name, {}).setdefault(label, set()).add(value)
     expression = ALERTS[alert]["expr"]
-    asked = names(expression)
-    assert asked
-    assert asked <= set(known)
+    queried = names(expression)
+    assert queried
+    assert queried <= set(known)
     for metric, label, _, _ in matchers(expression):
         assert label in {*known[metric], *TARGET_LABELS}
     for label in re.findall(r"\b(\w+)\b", " ".join(re.findall(r"by \(([^)]*)\)", expression))):
-        assert any(label in {*known[metric], *TARGET_LABELS} for metric in asked), label
+        assert any(label in {*known[metric], *TARGET_LABELS} for metric in queried), label
 
 
 def test_the_links_of_the_page_lead_somewhere() -> None:

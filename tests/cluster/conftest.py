@@ -10,9 +10,9 @@ import pytest
 
 from cluster_support.api_access import Api
 from cluster_support.control_plane import Cluster, running_cluster
+from cluster_support.jobs_with_status import Jobs
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.stand_ins import StandIns, running_stand_ins
-from cluster_support.told_jobs import Jobs
 from cluster_support.world import SETTINGS, World, fresh_namespace, install_kinds, namespace_for_pods
 
 
@@ -65,7 +65,7 @@ def operator_process(
 
 @pytest.fixture
 def operator(operator_process: OperatorProcess) -> OperatorProcess:
-    """Return the module's operator, running, whatever the previous test has done to it."""
+    """Return the module's operator, running, also after a test that stopped it."""
     if not operator_process.running:
         operator_process.start()
     return operator_process

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from cluster_support.api_access import PATIENCE_SECONDS, wait_until
+from cluster_support.jobs_with_status import FAILED, JOB, NOW, SUCCEEDED, TRAINING, Jobs
 from cluster_support.plays import PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN
-from cluster_support.told_jobs import FAILED, JOB, NOW, SUCCEEDED, TRAINING, Jobs
 from cluster_support.world import World
 from suite_plugins.patience import patient
 
@@ -68,14 +68,14 @@ def test_status_of_failed_job_shows_first_cause_hint_and_log_tail(jobs: Jobs) ->
 
 
 def test_status_of_refused_spec_shows_problem_and_edit_command(jobs: Jobs) -> None:
-    told = "spec.training.epochs: value 0: must be above 0. Set it to 1."
-    refused = {"status": "False", "reason": "InvalidSpec", "message": told, "lastTransitionTime": NOW}
+    message = "spec.training.epochs: value 0: must be above 0. Set it to 1."
+    refused = {"status": "False", "reason": "InvalidSpec", "message": message, "lastTransitionTime": NOW}
     conditions = [{**refused, "type": "Accepted"}, {**refused, "type": "Stalled", "status": "True"}]
     jobs.make("reviews", {"observedGeneration": 1, "phase": "Pending", "conditions": conditions})
     lines = [" ".join(line.split()) for line in jobs.finetune("status", "reviews")[1].splitlines()]
     assert lines[1:] == [
         "Conditions",
-        f"Accepted=False InvalidSpec: {told}",
+        f"Accepted=False InvalidSpec: {message}",
         "Next",
         f"kubectl -n {jobs.namespace} edit ftj reviews # or fix the file and apply it again",
     ]
@@ -175,7 +175,7 @@ def test_logs_of_deleted_pods_show_the_tail_from_the_status(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         pytest.param(["--stage", "prepare"], "the pods of prepare-1 and their logs are deleted", id="deleted"),
         pytest.param(["--previous"], "the pods of train-1 and their logs are deleted", id="previous attempt"),
@@ -187,46 +187,46 @@ def test_logs_of_deleted_pods_show_the_tail_from_the_status(jobs: Jobs) -> None:
                      id="no pod"),
     ],
 )  # fmt: skip
-def test_unavailable_log_is_reported_with_the_reason(jobs: Jobs, arguments: list[str], told: str) -> None:
+def test_unavailable_log_is_reported_with_the_reason(jobs: Jobs, arguments: list[str], error: str) -> None:
     jobs.make("reviews", TRAINING)
-    assert jobs.finetune("logs", "reviews", *arguments) == (1, "", f"Error: {told}.\n")
+    assert jobs.finetune("logs", "reviews", *arguments) == (1, "", f"Error: {error}.\n")
 
 
 # --------------------------------------------------------------------------------------------------------------- watch
 
 
-def until(process: subprocess.Popen[str], says: Callable[[str], bool]) -> list[str]:
-    """Return the lines up to the first for which `says` is true."""
+def until(process: subprocess.Popen[str], matches: Callable[[str], bool]) -> list[str]:
+    """Return the lines up to the first for which `matches` is true."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if says(line):
+        if matches(line):
             return lines
     raise AssertionError(f"ended without it: {lines}")
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("end", "code", "text"),
     [
         pytest.param(SUCCEEDED, 0, "Succeeded", id="a success is exit code 0"),
         pytest.param(FAILED, 1, "Name one of text, stars.", id="a failure is exit code 1"),
     ],
 )
 def test_watch_writes_a_line_for_each_change_and_ends_with_the_job(
-    jobs: Jobs, end: dict[str, Any], code: int, told: str
+    jobs: Jobs, end: dict[str, Any], code: int, text: str
 ) -> None:
     jobs.make("reviews")
     process = jobs.start("watch", "reviews")
     assert len(until(process, lambda line: "New" in line)) == 1
-    jobs.tell("reviews", TRAINING)
+    jobs.write_status("reviews", TRAINING)
     until(process, lambda line: "Training  train running, attempt 2  45 %" in line)
-    jobs.tell("reviews", {**TRAINING, "progress": {**TRAINING["progress"], "step": 460, "percent": 46}})
-    jobs.tell("reviews", end)
+    jobs.write_status("reviews", {**TRAINING, "progress": {**TRAINING["progress"], "step": 460, "percent": 46}})
+    jobs.write_status("reviews", end)
     out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, err) == (code, "")
     assert out.count("\n") == 1, "one percent more is no line of its own"
-    assert told in out
+    assert text in out
 
 
 def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
@@ -239,7 +239,7 @@ def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "shown", "told"),
+    ("end", "code", "shown", "error"),
     [
         pytest.param(FAILED, 0, "[reviews-train-2-0] reading rows\n[reviews-train-2-0] KeyError: 'label'\n",
                      "Note: the pods of train-2 are deleted; this is the end of the log in the job's status.\n",
@@ -249,14 +249,14 @@ def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
     ],
 )  # fmt: skip
 def test_following_logs_of_pods_that_never_show_ends_with_the_job(
-    jobs: Jobs, end: dict[str, Any], code: int, shown: str, told: str
+    jobs: Jobs, end: dict[str, Any], code: int, shown: str, error: str
 ) -> None:
     jobs.make("reviews", TRAINING)
     process = jobs.start("logs", "reviews", "-f")
     assert process.stderr is not None
     assert process.stderr.readline().startswith("Note: no selected pod of reviews has started yet;")
-    jobs.tell("reviews", end)
-    assert (*process.communicate(timeout=patient(PATIENCE_SECONDS)), process.returncode) == (shown, told, code)
+    jobs.write_status("reviews", end)
+    assert (*process.communicate(timeout=patient(PATIENCE_SECONDS)), process.returncode) == (shown, error, code)
 
 
 # ----------------------------------------------------------------------------------------------------- with an operator
@@ -281,7 +281,7 @@ def test_logs_are_followed_from_pod_to_pod_over_attempts_and_stages(world: World
     for stage, attempt, pods, end, log in parts:
         # Pods of an ended attempt are removed, and their logs with them: each runs until its log is read.
         lines += [process.stdout.readline() for _ in range(pods)]
-        assert world.kubelet.tell("reviews", stage, replace(end, log=log), attempt) == pods
+        assert world.kubelet.switch_play("reviews", stage, replace(end, log=log), attempt) == pods
     out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert process.returncode == 0, err
     lines = [line.rstrip("\n") for line in lines + out.splitlines()]
@@ -303,7 +303,9 @@ def test_the_log_of_one_pod_of_one_rank_and_of_a_running_stage(world: World, tmp
     world.apply("reviews", {"resources": {"nodes": 2, "processesPerNode": 2}})
     world.wait_running("reviews", "train")
     wait_until(
-        lambda: world.phases("reviews", "train") == ["Running"] * 2, "both pods run", tell=lambda: world.tell("reviews")
+        lambda: world.phases("reviews", "train") == ["Running"] * 2,
+        "both pods run",
+        detail=lambda: world.describe("reviews"),
     )
     jobs = written(world, tmp_path)
     wanted = (0, "[train-1/1] from node 1\n", "")
@@ -314,7 +316,7 @@ def test_the_log_of_one_pod_of_one_rank_and_of_a_running_stage(world: World, tmp
     assert (both[0], both[1].count("[train-1/0]"), both[1].count("[train-1/1]")) == (0, 2, 2)
 
 
-def test_a_failed_job_as_the_operator_tells_it(world: World, tmp_path: Path) -> None:
+def test_commands_show_the_failure_that_the_operator_reported(world: World, tmp_path: Path) -> None:
     world.kubelet.playbook.set("reviews", "prepare", WRONG_COLUMN)
     world.apply("reviews")
     jobs = written(world, tmp_path)

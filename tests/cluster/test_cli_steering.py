@@ -13,7 +13,7 @@ import yaml
 
 from cluster_support.api_access import PATIENCE_SECONDS, wait_until
 from cluster_support.control_plane import Cluster
-from cluster_support.told_jobs import FAILED, NOW, SUCCEEDED, TRAINING, Jobs
+from cluster_support.jobs_with_status import FAILED, NOW, SUCCEEDED, TRAINING, Jobs
 from suite_plugins.patience import patient
 
 CANARY = "canary-4f1c9b2e77"
@@ -58,7 +58,7 @@ def test_suspend_and_resume_write_the_run_policy_and_nothing_else(jobs: Jobs) ->
     assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
 
 
-def test_a_dry_run_asks_the_api_server_and_changes_nothing(jobs: Jobs) -> None:
+def test_dry_run_sends_a_request_and_changes_nothing(jobs: Jobs) -> None:
     jobs.make("reviews", TRAINING)
     before = stored(jobs, "reviews")
     for verb in ("suspend", "restart", "cancel"):
@@ -118,7 +118,7 @@ def test_a_running_job_is_stopped_and_goes_on_as_another_attempt(jobs: Jobs) -> 
     with jobs.start("restart", "reviews") as process:
         wait_until(lambda: stored(jobs, "reviews")["spec"].get("runPolicy", {}).get("suspend"), "the job is suspended")
         # The operator's part: the attempt has saved its checkpoint and is deleted.
-        jobs.tell("reviews", {**TRAINING, "phase": "Suspended", "observedGeneration": 2})
+        jobs.write_status("reviews", {**TRAINING, "phase": "Suspended", "observedGeneration": 2})
         out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, err) == (0, "")
     assert out == "FineTuneJob reviews starts another attempt from its last checkpoint.\n"
@@ -147,8 +147,8 @@ def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
     before = stored(jobs, "reviews")
     code, out, err = jobs.finetune("rollback", "reviews", "--dry-run", "-o", "json")
     assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert (told["change"], told["from"], told["to"]) == ("rolledBack", 2, 1)
+    result = json.loads(out)
+    assert (result["change"], result["from"], result["to"]) == ("rolledBack", 2, 1)
     assert stored(jobs, "reviews") == before
     code, out, _ = jobs.finetune("rollback", "reviews")
     assert (code, out) == (0, "FineTuneJob reviews is rolled back from revision 2 to 1 until spec.endpoint changes.\n")
@@ -164,7 +164,7 @@ def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "goal", "code", "told"),
+    ("status", "goal", "code", "result"),
     [
         pytest.param(SUCCEEDED, "succeeded", 0, "is succeeded", id="it has succeeded"),
         pytest.param(FAILED, "succeeded", 1, "has failed and can no longer be succeeded", id="it cannot any more"),
@@ -174,20 +174,20 @@ def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
         pytest.param(TRAINING, "succeeded", 124, "is not succeeded after 1 s", id="the time is over"),
     ],
 )
-def test_wait_ends_with_the_result(jobs: Jobs, status: Any, goal: str, code: int, told: str) -> None:
+def test_wait_ends_with_the_result(jobs: Jobs, status: Any, goal: str, code: int, result: str) -> None:
     jobs.make("reviews", status)
     found, out, err = jobs.finetune(
         "wait", "reviews", "--for", goal, "--timeout", "1s" if code == 124 else f"{patient(60):.0f}s"
     )
-    assert (found, (out + err).strip()) == (code, f"FineTuneJob reviews {told}.")
+    assert (found, (out + err).strip()) == (code, f"FineTuneJob reviews {result}.")
 
 
 def watches(cluster: Cluster, namespace: str) -> bool:
     """Return whether any client watches jobs there, by the audit log."""
-    asked = [(entry["verb"], entry.get("objectRef", {})) for entry in cluster.audit()]
+    requests = [(entry["verb"], entry.get("objectRef", {})) for entry in cluster.audit()]
     return any(
         verb == "watch" and (of.get("resource"), of.get("namespace")) == ("finetunejobs", namespace)
-        for verb, of in asked
+        for verb, of in requests
     )
 
 
@@ -198,7 +198,7 @@ def test_waiting_for_several_jobs_ends_with_the_last_of_them(jobs: Jobs, cluster
         if cluster.folder is not None:
             wait_until(lambda: watches(cluster, jobs.namespace), "the command watches")
         assert process.poll() is None
-        jobs.tell("one", SUCCEEDED)
+        jobs.write_status("one", SUCCEEDED)
         out, _ = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert process.returncode == 0
     assert [(one["name"], one["reached"], one["phase"]) for one in json.loads(out)] == [
@@ -220,16 +220,16 @@ def test_wait_for_deletion_ends_once_the_job_is_deleted(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         pytest.param(("--for", "finished"), "--for finished: unknown state", id="no such state"),
         pytest.param(("--timeout", "soon"), "--timeout soon: not a duration", id="no time"),
     ],
 )
-def test_a_call_that_is_wrong_ends_with_2(jobs: Jobs, arguments: tuple[str, ...], told: str) -> None:
+def test_a_call_that_is_wrong_ends_with_2(jobs: Jobs, arguments: tuple[str, ...], error: str) -> None:
     code, _, err = jobs.finetune("wait", "reviews", *arguments)
     assert code == 2
-    assert told in err
+    assert error in err
 
 
 # --------------------------------------------------------------------------------------------------------------- cost
@@ -328,8 +328,8 @@ def test_debug_collects_all_that_may_be_read_and_no_secret(jobs: Jobs, tmp_path:
 def test_a_shell_completes_commands_and_names_of_jobs(jobs: Jobs) -> None:
     jobs.make("reviews", TRAINING)
     jobs.make("ratings", TRAINING)
-    words = f"finetune status -n {jobs.namespace} ra"
-    typed = f'COMP_WORDS=({words}); COMP_CWORD=4; _finetune_completion finetune; echo "${{COMPREPLY[@]}}"'
+    command_line = f"finetune status -n {jobs.namespace} ra"
+    typed = f'COMP_WORDS=({command_line}); COMP_CWORD=4; _finetune_completion finetune; echo "${{COMPREPLY[@]}}"'
     script = f"source <(finetune completion bash); {typed}"
     ran = subprocess.run(
         ["bash", "-c", script],

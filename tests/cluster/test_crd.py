@@ -157,7 +157,7 @@ def api(cluster: Cluster) -> Iterator[Cluster]:
         "status.stages",
     ],
 )
-def test_finetune_explain_says_what_kubectl_explain_says(api: Cluster, path: str) -> None:
+def test_finetune_explain_matches_kubectl_explain(api: Cluster, path: str) -> None:
     # The API server describes a new kind some moments after it serves it.
     explained = ["explain", f"finetunejob.{path}".rstrip(".")]
     wait_until(lambda: api.kubectl(*explained).returncode == 0, "kubectl explains the kind", 120)
@@ -239,10 +239,10 @@ AT_APPLY: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_a_pod_could_never_have_is_refused_at_once(api: Cluster) -> None:
+def test_invalid_pod_template_is_refused_at_admission(api: Cluster) -> None:
     jobs = [job(f"t{number}", {"template": template}) for number, template in enumerate(AT_APPLY.values())]
-    said = refusals(api, jobs)
-    assert [case for number, case in enumerate(AT_APPLY) if f"t{number}" not in said] == []
+    refused = refusals(api, jobs)
+    assert [case for number, case in enumerate(AT_APPLY) if f"t{number}" not in refused] == []
 
 
 def test_every_bad_file_is_refused_here_or_known_to_need_more(api: Cluster) -> None:
@@ -258,16 +258,16 @@ def refusals(api: Cluster, jobs: list[dict[str, Any]]) -> dict[str, str]:
     text = "\n---\n".join(json.dumps(value) for value in jobs)
     ran = api.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)
     created = set(re.findall(r"finetunejob.finetune.dev/(\S+) created", ran.stdout))
-    said = {
+    errors = {
         match.group(1): match.group(0)
         for match in re.finditer(r'FineTuneJob.finetune.dev "([^"]+)" is invalid:.*', ran.stderr)
     }
     names = {value["metadata"]["name"] for value in jobs}
-    assert created | set(said) <= names
-    assert not created & set(said)
+    assert created | set(errors) <= names
+    assert not created & set(errors)
     # Strict decoding (unknown fields) does not name the object, but the number of errors has to be right.
     assert ran.stderr.count("Error from server (") == len(names - created)
-    return {name: said.get(name, "unknown field") for name in names - created}
+    return {name: errors.get(name, "unknown field") for name in names - created}
 
 
 def test_cel_agrees_with_python_on_every_row_of_every_rule(api: Cluster) -> None:
@@ -284,10 +284,10 @@ def test_cel_agrees_with_python_on_every_row_of_every_rule(api: Cluster) -> None
                 elif kind == "broken" and rule.schema_around:
                     expected[name] = f"spec.{rule.path.rpartition('.')[0]}"
     assert len(expected) > 30
-    said = refusals(api, jobs)
-    assert {name: said[name] for name in said if name not in expected} == {}
-    assert [name for name in expected if name not in said] == []
-    assert [(name, said[name]) for name, path in expected.items() if path not in said[name]] == []
+    errors = refusals(api, jobs)
+    assert {name: errors[name] for name in errors if name not in expected} == {}
+    assert [name for name in expected if name not in errors] == []
+    assert [(name, errors[name]) for name, path in expected.items() if path not in errors[name]] == []
 
 
 def test_cel_agrees_with_python_on_every_column_and_task(api: Cluster) -> None:
@@ -316,7 +316,7 @@ SLIPS = ("is less than ", "counts cores, ")
 """Starts of the rules that refuse sizes which can only be slips: the schema knows no order of quantities."""
 
 
-def test_the_api_server_accepts_what_the_models_accept_and_the_other_way_round(api: Cluster) -> None:
+def test_api_server_and_models_accept_the_same_specs(api: Cluster) -> None:
     """Fields vary one at a time. The other way omits fields of no fixed type, for which the schema says less."""
     jobs, accepted = [], set()
     for number, leaf in enumerate(leaves(spec_shape())):
@@ -339,16 +339,16 @@ def test_the_api_server_accepts_what_the_models_accept_and_the_other_way_round(a
                 for p in problems
             ):
                 accepted.add(name)
-    said = refusals(api, jobs)
+    errors = refusals(api, jobs)
     assert len(accepted) > 150
-    assert {name: said[name] for name in said if name in accepted} == {}
+    assert {name: errors[name] for name in errors if name in accepted} == {}
     mixed = tuple(
         f"s{number}-"
         for number, (leaf, shape) in enumerate(leaves(spec_shape()).items())
         if leaf in NAMED_ELSEWHERE or (shape.words and not isinstance(shape.body, Number | Text | None))
     )
     by_name = {value["metadata"]["name"]: value["spec"] for value in jobs}
-    missed = [name for name in by_name if name not in said and name not in accepted and not name.startswith(mixed)]
+    missed = [name for name in by_name if name not in errors and name not in accepted and not name.startswith(mixed)]
     assert [(list(leaves(spec_shape()))[int(n[1:].split("-")[0])], STRANGE[int(n.split("-")[1])]) for n in missed] == []
 
 

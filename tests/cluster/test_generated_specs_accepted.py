@@ -54,8 +54,8 @@ def refused(cluster: Cluster, namespace: str, documents: list[dict[str, Any]]) -
     arguments = ("create", "--dry-run=server", "--validate=strict", "-n", namespace, "-f", "-")
     ran = cluster.kubectl(*arguments, stdin=text, seconds=300)
     created = len(re.findall(r" created \(server dry run\)$", ran.stdout, re.MULTILINE))
-    said = [line for line in ran.stderr.splitlines() if line.strip()]
-    return said if created == len(documents) else [*said, f"{created} of {len(documents)} were taken"]
+    errors = [line for line in ran.stderr.splitlines() if line.strip()]
+    return errors if created == len(documents) else [*errors, f"{created} of {len(documents)} were taken"]
 
 
 @pytest.mark.hypothesis
@@ -64,12 +64,12 @@ def test_generated_specs_that_are_valid_are_taken_by_the_api_server(cluster: Clu
     assert len(jobs) > scaled(EXAMPLES) // 5
     with fresh_namespace(cluster) as namespace:
         for start in range(0, len(jobs), BATCH):
-            said = refused(cluster, namespace, [document for document, _ in jobs[start : start + BATCH]])
-            assert said == [], "\n".join(said)
+            errors = refused(cluster, namespace, [document for document, _ in jobs[start : start + BATCH]])
+            assert errors == [], "\n".join(errors)
 
 
 @pytest.mark.hypothesis
-def test_what_generated_specs_become_is_taken_by_the_api_server(cluster: Cluster, kinds: None) -> None:
+def test_api_server_accepts_objects_rendered_from_generated_specs(cluster: Cluster, kinds: None) -> None:
     manifests: dict[str, dict[str, Any]] = {}
     rendered = 0
     with fresh_namespace(cluster) as namespace:

@@ -92,7 +92,7 @@ def test_a_failed_pod_of_another_namespace_ends_no_attempt(world: World) -> None
 
 
 @pytest.mark.parametrize("where", ["beside it", "in another namespace"])
-def test_a_pod_with_the_labels_of_a_job_is_passed_over_and_told_so_itself(world: World, where: str) -> None:
+def test_pod_with_foreign_job_labels_is_ignored_and_gets_an_event(world: World, where: str) -> None:
     """Such a pod is a copy that somebody made for debugging."""
     world.kubelet.playbook.set("victim", "train", RUNS)
     world.apply("victim", {"predict": None})
@@ -107,17 +107,19 @@ def test_a_pod_with_the_labels_of_a_job_is_passed_over_and_told_so_itself(world:
         assert forged is not None
         events = path_of("v1", "events", namespace)
 
-        def told() -> list[Object]:
+        def pod_events() -> list[Object]:
             found = world.api.get(events) or {"items": []}
             return [one for one in found["items"] if one["involvedObject"].get("uid") == forged["metadata"]["uid"]]
 
-        (event,) = wait_until(lambda: [one for one in told() if one["reason"] == "NotOfThisJob"], "the pod is told")
+        (event,) = wait_until(
+            lambda: [one for one in pod_events() if one["reason"] == "NotOfThisJob"], "the pod is told"
+        )
         # The job has been reconciled since, as often as necessary.
         note = {"metadata": {"annotations": {"example.com/looked": "at"}}}
         world.api.patch(world.path(API_VERSION, PLURAL, "victim"), note)
         world.catch_up()
         status = world.status("victim")
-        again = [one for one in told() if one["reason"] == "NotOfThisJob"]
+        again = [one for one in pod_events() if one["reason"] == "NotOfThisJob"]
     assert (event["type"], event["involvedObject"]["kind"]) == ("Warning", "Pod")
     assert 'FineTuneJob "victim"' in event["message"]
     assert [one["count"] for one in again] == [1]
@@ -126,15 +128,15 @@ def test_a_pod_with_the_labels_of_a_job_is_passed_over_and_told_so_itself(world:
     assert "NotOfThisJob" not in json.dumps(world.events("victim"))
 
 
-def test_what_a_program_prints_of_its_secrets_is_in_no_status_and_no_event(world: World) -> None:
+def test_secrets_printed_by_a_program_stay_out_of_status_and_events(world: World) -> None:
     token, password, key = "hf_" + "Ab1" * 12, "s3cret-pa55", "AKIA" + "Z9" * 8
-    said = f"HF_TOKEN={token}\nhttps://me:{password}@git.example.com/a\nAuthorization: Bearer {token}\n{key}\n"
-    world.kubelet.playbook.set("talks", "train", fails(FailureClass.PROGRAM, "Raised", said, log=said))
+    output = f"HF_TOKEN={token}\nhttps://me:{password}@git.example.com/a\nAuthorization: Bearer {token}\n{key}\n"
+    world.kubelet.playbook.set("talks", "train", fails(FailureClass.PROGRAM, "Raised", output, log=output))
     world.apply("talks", {"predict": None})
     world.wait_phase("talks", "Failed")
-    told = json.dumps([world.status("talks"), world.events("talks")])
-    assert "Raised" in told
-    assert [secret for secret in (token, password, key) if secret in told] == []
+    published = json.dumps([world.status("talks"), world.events("talks")])
+    assert "Raised" in published
+    assert [secret for secret in (token, password, key) if secret in published] == []
 
 
 def test_a_report_of_another_namespace_is_no_result(world: World) -> None:
@@ -215,7 +217,7 @@ def test_the_api_server_does_not_store_a_new_one(world: World, kind: str) -> Non
 
 
 @pytest.mark.parametrize("when", ["while it runs", "before it starts"])
-def test_hostile_jobs_stop_nobody_and_are_refused(world: World, when: str) -> None:
+def test_hostile_jobs_are_refused_and_block_no_other_job(world: World, when: str) -> None:
     if when == "before it starts":
         world.operator.terminate()
     with before_there_were_bounds(world):
@@ -230,12 +232,12 @@ def test_hostile_jobs_stop_nobody_and_are_refused(world: World, when: str) -> No
     for kind, of_kind in HOSTILE.items():
         for name in of_kind:
             wait_until(
-                lambda name=name: accepted(world, name)[0] == "False", f"{name} is refused", tell=world.operator.logs
+                lambda name=name: accepted(world, name)[0] == "False", f"{name} is refused", detail=world.operator.logs
             )
             message = accepted(world, name)[1]
             assert f" {kind}" in message, (name, message)
     assert world.operator.healthy()
     assert world.operator.running
     assert world.operator.pid == pid
-    told = world.operator.logs()
-    assert [word for word in ("Traceback", "RecursionError", "has ended") if word in told] == []
+    logs = world.operator.logs()
+    assert [fault for fault in ("Traceback", "RecursionError", "has ended") if fault in logs] == []

@@ -91,7 +91,7 @@ def _script(playbook: Playbook, dice: random.Random, name: str, number: int) -> 
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, proxy: FaultProxy) -> None:
+def test_chaos_loses_no_job_and_repeats_no_attempt(chaotic: World, proxy: FaultProxy) -> None:
     world, dice = chaotic, random.Random(SEED)
     mark = world.cluster.audit_mark()
     uids = record_uids(world.background, world.watching, world.path("batch/v1", "jobs"))
@@ -110,7 +110,7 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
     wait_until(
         lambda: all(proxy.injected.get(fault) for fault in ("409", "429", "lost answer")),
         "each kind of fault has happened",
-        tell=lambda: proxy.injected,
+        detail=lambda: proxy.injected,
     )
     proxy.faults = NONE
 
@@ -133,14 +133,12 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
     }
     # A killed API server can have stored an object without an audit entry; the audit log in turn has objects that came
     # and went while the watch was broken.
-    wait_until(lambda: wanted <= uids.keys(), "each attempt was seen", tell=lambda: wanted - uids.keys())
+    wait_until(lambda: wanted <= uids.keys(), "each attempt was seen", detail=lambda: wanted - uids.keys())
     assert set(made) | set(uids) == wanted
     assert [name for name in wanted if made[name] > 1 or len(uids[name]) != 1] == []
 
 
-def test_watches_that_hang_on_a_server_that_is_gone_are_begun_again_when_another_answers(
-    chaotic: World, proxy: FaultProxy
-) -> None:
+def test_hanging_watches_restart_when_another_api_server_answers(chaotic: World, proxy: FaultProxy) -> None:
     world = chaotic
     world.kubelet.playbook.set("hangs", "train", RUNS)
     world.apply("hangs", {"predict": None})
@@ -153,7 +151,7 @@ def test_watches_that_hang_on_a_server_that_is_gone_are_begun_again_when_another
     wait_until(lambda: "the API server answers again" in world.operator.logs(), "and its end")
     # A watch follows its list: from now on the watches report changes, not a list.
     wait_until(lambda: proxy.live_watches() >= muted, "the operator watches again")
-    world.kubelet.tell("hangs", "train", SUCCEEDS)
+    world.kubelet.switch_play("hangs", "train", SUCCEEDS)
     assert states(world.wait_phase("hangs", "Succeeded"))["train"] == ("Succeeded", 1)
 
 
@@ -186,7 +184,7 @@ def test_an_api_server_that_refuses_everything_for_a_while_is_waited_for(
     wait_until(lambda: _restarted(world) and proxy.refused >= before + 3, "the operator has been refused three times")
     proxy.faults = NONE
     wait_until(lambda: _restarted(world) and world.operator.ready(), "the operator is ready")
-    world.kubelet.tell("patient", "train", SUCCEEDS)
+    world.kubelet.switch_play("patient", "train", SUCCEEDS)
     status = world.wait_phase("patient", "Succeeded")
     assert (states(status), status["restarts"]) == (WELL[1], 0)
 

@@ -114,7 +114,7 @@ def conditions(api: Api, namespace: str, name: str) -> dict[str, Any]:
     return {each["type"]: each["status"] for each in found.get("status", {}).get("conditions", [])}
 
 
-def test_for_given_namespaces_it_runs_their_jobs_and_asks_for_nothing_that_it_may_not(
+def test_namespaced_operator_runs_jobs_within_its_rights(
     ready: Cluster, namespaced: tuple[OperatorProcess, int]
 ) -> None:
     process, mark = namespaced
@@ -124,9 +124,9 @@ def test_for_given_namespaces_it_runs_their_jobs_and_asks_for_nothing_that_it_ma
         api.create(path_of(API_VERSION, PLURAL, namespace), body)
     try:
         planned = lambda: conditions(api, TEAM, "first").get("Planned") == "True"  # noqa: E731
-        wait_until(planned, "the job is planned", tell=lambda: process.logs()[-4000:])
+        wait_until(planned, "the job is planned", detail=lambda: process.logs()[-4000:])
         stage = path_of("batch/v1", "jobs", TEAM, "first-prepare-1")
-        wait_until(lambda: api.get(stage), "its first stage is made", tell=lambda: process.logs()[-4000:])
+        wait_until(lambda: api.get(stage), "its first stage is made", detail=lambda: process.logs()[-4000:])
         assert conditions(api, OTHER, "first") == {}
         assert refused(ready, mark) == []
     finally:
@@ -155,7 +155,7 @@ def team(ready: Cluster, namespaced: tuple[OperatorProcess, int], tmp_path: Path
 HANGS = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeconds": math.ceil(patient(4))}}
 
 
-def test_for_given_namespaces_progress_is_live_without_a_right_to_review_tokens_and_what_hangs_is_found(
+def test_namespaced_operator_gets_progress_and_finds_hangs_without_reviews(
     ready: Cluster, namespaced: tuple[OperatorProcess, int], team: World
 ) -> None:
     process, mark = namespaced
@@ -179,9 +179,9 @@ def test_for_given_namespaces_progress_is_live_without_a_right_to_review_tokens_
     finally:
         team.delete("hung")
     assert refused(ready, mark) == []
-    asked = [entry["requestURI"].partition("?")[0] for entry in ready.audit(mark, USER)]
-    assert asked.count(KEYS_PATH) >= 1
-    assert [path for path in asked if "tokenreviews" in path] == []
+    paths = [entry["requestURI"].partition("?")[0] for entry in ready.audit(mark, USER)]
+    assert paths.count(KEYS_PATH) >= 1
+    assert [path for path in paths if "tokenreviews" in path] == []
     assert "verified by public keys (progress.tokens: keys)" in process.logs()
 
 
@@ -236,17 +236,17 @@ FAILURES: dict[str, tuple[Object, str]] = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_its_own_test_fails_and_says_why_for(
+def test_release_test_fails_with_the_reason_for(
     case: str, ready: Cluster, namespaced: tuple[OperatorProcess, int], tmp_path: Path
 ) -> None:
-    values, said = FAILURES[case]
+    values, reason = FAILURES[case]
     ran = run_test(ready, tmp_path, {"tests": values})
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert ran.stdout.splitlines()[-1].endswith("logs deployment/finetune-operator")
-    assert said in ran.stdout
+    assert reason in ran.stdout
 
 
-def test_the_script_of_its_own_test_needs_only_what_the_operators_image_has() -> None:
+def test_release_test_script_imports_only_packages_of_the_image() -> None:
     imported = {
         line.split()[1].split(".")[0] for line in SCRIPT.read_text().splitlines() if line.startswith(("import", "from"))
     }
@@ -287,9 +287,7 @@ def alice(ready: Cluster) -> Iterator[str]:
     ready.kubectl("delete", "-f", "-", stdin=as_text(tuple(documents)))
 
 
-def test_who_has_no_rights_in_the_cluster_installs_upgrades_and_uninstalls_for_given_namespaces(
-    ready: Cluster, alice: str
-) -> None:
+def test_namespace_admin_installs_upgrades_and_uninstalls_the_chart(ready: Cluster, alice: str) -> None:
     as_alice = ("--kube-as-user", alice, "--values", "-")
     values = {**VALUES, "watchNamespaces": [OTHER], "labels": {"by": alice}}
     install = ("install", RELEASE, str(CHART), *as_alice)
@@ -312,7 +310,7 @@ def test_who_has_no_rights_in_the_cluster_installs_upgrades_and_uninstalls_for_g
         helm_here(ready, ALICES, "uninstall", RELEASE, "--kube-as-user", alice)
 
 
-def test_an_upgrade_upgrades_the_kind_and_uninstalling_leaves_it_and_all_jobs(ready: Cluster, tmp_path: Path) -> None:
+def test_upgrade_updates_the_crd_and_uninstall_keeps_it_and_all_jobs(ready: Cluster, tmp_path: Path) -> None:
     new = complete_chart(tmp_path)
     text = (new / "files/crd.yaml").read_text()
     (new / "files/crd.yaml").write_text(text.replace("Fine-tunes, evaluates", "Tunes, evaluates"))

@@ -158,7 +158,7 @@ def test_job_that_only_serves_needs_no_claim_and_stops_while_suspended(world: Wo
     assert world.status("alone")["phase"] == "Serving"
 
 
-def test_deployment_of_somebody_else_is_left_alone(world: World) -> None:
+def test_foreign_deployment_is_left_alone(world: World) -> None:
     labels = {"app": "theirs"}
     pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "a", "image": "a.example/b"}]}}
     theirs = {

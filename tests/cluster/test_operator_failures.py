@@ -34,8 +34,8 @@ def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> N
     status = world.status("wrong")
     failure = status["failure"]
     (pod,) = world.pods("wrong", "train")
-    told = {key: value for key, value in failure.items() if key != "logTail"}
-    assert told == {
+    found = {key: value for key, value in failure.items() if key != "logTail"}
+    assert found == {
         "class": "DataError",
         "reason": "MissingColumn",
         "message": "dataset.columns.text: 'text' is not a column; there are sentence, label",
@@ -61,7 +61,7 @@ def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> N
     assert world.children("wrong") == ["wrong-prepare-1", "wrong-train-1"]
 
 
-def test_a_webhook_that_does_not_answer_is_told_and_the_job_goes_on_when_it_is_gone(world: World) -> None:
+def test_unreachable_webhook_is_reported_and_the_job_resumes_without_it(world: World) -> None:
     """Admission of Jobs calls a program that is not there, as when a training operator is down."""
     name = f"away-{world.namespace}"
     hooks = path_of("admissionregistration.k8s.io/v1", "validatingwebhookconfigurations")
@@ -76,20 +76,20 @@ def test_a_webhook_that_does_not_answer_is_told_and_the_job_goes_on_when_it_is_g
     world.api.create(hooks, {**kind, "metadata": {"name": name}, "webhooks": [hook]})
     try:
         short(world, "held")
-        told = world.wait(
+        stalled = world.wait(
             "held",
             "stalled",
             lambda status: "failed calling webhook" in condition(status, "Stalled").get("message", ""),
         )
-        assert condition(told, "Stalled")["reason"] == "Refused"
-        assert (told["phase"], told["restarts"]) == ("Pending", 0)
+        assert condition(stalled, "Stalled")["reason"] == "Refused"
+        assert (stalled["phase"], stalled["restarts"]) == ("Pending", 0)
         world.wait_event("held", "why", lambda kind, _, message: kind == "Warning" and '"away.example.com"' in message)
     finally:
         world.api.delete(f"{hooks}/{name}")
     world.wait_phase("held", "Succeeded")
 
 
-def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
+def test_first_cause_is_reported_instead_of_its_consequence(world: World) -> None:
     world.kubelet.playbook.set("two", "train", WRONG_COLUMN, index=1)
     echo = fails(FailureClass.COLLECTIVE, "ConnectionLost", "rank 1 has gone", lasts=None)
     world.kubelet.playbook.set("two", "train", echo, index=0)
@@ -99,7 +99,7 @@ def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
     assert failure["pod"].startswith("two-train-1-1")
 
 
-def test_when_every_pod_of_an_attempt_is_deleted_its_log_is_told_all_the_same(world: World) -> None:
+def test_log_is_reported_after_every_pod_of_an_attempt_is_deleted(world: World) -> None:
     lingers = replace(RUNS, log="step 7 of 9\n", stops_after=patient(5))
     world.kubelet.playbook.set("wiped", "train", lingers)
     world.apply("wiped", {"predict": None})
@@ -110,14 +110,14 @@ def test_when_every_pod_of_an_attempt_is_deleted_its_log_is_told_all_the_same(wo
     assert (failure["class"], failure["logTail"]) == ("Preempted", "step 7 of 9")
 
 
-def test_of_pods_that_prepare_the_one_that_failed_is_told_with_its_rank(world: World) -> None:
+def test_failed_preparing_pod_is_reported_with_its_rank(world: World) -> None:
     world.kubelet.playbook.set("third", "prepare", WRONG_COLUMN, index=2)
     echo = fails(FailureClass.COLLECTIVE, "PodFailed", "Pod 2 of 3 of stage prepare failed", lasts=None)
     world.kubelet.playbook.set("third", "prepare", echo, index=0)
     short(world, "third", {"preparation": {"engine": "job", "workers": 3}})
     failure = world.wait_phase("third", "Failed")["failure"]
-    told = (failure["class"], failure["stage"], failure["rank"], failure["attempt"])
-    assert told == ("DataError", "prepare", 2, 1)
+    found = (failure["class"], failure["stage"], failure["rank"], failure["attempt"])
+    assert found == ("DataError", "prepare", 2, 1)
     assert failure["pod"].startswith("third-prepare-1-2")
     assert world.children("third") == ["third-prepare-1"]
 
@@ -125,12 +125,12 @@ def test_of_pods_that_prepare_the_one_that_failed_is_told_with_its_rank(world: W
 SPARK = {"preparation": {"engine": "spark", "workers": 2}}
 
 
-def test_what_sparks_driver_refuses_ends_the_job_with_its_words(world: World) -> None:
+def test_error_of_the_spark_driver_ends_the_job(world: World) -> None:
     world.kubelet.playbook.set("by-spark", "prepare", WRONG_COLUMN)
     short(world, "by-spark", SPARK)
     failure = world.wait_phase("by-spark", "Failed")["failure"]
-    told = (failure["class"], failure["reason"], failure["stage"], failure["attempt"], failure["pod"])
-    assert told == ("DataError", "MissingColumn", "prepare", 1, "by-spark-prepare-1-driver")
+    found = (failure["class"], failure["reason"], failure["stage"], failure["attempt"], failure["pod"])
+    assert found == ("DataError", "MissingColumn", "prepare", 1, "by-spark-prepare-1-driver")
     assert failure["logTail"].endswith("KeyError: 'text'")
 
 
@@ -142,7 +142,7 @@ def test_a_preempted_driver_is_another_application(world: World) -> None:
     assert "lost-driver-prepare-2" in world.children("lost-driver")
 
 
-def test_an_application_that_cannot_be_submitted_is_told_in_the_words_of_sparks_operator(world: World) -> None:
+def test_failed_spark_submission_is_reported_with_its_message(world: World) -> None:
     refused = {REFUSED: "pods is forbidden: exceeded quota: few"}
     short(world, "unsubmitted", {**SPARK, "runPolicy": {"maxRestarts": 0}, "template": {"annotations": refused}})
     failure = world.wait_phase("unsubmitted", "Failed")["failure"]
@@ -157,13 +157,13 @@ def test_a_suspended_preparation_by_spark_stops_and_begins_again(world: World) -
     world.wait_running("spark-pause", "prepare")
     world.change("spark-pause", {"runPolicy": {"suspend": True}})
     world.wait_phase("spark-pause", "Suspended")
-    wait_until(lambda: not world.pods("spark-pause"), "its driver is gone", tell=lambda: world.tell("spark-pause"))
+    wait_until(lambda: not world.pods("spark-pause"), "its driver is gone", tell=lambda: world.describe("spark-pause"))
     assert world.children("spark-pause") == []
     world.change("spark-pause", {"runPolicy": {"suspend": False}})
     assert states(world.wait_phase("spark-pause", "Succeeded"))["prepare"] == ("Succeeded", 2)
 
 
-def test_a_failure_that_may_pass_is_tried_again_with_growing_delay_and_not_for_ever(world: World) -> None:
+def test_temporary_failure_is_retried_with_back_off_up_to_the_limit(world: World) -> None:
     history = world.record("hub")
     world.kubelet.playbook.set("hub", "prepare", HUB_AWAY)
     short(world, "hub", {"runPolicy": {"maxRestarts": 2}})
@@ -222,7 +222,7 @@ MEMORY: dict[str, Play] = {
 
 
 @pytest.mark.parametrize("case", MEMORY)
-def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_batch(world: World, case: str) -> None:
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_global_batch(world: World, case: str) -> None:
     world.kubelet.playbook.set("memory", "train", MEMORY[case], attempt=1)
     short(world, "memory", {"runPolicy": {"maxRestarts": 0}})
     status = world.wait_phase("memory", "Succeeded")
@@ -276,7 +276,7 @@ def test_gpu_that_was_planned_for_is_not_replanned_free_of_charge_again(world: W
     assert "resources.accelerator.product" in failure["hint"]
 
 
-def test_memory_that_runs_out_ends_the_job_when_it_is_asked_to(world: World) -> None:
+def test_out_of_memory_ends_the_job_under_the_policy_fail(world: World) -> None:
     world.kubelet.playbook.set("strict", "train", OUT_OF_MEMORY)
     short(world, "strict", {"runPolicy": {"onOutOfMemory": "fail"}})
     status = world.wait_phase("strict", "Failed")
@@ -290,7 +290,7 @@ def test_an_image_that_cannot_be_pulled_ends_the_job_after_a_while(world: World)
     failure = world.wait_phase("image", "Failed")["failure"]
     assert (failure["class"], failure["stage"]) == ("ImagePull", "prepare")
     assert "nowhere/none:1" in failure["message"]
-    wait_until(lambda: world.pods("image") == [], "nothing of it runs", tell=lambda: world.tell("image"))
+    wait_until(lambda: world.pods("image") == [], "nothing of it runs", tell=lambda: world.describe("image"))
 
 
 def test_exit_code_zero_without_a_report_is_a_failure(world: World) -> None:
@@ -351,7 +351,7 @@ FOREIGN: dict[str, tuple[str, str, Object]] = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_name_that_is_taken_by_somebody_elses_object_is_left_alone_and_told(world: World, case: str) -> None:
+def test_foreign_object_with_a_child_name_is_kept_and_fails_the_job(world: World, case: str) -> None:
     version, plural, body = FOREIGN[case]
     before: dict[str, Any] = world.api.create(world.path(version, plural), {"apiVersion": version, **body})
     short(world, "taken")
@@ -365,14 +365,14 @@ def test_a_name_that_is_taken_by_somebody_elses_object_is_left_alone_and_told(wo
     assert "labels" not in after["metadata"] or "finetune.dev/job" not in after["metadata"]["labels"]
 
 
-def test_a_deadline_ends_what_runs(world: World) -> None:
+def test_deadline_stops_the_running_stage(world: World) -> None:
     # In the first stage, as the time until its end depends on the machine.
     world.kubelet.playbook.set("late", "prepare", RUNS)
     short(world, "late", {"runPolicy": {"activeDeadlineSeconds": math.ceil(patient(3))}})
     status = world.wait_phase("late", "Failed")
     assert (status["failure"]["class"], status["failure"]["stage"]) == ("DeadlineExceeded", "prepare")
     assert states(status)["prepare"] == ("Failed", 1)
-    wait_until(lambda: not world.pods("late"), "nothing runs any more", tell=lambda: world.tell("late"))
+    wait_until(lambda: not world.pods("late"), "nothing runs any more", tell=lambda: world.describe("late"))
 
 
 def test_a_terminal_job_creates_nothing_ever(world: World) -> None:

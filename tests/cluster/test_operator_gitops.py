@@ -37,9 +37,7 @@ def stored(world: World, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [FROM_GIT, CLIENT_SIDE], ids=["server-side", "client-side"])
-def test_a_file_that_is_applied_twenty_times_while_its_job_runs_changes_and_restarts_nothing(
-    world: World, options: tuple[str, ...]
-) -> None:
+def test_applying_a_file_again_restarts_nothing_in_a_running_job(world: World, options: tuple[str, ...]) -> None:
     name = "from-git" if options else "by-hand"
     text = manifest(world, name)
     world.kubelet.playbook.set(name, "train", RUNS)
@@ -47,12 +45,12 @@ def test_a_file_that_is_applied_twenty_times_while_its_job_runs_changes_and_rest
     world.wait_running(name, "train")
     before, pods = stored(world, name), [pod["metadata"]["uid"] for pod in world.pods(name, "train")]
     for _ in range(TIMES):
-        said = world.cluster.must("apply", *options, "-f", "-", stdin=text)
+        output = world.cluster.must("apply", *options, "-f", "-", stdin=text)
         # The operator writes the status meanwhile, and none of the file's fields.
-        assert "unchanged" in said or "serverside-applied" in said
+        assert "unchanged" in output or "serverside-applied" in output
     drift = world.cluster.kubectl("diff", *options, "-f", "-", stdin=text)
     assert (drift.returncode, drift.stdout) == (0, ""), drift.stderr
-    world.kubelet.tell(name, "train", SUCCEEDS)
+    world.kubelet.switch_play(name, "train", SUCCEEDS)
     status = world.wait_phase(name, "Succeeded")
     after = stored(world, name)
     assert (after["spec"], after["metadata"]["generation"]) == (before["spec"], 1)
@@ -61,7 +59,7 @@ def test_a_file_that_is_applied_twenty_times_while_its_job_runs_changes_and_rest
     assert world.children(name) == [f"{name}-{stage}-1" for stage in ("prepare", "train", "evaluate", "predict")]
 
 
-def test_the_operator_owns_the_status_and_nothing_that_a_file_says(world: World) -> None:
+def test_operator_owns_the_status_and_no_field_of_the_manifest(world: World) -> None:
     world.cluster.must("apply", *FROM_GIT, "-f", "-", stdin=manifest(world, "owned"))
     world.wait_phase("owned", "Succeeded")
     owners = {

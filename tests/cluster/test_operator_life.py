@@ -28,24 +28,24 @@ def test_an_operator_that_is_killed_in_each_stage_goes_on_where_it_was(world: Wo
         world.wait_running("killed", stage)
         world.operator.kill()
         if meanwhile == "the stage ends":
-            world.kubelet.tell("killed", stage, SUCCEEDS)
+            world.kubelet.switch_play("killed", stage, SUCCEEDS)
             done = lambda name=stage: world.pods("killed", name)[0]["status"]["phase"] == "Succeeded"  # noqa: E731
             wait_until(done, f"the pod of {stage} has ended")
         world.operator.start()
         if meanwhile == "the stage goes on":
-            world.kubelet.tell("killed", stage, SUCCEEDS)
+            world.kubelet.switch_play("killed", stage, SUCCEEDS)
     status = world.wait_phase("killed", "Succeeded")
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)
     assert world.children("killed") == [f"killed-{stage}-1" for stage in STAGES]
 
 
-def test_an_operator_that_is_told_to_stop_ends_well_and_another_goes_on(world: World) -> None:
+def test_stopped_operator_exits_cleanly_and_its_successor_continues(world: World) -> None:
     world.kubelet.playbook.set("rolled", "train", RUNS)
     world.apply("rolled")
     world.wait_running("rolled", "train")
     assert world.operator.terminate() == 0
     world.operator.start()
-    world.kubelet.tell("rolled", "train", SUCCEEDS)
+    world.kubelet.switch_play("rolled", "train", SUCCEEDS)
     assert states(world.wait_phase("rolled", "Succeeded")) == ONE_EACH
 
 
@@ -64,7 +64,7 @@ def test_a_stand_by_does_nothing_until_the_leader_is_gone(world: World, cluster:
         world.apply("two")
         world.wait_running("two", "train")
         world.operator.kill()
-        world.kubelet.tell("two", "train", SUCCEEDS)
+        world.kubelet.switch_play("two", "train", SUCCEEDS)
         status = world.wait_phase("two", "Succeeded")
         assert (states(status), status["restarts"]) == (ONE_EACH, 0)
     finally:
@@ -77,19 +77,21 @@ def test_an_api_server_that_restarts_loses_nothing(world: World) -> None:
     world.apply("away")
     world.wait_running("away", "train")
     world.cluster.restart_api_server()
-    world.kubelet.tell("away", "train", SUCCEEDS)
+    world.kubelet.switch_play("away", "train", SUCCEEDS)
     status = world.wait_phase("away", "Succeeded")
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)
 
 
-def test_a_suspended_job_stops_what_runs_and_goes_on_when_it_may(world: World) -> None:
+def test_suspended_job_stops_its_pods_and_resumes_when_released(world: World) -> None:
     world.kubelet.playbook.set("pause", "train", RUNS, attempt=1)
     world.apply("pause")
     world.wait_running("pause", "train")
     world.change("pause", {"runPolicy": {"suspend": True}})
     status = world.wait_phase("pause", "Suspended")
     assert conditions(status)["Ready"] == "False"
-    wait_until(lambda: not world.pods("pause", "train"), "nothing runs any more", tell=lambda: world.tell("pause"))
+    wait_until(
+        lambda: not world.pods("pause", "train"), "nothing runs any more", detail=lambda: world.describe("pause")
+    )
     world.change("pause", {"runPolicy": {"suspend": False}})
     status = world.wait_phase("pause", "Succeeded")
     assert (states(status)["train"], status["restarts"]) == (("Succeeded", 2), 0)
@@ -109,7 +111,7 @@ def test_a_job_goes_when_its_time_to_live_is_over_and_its_results_stay(world: Wo
     world.wait_gone("brief")
     # A get may come too late to see its end, but the watch reports it.
     ended = lambda: any(job.get("status", {}).get("phase") == "Succeeded" for job in history.shown)  # noqa: E731
-    wait_until(ended, "it has succeeded", tell=lambda: history.shown[-1:])
+    wait_until(ended, "it has succeeded", detail=lambda: history.shown[-1:])
     left = ["persistentvolumeclaims/brief-workspace"]
     wait_until(lambda: world.everything("brief") == left, "only the claim is left")
 
@@ -120,7 +122,7 @@ def _while_a_stage_runs(world: World) -> None:
 
 def _after_its_end(world: World) -> None:
     world.wait_running("gone", "train")
-    world.kubelet.tell("gone", "train", SUCCEEDS)
+    world.kubelet.switch_play("gone", "train", SUCCEEDS)
     world.wait_phase("gone", "Succeeded")
 
 
@@ -157,10 +159,10 @@ def test_a_job_that_is_deleted_leaves_nothing_but_the_claim(world: World, moment
         return set(world.everything("gone")) - may_stay
 
     # The garbage collector learns of a new kind of owner every 30 s.
-    wait_until(lambda: not left(), "it is gone", tell=left)
+    wait_until(lambda: not left(), "it is gone", detail=left)
     world.catch_up()
     # Objects just created when the job was deleted are collected as well, and its Job's pod with them.
-    wait_until(lambda: not left(), "it is gone for good", tell=left)
+    wait_until(lambda: not left(), "it is gone for good", detail=left)
 
 
 def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: World) -> None:
@@ -171,7 +173,7 @@ def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: Wo
     world.api.delete(world.path(API_VERSION, PLURAL, "slow"), propagationPolicy="Foreground")
     world.wait_gone("slow")
     may_stay = {"persistentvolumeclaims/slow-workspace"}
-    wait_until(lambda: set(world.everything("slow")) <= may_stay, "it is gone", tell=lambda: world.everything("slow"))
+    wait_until(lambda: set(world.everything("slow")) <= may_stay, "it is gone", detail=lambda: world.everything("slow"))
     world.catch_up()
     assert [name for _, name in _creations(world, mark) if name.startswith("slow-")] == []
 
@@ -191,7 +193,7 @@ def test_a_job_of_the_same_name_can_follow_at_once(world: World) -> None:
     assert len(world.of_job("again", "v1", "persistentvolumeclaims")) == 1
 
 
-def test_a_job_of_the_same_name_waits_for_pods_that_still_write_to_its_place(world: World) -> None:
+def test_new_job_waits_for_pods_of_a_deleted_job_with_its_name(world: World) -> None:
     world.kubelet.playbook.set("heir", "prepare", RUNS)
     world.apply("heir")
     world.wait_running("heir", "prepare")
@@ -227,7 +229,9 @@ def test_a_namespace_can_be_deleted_with_a_job_in_it(world: World, cluster: Clus
         inside.wait_running("inside", "train")
     # Objects are deleted in any order: a child before its job, while nothing new may be created.
     inside.wait_gone("inside")
-    wait_until(lambda: inside.everything("inside") == [], "all of it is gone", tell=lambda: inside.everything("inside"))
+    wait_until(
+        lambda: inside.everything("inside") == [], "all of it is gone", detail=lambda: inside.everything("inside")
+    )
     world.catch_up()
     assert world.operator.running
     assert "Traceback" not in world.operator.logs()

@@ -50,7 +50,7 @@ def test_every_object_passes_strict_validation(installed: Cluster) -> None:
 def test_podsecurity_restricted_lets_both_replicas_in(installed: Cluster) -> None:
     pods = ("get", "pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=operator", "-o", "name")
     events = ("get", "events", "-n", NAMESPACE, "-o", "jsonpath={.items[*].message}")
-    wait_until(lambda: len(installed.must(*pods).split()) == 2, "two pods", tell=lambda: installed.must(*events))
+    wait_until(lambda: len(installed.must(*pods).split()) == 2, "two pods", detail=lambda: installed.must(*events))
     assert "violates PodSecurity" not in installed.must(*events)
 
 
@@ -75,7 +75,7 @@ def test_in_the_namespaces_of_jobs_the_operator_may_not(installed: Cluster, verb
     assert ran.stdout.strip() == "no"
 
 
-def test_who_may_edit_a_namespace_may_create_jobs_there_and_not_write_their_status(installed: Cluster) -> None:
+def test_namespace_editor_may_create_jobs_but_not_write_their_status(installed: Cluster) -> None:
     installed.must("create", "clusterrolebinding", "someone-edits", "--clusterrole=edit", "--user=someone")
     create = ("auth", "can-i", "create", "finetunejobs.finetune.dev", "-n", "default", "--as", "someone")
     patch_status = ("auth", "can-i", "patch", "finetunejobs.finetune.dev", "--subresource=status", *create[-4:])

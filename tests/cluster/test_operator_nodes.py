@@ -15,9 +15,9 @@ import yaml
 
 from cluster_support.api_access import Api, Object, kubeconfig_text, path_of
 from cluster_support.control_plane import Cluster
+from cluster_support.jobs_with_status import FINETUNE, Jobs
 from cluster_support.kubelet import NODE_MARK
 from cluster_support.operator_process import install
-from cluster_support.told_jobs import FINETUNE, Jobs
 from cluster_support.world import World, condition
 
 POOL = "example.com/pool"
@@ -91,10 +91,10 @@ CASES: dict[str, tuple[Object, str, str]] = {
 
 def test_plans_use_gpu_facts_from_each_kind_of_node_label(world: World, fleet: None) -> None:
     found = {name: planned(world, name, spec) for name, (spec, _, _) in CASES.items()}
-    assert {name: told["gpu"]["product"] for name, (told, _) in found.items()} == {
+    assert {name: hardware["gpu"]["product"] for name, (hardware, _) in found.items()} == {
         name: product for name, (_, product, _) in CASES.items()
     }
-    assert [name for name, (_, _, words) in CASES.items() if words not in found[name][1]] == []
+    assert [name for name, (_, _, reason) in CASES.items() if reason not in found[name][1]] == []
     assert "precision bf16: unknown GPU has units" in found["silent"][1]
     assert "precision fp16: T4" in found["mixed"][1]
     wrong, reasons = planned(world, "wrong", job("gke", product="H100"))
@@ -138,9 +138,9 @@ def test_operator_without_permission_to_read_nodes_plans_with_a_note(world: Worl
     try:
         world.api.patch(path, {"rules": [rule for rule in role["rules"] if "nodes" not in rule["resources"]]})
         world.operator.start()
-        told, reasons = planned(world, "blind", job("discovered", product="H100"))
-        assert told == {"words": "the operator has no right to read nodes (rbac.nodes of the chart)"}
-        assert f"hardware: {told['words']}" in reasons
+        hardware, reasons = planned(world, "blind", job("discovered", product="H100"))
+        assert hardware == {"words": "the operator has no right to read nodes (rbac.nodes of the chart)"}
+        assert f"hardware: {hardware['words']}" in reasons
         assert "precision bf16: H100" in reasons
     finally:
         install(world.cluster)

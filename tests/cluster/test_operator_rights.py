@@ -136,7 +136,7 @@ def play(world: World, mark: int) -> None:
     world.operator.start()
     for job in FOREIGN:
         world.wait_phase(job, "Failed")
-    tell_of_secrets(world)
+    print_secrets(world)
     whole_jobs(world)
     serve_a_model(world)
     damage_certificate(world)
@@ -155,7 +155,7 @@ def secrets_of_the_user(world: World) -> None:
         world.api.create(world.path("v1", "secrets"), body)
 
 
-def tell_of_secrets(world: World) -> None:
+def print_secrets(world: World) -> None:
     """Run a job that refers to secrets and reports progress with its pod's token."""
     world.kubelet.playbook.set("secretive", "prepare", RUNS)
     world.apply("secretive", {"secrets": {"hubToken": {"name": "hub"}, "storage": {"name": "keys"}}})
@@ -225,10 +225,10 @@ def meet_a_quota(world: World) -> None:
     path = world.path("v1", "resourcequotas", "few")
     wait_until(lambda: (world.api.get(path) or {}).get("status", {}).get("used"), "the quota counts")
     world.apply("crowded", {"resources": {"nodes": 2}})
-    told = world.wait(
+    stalled = world.wait(
         "crowded", "refused", lambda status: "exceeded quota" in condition(status, "Stalled").get("message", "")
     )
-    assert told["phase"] != "Failed"
+    assert stalled["phase"] != "Failed"
     world.api.delete(path)
     world.wait_phase("crowded", "Succeeded")
 
@@ -293,7 +293,7 @@ def test_no_right_is_a_wildcard(scenes: Scenes) -> None:
     assert [right for right in scenes.granted if "*" in right] == []
 
 
-def test_a_name_that_is_taken_is_told_and_the_foreign_object_is_left_alone(scenes: Scenes) -> None:
+def test_foreign_object_is_kept_and_its_taken_name_is_reported(scenes: Scenes) -> None:
     world = scenes.world
     for job, (version, plural, child, _, _) in FOREIGN.items():
         failure = world.status(job)["failure"]
@@ -319,7 +319,9 @@ def test_secrets_appear_nowhere_but_in_their_secret(cluster: Cluster, scenes: Sc
     key = json.loads(cluster.must("get", "secret", TLS_SECRET, "-n", NAMESPACE, "-o", "json"))["data"]["tls.key"]
     token = operator_token(world.operator.folder)
     canaries = {"hub token": HUB_TOKEN, "storage key": STORAGE_KEY, "private key": key, "operator's token": token}
-    assert [(where, what) for where, text in texts.items() for what, value in canaries.items() if value in text] == []
+    assert [
+        (where, secret) for where, text in texts.items() for secret, value in canaries.items() if value in text
+    ] == []
     # Tokens of pods are JWTs of this cluster: none of any kind may appear.
     assert [where for where, text in texts.items() if "eyJhbGciOi" in text] == []
 

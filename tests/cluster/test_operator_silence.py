@@ -76,7 +76,7 @@ def test_silence_while_the_operator_was_away_does_not_count(world: World) -> Non
     assert since(status) >= again
 
 
-def test_an_attempt_that_never_told_anything_is_left_alone(world: World) -> None:
+def test_attempt_without_any_report_is_left_alone(world: World) -> None:
     """The silent attempt runs on while another one, which did report, is stopped."""
     world.kubelet.playbook.set("mute", "train", RUNS)
     world.apply("mute", SPEC)

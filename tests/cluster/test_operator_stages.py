@@ -47,7 +47,7 @@ def finished(new_world: Callable[[], AbstractContextManager[World]]) -> Iterator
 
 
 def test_a_job_goes_through_its_stages_in_order(finished: Finished) -> None:
-    assert finished.waited == 0, finished.world.tell("whole")
+    assert finished.waited == 0, finished.world.describe("whole")
     status = finished.world.status("whole")
     assert states(status) == ONE_EACH
     assert [phase for phase in finished.history.phases() if phase != "Pending"] == [
@@ -70,7 +70,7 @@ def test_a_job_goes_through_its_stages_in_order(finished: Finished) -> None:
     assert finished.world.children("whole") == names
 
 
-def test_the_plan_is_in_the_status_and_rests_on_what_prepare_measured(finished: Finished) -> None:
+def test_plan_in_the_status_uses_the_measurements_of_prepare(finished: Finished) -> None:
     status = finished.world.status("whole")
     plan = status["plan"]
     assert plan["launcher"] == "job"
@@ -96,7 +96,7 @@ def test_columns_and_events_can_be_read(finished: Finished) -> None:
     assert [reason for _, reason, _ in events if not re.fullmatch(r"[A-Z][A-Za-z]+", reason)] == []
 
 
-def test_every_child_belongs_to_its_job_and_the_claim_to_nobody(finished: Finished) -> None:
+def test_children_are_owned_by_their_job_but_the_claim_is_not(finished: Finished) -> None:
     world, uid = finished.world, finished.made["metadata"]["uid"]
     children = [item for kind in (("batch/v1", "jobs"), ("v1", "configmaps")) for item in world.of_job("whole", *kind)]
     assert len(children) == 8
@@ -125,7 +125,7 @@ SPARK = ("sparkoperator.k8s.io/v1beta2", "sparkapplications")
 
 
 @pytest.mark.parametrize("launcher", TRAINING)
-def test_training_runs_under_the_launcher_that_was_asked_for(world: World, launcher: LauncherName) -> None:
+def test_training_runs_under_the_requested_launcher(world: World, launcher: LauncherName) -> None:
     row, nodes = row_of(launcher), 2
     world.kubelet.playbook.set("gang", "train", Play(lasts=0.5))
     world.apply("gang", {"launcher": launcher, "resources": {"nodes": nodes}})
@@ -137,13 +137,13 @@ def test_training_runs_under_the_launcher_that_was_asked_for(world: World, launc
     assert stage_of(status, "train")["child"]["name"] == "gang-train-1"  # type: ignore[index]
 
 
-def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(world: World) -> None:
+def test_first_of_several_preparing_pods_reports_all_measurements(world: World) -> None:
     world.kubelet.playbook.set("many", "prepare", Play(lasts=0.5))
     world.kubelet.playbook.set("many", "prepare", RUNS, index=0)
     world.apply("many", {"preparation": {"engine": "job", "workers": 3}, "predict": None})
     # Pods that still run when the first one ends are removed.
     wait_until(lambda: world.phases("many", "prepare").count("Succeeded") == 2, "the others have ended")
-    assert world.kubelet.tell("many", "prepare", SUCCEEDS) >= 1
+    assert world.kubelet.switch_play("many", "prepare", SUCCEEDS) >= 1
     status = world.wait_phase("many", "Succeeded")
     assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
     assert any(reason.startswith("preparation by 3 pods, as asked") for reason in status["plan"]["reasons"])
@@ -173,14 +173,14 @@ def test_lost_pods_that_predict_are_replaced_and_the_attempt_goes_on(world: Worl
             and (pod in message or "is gone" in message)
         ))  # type: ignore[misc]  # fmt: skip
     wait_until(lambda: world.phases("shared", "predict").count("Running") == 3, "three pods run")
-    assert world.kubelet.tell("shared", "predict", SUCCEEDS) >= 3
+    assert world.kubelet.switch_play("shared", "predict", SUCCEEDS) >= 3
     status = world.wait_phase("shared", "Succeeded")
     assert (states(status)["predict"], status["restarts"], status.get("failure")) == (("Succeeded", 1), 0, None)
     assert status["plan"]["predictWorkers"] == 3
     assert [stage.get("replacedPods") for stage in status["stages"] if stage["name"] == "predict"] == [2]
 
 
-def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_its_end(world: World) -> None:
+def test_unschedulable_pod_does_not_block_a_preparation_by_pods(world: World) -> None:
     # One node, which accepts no pods: only the first one runs there, as the test binds it in place of the scheduler.
     node = world.kubelet.nodes[0]
     template = merged(ON_STAND_IN, {"nodeSelector": {"kubernetes.io/hostname": node}})
@@ -192,11 +192,11 @@ def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_i
         world.wait_running("crowded", "prepare")
         waits = lambda found: "1 node(s) were unschedulable" in condition(found, "Running")["message"]  # noqa: E731
         world.wait("crowded", "a pod waits", waits)
-        assert world.kubelet.tell("crowded", "prepare", SUCCEEDS) == 1
+        assert world.kubelet.switch_play("crowded", "prepare", SUCCEEDS) == 1
         status = world.wait("crowded", "it is prepared", lambda found: states(found)["prepare"][0] == "Succeeded")
         path = world.path("batch/v1", "jobs", "crowded-prepare-1")
-        told = ("SuccessCriteriaMet", "SuccessPolicy"), ("Complete", "SuccessPolicy")
-        wait_until(lambda: _holding(world.api.get(path)) >= set(told), "the Job is complete")
+        conditions_wanted = ("SuccessCriteriaMet", "SuccessPolicy"), ("Complete", "SuccessPolicy")
+        wait_until(lambda: _holding(world.api.get(path)) >= set(conditions_wanted), "the Job is complete")
         assert [_index(pod) for pod in world.pods("crowded", "prepare")] == ["0"]
     assert (states(status)["prepare"], status["restarts"]) == (("Succeeded", 1), 0)
     assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
@@ -238,7 +238,7 @@ def _index(pod: Object) -> str:
     return index
 
 
-def test_spark_prepares_and_its_driver_tells_what_it_has_measured(world: World) -> None:
+def test_spark_driver_reports_the_measurements_of_prepare(world: World) -> None:
     world.kubelet.playbook.set("by-spark", "prepare", Play(lasts=0.5))
     world.apply("by-spark", {"preparation": {"engine": "spark", "workers": 3}, "predict": None})
     status = world.wait_phase("by-spark", "Succeeded")
@@ -279,7 +279,7 @@ def test_progress_posted_from_the_pod_is_shown_by_kubectl(world: World) -> None:
     assert (status["progress"]["percent"], status["progress"]["remainingSeconds"]) == (25, 90)
     shown = world.cluster.must("get", "ftj", "live", "-n", world.namespace, "--no-headers").split()
     assert shown[:5] == ["live", "Training", "train", "25", "0.25"]
-    world.kubelet.tell("live", "train", SUCCEEDS)
+    world.kubelet.switch_play("live", "train", SUCCEEDS)
     world.wait_phase("live", "Succeeded")
 
 
@@ -300,7 +300,7 @@ def test_progress_of_another_jobs_pod_is_refused(world: World) -> None:
         world.delete(name)
 
 
-def test_a_spec_that_only_the_operator_can_refuse_is_told_with_all_problems_and_may_be_mended(world: World) -> None:
+def test_spec_refused_by_the_operator_lists_all_problems_and_is_editable(world: World) -> None:
     world.apply("wrong", {"model": {"trustRemoteCode": True}, "training": {"arguments": {"learning_rat": 1}}})
     status = world.wait("wrong", "refused", lambda found: condition(found, "Accepted").get("status") == "False")
     accepted = condition(status, "Accepted")
@@ -314,14 +314,14 @@ def test_a_spec_that_only_the_operator_can_refuse_is_told_with_all_problems_and_
     assert states(world.wait_phase("wrong", "Succeeded")) == ONE_EACH
 
 
-def test_a_refusal_is_the_first_that_is_said_of_a_spec(world: World) -> None:
+def test_refusal_is_the_first_status_of_a_spec(world: World) -> None:
     history = world.record("quick")
     world.apply("quick", {"model": {"trustRemoteCode": True}})
     world.wait("quick", "refused", lambda found: condition(found, "Accepted").get("status") == "False")
     assert condition(history.statuses()[0], "Accepted").get("status") == "False"
 
 
-def test_kubectl_sees_a_job_that_somebody_else_manages_untouched(world: World) -> None:
+def test_job_managed_by_another_controller_is_left_untouched(world: World) -> None:
     world.apply("theirs", {"runPolicy": {"managedBy": "example.com/other"}})
     world.catch_up()
     assert world.everything("theirs") == []
@@ -342,15 +342,15 @@ def test_nothing_is_written_while_nothing_changes(world: World) -> None:
         world.api.patch(path_of("v1", "pods", world.namespace, pod["metadata"]["name"]), patch)
     world.catch_up()
     assert world.job("calm")["metadata"]["resourceVersion"] == settled
-    asked = [
+    requests = [
         (entry["verb"], entry["objectRef"]["resource"], entry["objectRef"].get("name"))
         for entry in world.cluster.audit(mark, USER)
         if entry.get("objectRef") and entry["objectRef"]["resource"] != "leases" and entry["verb"] != "watch"
         # Jobs of earlier tests, in their own namespaces, may still be reconciled.
         if entry["objectRef"].get("namespace") in (None, world.namespace)
     ]
-    assert [call for call in asked if not str(call[2]).startswith("barrier-")] == []
-    world.kubelet.tell("calm", "train", SUCCEEDS)
+    assert [call for call in requests if not str(call[2]).startswith("barrier-")] == []
+    world.kubelet.switch_play("calm", "train", SUCCEEDS)
     world.wait_phase("calm", "Succeeded")
 
 

@@ -67,8 +67,8 @@ def test_a_batch_job_runs_on_a_stand_in_node_and_its_log_can_be_read(
     assert pod["spec"]["nodeName"].startswith("stand-in-")
     assert (ended["exitCode"], ended["reason"], ended["message"]) == (0, "Completed", "well done")
     if cluster.folder is not None:
-        said = cluster.must("logs", pod["metadata"]["name"], "-n", namespace, "--tail=2")
-        assert said == "two\nthree\n"
+        log = cluster.must("logs", pod["metadata"]["name"], "-n", namespace, "--tail=2")
+        assert log == "two\nthree\n"
 
 
 def test_a_pod_waits_for_its_config_map_and_ends_when_it_is_deleted(cluster: Cluster, namespace: str, api: Api) -> None:
@@ -137,20 +137,20 @@ def test_a_gang_gets_pods_and_a_final_condition(
 
     status = wait_until(over, f"the {kind} has ended")
     last = "Failed" if exit_code else "Succeeded"
-    wait_until(lambda: seen.keys() >= pods, "each pod was seen", tell=lambda: seen)
+    wait_until(lambda: seen.keys() >= pods, "each pod was seen", detail=lambda: seen)
     assert seen.keys() == pods
     assert status["conditions"][-1]["type"] == last
     assert status["conditions"][-1]["reason"] == f"{kind}{last}"
 
 
-def test_the_api_server_comes_back_with_what_it_knew(cluster: Cluster, namespace: str, api: Api) -> None:
+def test_restarted_api_server_keeps_its_objects(cluster: Cluster, namespace: str, api: Api) -> None:
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "kept"}}
     api.create(path_of("v1", "configmaps", namespace), config_map)
     cluster.restart_api_server()
     assert Api(cluster.access).get(path_of("v1", "configmaps", namespace, "kept")) is not None
 
 
-def test_the_audit_log_tells_who_asked_for_what(cluster: Cluster, namespace: str, api: Api) -> None:
+def test_audit_log_records_account_and_request(cluster: Cluster, namespace: str, api: Api) -> None:
     mark = cluster.audit_mark()
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "seen"}}
     api.create(path_of("v1", "configmaps", namespace), config_map)
@@ -198,7 +198,7 @@ def test_the_proxy_passes_on_refuses_and_cuts(cluster: Cluster, namespace: str, 
     assert proxy.injected == {"409": 1, "lost answer": 1}
 
 
-def test_pods_run_until_they_are_told(namespace: str, api: Api, stand_ins: Any) -> None:
+def test_pods_run_until_their_play_is_switched(namespace: str, api: Api, stand_ins: Any) -> None:
     stand_ins.kubelet.playbook.other = RUNS
     labels = {"finetune.dev/job": "j", "finetune.dev/stage": "train", "finetune.dev/attempt": "1"}
     body = {
@@ -210,5 +210,5 @@ def test_pods_run_until_they_are_told(namespace: str, api: Api, stand_ins: Any) 
     api.create(path_of("v1", "pods", namespace), body)
     path = path_of("v1", "pods", namespace, "p")
     wait_until(lambda: (api.get(path) or {})["status"]["phase"] == "Running", "the pod runs")
-    assert stand_ins.kubelet.tell("j", "train", SUCCEEDS) == 1
+    assert stand_ins.kubelet.switch_play("j", "train", SUCCEEDS) == 1
     wait_until(lambda: (api.get(path) or {})["status"]["phase"] == "Succeeded", "the pod has ended")

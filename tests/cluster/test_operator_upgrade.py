@@ -139,9 +139,9 @@ def test_jobs_of_an_earlier_operator_go_on_after_an_upgrade(world: World, cluste
             name: _kept(status) for name, status in statuses.items()
         }
 
-        world.kubelet.tell("preparing", "prepare", SUCCEEDS)
+        world.kubelet.switch_play("preparing", "prepare", SUCCEEDS)
         for name in ("training", "gang"):
-            world.kubelet.tell(name, "train", SUCCEEDS)
+            world.kubelet.switch_play(name, "train", SUCCEEDS)
         for name in ("asleep", "paused"):
             world.change(name, {"runPolicy": {"suspend": False}})
         let_go_on(world, "retrying")

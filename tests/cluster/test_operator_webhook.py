@@ -153,7 +153,7 @@ def guarding(cluster: Cluster, namespace: str, folder: Path, port: int, *more: s
     operator = OperatorProcess(cluster, folder, CLOSED, name="operator-webhook", options=options)
     operator.start()
     try:
-        wait_until(lambda: bundle_of(cluster), "the configuration trusts the operator", tell=operator.logs)
+        wait_until(lambda: bundle_of(cluster), "the configuration trusts the operator", detail=operator.logs)
         yield Guarded(cluster, namespace, operator)
     finally:
         operator.terminate()
@@ -166,7 +166,7 @@ def guarded(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Guarde
         yield made
 
 
-def test_kubectl_is_told_at_once_what_only_the_settings_forbid(guarded: Guarded) -> None:
+def test_webhook_refuses_a_violation_of_the_settings_at_admission(guarded: Guarded) -> None:
     ran = guarded.apply("reviews", {"image": "elsewhere.example.com/trainer:1"})
     assert ran.returncode != 0
     assert ran.stderr == (
@@ -176,7 +176,7 @@ def test_kubectl_is_told_at_once_what_only_the_settings_forbid(guarded: Guarded)
     assert guarded.apply("reviews", GOOD).returncode == 0
 
 
-def test_a_server_side_dry_run_asks_too_and_a_stored_job_can_be_suspended_under_new_rules(guarded: Guarded) -> None:
+def test_webhook_checks_dry_runs_and_lets_a_stored_job_be_suspended(guarded: Guarded) -> None:
     assert guarded.apply("reviews", {"image": "elsewhere.example.com/t:1"}, "--dry-run=server").returncode != 0
     assert guarded.apply("reviews", {**GOOD, "runPolicy": {"suspend": True}}).returncode == 0
     patch = json.dumps({"spec": {"runPolicy": {"suspend": False}}})
@@ -184,7 +184,7 @@ def test_a_server_side_dry_run_asks_too_and_a_stored_job_can_be_suspended_under_
     assert guarded.cluster.kubectl("patch", PLURAL, "reviews", *where).returncode == 0
 
 
-def test_without_an_operator_a_closed_door_stays_closed_and_an_open_one_open(guarded: Guarded) -> None:
+def test_failure_policy_decides_while_no_operator_runs(guarded: Guarded) -> None:
     guarded.operator.terminate()
     refused = guarded.apply("reviews", GOOD)
     assert refused.returncode != 0
@@ -204,7 +204,7 @@ def reviews(operator: OperatorProcess) -> Counter[str]:
     return Counter({one.labels["outcome"]: int(one.value) for one in samples})
 
 
-def asked_by(port: int, certificate: tuple[Path, Path] | None) -> int | str:
+def answer_to(port: int, certificate: tuple[Path, Path] | None) -> int | str:
     """Return the status of the webhook's answer to a program that is not the API server, or `no answer`."""
     session = new_session()
     session.verify = False
@@ -217,7 +217,7 @@ def asked_by(port: int, certificate: tuple[Path, Path] | None) -> int | str:
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
-def test_with_client_certificates_the_api_server_is_answered_and_nobody_else(
+def test_webhook_answers_only_the_api_server_with_client_certificates(
     cluster: Cluster, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     service = {"name": SERVICE_NAME, "namespace": NAMESPACE, "port": identity.port}
@@ -232,8 +232,8 @@ def test_with_client_certificates_the_api_server_is_answered_and_nobody_else(
         assert "is not allowed by the administrator" in refused.stderr
         assert guarded.apply("good", GOOD).returncode == 0
         # A page of metrics may be some moments old.
-        asked = {"allowed": 1, "refused": 1}
-        wait_until(lambda: reviews(guarded.operator) == asked, "the API server's questions are counted")
+        answered = {"allowed": 1, "refused": 1}
+        wait_until(lambda: reviews(guarded.operator) == answered, "the API server's questions are counted")
 
         other = self_signed.for_loopback(tmp_path, "kube-apiserver")
         ours = [str(identity.folder / name) for name in ("ca.crt", "ca.key")]
@@ -241,16 +241,16 @@ def test_with_client_certificates_the_api_server_is_answered_and_nobody_else(
         named = tmp_path / "named.crt", tmp_path / "named.key"
         more = ["-out", str(named[0]), "-keyout", str(named[1])]
         subprocess.run([*shlex.split(command), *more], check=True, capture_output=True)
-        assert asked_by(identity.port, None) == "no answer"
-        assert asked_by(identity.port, (other.certificate, other.key)) == "no answer"
-        assert asked_by(identity.port, named) == 403
-        assert asked_by(identity.port, (identity.folder / "client.crt", identity.folder / "client.key")) == 400
-        wait_until(lambda: reviews(guarded.operator) == {**asked, "failed": 4}, "all others are counted")
+        assert answer_to(identity.port, None) == "no answer"
+        assert answer_to(identity.port, (other.certificate, other.key)) == "no answer"
+        assert answer_to(identity.port, named) == 403
+        assert answer_to(identity.port, (identity.folder / "client.crt", identity.folder / "client.key")) == 400
+        wait_until(lambda: reviews(guarded.operator) == {**answered, "failed": 4}, "all others are counted")
         # One message stands for all of them.
         assert guarded.operator.logs().count("a client was refused") == 1
 
 
-def test_an_api_server_without_a_certificate_is_refused_and_the_log_says_so(
+def test_api_server_without_a_certificate_is_refused_and_logged(
     cluster: Cluster, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -277,7 +277,7 @@ def certificate_ends(operator: OperatorProcess) -> dict[str, float]:
     return {one.labels["server"]: one.value for family in families for one in family.samples if one.name == name}
 
 
-def test_a_certificate_that_somebody_else_keeps_is_served_and_its_end_is_told(
+def test_foreign_certificate_is_served_and_its_expiry_is_reported(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     pair = self_signed.for_loopback(tmp_path, "webhook")

@@ -45,7 +45,7 @@ class Cluster(Protocol):
     @property
     def access(self) -> Access: ...
 
-    def own(self, what: str) -> Path: ...
+    def own(self, need: str) -> Path: ...
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> Any: ...
 
@@ -209,12 +209,14 @@ async def replica(
         await api.close()  # type: ignore[no-untyped-call]
 
 
-def ask(given: Given, what: Callable[[Replica], Awaitable[Any]], tokens: ProgressTokens = "review", **how: Any) -> Any:
-    """Run `what` with a replica; with `tokens` keys, it has no right in the cluster unless `how` says otherwise."""
+def call(
+    given: Given, action: Callable[[Replica], Awaitable[Any]], tokens: ProgressTokens = "review", **how: Any
+) -> Any:
+    """Run `action` with a replica; with `tokens` keys, it has no right in the cluster, unless `how` grants one."""
 
     async def go() -> Any:
         async with replica(given, tokens=tokens, **{"limited": tokens == "keys", **how}) as running:
-            return await what(running)
+            return await action(running)
 
     return asyncio.run(go())
 
@@ -233,7 +235,7 @@ WAYS: tuple[ProgressTokens, ...] = get_args(ProgressTokens)
 
 
 @pytest.mark.parametrize("tokens", WAYS)
-def test_a_pod_with_its_own_token_is_heard_and_its_job_is_looked_at(given: Given, tokens: ProgressTokens) -> None:
+def test_report_with_the_token_of_a_pod_updates_its_job(given: Given, tokens: ProgressTokens) -> None:
     token = given.token(pod_of(given, OURS, 1))
 
     async def post(running: Replica) -> Any:
@@ -245,7 +247,7 @@ def test_a_pod_with_its_own_token_is_heard_and_its_job_is_looked_at(given: Given
         assert progress is not None
         return answer, key, (progress.step, progress.percent)
 
-    assert ask(given, post, tokens) == ((200, "taken"), JobKey(OURS, "tune"), (4, 40))
+    assert call(given, post, tokens) == ((200, "taken"), JobKey(OURS, "tune"), (4, 40))
 
 
 CASES: dict[str, tuple[Callable[[Given], str], str, int, str]] = {
@@ -291,7 +293,7 @@ CASES: dict[str, tuple[Callable[[Given], str], str, int, str]] = {
 
 @pytest.mark.parametrize("tokens", WAYS)
 @pytest.mark.parametrize("case", CASES)
-def test_what_may_not_report_is_refused_and_its_token_appears_nowhere(
+def test_unauthorized_report_is_refused_and_its_token_appears_nowhere(
     given: Given, case: str, tokens: ProgressTokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, path, status, reason = CASES[case]
@@ -302,7 +304,7 @@ def test_what_may_not_report_is_refused_and_its_token_appears_nowhere(
         return answer, len(running.state.queue), await running.get("/metrics")
 
     with caplog.at_level(logging.DEBUG):
-        answer, waiting, (_, metrics) = ask(given, post, tokens)
+        answer, waiting, (_, metrics) = call(given, post, tokens)
     assert (answer, waiting) == ((status, reason), 0)
     assert f'finetune_progress_posts_total{{code="{status}"}} 1.0' in metrics
     for part in token.split("."):
@@ -318,7 +320,7 @@ DELETED: dict[ProgressTokens, list[tuple[int, str]]] = {
 
 
 @pytest.mark.parametrize("tokens", WAYS)
-def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given, tokens: ProgressTokens) -> None:
+def test_report_of_a_deleted_pod_is_refused(given: Given, tokens: ProgressTokens) -> None:
     job = next(one for one in given.objects if one["kind"] == "FineTuneJob")
     pod = given.pod(OURS, "tune-train-3", job, 3)
     before, after = given.token(pod), given.token(pod)
@@ -336,7 +338,7 @@ def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given, tokens: Progr
         found.append(await running.post(before, path))
         return found
 
-    assert ask(given, post, tokens) == DELETED[tokens]
+    assert call(given, post, tokens) == DELETED[tokens]
 
 
 def test_the_token_of_an_earlier_pod_of_the_same_name_opens_nothing(given: Given) -> None:
@@ -351,12 +353,10 @@ def test_the_token_of_an_earlier_pod_of_the_same_name_opens_nothing(given: Given
         running.state.store.put(later)
         return [await running.post(one, PATH[:-1] + "4") for one in (token, given.token(later))]
 
-    assert ask(given, post, "keys") == [(403, UNKNOWN), (200, "taken")]
+    assert call(given, post, "keys") == [(403, UNKNOWN), (200, "taken")]
 
 
-def test_public_keys_need_no_right_in_the_cluster_and_nothing_else_is_asked(
-    given: Given, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_public_keys_need_no_right_and_no_other_request(given: Given, caplog: pytest.LogCaptureFixture) -> None:
     may = ("auth", "can-i", "create", "tokenreviews.authentication.k8s.io", "--as", ACCOUNT)
     groups = ("--as-group=system:serviceaccounts", "--as-group=system:authenticated")
     assert given.cluster.kubectl(*may, *groups).stdout.strip() == "no"
@@ -367,7 +367,7 @@ def test_public_keys_need_no_right_in_the_cluster_and_nothing_else_is_asked(
         return codes, await running.get("/metrics")
 
     with caplog.at_level(logging.INFO):
-        codes, (_, metrics) = ask(given, post, "keys")
+        codes, (_, metrics) = call(given, post, "keys")
     assert codes == [200] * 3
     assert 'finetune_api_requests_total{code="200",resource="openid",verb="get"} 2.0' in metrics
     assert 'resource="tokenreviews"' not in metrics
@@ -382,7 +382,7 @@ def test_one_way_never_takes_the_place_of_the_other(given: Given, caplog: pytest
         return await running.post(token), await running.get("/metrics")
 
     with caplog.at_level(logging.INFO):
-        answer, (_, metrics) = ask(given, post, "review", limited=True)
+        answer, (_, metrics) = call(given, post, "review", limited=True)
     assert answer == (503, "the token could not be checked now")
     assert 'resource="openid"' not in metrics
     assert "reviewed by the API server (progress.tokens: review)" in caplog.text
@@ -411,7 +411,7 @@ def without_discovery(given: Given) -> Iterator[None]:
         wait_until(lambda: may() == "0", "the right is back")
 
 
-def test_where_service_accounts_may_not_read_the_keys_the_log_says_what_helps_and_posts_are_put_off(
+def test_unreadable_keys_postpone_posts_and_the_log_names_the_remedy(
     given: Given, caplog: pytest.LogCaptureFixture
 ) -> None:
     token = given.token(pod_of(given, OURS, 1))
@@ -420,16 +420,16 @@ def test_where_service_accounts_may_not_read_the_keys_the_log_says_what_helps_an
         return await running.post(token), await running.get("/healthz"), await running.get("/metrics")
 
     with without_discovery(given):
-        answer, (health, _), (_, metrics) = ask(given, post, "keys")
+        answer, (health, _), (_, metrics) = call(given, post, "keys")
     assert (answer, health) == ((503, "the token could not be checked now"), 200)
     assert 'finetune_api_requests_total{code="403",resource="openid",verb="get"} 1.0' in metrics
     assert 'finetune_progress_posts_total{code="503"} 1.0' in metrics
     assert "ClusterRoleBinding system:service-account-issuer-discovery" in caplog.text
     assert "or grant `create` on tokenreviews and set progress.tokens to review" in caplog.text
-    assert ask(given, post, "keys")[0] == (200, "taken")
+    assert call(given, post, "keys")[0] == (200, "taken")
 
 
-def test_too_large_and_too_fast_are_refused_and_a_known_token_is_not_asked_about_again(given: Given) -> None:
+def test_large_and_frequent_posts_are_refused_with_one_token_review(given: Given) -> None:
     token = given.token(pod_of(given, OURS, 1))
 
     async def post(running: Replica) -> Any:
@@ -440,13 +440,13 @@ def test_too_large_and_too_fast_are_refused_and_a_known_token_is_not_asked_about
             codes += [code for code, _ in await asyncio.gather(*(running.post(token) for _ in range(30)))]
         return large, codes, await running.get("/metrics")
 
-    large, codes, (_, metrics) = ask(given, post)
+    large, codes, (_, metrics) = call(given, post)
     assert (large, set(codes)) == (413, {200, 429})
     assert codes.count(200) >= 3  # as many as may come at once
     assert 'finetune_api_requests_total{code="200",resource="tokenreviews",verb="create"} 1.0' in metrics
 
 
-def test_two_replicas_that_start_at_once_share_a_secret_and_the_stand_by_relays(given: Given) -> None:
+def test_replicas_that_start_together_share_a_secret_and_relay(given: Given) -> None:
     token = given.token(pod_of(given, OURS, 1))
 
     async def go() -> Any:
@@ -487,7 +487,7 @@ def test_replicas_race_for_the_secret_of_a_new_namespace_and_agree(given: Given)
 
 
 def test_a_damaged_secret_is_replaced_on_the_api_server(given: Given) -> None:
-    ask(given, lambda running: running.get("/readyz"))
+    call(given, lambda running: running.get("/readyz"))
     patch = json.dumps({"data": {"ca.key": "", "note": "eA=="}})
     given.cluster.must("patch", "secret", "-n", OPERATORS, SECRET_NAME, "--type=merge", "-p", patch)
 
@@ -496,7 +496,7 @@ def test_a_damaged_secret_is_replaced_on_the_api_server(given: Given) -> None:
         assert endpoint is not None
         return endpoint.ca_certificate, await running.get("/healthz")
 
-    (first, health), (second, _) = ask(given, authority), ask(given, authority)
+    (first, health), (second, _) = call(given, authority), call(given, authority)
     secret = json.loads(given.cluster.must("get", "secret", "-n", OPERATORS, SECRET_NAME, "-o", "json"))
     assert base64.b64decode(secret["data"]["ca.crt"]).decode() == first == second
     assert set(secret["data"]) == {"ca.crt", "ca.key", "tls.crt", "tls.key"}

@@ -43,9 +43,9 @@ def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
     programs = f"{Path(sys.executable).parent}:{Path(world.cluster.kubectl_program).parent}"
     environment = {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "PATH": f"{programs}:{os.environ['PATH']}"}
 
-    def run(line: str, folder: Path = tmp_path, heard: Callable[[str], None] = lambda said: None) -> str:
-        """Return the command's output; `heard` gets each line of it when it comes."""
-        said, errors = "", tmp_path / "errors"
+    def run(line: str, folder: Path = tmp_path, on_line: Callable[[str], None] = lambda output: None) -> str:
+        """Return the command's output; `on_line` gets each line of it when it comes."""
+        output, errors = "", tmp_path / "errors"
         with (
             errors.open("w") as file,
             subprocess.Popen(
@@ -54,10 +54,10 @@ def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
         ):
             assert process.stdout is not None
             for each in process.stdout:
-                said += each
-                heard(each)
-        assert process.returncode == 0, f"{line}\n{said}\n{errors.read_text()}\n{world.tell(NAME)}"
-        return said
+                output += each
+                on_line(each)
+        assert process.returncode == 0, f"{line}\n{output}\n{errors.read_text()}\n{world.describe(NAME)}"
+        return output
 
     return run
 
@@ -78,15 +78,15 @@ def test_a_job_goes_from_apply_to_delete_as_printed(shell, world: World, tmp_pat
     world.kubelet.playbook.set(NAME, "train", replace(RUNS, log=log))
     shown: list[str] = []
 
-    def heard(line: str) -> None:
+    def on_line(line: str) -> None:
         """End the training once all of its log is shown, however long the command took to begin."""
         if line.startswith("[train-1/"):
             shown.append(line)
             if len(shown) == 4:
-                world.kubelet.tell(NAME, "train", replace(SUCCEEDS, log=log))
+                world.kubelet.switch_play(NAME, "train", replace(SUCCEEDS, log=log))
 
-    said = {line: shell(line, heard=heard) for line in USE}
-    by_start = {" ".join(line.split()[:2]): text for line, text in said.items()}
+    output = {line: shell(line, heard=on_line) for line in USE}
+    by_start = {" ".join(line.split()[:2]): text for line, text in output.items()}
 
     assert f"{NAME} is valid" in by_start["finetune validate"]
     assert "Assumptions" in by_start["finetune plan"]

@@ -129,12 +129,12 @@ def test_driver_that_predicts_is_the_pod_of_the_attempt(world: World) -> None:
     assert _executor_labels(world, driver)["finetune.dev/stage"] == ""
 
 
-def test_what_the_driver_refuses_ends_the_job_with_its_words(world: World) -> None:
+def test_error_of_the_spark_driver_ends_the_job_on_the_real_operator(world: World) -> None:
     world.kubelet.playbook.set("refused", "prepare", WRONG_COLUMN)
     world.apply("refused", SPARK)
     failure = world.wait_phase("refused", "Failed")["failure"]
-    told = (failure["class"], failure["reason"], failure["stage"], failure["attempt"], failure["pod"])
-    assert told == ("DataError", "MissingColumn", "prepare", 1, "refused-prepare-1-driver")
+    found = (failure["class"], failure["reason"], failure["stage"], failure["attempt"], failure["pod"])
+    assert found == ("DataError", "MissingColumn", "prepare", 1, "refused-prepare-1-driver")
 
 
 def test_a_preempted_driver_is_another_application(world: World) -> None:
@@ -150,7 +150,7 @@ def test_a_job_that_is_deleted_leaves_no_driver(world: World) -> None:
     world.wait_running("deleted", "prepare")
     world.delete("deleted")
     world.wait_gone("deleted")
-    wait_until(lambda: not _left(world), "all but the claim is gone", tell=lambda: str(_left(world)))
+    wait_until(lambda: not _left(world), "all but the claim is gone", detail=lambda: str(_left(world)))
 
 
 def _left(world: World) -> list[str]:

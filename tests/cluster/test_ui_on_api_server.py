@@ -38,9 +38,9 @@ def make_jobs(world: World) -> None:
     world.wait_running("topics", "train")
 
 
-def shown(client: Client, *parts: str, word: str) -> str:
+def shown(client: Client, *parts: str, text: str) -> str:
     """Return the page, once it holds the word."""
-    return wait_until(lambda: page if word in (page := client.page(*parts)) else None, f"{word} is not shown")
+    return wait_until(lambda: page if text in (page := client.page(*parts)) else None, f"{text} is not shown")
 
 
 def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
@@ -52,18 +52,18 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
     here = ("job", world.namespace)
     connection = Connection(world.cluster.kubeconfig, namespace=world.namespace)
     with serving(Path("runs"), ClusterJobs(connection)) as client:
-        listed = shown(client, word="topics")
+        listed = shown(client, text="topics")
         for part in ("Succeeded", "Failed", "Suspended", "Training", "sentiment"):
             assert part in listed
-        assert "accuracy" in shown(client, *here, "reviews", word="0.9125")
+        assert "accuracy" in shown(client, *here, "reviews", text="0.9125")
         for part in ("dataset.columns.text: &#39;text&#39; is not a column", "set dataset.columns.text", "KeyError"):
-            assert part in shown(client, *here, "typo", word="StageFailed")
+            assert part in shown(client, *here, "typo", text="StageFailed")
         for step, loss in ((40, 0.52), (80, 0.38)):
             (pod,) = world.pods("topics", "train", 1)
-            told = {"train_loss": loss, "loss": loss, "step": float(step), "total_steps": 240.0}
-            assert world.report("topics", pod, told, remaining=120).ok
-            shown(client, *here, "topics", word=f"step {step}/240")
-        assert "step 80  loss 0.38" in shown(client, *here, "topics", word="<polyline")
+            values = {"train_loss": loss, "loss": loss, "step": float(step), "total_steps": 240.0}
+            assert world.report("topics", pod, values, remaining=120).ok
+            shown(client, *here, "topics", text=f"step {step}/240")
+        assert "step 80  loss 0.38" in shown(client, *here, "topics", text="<polyline")
         pages = {
             "list": (), "succeeded": (*here, "reviews"), "failed": (*here, "typo"), "training": (*here, "topics"),
             "suspended": (*here, "later"), "run": ("run", "sentiment"),

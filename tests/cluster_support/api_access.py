@@ -154,12 +154,12 @@ class Api:
 @spent("waiting")
 def wait_until(
     look: Callable[[], T | None],
-    what: str,
+    goal: str,
     seconds: float = PATIENCE_SECONDS,
-    tell: Callable[[], object] | None = None,
+    detail: Callable[[], object] | None = None,
     poll_seconds: float = 0.1,
 ) -> T:
-    """Return the first value of `look` that is neither None, False nor empty; fail with the text of `tell` after
+    """Return the first value of `look` that is neither None, False nor empty; fail with the text of `detail` after
     `seconds`, scaled by `patient`.
 
     Also waits for an API server that is briefly unavailable or overloaded.
@@ -180,8 +180,8 @@ def wait_until(
         return value
 
     def why() -> str:
-        more = f"\n{tell()}" if tell is not None else ""
-        return f"{what}{f' ({trouble})' if trouble else ''}{more}"
+        more = f"\n{detail()}" if detail is not None else ""
+        return f"{goal}{f' ({trouble})' if trouble else ''}{more}"
 
     return waiting.wait_until(look_again, why, seconds, poll_seconds=poll_seconds)
 

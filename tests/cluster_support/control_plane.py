@@ -68,10 +68,10 @@ class Cluster:
     def access(self) -> Access:
         return Access.of(self.kubeconfig)
 
-    def own(self, what: str) -> Path:
+    def own(self, need: str) -> Path:
         """Return the control plane's folder; skip a test that needs it on another cluster."""
         if self.folder is None:
-            pytest.skip(f"{what} needs an API server of the tests' own; FINETUNE_TEST_KUBECONFIG names another")
+            pytest.skip(f"{need} needs an API server of the tests' own; FINETUNE_TEST_KUBECONFIG names another")
         return self.folder
 
     def wait_served(self, *names: str) -> None:
@@ -81,16 +81,16 @@ class Cluster:
         a moment later.
         """
         established = ("wait", "--for=condition=Established", "--timeout=120s", *[f"crd/{name}" for name in names])
-        said = ""
+        errors = ""
 
         def works(*arguments: str) -> bool:
-            nonlocal said
+            nonlocal errors
             ran = self.kubectl(*arguments)
-            said = ran.stderr
+            errors = ran.stderr
             return ran.returncode == 0
 
-        wait_until(lambda: works(*established), f"established: {', '.join(names)}", tell=lambda: said)
-        wait_until(lambda: works("get", ",".join(names), "-n", "default"), "kubectl finds them", tell=lambda: said)
+        wait_until(lambda: works(*established), f"established: {', '.join(names)}", detail=lambda: errors)
+        wait_until(lambda: works("get", ",".join(names), "-n", "default"), "kubectl finds them", detail=lambda: errors)
 
     def restart_api_server(self) -> None:
         """Kill the API server, restart it with the same command line, and wait until it is ready."""
@@ -129,8 +129,8 @@ class Cluster:
         def ready() -> bool:
             nonlocal started
             if started.poll() is not None:
-                said = log.read_text(errors="replace")[since:]
-                assert "address already in use" in said, said[-2000:]
+                log_text = log.read_text(errors="replace")[since:]
+                assert "address already in use" in log_text, log_text[-2000:]
                 time.sleep(0.5)  # Another process had the port for a moment.
                 started = start()
             answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=patient(5))
@@ -303,5 +303,5 @@ def needs_controllers(cluster: Cluster) -> None:
     wait_until(
         lambda: cluster.kubectl("get", "serviceaccount", "default", "-n", "default").returncode == 0,
         "the controllers have made the service account `default`",
-        tell=lambda: (folder / "kube-controller-manager.log").read_text()[-2000:],
+        detail=lambda: (folder / "kube-controller-manager.log").read_text()[-2000:],
     )

@@ -66,7 +66,7 @@ class Gangs:
             if job is None or _has(job, "Succeeded") or _has(job, "Failed"):
                 return
             if not _has(job, "Created"):
-                await self._tell(uid, "Created", "Created")
+                await self._set_condition(uid, "Created", "Created")
             for name, template, role, index in _wanted(self._kinds[uid], job):
                 if name not in self._pods.get(uid, {}):
                     await self._make(uid, name, template, role, index)
@@ -78,17 +78,17 @@ class Gangs:
         phases = {name: pod.get("status", {}).get("phase") for name, pod in pods.items()}
         deciding = {name: phase for name, phase in phases.items() if self._kinds[uid] is PYTORCH or "-launcher" in name}
         if any(phase == "Failed" for phase in deciding.values()):
-            await self._tell(uid, "Failed", "Failed", over=True)
+            await self._set_condition(uid, "Failed", "Failed", over=True)
         # With an elastic policy one successful worker would be enough.
         elif deciding and all(phase == "Succeeded" for phase in deciding.values()):
-            await self._tell(uid, "Succeeded", "Succeeded", over=True)
+            await self._set_condition(uid, "Succeeded", "Succeeded", over=True)
         elif phases and all(phase == "Running" for phase in phases.values()):
-            await self._tell(uid, "Running", "Running")
+            await self._set_condition(uid, "Running", "Running")
         job = self._jobs.get(uid)
         if job is not None and (_has(job, "Succeeded") or _has(job, "Failed")):
             await self._clean(uid, job)
 
-    async def _tell(self, uid: str, condition: str, reason: str, over: bool = False) -> None:
+    async def _set_condition(self, uid: str, condition: str, reason: str, over: bool = False) -> None:
         job, (version, plural, kind) = self._jobs.get(uid), self._kinds[uid]
         if job is None or _has(job, condition):
             return
@@ -101,7 +101,7 @@ class Gangs:
         ]
         name = job["metadata"]["name"]
         prefix = "MPIJob" if kind == "MPIJob" else "PyTorchJob"
-        said = {
+        entry = {
             "type": condition,
             "status": "True",
             "reason": f"{prefix}{reason}",
@@ -109,7 +109,7 @@ class Gangs:
             "lastUpdateTime": now(),
             "lastTransitionTime": now(),
         }
-        status["conditions"] = [*kept, said]
+        status["conditions"] = [*kept, entry]
         status.setdefault("startTime", now())
         if over:
             status["completionTime"] = now()

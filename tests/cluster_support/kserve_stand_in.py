@@ -39,7 +39,7 @@ class KServe:
     async def _watch_deployments(self) -> None:
         async for there, found in self._api.follow(path_of("apps/v1", "deployments"), {"labelSelector": LABEL}):
             if there:
-                await self._tell(found)
+                await self._update_status(found)
 
     async def _apply(self, made: Object) -> None:
         plural = f"{made['kind'].lower()}s"
@@ -47,14 +47,14 @@ class KServe:
         path = path_of(made["apiVersion"], plural, meta["namespace"], meta["name"])
         await self._api.quietly("PATCH", f"{path}{_APPLIED}", made, APPLY)
 
-    async def _tell(self, deployment: Object) -> None:
+    async def _update_status(self, deployment: Object) -> None:
         meta, status = deployment["metadata"], deployment.get("status", {})
         available = status.get("availableReplicas", 0)
         ready = {"type": "PredictorReady", "status": "True" if available else "Unknown"}
         name, namespace = meta["labels"][LABEL], meta["namespace"]
-        told = {"conditions": [ready], "url": f"http://{name}-{namespace}.example.com"}
+        reported = {"conditions": [ready], "url": f"http://{name}-{namespace}.example.com"}
         path = path_of(VERSION, PLURAL, namespace, name, "status")
-        await self._api.quietly("PATCH", path, {"status": told}, MERGE)
+        await self._api.quietly("PATCH", path, {"status": reported}, MERGE)
 
 
 def _meta(service: Object) -> Object:

@@ -44,7 +44,7 @@ class _Running:
     play: Play
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the pod is being deleted."""
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    switched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when `play` was replaced by one to follow at once."""
 
 
@@ -76,7 +76,7 @@ class Kubelet:
         """Delete the nodes and their remaining pods."""
         self._background.run(self._down())
 
-    def tell(self, job: str, stage: str, play: Play, attempt: int | None = None) -> int:
+    def switch_play(self, job: str, stage: str, play: Play, attempt: int | None = None) -> int:
         """Let the running pods of a stage end now by `play`; return the number of pods."""
         wanted = {JOB_LABEL: job, STAGE_LABEL: stage} | ({ATTEMPT_LABEL: str(attempt)} if attempt else {})
 
@@ -84,7 +84,7 @@ class Kubelet:
             found = [uid for uid in self._pods if wanted.items() <= self._labels[uid].items()]
             for uid in found:
                 self._pods[uid].play = play
-                self._pods[uid].told.set()
+                self._pods[uid].switched.set()
             return len(found)
 
         return self._background.run(act())
@@ -272,13 +272,13 @@ class Kubelet:
         reason, message = running.play.waiting
         state = {"waiting": {"reason": reason, "message": message}}
         await self._status(pod, {"phase": "Pending", "startTime": now(), **_containers(pod, state, ready=False)})
-        waits = [asyncio.ensure_future(event.wait()) for event in (running.stop, running.told)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (running.stop, running.switched)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
 
     async def _until_its_end(self, running: _Running) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (running.stop, running.told)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (running.stop, running.switched)]
         await asyncio.wait(waits, timeout=running.play.lasts, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -287,7 +287,7 @@ class Kubelet:
         terminated = {
             "exitCode": play.exit_code,
             "reason": play.reason,
-            "message": await self._last_words(pod, play),
+            "message": await self._termination_message(pod, play),
             "startedAt": started,
             "finishedAt": now(),
         }
@@ -298,7 +298,7 @@ class Kubelet:
         }
         return status | ({"reason": play.pod_reason} if play.pod_reason else {})
 
-    async def _last_words(self, pod: Object, play: Play) -> str:
+    async def _termination_message(self, pod: Object, play: Play) -> str:
         labels = pod["metadata"].get("labels", {})
         if play.message is not None or STAGE_LABEL not in labels:
             return play.message or ""

@@ -108,12 +108,12 @@ class OperatorProcess:
             self.wait_ready()
 
     def ready(self) -> bool:
-        return self._says("readyz")
+        return self._probe_passes("readyz")
 
     def healthy(self) -> bool:
-        return self._says("healthz")
+        return self._probe_passes("healthz")
 
-    def _says(self, probe: str) -> bool:
+    def _probe_passes(self, probe: str) -> bool:
         answer = new_session().get(f"http://127.0.0.1:{self.http_port}/{probe}", timeout=patient(5))
         return answer.status_code == 200
 
@@ -122,7 +122,7 @@ class OperatorProcess:
             assert self.running, f"the operator ended: {self.logs()[-4000:]}"
             return self.ready()
 
-        wait_until(ready, "the operator is ready", tell=lambda: self.logs()[-4000:])
+        wait_until(ready, "the operator is ready", detail=lambda: self.logs()[-4000:])
 
     def kill(self) -> None:
         """Send SIGKILL."""

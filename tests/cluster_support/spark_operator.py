@@ -56,7 +56,7 @@ def running_spark_operator(cluster: Cluster, folder: Path) -> Iterator[Path]:
         return new_session().get(f"http://127.0.0.1:{probe}/readyz", timeout=patient(5)).status_code == 200
 
     try:
-        wait_until(ready, "the Spark Operator is ready", tell=lambda: log.read_text(errors="replace")[-4000:])
+        wait_until(ready, "the Spark Operator is ready", detail=lambda: log.read_text(errors="replace")[-4000:])
         yield log
     finally:
         process.send_signal(signal.SIGTERM)

@@ -69,7 +69,7 @@ class SparkOperator:
             wanted = {"Running": "RUNNING", "Succeeded": "COMPLETED", "Failed": "FAILED"}.get(phase, state)
             if wanted != state:
                 message = "driver container failed" if wanted == "FAILED" else ""
-                await self._tell(uid, wanted, message)
+                await self._set_state(uid, wanted, message)
 
     async def _submit(self, uid: str, application: Object) -> None:
         meta, driver = application["metadata"], application["spec"]["driver"]
@@ -87,13 +87,13 @@ class SparkOperator:
         refused = pod["metadata"]["annotations"].get(REFUSED)
         if refused is not None:
             # With restartPolicy Never a failed submission is not retried.
-            await self._tell(uid, "FAILED", f"failed to run spark-submit: {refused}", ran=False)
+            await self._set_state(uid, "FAILED", f"failed to run spark-submit: {refused}", ran=False)
             return
         path = path_of("v1", "pods", meta["namespace"])
         await self._api.quietly("POST", path, {"apiVersion": "v1", "kind": "Pod", **pod})
-        await self._tell(uid, "SUBMITTED")
+        await self._set_state(uid, "SUBMITTED")
 
-    async def _tell(self, uid: str, state: str, message: str = "", ran: bool = True) -> None:
+    async def _set_state(self, uid: str, state: str, message: str = "", ran: bool = True) -> None:
         application = self._applications.get(uid)
         if application is None:
             return  # deleted while its driver was created

@@ -237,7 +237,7 @@ class World:
         self.api.delete(self.path(API_VERSION, PLURAL, name))
 
     def wait(
-        self, name: str, what: str, holds: Callable[[Object], object], seconds: float = PATIENCE_SECONDS
+        self, name: str, goal: str, holds: Callable[[Object], object], seconds: float = PATIENCE_SECONDS
     ) -> Object:
         """Wait until `holds` is true of the status, and return it."""
 
@@ -245,7 +245,7 @@ class World:
             status = self.status(name)
             return status if status and holds(status) else None
 
-        return wait_until(look, f"job {name}: {what}", seconds, lambda: self.tell(name))
+        return wait_until(look, f"job {name}: {goal}", seconds, lambda: self.describe(name))
 
     def wait_phase(self, name: str, phase: str, seconds: float = PATIENCE_SECONDS) -> Object:
         return self.wait(name, f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
@@ -260,7 +260,7 @@ class World:
             pods = [pod for pod in self.pods(name, stage, attempt) if pod.get("status", {}).get("phase") == "Running"]
             return status if there and pods else None
 
-        return wait_until(runs, f"job {name}: {stage} {attempt} runs", seconds, lambda: self.tell(name))
+        return wait_until(runs, f"job {name}: {stage} {attempt} runs", seconds, lambda: self.describe(name))
 
     def wait_gone(self, name: str, seconds: float = PATIENCE_SECONDS) -> None:
         path = self.path(API_VERSION, PLURAL, name)
@@ -275,7 +275,7 @@ class World:
         self.wait(name, "refused", lambda status: condition(status, "Accepted").get("status") == "False")
         return name
 
-    def tell(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Return everything that helps to explain a failed test."""
         found = self.api.get(self.path(API_VERSION, PLURAL, name)) or {}
         status = {key: value for key, value in found.get("status", {}).items() if key not in ("plan", "measured")}
@@ -329,12 +329,12 @@ class World:
         items = self.api.items(self.path("v1", "events"), fieldSelector=selector)
         return [(item["type"], item["reason"], item["message"]) for item in items]
 
-    def wait_event(self, name: str, what: str, holds: Callable[[str, str, str], object]) -> None:
+    def wait_event(self, name: str, goal: str, holds: Callable[[str, str, str], object]) -> None:
         """Wait for an event whose type, reason and message satisfy `holds`: the status may come before it."""
         wait_until(
             lambda: any(holds(*event) for event in self.events(name)),
-            f"an event of {name}: {what}",
-            tell=lambda: self.events(name),
+            f"an event of {name}: {goal}",
+            detail=lambda: self.events(name),
         )
 
     # ---- actions of a trainer

@@ -100,7 +100,7 @@ def tiny_job(name: str, **training: Any) -> dict[str, Any]:
     }
 
 
-def _hear_ctrl_c() -> None:
+def _restore_ctrl_c() -> None:
     """Restore SIGINT: a suite that a script starts in the background ignores it, and so, rightly, do its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -123,7 +123,7 @@ class Started:
 
         wait_until(look, "what the command is to do", seconds)
 
-    def below(self) -> list[psutil.Process]:
+    def descendants(self) -> list[psutil.Process]:
         """Return all processes that it has started, and theirs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -163,7 +163,7 @@ class Command:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                preexec_fn=_hear_ctrl_c,
+                preexec_fn=_restore_ctrl_c,
             )
         )
 

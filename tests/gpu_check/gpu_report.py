@@ -64,9 +64,9 @@ def as_markdown(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
         lines += ["", f"## {group}", "", "| check | outcome | s | figures |", "|---|---|---|---|"]
         for each in results:
             if each.group == group:
-                words = "; ".join(f"{name} {_shown(value)}" for name, value in each.figures.items()) or each.reason
-                words = words.replace("|", "\\|")
-                lines.append(f"| {each.name} | {each.outcome} | {each.seconds:.1f} | {words} |")
+                text = "; ".join(f"{name} {_shown(value)}" for name, value in each.figures.items()) or each.reason
+                text = text.replace("|", "\\|")
+                lines.append(f"| {each.name} | {each.outcome} | {each.seconds:.1f} | {text} |")
     return "\n".join(lines) + "\n"
 
 

@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         raise Refusal(404, None, "Not found")
 
     def _repository(self, name: str, revision: str) -> Repository:
-        """As the Hub does: who may not see a repository is told that there is none; a token nobody has is refused."""
+        """Return the repository; like the Hub, answer 404 to clients without access, and refuse unknown tokens."""
         given = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         if given is not None and given != self.server.token:
             raise Refusal(401, None, "Invalid credentials in Authorization header")

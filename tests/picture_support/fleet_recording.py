@@ -128,7 +128,7 @@ class Stagehand:
     runs: list[Run]
     attempts: dict[tuple[str, str, int], Attempt] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
-    told: dict[str, Progress] = field(default_factory=dict)
+    reported: dict[str, Progress] = field(default_factory=dict)
 
     def apply(self, act: Act) -> None:
         run = self.runs[act.run]
@@ -161,7 +161,7 @@ class Stagehand:
             first, _ = cut(train, 12.0, WRONG_COLUMN)
         prepare, evaluate = (attempt(run, act.name, stage) for stage in (Stage.PREPARE, Stage.EVALUATE))
         if "gate" in act.fate:
-            evaluate = attempt(run, act.name, Stage.EVALUATE, failure=_below(run))
+            evaluate = attempt(run, act.name, Stage.EVALUATE, failure=_gate_failure(run))
         self._set(act.name, Stage.PREPARE, 1, Attempt(HUB_AWAY) if act.fate == "hub" else prepare)
         self._set(act.name, Stage.PREPARE, 2, prepare)
         self._set(act.name, Stage.TRAIN, 1, first)
@@ -174,7 +174,7 @@ class Stagehand:
         book.set(job, stage.value, made.play, attempt=number)
         self.attempts[job, stage.value, number] = made
 
-    def tell(self) -> None:
+    def report_progress(self) -> None:
         """Post the running pods' progress since the last call, like their trainers."""
         for pod in self.world.api.items(self.world.path("v1", "pods"), fieldSelector="status.phase=Running"):
             meta = pod["metadata"]
@@ -184,16 +184,16 @@ class Stagehand:
             there = self.attempts.get((labels[JOB_LABEL], labels[STAGE_LABEL], int(labels[ATTEMPT_LABEL])))
             since = datetime.fromisoformat(pod["status"]["startTime"]).timestamp()
             newest = None if there is None else there.newest(time.time() - since)
-            if newest is not None and self.told.get(uid) != newest:
+            if newest is not None and self.reported.get(uid) != newest:
                 if uid not in self.tokens:
                     self.tokens[uid] = self.world.token(pod)
                 update = kubeflow_update(newest.model_copy(update={"time": time.time()}))
                 answer = self.world.post(labels[JOB_LABEL], pod, update, self.tokens[uid])
                 if answer.status_code == 200:
-                    self.told[uid] = newest
+                    self.reported[uid] = newest
 
 
-def _below(run: Run) -> FailureReport:
+def _gate_failure(run: Run) -> FailureReport:
     """Return the failure of evaluate for a model below its gate."""
     section = run.reports[Stage.EVALUATE].metrics["evaluate"]
     assert isinstance(section, dict)
@@ -272,16 +272,16 @@ def scrape(world: World, wanted: Callable[[str], bool]) -> dict[str, float]:
 
 def metrics_of(dashboards: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Return all metrics that a panel or a variable queries."""
-    asked: set[str] = set()
+    metrics: set[str] = set()
     for dashboard in dashboards.values():
         for panel in dashboard["panels"]:
             for target in panel.get("targets", ()):
-                asked |= names(target["expr"])
-    return asked
+                metrics |= names(target["expr"])
+    return metrics
 
 
 def record(
-    runs: list[Run], out: Path, minutes: float, every: int, asked: set[str], say: Callable[[str], None]
+    runs: list[Run], out: Path, minutes: float, every: int, metrics: set[str], log_line: Callable[[str], None]
 ) -> Samples:
     """Play the acts, and write the scrapes to `out`."""
     with fleet() as world:
@@ -294,15 +294,15 @@ def record(
                 continue  # A missed scrape, as Prometheus misses one that takes too long.
             time.sleep(max(0.0, -late))
             try:
-                samples.add(number, scrape(world, asked.__contains__))
+                samples.add(number, scrape(world, metrics.__contains__))
                 while acts and acts[0].at <= at:
                     hand.apply(acts.pop(0))
-                hand.tell()
+                hand.report_progress()
             except requests.RequestException as error:
-                say(f"{at} s: {error}")
+                log_line(f"{at} s: {error}")
             if number % 12 == 0:
                 jobs = world.api.items(world.path(API_VERSION, PLURAL))
-                say(f"{datetime.now(UTC):%H:%M:%S} {at:>5} s  {_phases(jobs)}")
+                log_line(f"{datetime.now(UTC):%H:%M:%S} {at:>5} s  {_phases(jobs)}")
                 samples.write(out)
         assert world.kubelet.complaints == []
         world.background.check()
@@ -311,13 +311,13 @@ def record(
 
 
 def _phases(jobs: list[Object]) -> str:
-    told = {}
+    phases = {}
     for job in jobs:
         status = job.get("status", {})
         refused = condition(status, "Stalled").get("status") == "True" and "failure" not in status
         assert not refused, f"{job['metadata']['name']}: {condition(status, 'Stalled').get('message')}"
-        told[job["metadata"]["name"]] = status.get("phase", "-")
+        phases[job["metadata"]["name"]] = status.get("phase", "-")
     by_phase: dict[str, list[str]] = {}
-    for name, phase in told.items():
+    for name, phase in phases.items():
         by_phase.setdefault(phase, []).append(name)
     return "; ".join(f"{phase}: {', '.join(found)}" for phase, found in sorted(by_phase.items()))

@@ -82,7 +82,7 @@ def step_of(seconds: float, pixels: float) -> float:
     return next((step for step in _STEPS if step >= max(MIN_STEP_SECONDS, seconds / pixels)), float(_STEPS[-1]))
 
 
-def ask(engine: Engine, panel: Mapping[str, Any], view: View, pixels: float) -> Shown:
+def query_panel(engine: Engine, panel: Mapping[str, Any], view: View, pixels: float) -> Shown:
     """Return the panel with its answers; `pixels` is its width."""
     assert panel["type"] in TYPES, f"{panel['title']}: a panel of type {panel['type']} cannot be drawn"
     step, lines = step_of(view.seconds, pixels), []
@@ -114,7 +114,7 @@ def _line(legend: str, answer: Answer) -> Line:
 # ---------------------------------------------------------------------------------------------------------------- units
 
 
-def in_words(value: float, unit: str, decimals: int | None = None, now: float = 0.0) -> tuple[str, str]:
+def formatted(value: float, unit: str, decimals: int | None = None, now: float = 0.0) -> tuple[str, str]:
     """Return a value and its unit as written by Grafana; `now` is the end of the range, for relative times."""
     match unit:
         case "none":
@@ -140,16 +140,16 @@ def in_words(value: float, unit: str, decimals: int | None = None, now: float = 
         case "reqps" | "ops":
             return _number(value, decimals), {"reqps": "req/s", "ops": "ops/s"}[unit]
         case "dateTimeFromNow":
-            number, word = _duration(now - value / 1000, 0)
-            return f"{number} {'seconds' if word == 's' else word.replace('min', 'minute')}", "ago"
+            number, unit_name = _duration(now - value / 1000, 0)
+            return f"{number} {'seconds' if unit_name == 's' else unit_name.replace('min', 'minute')}", "ago"
     raise AssertionError(f"unit {unit} cannot be written")
 
 
 def _duration(value: float, decimals: int | None) -> tuple[str, str]:
-    for size, word in ((86_400, "days"), (3600, "hours"), (60, "mins")):
+    for size, unit_name in ((86_400, "days"), (3600, "hours"), (60, "mins")):
         if abs(value) >= size:
             number = _number(value / size, decimals)
-            return number, word.removesuffix("s") if number == "1" else word
+            return number, unit_name.removesuffix("s") if number == "1" else unit_name
     if 0 < abs(value) < 1:
         return _number(value * 1000, decimals), "ms"
     return _number(value, decimals), "s"

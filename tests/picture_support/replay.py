@@ -30,17 +30,17 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        told, reports = {}, {}
+        progress, reports = {}, {}
         for stage in Stage:
             report, lines = folder / "reports" / f"{stage}-0.json", folder / "logs" / f"{stage}.progress.jsonl"
             if report.is_file() and lines.is_file():
                 reports[stage] = TrainerReport.model_validate_json(report.read_text(encoding="utf-8"))
                 text = lines.read_text(encoding="utf-8")
-                told[stage] = tuple(Progress.model_validate_json(line) for line in text.splitlines())
+                progress[stage] = tuple(Progress.model_validate_json(line) for line in text.splitlines())
         measured = MeasuredFacts(
             model=ModelFacts.model_validate(plan["model"]), data=DataFacts.model_validate(plan["data"])
         )
-        return cls(plan["strategy"], told, reports, measured)
+        return cls(plan["strategy"], progress, reports, measured)
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ def attempt(run: Run, job: str, stage: Stage, after_step: int = 0, failure: Fail
     """Return the stage as recorded in `run`, from the step of an earlier attempt's checkpoint; `failure` replaces its
     success.
     """
-    report, told = run.reports[stage], run.progress[stage]
+    report, progress = run.reports[stage], run.progress[stage]
     # Before its first report a process loads its libraries and the model: a resuming attempt does that again.
-    load = max(0.0, report.seconds - (told[-1].time - told[0].time))
-    rest = [line for line in told if line.step >= after_step]
+    load = max(0.0, report.seconds - (progress[-1].time - progress[0].time))
+    rest = [line for line in progress if line.step >= after_step]
     lines = [(load + line.time - rest[0].time, line) for line in rest]
     update: dict[str, object] = {"job": job, "measured": run.measured if stage is Stage.PREPARE else None}
     if failure is not None:
         update |= {"outcome": "failed", "failure": failure}
-    words = report.model_copy(update=update).to_termination_message()
+    message = report.model_copy(update=update).to_termination_message()
     play = Play(
         lasts=lines[-1][0],
-        message=words,
+        message=message,
         exit_code=0 if failure is None else EXIT_CODES[failure.failure_class],
         reason="Completed" if failure is None else "Error",
     )

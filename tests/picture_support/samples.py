@@ -105,13 +105,13 @@ def _notation(values: Iterable[float | None]) -> Iterator[str]:
         if value is None:
             yield "_" if count == 1 else f"_x{count}"
         else:
-            word = f"{value:.10g}"  # Ten digits are enough for Unix times, and for visible differences of the rest.
-            yield word if count == 1 else f"{word}x{count - 1}"
+            text = f"{value:.10g}"  # Ten digits are enough for Unix times, and for visible differences of the rest.
+            yield text if count == 1 else f"{text}x{count - 1}"
 
 
 def _values(text: str) -> Iterator[float | None]:
-    for word in text.split():
-        value, _, times = word.partition("x")
+    for part in text.split():
+        value, _, times = part.partition("x")
         if value == "_":
             yield from [None] * int(times or 1)
         else:
@@ -137,18 +137,18 @@ class Engine:
     session: requests.Session
 
     def at(self, expression: str, when: float) -> list[Answer]:
-        return self._ask("query", query=expression, time=f"{when:.3f}")
+        return self._query("query", query=expression, time=f"{when:.3f}")
 
     def over(self, expression: str, start: float, end: float, step: float) -> list[Answer]:
-        return self._ask("query_range", query=expression, start=f"{start:.3f}", end=f"{end:.3f}", step=f"{step:g}")
+        return self._query("query_range", query=expression, start=f"{start:.3f}", end=f"{end:.3f}", step=f"{step:g}")
 
-    def _ask(self, what: str, **parameters: str) -> list[Answer]:
-        answer = self.session.get(f"{self.url}/api/v1/{what}", params=parameters, timeout=patient(60))
-        said: dict[str, Any] = answer.json()
-        assert said["status"] == "success", (parameters["query"], said)
+    def _query(self, endpoint: str, **parameters: str) -> list[Answer]:
+        answer = self.session.get(f"{self.url}/api/v1/{endpoint}", params=parameters, timeout=patient(60))
+        reply: dict[str, Any] = answer.json()
+        assert reply["status"] == "success", (parameters["query"], reply)
         return [
             Answer(one["metric"], [(at, float(value)) for at, value in one.get("values") or [one["value"]]])
-            for one in said["data"]["result"]
+            for one in reply["data"]["result"]
         ]
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from picture_support.panels import Line, Shown, View, colour, in_words
+from picture_support.panels import Line, Shown, View, colour, formatted
 
 COLUMN, ROW, GAP = 48.0, 30.0, 8.0
 """Pixels: width of a grid column with its gap, height of a grid row, and the gap."""
@@ -102,8 +102,8 @@ def _header(dashboard: Mapping[str, Any], view: View) -> Iterator[str]:
         width = text_width(label, 12) + text_width(value, 12) + (28 if label else 20)
         yield _rect(Box(right - width, 20, width, 26), fill=PAPER, stroke=EDGE, rx=4)
         apart = ' dx="6"' if label else ""
-        words = f'{escape(label)}<tspan style="fill:{INK}"{apart}>{escape(value)}</tspan>'
-        yield f'<text x="{_n(right - width / 2)}" y="37.2" class="chip mid">{words}</text>'
+        label_markup = f'{escape(label)}<tspan style="fill:{INK}"{apart}>{escape(value)}</tspan>'
+        yield f'<text x="{_n(right - width / 2)}" y="37.2" class="chip mid">{label_markup}</text>'
         right -= width + GAP
 
 
@@ -115,8 +115,8 @@ def _row(title: str, box: Box) -> Iterator[str]:
 
 def _inside(shown: Shown, box: Box, view: View) -> Iterable[str]:
     if shown.empty:
-        words = shown.panel["fieldConfig"]["defaults"].get("noValue", "No data")
-        return [_text(box.x + box.w / 2, box.y + box.h / 2, words, "none mid")]
+        placeholder = shown.panel["fieldConfig"]["defaults"].get("noValue", "No data")
+        return [_text(box.x + box.w / 2, box.y + box.h / 2, placeholder, "none mid")]
     match shown.panel["type"]:
         case "stat":
             return _stat(shown, box, view)
@@ -137,19 +137,19 @@ def _stat(shown: Shown, box: Box, view: View) -> Iterator[str]:
     for number, line in enumerate(shown.lines):
         value = line.points[-1][1]
         fill = THRESHOLDS[colour(value, defaults)]
-        words, unit = (line.name, "") if mode == "name" else in_words(
+        value_text, unit = (line.name, "") if mode == "name" else formatted(
             value, defaults["unit"], defaults.get("decimals"), view.end
         )  # fmt: skip
         size = 40.0
-        while text_width(words, size, bold=True) + text_width(f" {unit}", size * 0.5) > part - 28:
+        while text_width(value_text, size, bold=True) + text_width(f" {unit}", size * 0.5) > part - 28:
             size -= 1
         middle, under = box.x + part * (number + 0.5), mode == "value_and_name" and line.name
         y = box.y + box.h / 2 + size * 0.35 - 12 - (7 if under else 0)
-        told = f'<tspan style="font-size:{_n(size)}px;font-weight:600">{escape(words)}</tspan>'
+        markup = f'<tspan style="font-size:{_n(size)}px;font-weight:600">{escape(value_text)}</tspan>'
         if unit:
             apart = size * (0.04 if unit == "%" else 0.15)
-            told += f'<tspan style="font-size:{_n(size * 0.5)}px" dx="{_n(apart)}">{escape(unit)}</tspan>'
-        yield f'<text x="{_n(middle)}" y="{_n(y)}" class="mid" style="fill:{fill}">{told}</text>'
+            markup += f'<tspan style="font-size:{_n(size * 0.5)}px" dx="{_n(apart)}">{escape(unit)}</tspan>'
+        yield f'<text x="{_n(middle)}" y="{_n(y)}" class="mid" style="fill:{fill}">{markup}</text>'
         if under:
             yield _text(middle, y + 22, line.name, "chip mid")
 
@@ -160,30 +160,30 @@ def _stat(shown: Shown, box: Box, view: View) -> Iterator[str]:
 def _table(shown: Shown, box: Box) -> Iterator[str]:
     defaults = shown.panel["fieldConfig"]["defaults"]
     names, rows = shown.table()
-    words = [
-        [one if isinstance(one, str) else " ".join(in_words(one, defaults["unit"])).strip() for one in row]
+    cells = [
+        [one if isinstance(one, str) else " ".join(formatted(one, defaults["unit"])).strip() for one in row]
         for row in rows
     ]
     needs = [
-        max(text_width(name, 12), *(text_width(row[index], 12) for row in words)) + 14
+        max(text_width(name, 12), *(text_width(row[index], 12) for row in cells)) + 14
         for index, name in enumerate(names)
     ]
     room = box.w - 24
     widths = _shared(room, needs)
     height, y = 19.5, box.y + 16
     fit = int((box.h - 28) // height)
-    shown_rows = words if len(words) <= fit else words[: fit - 1]
+    shown_rows = cells if len(cells) <= fit else cells[: fit - 1]
     for index, name in enumerate(names):
         x = box.x + 12 + sum(widths[:index])
         yield _text(x, y, name, "chip")
     for row in shown_rows:
         yield f'<path d="M{_n(box.x + 12)} {_n(y + 5.5)}h{_n(room)}" stroke="{EDGE}"/>'
         y += height
-        for index, word in enumerate(row):
+        for index, cell_text in enumerate(row):
             x = box.x + 12 + sum(widths[:index])
-            yield _text(x, y, fitting(word, widths[index] - 6, 12), "cell")
-    if len(shown_rows) < len(words):
-        yield _text(box.x + 12, y + height, f"and {len(words) - len(shown_rows)} more", "none")
+            yield _text(x, y, fitting(cell_text, widths[index] - 6, 12), "cell")
+    if len(shown_rows) < len(cells):
+        yield _text(box.x + 12, y + height, f"and {len(cells) - len(shown_rows)} more", "none")
 
 
 def _shared(room: float, needs: Sequence[float]) -> list[float]:
@@ -318,14 +318,14 @@ def _legend(names: Sequence[str], box: Box) -> list[list[tuple[float, int | None
     rows: list[list[tuple[float, int | None, str]]] = [[]]
     x = box.x + 14
     for number, name in enumerate(names):
-        told = fitting(name, box.w - 50, 11, middle=True)
-        width = 17 + text_width(told, 11) + 14
+        label = fitting(name, box.w - 50, 11, middle=True)
+        width = 17 + text_width(label, 11) + 14
         if rows[-1] and x + width - 14 > box.right - 10:
             if len(rows) == _LEGEND_ROWS - 1 and number < len(names) - 1:
                 return [*rows, [(box.x + 14, None, f"and {len(names) - number} more")]]
             rows.append([])
             x = box.x + 14
-        rows[-1].append((x, number, told))
+        rows[-1].append((x, number, label))
         x += width
     return rows
 
@@ -357,9 +357,9 @@ def value_ticks(highest: float, unit: str, most: int = 5) -> list[float]:
 def _tick_labels(ticks: Sequence[float], unit: str) -> list[str]:
     found = []
     for tick in ticks:
-        number, word = in_words(tick, unit, 6)
+        number, unit_name = formatted(tick, unit, 6)
         number = number.rstrip("0").rstrip(".")
-        found.append(f"{number}{'' if word == '%' else ' '}{word}".strip())
+        found.append(f"{number}{'' if unit_name == '%' else ' '}{unit_name}".strip())
     return found
 
 
@@ -389,17 +389,17 @@ def text_width(text: str, size: float, bold: bool = False) -> float:
 
 def fitting(text: str, width: float, size: float, bold: bool = False, middle: bool = False) -> str:
     """Return the text, shortened to the width: its start, or with `middle` both of its ends."""
-    told, kept = text, len(text)
-    while kept and text_width(told, size, bold) > width:
+    shortened, kept = text, len(text)
+    while kept and text_width(shortened, size, bold) > width:
         kept -= 1
         head = (kept + 1) // 2 if middle else kept
-        told = f"{text[:head].rstrip()}\u2026{text[len(text) - kept + head :].lstrip()}"
-    return told
+        shortened = f"{text[:head].rstrip()}\u2026{text[len(text) - kept + head :].lstrip()}"
+    return shortened
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    what = f" class={quoteattr(kind)}" if kind else ""
-    return f'<text x="{_n(x)}" y="{_n(y)}"{what}>{escape(text)}</text>'
+    attributes = f" class={quoteattr(kind)}" if kind else ""
+    return f'<text x="{_n(x)}" y="{_n(y)}"{attributes}>{escape(text)}</text>'
 
 
 def _rect(box: Box, fill: str, stroke: str = "", rx: float = 0) -> str:

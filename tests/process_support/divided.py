@@ -63,8 +63,8 @@ def divide(model: str, settings: dict[str, Any], config: dict[str, Any], out: st
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.mul_(float(rank == 0))
-    asked = Strategy(name="deepspeed", zero_stage=3, **settings)
-    strategy = DeepSpeed(asked, "bf16", size, config, Path(out))
+    settings_of_strategy = Strategy(name="deepspeed", zero_stage=3, **settings)
+    strategy = DeepSpeed(settings_of_strategy, "bf16", size, config, Path(out))
     with Alive(torch.bfloat16) as alive:
         strategy.prepare_model(whole)
         dividing = alive.peak
@@ -75,13 +75,13 @@ def divide(model: str, settings: dict[str, Any], config: dict[str, Any], out: st
     state = strategy.model_state(placed)
     if rank == 0:
         torch.save(state, Path(out) / "state.pt")
-    told = {
+    sizes = {
         "whole": 2 * sum(counts),
         "largest": 2 * max(counts),
         "share": sum(2 * -(-count // size) for count in counts),
         "dividing": dividing,
         "starting": alive.peak,
     }
-    (Path(out) / f"bytes-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    (Path(out) / f"bytes-{rank}.json").write_text(json.dumps(sizes), encoding="utf-8")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

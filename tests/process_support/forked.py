@@ -4,7 +4,7 @@
 
 reads cases from standard input, one JSON object a line: {"processes": N, "arguments": [arguments of finetune_trainer],
 "environment": {...}, "log": FILE}; or "call": "module:function" with "arguments" as its keyword arguments. "ranks":
-FILE asks for the process ids in that file as soon as they run, a JSON list in the order of the ranks. Cases run one
+FILE receives the process ids as soon as they run, a JSON list in the order of the ranks. Cases run one
 after the other; each is answered with a line: the exit codes of its processes, a list.
 """
 

@@ -31,17 +31,17 @@ TESTS = Path(__file__).parents[1]
 CODE = "process_support.shared_start.code"
 """Pseudo module that runs the Python code in the next argument, as -c does."""
 MODULES = ("finetune_trainer", "finetune_trainer.launching.elastic", CODE)
-ASKING = """#!{python} -IS
+PROGRAM = """#!{python} -IS
 import array, json, os, signal, socket, sys
 arguments = sys.argv[1:]
 module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:2] else None
 if module not in {modules!r}:
     os.execv({python!r}, [{python!r}, *arguments])
 arguments = arguments[arguments.index("-m") + 1:]
-asked = {{"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "program": sys.argv[0]}}
+request = {{"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "program": sys.argv[0]}}
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
-text = json.dumps(asked).encode()
+text = json.dumps(request).encode()
 connection.sendmsg([b"%16d" % len(text)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 connection.sendall(text)
 answers = connection.makefile("r")
@@ -64,8 +64,8 @@ class StartServer:
         self._address = folder / "start"
         self._program = folder / "python"
         python = sys.executable
-        asking = ASKING.format(python=python, modules=MODULES, address=str(self._address))
-        self._program.write_text(asking, encoding="utf-8")
+        program = PROGRAM.format(python=python, modules=MODULES, address=str(self._address))
+        self._program.write_text(program, encoding="utf-8")
         self._program.chmod(0o755)
         for beside in Path(python).parent.iterdir():
             if beside.name != "python":  # programs are looked for beside the interpreter
@@ -181,14 +181,14 @@ def _forked(connection: socket.socket, selector: selectors.BaseSelector) -> int:
         os._exit(1)
 
 
-def _become(asked: dict[str, Any]) -> None:
+def _become(request: dict[str, Any]) -> None:
     """Turn this process into the requested one, to its end."""
-    os.chdir(asked["folder"])
+    os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(asked["environment"])
+    os.environ.update(request["environment"])
     atexit._clear()  # drop the server's handlers
-    module, *arguments = asked["arguments"]
-    sys.argv, sys.executable = [module, *arguments], asked["program"]  # torch's launcher starts ranks with it
+    module, *arguments = request["arguments"]
+    sys.argv, sys.executable = [module, *arguments], request["program"]  # torch's launcher starts ranks with it
     code = 0
     try:
         if module == CODE:

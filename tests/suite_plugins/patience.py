@@ -80,7 +80,7 @@ print(json.dumps({**seconds, "disk": written - forked, "cpu": computed - written
 """
 
 MOST_TEST_SECONDS = 1800.0
-"""Limit of one test, whatever the patience, unless a longer one is asked for."""
+"""Limit of one test for any patience, unless the test has a longer one."""
 
 # The factor of this process if its environment lost it, and the ratios if it was measured here.
 _factor: float | None = None

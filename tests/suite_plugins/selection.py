@@ -66,11 +66,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore files without a test that -m selects."""
-    asked = re.split(r"\s+or\s+", config.option.markexpr.strip())
-    if not MARKERS.issuperset(asked) or not re.fullmatch(r"test_.*\.py", collection_path.name):
+    markers = re.split(r"\s+or\s+", config.option.markexpr.strip())
+    if not MARKERS.issuperset(markers) or not re.fullmatch(r"test_.*\.py", collection_path.name):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return None if any(f"mark.{marker}" in text for marker in asked) else True
+    return None if any(f"mark.{marker}" in text for marker in markers) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,11 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     if config.getoption("--everything"):
         return
-    asked = tuple(argument for argument in config.args if "::" in argument)
+    named = tuple(argument for argument in config.args if "::" in argument)
     left = [
         item
         for item in items
-        if item.get_closest_marker("everything") and not (asked and item.nodeid.startswith(asked))
+        if item.get_closest_marker("everything") and not (named and item.nodeid.startswith(named))
     ]
     if left:
         config.hook.pytest_deselected(items=left)
@@ -109,6 +109,6 @@ def explained(grids: Mapping[str, Choice]) -> list[str]:
         for case in choice.left:
             lines.append(f"  left  {case.name}")
             for other, pairs in choice.covering(case).items():
-                told = ", ".join(" with ".join(f"{axis} {value}" for axis, value in pair) for pair in pairs)
-                lines.append(f"          tested in {other}: {told}")
+                uncovered = ", ".join(" with ".join(f"{axis} {value}" for axis, value in pair) for pair in pairs)
+                lines.append(f"          tested in {other}: {uncovered}")
     return lines

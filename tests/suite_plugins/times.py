@@ -109,11 +109,11 @@ class _TimedImport:
 def cpu_seconds() -> tuple[float, float]:
     """Return CPU seconds so far of this process, and of all below it."""
     own, reaped = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    ticks = _ticks_below(os.getpid(), itself=False)
+    ticks = _ticks_of_tree(os.getpid(), itself=False)
     return own.ru_utime + own.ru_stime, reaped.ru_utime + reaped.ru_stime + ticks / _TICKS_PER_SECOND
 
 
-def _ticks_below(process: int, itself: bool = True) -> int:
+def _ticks_of_tree(process: int, itself: bool = True) -> int:
     """Return CPU time in ticks of the running processes below `process`, and of those that they have reaped."""
     ticks = 0
     try:
@@ -122,7 +122,7 @@ def _ticks_below(process: int, itself: bool = True) -> int:
             ticks += sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:15]))
         for thread in os.listdir(f"/proc/{process}/task"):  # noqa: PTH208 (a Path for each costs more than the rest)
             with open(f"/proc/{process}/task/{thread}/children") as file:  # noqa: PTH123
-                ticks += sum(_ticks_below(int(child)) for child in file.read().split())
+                ticks += sum(_ticks_of_tree(int(child)) for child in file.read().split())
     except OSError:
         pass  # It has ended meanwhile, or this kernel does not list children.
     return ticks

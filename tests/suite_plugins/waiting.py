@@ -14,7 +14,7 @@ T = TypeVar("T")
 # Ample for any wait of the tests on the reference machine, next to other tests.
 WAIT_SECONDS = 240.0
 MOST_SECONDS = 900.0
-"""Limit of one wait, whatever the patience, unless a longer one is asked for: two waits that fail end within the time
+"""Limit of one wait for any patience, unless the caller passes a longer one: two waits that fail end within the time
 that a run of CI has to spare.
 """
 
@@ -22,12 +22,12 @@ that a run of CI has to spare.
 @spent("waiting")
 def wait_until(
     look: Callable[[], T | None],
-    what: str | Callable[[], object],
+    goal: str | Callable[[], object],
     seconds: float = WAIT_SECONDS,
     *,
     poll_seconds: float = 0.02,
 ) -> T:
-    """Return the first true value of `look`; after `seconds`, scaled to the machine, fail with `what` or its value."""
+    """Return the first true value of `look`; after `seconds`, scaled to the machine, fail with `goal` or its value."""
     limit = bounded(seconds, MOST_SECONDS)
     end = time.monotonic() + limit
     while True:
@@ -36,5 +36,5 @@ def wait_until(
         if value := look():
             return value
         if late:
-            raise AssertionError(f"not within {limit:g} s: {what() if callable(what) else what}")
+            raise AssertionError(f"not within {limit:g} s: {goal() if callable(goal) else goal}")
         time.sleep(poll_seconds)

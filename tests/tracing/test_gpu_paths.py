@@ -43,14 +43,14 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_step_on_gpu_waits_once_and_costs_what_is_recorded(name: str, traced, golden: Callable[[str, str], None]):
+def test_step_on_gpu_synchronizes_once_at_the_recorded_cost(name: str, traced, golden: Callable[[str, str], None]):
     figures = traced(name)
     assert figures.waits_of_the_loop == 1, figures.waits
     golden(f"golden/{name.replace(' ', '-')}.txt", str(figures))
 
 
 def test_stages_of_a_pipeline_send_hidden_states_in_bf16(traced):
-    sent = [what for what in traced("pipeline").sent if what.startswith("send")]
+    sent = [entry for entry in traced("pipeline").sent if entry.startswith("send")]
     assert sent == ["send bfloat16"]
 
 

@@ -47,7 +47,7 @@ class Figures:
         lines = ["host waits for the device, in a step"]
         lines += [f"  {count} x {place}" for place, count in sorted(self.waits.items())]
         lines += [f"  {self.stub_waits} x synchronize of streams, events or the device"] if self.stub_waits else []
-        lines += ["MiB sent, in a step", *(f"  {_mib(size)} {what}" for what, size in sorted(self.sent.items()))]
+        lines += ["MiB sent, in a step", *(f"  {_mib(size)} {kind}" for kind, size in sorted(self.sent.items()))]
         peak = max(self.peaks, key=lambda phase: self.peaks[phase])
         lines += ["MiB on the GPU", f"  {_mib(self.peaks[peak])} at the peak, in {peak}"]
         lines += [f"  {_mib(self.kept)} kept for the backward pass"] if self.kept else []

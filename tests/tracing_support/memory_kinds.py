@@ -88,10 +88,10 @@ def largest_of(trace: Trace, vocabulary: int, tokens: int, count: int = 60) -> l
     groups: Counter[tuple[Any, ...]] = Counter()
     numbers: Counter[tuple[Any, ...]] = Counter()
     for made, size in trace.at_peak:
-        what = (_kind(trace, made, vocabulary, tokens), made.phase, made.operator, made.shape, str(made.dtype))
-        groups[what] += size
-        numbers[what] += 1
+        group = (_kind(trace, made, vocabulary, tokens), made.phase, made.operator, made.shape, str(made.dtype))
+        groups[group] += size
+        numbers[group] += 1
     return [
-        f"{size / 2**20:10.1f} MiB {numbers[what]:3} x {' '.join(map(str, what))}"
-        for what, size in groups.most_common(count)
+        f"{size / 2**20:10.1f} MiB {numbers[group]:3} x {' '.join(map(str, group))}"
+        for group, size in groups.most_common(count)
     ]

@@ -183,13 +183,13 @@ def _keep(made: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Trace and print, as the module's text says."""
+    """Trace and print, as described in the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("names", nargs="*")
-    asked = parser.parse_args()
-    cases = [case for case in TRACED if not asked.names or any(name in case.name for name in asked.names)]
-    if asked.trace:
+    options = parser.parse_args()
+    cases = [case for case in TRACED if not options.names or any(name in case.name for name in options.names)]
+    if options.trace:
         _keep(trace_all(cases))
     print("\n".join(rows(cases, kept_traces())))
 

@@ -64,9 +64,9 @@ def build(folder: Path) -> None:
     for name, library in (("runtime", _RUNTIME), ("driver", _DRIVER)):
         own = folder / f"{name}.o"
         _compile("-c", "-o", own, SOURCES / f"{name}.c", f"-I{folder}", *(f"-I{each}" for each in _headers()))
-        asked = {each for each in wanted if _NAMES[name].fullmatch(each) and not _OTHER_LIBRARIES.match(each)}
+        wanted_here = {each for each in wanted if _NAMES[name].fullmatch(each) and not _OTHER_LIBRARIES.match(each)}
         others = folder / f"{name}_others.c"
-        missing = sorted(asked - _symbols([own], "--defined-only"))
+        missing = sorted(wanted_here - _symbols([own], "--defined-only"))
         others.write_text("".join(f"long {each}(void) {{ return 0; }}\n" for each in missing), encoding="utf-8")
         _compile("-shared", f"-Wl,-soname,{library}", "-o", folder / library, own, others, "-ldl", "-lpthread")
 
@@ -93,10 +93,10 @@ def _compile(*arguments: str | Path) -> None:
 
 
 def _symbols(libraries: Sequence[Path], which: str) -> set[str]:
-    told = subprocess.run(["nm", "-D", which, *libraries], capture_output=True, text=True, check=False).stdout
-    if not told.strip():
-        told = subprocess.run(["nm", which, *libraries], capture_output=True, text=True, check=True).stdout
-    return {line.split()[-1].partition("@")[0] for line in told.splitlines() if " " in line.strip()}
+    output = subprocess.run(["nm", "-D", which, *libraries], capture_output=True, text=True, check=False).stdout
+    if not output.strip():
+        output = subprocess.run(["nm", which, *libraries], capture_output=True, text=True, check=True).stdout
+    return {line.split()[-1].partition("@")[0] for line in output.splitlines() if " " in line.strip()}
 
 
 def _site() -> Path:

@@ -19,7 +19,7 @@ class SwitchedOff:
 
     targets: tuple[str, ...]
     """`module:attribute`, the first of which names it."""
-    what: str
+    work: str
     """Its work in a training."""
     instead: str
     """Its replacement in a dry run."""
@@ -200,8 +200,8 @@ ANSWERED = (
 def table() -> str:
     """Return the rows as Markdown."""
     lines = ["| in a training | in a dry run | because |", "|---|---|---|"]
-    lines += [f"| `{row.targets[0].rpartition(':')[2]}` {row.what} | {row.instead} | {row.why} |" for row in ROWS]
-    lines += [f"| {what} | {instead} | {why} |" for what, instead, why in ANSWERED]
+    lines += [f"| `{row.targets[0].rpartition(':')[2]}` {row.work} | {row.instead} | {row.why} |" for row in ROWS]
+    lines += [f"| {work} | {instead} | {why} |" for work, instead, why in ANSWERED]
     return "\n".join(lines) + "\n"
 
 

@@ -62,8 +62,8 @@ def write_rows(path: Path, count: int, seed: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
             label = draw.randrange(2)
-            telling = draw.choices(WORDS["good" if label else "bad"], k=draw.randint(1, 3))
-            words = telling + draw.choices(WORDS["other"], k=draw.randint(2, 24))
+            telltale = draw.choices(WORDS["good" if label else "bad"], k=draw.randint(1, 3))
+            words = telltale + draw.choices(WORDS["other"], k=draw.randint(2, 24))
             draw.shuffle(words)
             file.write(json.dumps({"text": " ".join(words), "label": label}) + "\n")
 
@@ -192,7 +192,7 @@ class Bench:
         wrapper: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
         """Start a stage alone, by torchrun with several processes, or by `launcher`."""
-        told = self.told()
+        variables = self.fresh_environment()
         if launcher is None:
             launcher = [sys.executable]
             if processes > 1:
@@ -202,14 +202,14 @@ class Bench:
             **{k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_"))},
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            **told,
+            **variables,
             **(environment or {}),
         }
         return subprocess.Popen(
             [*wrapper, *launcher, *command], env=settled, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
-    def told(self) -> dict[str, str]:
+    def fresh_environment(self) -> dict[str, str]:
         """Return the environment with the places of reports, after deleting earlier reports."""
         for old in self.workspace.glob("report-*.json"):
             old.unlink()
@@ -232,7 +232,7 @@ class Bench:
         return {
             "processes": processes,
             "arguments": self.command(stage, deepspeed)[2:],
-            "environment": {**self.told(), **(environment or {})},
+            "environment": {**self.fresh_environment(), **(environment or {})},
             "log": str(self.workspace / "log"),
         }
 
@@ -254,8 +254,8 @@ class Bench:
             for p in self.workspace.glob("report-*.json")
             if p.stat().st_size
         ]
-        told = self.workspace / "progress.jsonl"
-        lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+        progress_file = self.workspace / "progress.jsonl"
+        lines = progress_file.read_text(encoding="utf-8").splitlines() if progress_file.exists() else []
         progress = tuple(Progress.model_validate_json(line) for line in lines)
         return Ended(exit_code, output, {report.rank: report for report in reports}, progress)
 

@@ -63,7 +63,7 @@ def test_selective_checkpointing_repeats_all_but_products_with_weights(tiny_mode
         assert (none[name], selective[name] > 0, full[name] > 0) == (0, True, True), name
 
 
-def test_gradients_are_the_same_whatever_is_recomputed(tiny_model: Path):
+def test_gradients_do_not_depend_on_recomputation(tiny_model: Path):
     import torch
 
     found = []
@@ -77,15 +77,15 @@ def test_gradients_are_the_same_whatever_is_recomputed(tiny_model: Path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"), [("selective", "full"), ("full", "selective"), ("none", "full"), ("selective", "none")]
+    ("requested", "found"), [("selective", "full"), ("full", "selective"), ("none", "full"), ("selective", "none")]
 )
-def test_another_recomputation_than_was_asked_for_is_an_error(tiny_model: Path, asked, found):
+def test_recomputation_other_than_the_requested_one_is_an_error(tiny_model: Path, requested, found):
     from finetune_trainer.training.activations import assert_checkpointing_in_effect
 
     model = recomputing(tiny(tiny_model), found)
     assert_checkpointing_in_effect(found, model, "ddp")
     with pytest.raises(StageError) as caught:
-        assert_checkpointing_in_effect(asked, model, "ddp")
+        assert_checkpointing_in_effect(requested, model, "ddp")
     assert (caught.value.failure_class, caught.value.reason) == (
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "WrongActivationCheckpointing",
@@ -117,7 +117,7 @@ def test_weights_that_autograd_saves_are_not_taken_for_activations(tiny_model: P
     assert not +moving._weights
 
 
-def test_activations_that_nobody_was_asked_to_keep_are_an_error(tiny_model: Path):
+def test_activations_without_the_requested_offload_are_an_error(tiny_model: Path):
     from finetune_trainer.training.activations import InHostMemory
 
     model, moving = tiny(tiny_model), InHostMemory()

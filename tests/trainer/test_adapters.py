@@ -57,7 +57,7 @@ def answers(model: Any) -> Any:
         return model(input_ids=ids, attention_mask=ids.ne(0).long()).logits
 
 
-def adapt_anew(bench: Any) -> Any:
+def adapted_again(bench: Any) -> Any:
     """Adapt the initial model as the bench's run does before the first step."""
     from finetune_trainer.adapters import adapt
 
@@ -128,7 +128,7 @@ def test_losses_and_weights_agree_with_one_process(case: str, alone, bench, tmp_
     assert max(compared(run, expected)) <= 1e-5
     theirs, mine = (tensors(each.paths.adapter, "adapter_model.safetensors") for each in (expected, run))
     assert largest_difference(mine, theirs) <= 1e-5
-    assert kept_weights(run.paths.checkpoints / "step-8" / "state") == adapt_anew(run).trained
+    assert kept_weights(run.paths.checkpoints / "step-8" / "state") == adapted_again(run).trained
     if "once more" not in case:
         return
 
@@ -211,7 +211,7 @@ def test_training_changes_adapter_and_head_and_no_base_weights(method: str, benc
     assert still == []
 
 
-def test_an_adapter_that_is_not_applied_stops_the_run_before_its_first_step(bench, tmp_path: Path):
+def test_adapter_without_effect_stops_the_run_before_its_first_step(bench, tmp_path: Path):
     from finetune_trainer.adapters import adapt
 
     run = adapted_bench(bench, tmp_path / "w")
@@ -249,7 +249,7 @@ def train_an_embedding(model: Any) -> None:
         pytest.param(train_an_embedding, "e.g. ['bert.embeddings.word_embeddings.weight']", id="a trained base"),
     ],
 )
-def test_an_adapter_in_another_state_than_asked_for_is_refused(spoil, message: str, bench):
+def test_adapter_in_an_unexpected_state_is_refused(spoil, message: str, bench):
     from finetune_trainer.adapters import adapt
 
     model = base_of(bench)
@@ -264,10 +264,10 @@ def test_an_adapter_in_another_state_than_asked_for_is_refused(spoil, message: s
 def test_lora_in_place_of_dora_is_refused(bench):
     from finetune_trainer.adapters import adapt
 
-    plain, asked = base_of(bench), base_of(bench)
+    plain, weight_decomposed = base_of(bench), base_of(bench)
     adapt(plain, LORA, bench.job)
     with pytest.raises(StageError, match="is lora"):
-        adapt(asked, DORA, bench.job).assert_in_effect(plain)
+        adapt(weight_decomposed, DORA, bench.job).assert_in_effect(plain)
 
 
 # ------------------------------------------------------------------------------------------------------- target modules
@@ -430,7 +430,7 @@ def test_a_run_goes_on_from_trained_weights_alone_and_refuses_another_base(
     run.train_here()
     whole = run.weights()
     go_back(run, 4)
-    assert kept_weights(run.paths.checkpoints / "step-4" / "state") == adapt_anew(run).trained
+    assert kept_weights(run.paths.checkpoints / "step-4" / "state") == adapted_again(run).trained
     run.train_here()
     assert largest_difference(run.weights(), whole) <= 1e-6
 
@@ -443,7 +443,7 @@ def test_a_run_goes_on_from_trained_weights_alone_and_refuses_another_base(
     assert error.value.reason == "CheckpointOfAnotherJob"
 
 
-def test_an_adapter_is_not_merged_into_other_weights_than_it_was_trained_beside(bench, tmp_path: Path):
+def test_adapter_is_merged_only_into_the_weights_of_its_training(bench, tmp_path: Path):
     from finetune_trainer.adapters import adapt, write_adapter_and_merge
 
     model, other = base_of(bench), base_of(bench)

@@ -41,7 +41,7 @@ def run(mode: str) -> dict[str, int | bool | None]:
     return answer
 
 
-def test_kept_memory_is_used_again_without_fresh_pages_and_given_back_when_asked():
+def test_freed_memory_is_reused_without_page_faults_until_released():
     plain, keeping = run("plain"), run("keep")
     assert keeping["kept"] is True
     # A fresh block of 64 MiB is 16,384 pages (fewer where the kernel hands out huge ones).

@@ -107,7 +107,7 @@ def test_leftovers_of_an_interrupted_attempt_are_no_checkpoint(tmp_path: Path):
     assert steps(tmp_path) == ["latest", "step-10"]
 
 
-def test_a_checkpoint_of_another_job_is_refused_with_the_settings_that_differ(tmp_path: Path):
+def test_checkpoint_of_another_job_is_refused_with_the_differing_settings(tmp_path: Path):
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 5, job={"seed": 1, "learning_rate": 0.1})
     checkpoint = verify(tmp_path / "step-5")

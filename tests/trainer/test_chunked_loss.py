@@ -83,7 +83,7 @@ def test_nothing_stands_between_head_and_loss_of_a_family(family: str) -> None:
 
 
 @pytest.mark.usefixtures("few_logits")
-def test_logits_are_computed_where_they_are_asked_for() -> None:
+def test_logits_are_computed_outside_of_training() -> None:
     model = decoder("llama")
     plain = model(**rows()).logits.detach()
     chunked = chunked_loss.chunk_loss(model, training())

@@ -35,7 +35,7 @@ def job(tmp_path: Path) -> TrainerJob:
     return task_job("text-classification", tmp_path, tmp_path, ["text", "label"], training=training_of(steps=1))
 
 
-def test_what_was_there_at_the_begin_is_searched_never_again() -> None:
+def test_garbage_collector_skips_objects_created_before_training() -> None:
     collection.put_off()
     assert not gc.isenabled()
     before = gc.get_freeze_count()

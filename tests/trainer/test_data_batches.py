@@ -19,9 +19,7 @@ worlds = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, worlds, st.integers(0, 2**31), st.integers(0, 9), st.booleans())
-def test_every_step_has_exactly_the_global_batch_and_no_row_comes_twice_in_an_epoch(
-    lengths, world, seed, epoch, grouped
-):
+def test_each_step_has_the_global_batch_and_an_epoch_repeats_no_row(lengths, world, seed, epoch, grouped):
     micro, ranks, accumulation = world
     batch = micro * ranks * accumulation
     sizes = {"global_batch": batch, "micro_batch": micro, "ranks": ranks}
@@ -68,13 +66,13 @@ def padded_tokens(lengths: np.ndarray, order: np.ndarray) -> int:
 def test_padding_of_real_reviews_is_a_small_part_of_the_batches():
     if not ROTTEN_TOMATOES.exists():
         pytest.skip(missing(ROTTEN_TOMATOES))
-    words = np.asarray([line.count(" ") + 2 for line in ROTTEN_TOMATOES.open(encoding="utf-8")], np.int64)
-    order = training_order(words, global_batch=32, micro_batch=8, ranks=2, seed=0, epoch=0, grouped=True)
-    real = int(words[order].sum())
+    lengths = np.asarray([line.count(" ") + 2 for line in ROTTEN_TOMATOES.open(encoding="utf-8")], np.int64)
+    order = training_order(lengths, global_batch=32, micro_batch=8, ranks=2, seed=0, epoch=0, grouped=True)
+    real = int(lengths[order].sum())
     random_order = np.random.default_rng(0).permutation(order.ravel()).reshape(order.shape)
-    assert real / padded_tokens(words, order) > 0.93
-    assert padded_tokens(words, order) < 0.75 * padded_tokens(words, random_order)
-    assert padded_tokens(words, order) < 0.5 * order.size * 128
+    assert real / padded_tokens(lengths, order) > 0.93
+    assert padded_tokens(lengths, order) < 0.75 * padded_tokens(lengths, random_order)
+    assert padded_tokens(lengths, order) < 0.5 * order.size * 128
 
 
 def test_steps_are_like_the_data_and_micro_batches_have_similar_lengths():

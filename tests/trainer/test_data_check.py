@@ -165,6 +165,6 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
         "code = run(sys.argv[1:]); print(code, sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     call = [sys.executable, "-c", program, "check", "--trains", "--job", str(job), "--workspace", str(tmp_path)]
-    said = subprocess.run(call, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines()[-1] == "0 []"
-    assert json.loads(said[: said.rindex("}") + 1])["splits"][0]["rows"] == 3
+    output = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "0 []"
+    assert json.loads(output[: output.rindex("}") + 1])["splits"][0]["rows"] == 3

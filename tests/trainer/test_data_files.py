@@ -52,7 +52,7 @@ def rows_of(split: RawSplit) -> list[tuple[str, ...]]:
     ],
     ids=["usual", "BOM", "semicolons", "BOM and semicolons", "tabs", "bars", "tsv", "tsv with commas"],
 )
-def test_columns_are_found_whatever_separates_them(name: str, written: str, note: str, tmp_path: Path) -> None:
+def test_columns_are_found_with_any_separator(name: str, written: str, note: str, tmp_path: Path) -> None:
     split = read(tmp_path / name, written.encode())
     assert rows_of(split) == ROWS
     assert bool(split.notes) == bool(note)
@@ -64,7 +64,7 @@ class Bad:
     name: str
     written: bytes
     reason: str
-    said: tuple[str, ...]
+    texts: tuple[str, ...]
     columns: tuple[str, ...] = COLUMNS
 
 
@@ -104,14 +104,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_file_that_cannot_be_read_rightly_is_refused_with_the_way_out(case: str, tmp_path: Path) -> None:
+def test_unreadable_file_is_refused_with_a_hint(case: str, tmp_path: Path) -> None:
     bad = BAD[case]
     with pytest.raises(StageError) as caught:
         read(tmp_path / bad.name, bad.written, bad.columns)
     error = caught.value
     assert (error.failure_class, error.reason) == (FailureClass.DATA, bad.reason), error.message
     whole = f"{error.message} {error.hint}"
-    assert [text for text in bad.said if text not in whole] == [], whole
+    assert [text for text in bad.texts if text not in whole] == [], whole
 
 
 @pytest.mark.parametrize(("encoding", "delimiter"), [("utf-16", "\t"), ("utf-16-le", ","), ("cp1252", ";")])
@@ -126,7 +126,7 @@ def test_the_conversion_that_a_refusal_names_makes_the_file_readable(
     assert rows_of(read(path, path.read_bytes())) == ROWS
 
 
-def test_only_the_first_rows_are_read_when_asked(tmp_path: Path) -> None:
+def test_row_limit_reads_only_the_first_rows(tmp_path: Path) -> None:
     split = read(tmp_path / "a.csv", content(",").encode(), most=2)
     assert (rows_of(split), split.partial) == (ROWS[:2], True)
     assert not read(tmp_path / "a.csv", content(",").encode(), most=3).partial

@@ -146,9 +146,9 @@ def test_results_arrive_as_they_were_given():
     facts.lengths.update({5: 3, 2**40: 1})
     error = StageError(FailureClass.DATA, "BadRow", "Row 3 is bad.", "Correct it.")
     assert orders.read_result_text(orders.result_text(facts)) == facts
-    told = orders.read_result_text(orders.result_text(error))
-    assert isinstance(told, StageError)
-    assert vars(told) == vars(error)
+    restored = orders.read_result_text(orders.result_text(error))
+    assert isinstance(restored, StageError)
+    assert vars(restored) == vars(error)
 
 
 class Marks:

@@ -116,7 +116,7 @@ def ends(processes: Sequence[BaseProcess]) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-def said(pods: Sequence[Pod]) -> str:
+def logs_of(pods: Sequence[Pod]) -> str:
     return "\n".join(f"--- {pod.name}\n{pod.log.read_text(errors='replace')}" for pod in pods if pod.log.exists())
 
 
@@ -139,7 +139,7 @@ def test_pods_leave_the_bytes_that_one_process_leaves(gang: Gang, count: int):
     """The data make 4 shards to train and 1 to validate."""
     progress = gang.folder / "progress.jsonl"
     all_pods = gang.pods(count, environment={"FINETUNE_PROGRESS": str(progress)})
-    assert ends(gang.start(all_pods)) == [0] * count, said(all_pods)
+    assert ends(gang.start(all_pods)) == [0] * count, logs_of(all_pods)
     assert files_of(gang.paths) == gang.built_in()
     assert gang.names() == [".prepare.lock", "prepared", "state"]
     reports = reports_of(all_pods)
@@ -153,32 +153,32 @@ def test_pods_leave_the_bytes_that_one_process_leaves(gang: Gang, count: int):
         assert reports[1].metrics == {"rows": 60 + 58}
 
 
-def test_what_is_done_is_not_done_again_and_all_pods_end(gang: Gang):
+def test_finished_preparation_is_not_repeated_and_all_pods_end(gang: Gang):
     job = gang.job(2, run="run-1")
     assert ends(gang.start(gang.pods(2, job=job))) == [0, 0]
     made = (gang.paths.prepared / COMPLETION_MARKER).stat().st_ino
     again = gang.pods(2, job=job, attempt="attempt-2")
-    assert ends(gang.start(again)) == [0, 0], said(again)
+    assert ends(gang.start(again)) == [0, 0], logs_of(again)
     # The folder is whole, but the pod that would have reported it was killed before that.
     (gang.paths.state / "prepare.json").unlink()
     third = gang.pods(2, job=job, attempt="attempt-3")
-    assert ends(gang.start(third)) == [0, 0], said(third)
+    assert ends(gang.start(third)) == [0, 0], logs_of(third)
     assert (gang.paths.prepared / COMPLETION_MARKER).stat().st_ino == made
     assert (gang.paths.state / "prepare.json").is_file()
 
 
-def test_results_of_another_run_are_moved_aside_by_pod_0_alone(gang: Gang):
+def test_only_pod_0_renames_results_of_another_run(gang: Gang):
     assert ends(gang.start(gang.pods(2, job=gang.job(2, run="run-1")))) == [0, 0]
-    anew = gang.pods(2, job=gang.job(2, run="run-2"))
-    assert ends(gang.start(anew)) == [0, 0], said(anew)
+    second_run = gang.pods(2, job=gang.job(2, run="run-2"))
+    assert ends(gang.start(second_run)) == [0, 0], logs_of(second_run)
     found = sorted(path.name for path in gang.paths.root.parent.iterdir())
     assert found == [".cache", ".job.lock", "job", "job.previous-1"]
     assert files_of(gang.paths) == gang.built_in()
 
 
-def test_the_others_end_with_a_pod_0_that_refuses_the_data_and_the_cause_is_its(gang: Gang):
+def test_bad_data_refused_by_pod_0_is_the_cause_and_ends_all_pods(gang: Gang):
     all_pods = gang.pods(3, job=gang.job(3, text="no_such_column"))
-    assert ends(gang.start(all_pods)) == [DATA, COLLECTIVE, COLLECTIVE], said(all_pods)
+    assert ends(gang.start(all_pods)) == [DATA, COLLECTIVE, COLLECTIVE], logs_of(all_pods)
     assert (cause_of(all_pods).rank, cause_of(all_pods).failure.reason) == (0, "MissingColumn")
     assert "no_such_column" in reports_of(all_pods)[2].failure.message  # type: ignore[union-attr]
     assert gang.nothing_looks_done
@@ -189,7 +189,7 @@ def test_the_failure_of_another_pod_ends_pod_0_and_is_the_cause(gang: Gang):
     all_pods = gang.pods(3)
     all_pods[2] = all_pods[2].other(trouble="refuses a shard")
     codes = ends(gang.start(all_pods))
-    assert (codes[0], codes[2]) == (COLLECTIVE, DATA), said(all_pods)
+    assert (codes[0], codes[2]) == (COLLECTIVE, DATA), logs_of(all_pods)
     assert codes[1] in (0, COLLECTIVE)  # done with its share, or in the middle of it
     assert (cause_of(all_pods).rank, cause_of(all_pods).failure.reason) == (2, "BadRow")
     leader = reports_of(all_pods)[0].failure
@@ -215,30 +215,30 @@ def test_next_attempt_prepares_after_pod_0_was_killed(gang: Gang, when):
     if when == "hangs before it orders":
         # Pod 0 lives, however long it reads, so the other pod waits.
         processes[1].join(1.5 * PATIENCE_SECONDS)
-        assert processes[1].exitcode is None, said(all_pods)
+        assert processes[1].exitcode is None, logs_of(all_pods)
     processes[0].kill()
     codes = ends(processes)
     if when == "hangs before it orders":
-        assert codes[1] == COLLECTIVE, said(all_pods)
+        assert codes[1] == COLLECTIVE, logs_of(all_pods)
         assert reports_of(all_pods[1:])[0].failure.reason == "LeaderSilent"  # type: ignore[union-attr]
     else:
-        assert codes[1] == 0, said(all_pods)  # its share is done, in vain
+        assert codes[1] == 0, logs_of(all_pods)  # its share is done, in vain
     assert gang.nothing_looks_done
     assert any(name.startswith("prepared.tmp-") for name in gang.names())
 
-    anew = gang.pods(2, attempt="attempt-2")
-    assert ends(gang.start(anew)) == [0, 0], said(anew)
+    second_attempt = gang.pods(2, attempt="attempt-2")
+    assert ends(gang.start(second_attempt)) == [0, 0], logs_of(second_attempt)
     assert files_of(gang.paths) == gang.built_in()
     assert gang.names() == [".prepare.lock", "prepared", "state"]
 
 
-def test_pod_0_does_the_work_of_one_that_never_comes_and_that_finds_nothing_to_do(gang: Gang):
+def test_pod_0_prepares_the_share_of_a_missing_pod(gang: Gang):
     all_pods = gang.pods(3)
     all_pods[0] = all_pods[0].other(silent_seconds=0.5)
-    assert ends(gang.start(all_pods[:2])) == [0, 0], said(all_pods)
-    assert "Pod 2 of 3 sends no heartbeat; pod 0 writes shard 2 itself." in said(all_pods[:1])
+    assert ends(gang.start(all_pods[:2])) == [0, 0], logs_of(all_pods)
+    assert "Pod 2 of 3 sends no heartbeat; pod 0 writes shard 2 itself." in logs_of(all_pods[:1])
     assert files_of(gang.paths) == gang.built_in()
-    assert ends(gang.start(all_pods[2:])) == [0], said(all_pods)
+    assert ends(gang.start(all_pods[2:])) == [0], logs_of(all_pods)
     assert reports_of(all_pods[2:])[0].metrics == {"rows": 0}
     assert files_of(gang.paths) == gang.built_in()
 
@@ -249,30 +249,30 @@ def test_a_pod_that_was_taken_for_dead_cannot_touch_the_result(gang: Gang):
     processes = gang.start(all_pods)
     wait_until(lambda: all(pod.hangs.exists() for pod in all_pods), "both are in the midst of a shard")
     all_pods[0].hangs.unlink()
-    assert ends(processes[:1]) == [0], said(all_pods)
+    assert ends(processes[:1]) == [0], logs_of(all_pods)
     assert files_of(gang.paths) == gang.built_in()
     all_pods[1].hangs.unlink()
-    assert ends(processes[1:]) == [0], said(all_pods)
+    assert ends(processes[1:]) == [0], logs_of(all_pods)
     assert files_of(gang.paths) == gang.built_in()
     assert gang.names() == [".prepare.lock", "prepared", "state"]
 
 
-def test_a_pod_that_is_told_to_stop_ends_the_preparation_as_preempted(gang: Gang):
+def test_stopped_pod_ends_the_preparation_as_preempted(gang: Gang):
     all_pods = gang.pods(2)
     all_pods[1] = all_pods[1].other(trouble="hangs in a shard")
     processes = gang.start(all_pods)
     wait_until(all_pods[1].hangs.exists, "pod 1 is in a shard")
     processes[1].terminate()
-    assert ends(processes) == [COLLECTIVE, EXIT_CODES[FailureClass.PREEMPTED]], said(all_pods)
+    assert ends(processes) == [COLLECTIVE, EXIT_CODES[FailureClass.PREEMPTED]], logs_of(all_pods)
     assert (cause_of(all_pods).rank, cause_of(all_pods).failure.failure_class) == (1, FailureClass.PREEMPTED)
     assert gang.nothing_looks_done
 
 
-def test_what_an_earlier_attempt_has_left_is_not_taken_for_news(gang: Gang):
+def test_files_of_an_earlier_attempt_are_ignored(gang: Gang):
     """The earlier pod 0 has reported the end, and the new one does not start."""
     assert ends(gang.start(gang.pods(2))) == [0, 0]
     late = gang.pods(2, attempt="attempt-2", start_seconds=1.0)[1:]
-    assert ends(gang.start(late)) == [COLLECTIVE], said(late)
+    assert ends(gang.start(late)) == [COLLECTIVE], logs_of(late)
     (report,) = reports_of(late)
     assert report.failure is not None
     assert report.failure.reason == "LeaderSilent"
@@ -308,17 +308,17 @@ class Marks:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pod_does_not_run_what_a_forged_order_holds(gang: Gang, tmp_path: Path):
+def test_pod_does_not_execute_a_forged_order(gang: Gang, tmp_path: Path):
     marker, place = tmp_path / "it ran", gang.paths.root / "prepared.tmp-forged" / "raw" / "exchange"
     place.mkdir(parents=True)
     (place / "order-1.json").write_bytes(pickle.dumps(Marks(marker)))
-    word = prepare_pods.LeaderStatus(
+    status = prepare_pods.LeaderStatus(
         attempt="attempt-1", state="ordered", orders=str(place.relative_to(gang.paths.root))
     )
     gang.paths.state.mkdir()
-    (gang.paths.state / "prepare.pods.json").write_text(word.to_json(), encoding="utf-8")
+    (gang.paths.state / "prepare.pods.json").write_text(status.to_json(), encoding="utf-8")
     obeying = gang.pods(2)[1:]
-    assert ends(gang.start(obeying)) == [EXIT_CODES[FailureClass.STORAGE_LOST]], said(obeying)
+    assert ends(gang.start(obeying)) == [EXIT_CODES[FailureClass.STORAGE_LOST]], logs_of(obeying)
     (report,) = reports_of(obeying)
     assert report.failure is not None
     assert report.failure.reason == "BrokenOrder"
@@ -326,7 +326,7 @@ def test_a_pod_does_not_run_what_a_forged_order_holds(gang: Gang, tmp_path: Path
 
 
 @pytest.mark.parametrize("orders", ["../../elsewhere", "/elsewhere"])
-def test_a_word_that_leads_out_of_the_jobs_folder_is_not_heard(orders: str, gang: Gang):
+def test_order_outside_of_the_job_folder_is_ignored(orders: str, gang: Gang):
     pod = prepare_pods.Pod(1, 2, "attempt-1", gang.paths.root)
     gang.paths.state.mkdir(parents=True)
     forged = {"attempt": "attempt-1", "state": "ordered", "orders": orders}

@@ -219,9 +219,13 @@ def test_columns_that_first_look_empty_take_the_type_of_later_rows(tmp_path, mon
     assert (caught.value.reason, "train-1.jsonl: the type of a column" in caught.value.message) == ("MixedTypes", True)
 
 
-@pytest.mark.parametrize("words", [pa.array(["x", "y"]).dictionary_encode(), pa.array(["x", "y"], pa.string_view())])
-def test_categories_and_views_become_plain_text(words, tmp_path):
-    table = pa.table({"text": words, "label": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), words)})
+@pytest.mark.parametrize(
+    "categories", [pa.array(["x", "y"]).dictionary_encode(), pa.array(["x", "y"], pa.string_view())]
+)
+def test_categories_and_views_become_plain_text(categories, tmp_path):
+    table = pa.table(
+        {"text": categories, "label": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), categories)}
+    )
     with pa.ipc.new_file(tmp_path / "train.arrow", table.schema) as writer:
         writer.write_table(table)
     rows = read_all(a_job(tmp_path))
@@ -244,17 +248,17 @@ def test_every_kind_of_reader_leads_to_the_same_prepared_data(kind, data, paths,
     assert PreparedData.open(others).raw("test").to_dict() == PreparedData.open(paths).raw("test").to_dict()
 
 
-def test_words_as_labels_are_mapped_in_sorted_order(data, paths):
-    words = {0: "negative, sadly", 1: 'a "good" one'}
+def test_text_labels_are_numbered_in_sorted_order(data, paths):
+    names = {0: "negative, sadly", 1: 'a "good" one'}
     for name in ("train", "validation", "test"):
         rows = [json.loads(line) for line in (data / f"{name}.jsonl").read_text(encoding="utf-8").split("\n") if line]
-        write_lines(data / f"{name}.jsonl", [{**row, "label": words[row["label"]]} for row in rows])
+        write_lines(data / f"{name}.jsonl", [{**row, "label": names[row["label"]]} for row in rows])
     facts = prepare(a_job(data), paths, NoProgress())
     assert facts.labels == ('a "good" one', "negative, sadly")
     assert list(PreparedData.open(paths).split("test")["label"]) == [0, 1]
 
 
-def test_names_of_labels_are_kept_and_part_of_what_is_prepared(data, paths):
+def test_label_names_are_kept_and_change_the_fingerprint(data, paths):
     for split in ("train", "validation", "test"):
         rows = read_lines(data / f"{split}.jsonl")
         write_lines(data / f"{split}.jsonl", [{**row, "label": row["label"] or -1} for row in rows])
@@ -270,7 +274,7 @@ def test_names_of_labels_are_kept_and_part_of_what_is_prepared(data, paths):
     assert facts.for_planning(8).notes == ()
 
 
-def test_without_a_test_split_validation_is_what_predict_reads(data, paths, tmp_path):
+def test_predict_reads_validation_without_a_test_split(data, paths, tmp_path):
     (data / "test.jsonl").unlink()
     predict = {"device": "cpu", "batch_tokens": 100, "columns": ["text"]}
     prepare(a_job(data, predict=predict), paths, NoProgress())
@@ -305,7 +309,7 @@ def test_real_pairs_are_prepared(paths):
     }
 
 
-def test_without_a_validation_split_a_seeded_share_of_train_is_set_aside(tmp_path, paths):
+def test_seeded_share_of_train_replaces_a_missing_validation_split(tmp_path, paths):
     path = write_lines(tmp_path / "reviews.jsonl", [{"text": f"row {i}", "label": i % 2} for i in range(100)])
     facts = prepare(a_job(path), paths, NoProgress())
     prepared = PreparedData.open(paths)
@@ -679,7 +683,7 @@ def test_a_near_miss_of_a_column_is_suggested(data, paths):
     assert error.hint == "Did you mean 'text'?"
 
 
-def test_a_file_or_folder_that_is_no_model_is_told_apart_from_a_missing_one(data, paths, tmp_path):
+def test_invalid_model_path_differs_from_a_missing_one(data, paths, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{ no json")
     for uri, text in {
@@ -738,7 +742,7 @@ def identity(paths: JobPaths) -> int:
     return (paths.prepared / COMPLETION_MARKER).stat().st_ino
 
 
-def test_equal_input_is_prepared_once_and_any_change_prepares_anew(data, paths, tmp_path):
+def test_equal_input_is_prepared_once_and_changed_input_again(data, paths, tmp_path):
     first = prepare(a_job(data), paths, NoProgress())
     before = identity(paths)
     assert prepare(a_job(data), paths, NoProgress()) == first
@@ -774,7 +778,7 @@ def test_another_predict_data_set_leaves_the_prepared_data_as_they_are(data, pat
     ],
     ids=["no such column", "no text", "no rows"],
 )
-def test_predict_data_that_no_row_of_can_be_read_are_refused_before_training(rows, reason, data, paths, tmp_path):
+def test_unreadable_prediction_data_is_refused_before_training(rows, reason, data, paths, tmp_path):
     other = write_lines(tmp_path / "new.jsonl", rows)
     predict = {"dataset": {"uri": f"file://{other}"}, "device": "cpu", "batch_tokens": 64}
     with pytest.raises(StageError) as caught:
@@ -890,15 +894,15 @@ def test_spark_writes_the_bytes_that_the_built_in_engine_writes(partitions, many
 
 
 @pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.slow)])
-def test_what_a_task_refuses_in_another_process_is_told_as_it_is(engine, tmp_path, paths, monkeypatch):
+def test_error_of_a_task_in_another_process_keeps_its_class_and_reason(engine, tmp_path, paths, monkeypatch):
     if engine == "spark":
         spark_runs_here()
     small_shards(monkeypatch)
     rows = [{"tokens": ["a", "b"], "tags": [0, 1]}] * 80
     dataset = {"columns": {"tokens": "tokens", "tags": "tags"}}
     path = write_lines(tmp_path / "tags.jsonl", rows)
-    asked = {"engine": engine, "workers": 2, "max_length": 4, "stride": 2}
-    error = refused(a_job(path, task="token-classification", dataset=dataset, preparation=asked), paths)
+    preparation = {"engine": engine, "workers": 2, "max_length": 4, "stride": 2}
+    error = refused(a_job(path, task="token-classification", dataset=dataset, preparation=preparation), paths)
     assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "MaxLengthTooShort")
 
 
@@ -932,7 +936,7 @@ def spark_runs_here() -> None:
         pytest.skip("Spark needs Java, and there is none")
 
 
-def test_files_and_chunks_make_no_difference_to_what_is_read(many, tmp_path, monkeypatch):
+def test_file_and_chunk_sizes_do_not_change_the_prepared_data(many, tmp_path, monkeypatch):
     whole = JobPaths(tmp_path / "whole")
     facts = prepare(a_job(many), whole, NoProgress())
     small_shards(monkeypatch)
@@ -974,7 +978,7 @@ ENDLESS: dict[str, tuple[str, bytes, str, str]] = {
 def test_a_line_without_an_end_does_not_fill_memory(case, tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LINE_BYTES", 1 << 20)
     monkeypatch.setattr(readers, "ARRAY_BYTES", 1 << 20)
-    name, start, words, reason = ENDLESS[case]
+    name, start, text, reason = ENDLESS[case]
     path = tmp_path / name
     filling = b"x\n" if case == "CSV with an open quote" else b" "
     with compressing(path) as stream:
@@ -991,7 +995,7 @@ def test_a_line_without_an_end_does_not_fill_memory(case, tmp_path, monkeypatch)
         tracemalloc.stop()
     assert (error.value.failure_class, error.value.reason) == (FailureClass.DATA, reason)
     assert str(path) in error.value.message
-    assert words in error.value.message
+    assert text in error.value.message
     assert most < 20 << 20
 
 
@@ -1030,15 +1034,15 @@ def test_readers_map_files_and_go_to_other_processes_without_their_rows(many, pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is touched of a file is read from /proc")
-def test_a_reader_touches_what_it_asks_for(tmp_path, paths):
+def test_reader_maps_only_the_requested_rows(tmp_path, paths):
     path = write_lines(tmp_path / "long.jsonl", [{"text": "a b " * 250, "label": i % 2} for i in range(2000)])
     prepare(a_job(path), paths, NoProgress())
     prepared, file = PreparedData.open(paths), paths.prepared / "train-00000-of-00001.arrow"
     prepared.lengths("train")
     before = touched(file)
-    asked = sum(int(each["input_ids"].sum() > 0) for each in prepared.features("train", range(500, 600)))
+    filled = sum(int(each["input_ids"].sum() > 0) for each in prepared.features("train", range(500, 600)))
     size = file.stat().st_size
-    assert (asked, size > 3_000_000) == (100, True)
+    assert (filled, size > 3_000_000) == (100, True)
     assert before < 0.2 * size
     assert touched(file) < 0.6 * size  # kernels map the neighbourhood too, up to 2 MiB
 
@@ -1082,7 +1086,7 @@ def test_the_short_way_to_token_ids_ends_where_calling_the_tokenizer_ends(side, 
     assert [len(each.overflowing) > 0 for each in found] == [bool(each.overflowing) for each in expected.encodings]
 
 
-def test_roberta_like_models_hold_fewer_tokens_than_their_config_says(data):
+def test_roberta_like_models_hold_fewer_tokens_than_in_their_config(data):
     from transformers import RobertaConfig
 
     from finetune_trainer.models import position_limit

@@ -32,7 +32,7 @@ ROWS = [{"text": f"film {number} was {'dull' if number % 3 else 'funny'}", "labe
 TRAINING = training_of(steps=1, batch=2, micro=2, threads=1, seed=42)
 
 
-class Told(NoProgress):
+class RecordedProgress(NoProgress):
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
 
@@ -65,8 +65,8 @@ class Workspace:
 
     def prepared(self, name: str, job: TrainerJob | None = None) -> tuple[DataFacts, list[tuple[int, int]]]:
         """Prepare with a job of that name; return its facts and its progress."""
-        told = Told()
-        return prepare(job or self.job(), self.paths(name), told, shared=self.shared), told.steps
+        progress = RecordedProgress()
+        return prepare(job or self.job(), self.paths(name), progress, shared=self.shared), progress.steps
 
     def files(self, name: str) -> dict[str, os.stat_result]:
         """Return all files but the marker."""
@@ -219,14 +219,14 @@ def test_unusable_cache_is_logged_and_the_job_continues(why: str, workspace: Wor
         monkeypatch.setattr(module, "_link_all", full)
     facts, _ = workspace.prepared("one")
     assert PreparedData.open(workspace.paths("one")).facts == facts
-    (told,) = warnings(caplog)
-    assert str(workspace.shared.folder) in told
+    (message,) = warnings(caplog)
+    assert str(workspace.shared.folder) in message
     if why == "full":
         (entry,) = workspace.entries()
         assert [path.name for path in entry.iterdir()] == ["lock"]
 
 
-def test_without_locks_both_prepare_and_the_later_one_finds_the_entry_there(workspace: Workspace, caplog, monkeypatch):
+def test_without_locks_jobs_prepare_in_parallel_and_share_the_entry(workspace: Workspace, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "finetune_trainer")
 
     def none(*_: object) -> None:
@@ -296,7 +296,7 @@ def start(workspace: Workspace, name: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*start_server().code(STARTED), *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def next_line(process: subprocess.Popen[str]) -> str:
     """Return the process's next line."""
     assert process.stdout is not None
     return process.stdout.readline()
@@ -304,26 +304,26 @@ def said(process: subprocess.Popen[str]) -> str:
 
 def test_two_jobs_at_once_prepare_once(workspace: Workspace):
     first = start(workspace, "one")
-    assert said(first) == "prepares\n"
+    assert next_line(first) == "prepares\n"
     second = start(workspace, "two")
-    assert "waiting for it" in said(second)
+    assert "waiting for it" in next_line(second)
     (workspace.folder / "go").touch()
-    told = [process.communicate(timeout=patient(300))[0] for process in (first, second)]
+    outputs = [process.communicate(timeout=patient(300))[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
-    assert "done" in told[0]
-    assert "Using the data in" in told[1]
-    assert "prepares\n" not in told[1]
+    assert "done" in outputs[0]
+    assert "Using the data in" in outputs[1]
+    assert "prepares\n" not in outputs[1]
     assert workspace.linked("one", "two")
 
 
 def test_a_job_that_is_killed_lets_the_one_that_waits_prepare(workspace: Workspace):
     first = start(workspace, "one")
-    assert said(first) == "prepares\n"
+    assert next_line(first) == "prepares\n"
     second = start(workspace, "two")
-    assert "waiting for it" in said(second)
+    assert "waiting for it" in next_line(second)
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=patient(300))
-    assert said(second) == "prepares\n"
+    assert next_line(second) == "prepares\n"
     (workspace.folder / "go").touch()
     second.communicate(timeout=patient(300))
     assert second.returncode == 0

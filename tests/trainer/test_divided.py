@@ -59,10 +59,10 @@ def test_a_process_has_its_share_and_one_whole_weight_at_a_time(
     codes, output = fork_server().run(case)
     assert codes == [0] * PROCESSES, output
     for rank in range(PROCESSES):
-        told = json.loads((tmp_path / f"bytes-{rank}.json").read_text())
-        assert told["starting"] < told["whole"]
+        sizes = json.loads((tmp_path / f"bytes-{rank}.json").read_text())
+        assert sizes["starting"] < sizes["whole"]
         # gloo may keep a weight for a moment while the next one is already there.
-        assert told["share"] <= told["dividing"] <= told["share"] + 2 * told["largest"]
+        assert sizes["share"] <= sizes["dividing"] <= sizes["share"] + 2 * sizes["largest"]
 
     # All ranks continue with rank 0's weights, and tied weights stay tied.
     mine = torch.load(tmp_path / "state.pt", weights_only=True)

@@ -36,7 +36,7 @@ def test_neighbours_are_dropped_independently():
     assert abs(later) < 0.01
 
 
-def test_the_gradient_is_of_what_was_kept_and_recomputation_repeats_the_mask():
+def test_dropout_gradient_follows_the_mask_under_recomputation():
     torch.manual_seed(3)
     layer = SharedBitsDropout(0.3)
     given = torch.randn(64, 33, requires_grad=True)
@@ -49,7 +49,7 @@ def test_the_gradient_is_of_what_was_kept_and_recomputation_repeats_the_mask():
     torch.testing.assert_close(given.grad, expected)
 
 
-def test_the_generator_of_torch_decides_and_nothing_is_dropped_outside_of_training():
+def test_dropout_uses_the_generator_of_torch_and_is_off_in_evaluation():
     layer, given = SharedBitsDropout(0.5), torch.randn(1000).to(torch.bfloat16)
     torch.manual_seed(4)
     first, second = layer(given), layer(given)

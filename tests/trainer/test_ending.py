@@ -77,7 +77,7 @@ def sleeping() -> Iterator[None]:
 
 
 @pytest.mark.timeout(60)
-def test_a_thread_that_waits_holds_nobody_up(sleeping: None, monkeypatch: pytest.MonkeyPatch):
+def test_sleeping_thread_does_not_delay_the_end(sleeping: None, monkeypatch: pytest.MonkeyPatch):
     slept = []
 
     def sleep(seconds: float) -> None:

@@ -136,20 +136,20 @@ def test_example_trains_evaluates_and_predicts(name, models, tmp_path, finetune)
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (finetune-trainer[qlora])")
     paths = ran(finetune, name, models[name], tmp_path)
     metrics = json.loads(paths.metrics.read_text(encoding="utf-8"))
-    asked = (spec.get("evaluation") or {}).get("metrics")
-    assert set(asked or ["perplexity", "accuracy"]) <= set(metrics["evaluate"])
+    metric_names = (spec.get("evaluation") or {}).get("metrics")
+    assert set(metric_names or ["perplexity", "accuracy"]) <= set(metrics["evaluate"])
     strategy = spec.get("parallelism", {}).get("strategy", "ddp" if name in LAYERS else "single")
     assert metrics["train"]["strategy"].startswith(strategy)
-    assert [word in metrics["train"]["strategy"] for word in ("tensor2", "pipeline", "sequence2")] == [
+    assert [part in metrics["train"]["strategy"] for part in ("tensor2", "pipeline", "sequence2")] == [
         "tensor" in spec.get("parallelism", {}),
         name in LAYERS,
         "sequence" in spec.get("parallelism", {}),
     ]
     assert metrics["train"]["world_size"] == processes(fitted(name))
     if "predict" in spec:
-        said = predictions(paths)
-        assert len(said) == 24
-        assert all({"generated_text", *spec["predict"]["columns"]} <= set(row) for row in said)
+        rows = predictions(paths)
+        assert len(rows) == 24
+        assert all({"generated_text", *spec["predict"]["columns"]} <= set(row) for row in rows)
     assert (paths.root / "adapter").exists() == ("adapter" in spec["model"])
 
 

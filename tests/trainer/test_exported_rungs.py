@@ -38,7 +38,7 @@ pytestmark = [
     for package in ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf")
 ]
 
-WORDS = 64
+VOCABULARY_SIZE = 64
 RUNGS = {rung.name: rung for rung in (ONNX, ONNX_INT8, ONNX_INT8_STATIC, OPENVINO, OPENVINO_BF16, OPENVINO_INT8)}
 TASKS = {
     "text-classification": (BertForSequenceClassification, ("logits",)),
@@ -50,7 +50,12 @@ TASKS = {
 
 def bert(kind: type[PreTrainedModel] = BertForSequenceClassification) -> PreTrainedModel:
     config = BertConfig(
-        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=2
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_labels=2,
     )
     torch.manual_seed(1)
     return kind(config).eval()
@@ -59,7 +64,7 @@ def bert(kind: type[PreTrainedModel] = BertForSequenceClassification) -> PreTrai
 def batch(rows: int, tokens: int, seed: int = 0, *, types: bool = True) -> dict[str, torch.Tensor]:
     """Return a batch in which every second row is padded."""
     drawn = torch.Generator().manual_seed(seed + 100 * rows + tokens)
-    ids = torch.randint(1, WORDS, (rows, tokens), generator=drawn)
+    ids = torch.randint(1, VOCABULARY_SIZE, (rows, tokens), generator=drawn)
     mask = torch.ones_like(ids)
     mask[1::2, max(1, tokens // 2) :] = 0
     found = {"input_ids": ids * mask, "attention_mask": mask}
@@ -86,10 +91,10 @@ def difference(
     """Return the largest difference at tokens that are not padding."""
     with torch.inference_mode():
         wanted = model(**given)
-    said, kept = forward(**given), given["attention_mask"].bool()
+    computed, kept = forward(**given), given["attention_mask"].bool()
     found = []
     for name in outputs:
-        ours, theirs = getattr(said, name), wanted[name]
+        ours, theirs = getattr(computed, name), wanted[name]
         assert (ours.shape, ours.dtype) == (theirs.shape, torch.float32)
         if given["input_ids"].shape == ours.shape[:2] and _answers_tokens(model):
             ours, theirs = ours[kept], theirs[kept]
@@ -128,7 +133,7 @@ def test_sample_of_few_rows_gives_a_graph_for_all_shapes(given: dict[str, torch.
 
 
 def test_model_without_token_types_is_exported(tmp_path: Path) -> None:
-    config = DistilBertConfig(vocab_size=WORDS, dim=32, n_layers=2, n_heads=2, hidden_dim=64)
+    config = DistilBertConfig(vocab_size=VOCABULARY_SIZE, dim=32, n_layers=2, n_heads=2, hidden_dim=64)
     torch.manual_seed(1)
     model = DistilBertForSequenceClassification(config).eval()
     forward = ONNX.prepare(model, [batch(4, 7, types=False)], tmp_path)
@@ -183,7 +188,7 @@ assert not [name for name in sys.modules if name.startswith(("finetune", "torch"
     with torch.inference_mode():
         wanted = model(input_ids=ids).logits[0].tolist()
     for line in ran.stdout.splitlines():
-        assert [float(word) for word in line.split()] == pytest.approx(wanted, abs=0.05)
+        assert [float(value) for value in line.split()] == pytest.approx(wanted, abs=0.05)
 
 
 def test_conversion_reports_nothing_to_others(tmp_path: Path) -> None:
@@ -222,7 +227,7 @@ def test_bfloat16_needs_units() -> None:
 
 
 def test_model_that_writes_texts_is_not_exported() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=1, n_head=2))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=32, n_layer=1, n_head=2))
     assert (
         ONNX.unavailable(model, Machine(bf16=True)) == "the model generates text, and a graph computes one forward pass"
     )
@@ -237,7 +242,7 @@ class Reading(BertForSequenceClassification):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, **more)
 
 
-def test_model_that_cannot_be_exported_says_why_in_a_line(tmp_path: Path) -> None:
+def test_model_that_cannot_be_exported_gives_the_reason_in_one_line(tmp_path: Path) -> None:
     model = bert(Reading)
     with pytest.raises(NotAvailable) as raised:
         ONNX.prepare(model, [batch(4, 7, types=False)], tmp_path)

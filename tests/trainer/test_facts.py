@@ -19,12 +19,12 @@ JOB = TrainerJob.model_validate(
 )
 
 
-def test_minilm_has_the_shape_that_its_paper_and_config_say():
-    hidden, words, positions, inner = 384, 30522, 512, 1536
+def test_minilm_has_the_shape_of_its_paper_and_config():
+    hidden, vocabulary, positions, inner = 384, 30522, 512, 1536
     attention = 4 * (hidden * hidden + hidden)
     feed_forward = 2 * hidden * inner + inner + hidden
     block = attention + feed_forward + 2 * 2 * hidden
-    embeddings = (words + positions + 2) * hidden
+    embeddings = (vocabulary + positions + 2) * hidden
     head = 2 * hidden + 2
     pooler = hidden * hidden + hidden
     assert model_facts(JOB) == ModelFacts(
@@ -36,7 +36,7 @@ def test_minilm_has_the_shape_that_its_paper_and_config_say():
         hidden_size=hidden,
         intermediate_size=inner,
         attention_heads=12,
-        vocabulary_size=words,
+        vocabulary_size=vocabulary,
         max_positions=positions,
         tied_embeddings=False,
         parameter_bytes=90_868_376,

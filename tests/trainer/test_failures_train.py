@@ -122,7 +122,7 @@ def test_a_job_that_this_trainer_does_not_know_is_refused(
     assert named in failure.message
 
 
-def test_a_deepspeed_file_of_another_stage_is_a_strategy_that_is_not_in_effect(finished):
+def test_deepspeed_file_of_another_stage_is_refused_before_training(finished):
     run = finished.spread("deepspeed", 1, zero_stage=2)
     before = contents(run.paths.root)
     config = run.deepspeed_config(stage=1)
@@ -163,7 +163,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_it(
     assert not list(run.paths.checkpoints.glob("*.partial"))
 
 
-def test_out_of_memory_is_told_apart(finished, tmp_path: Path):
+def test_out_of_memory_has_its_own_class(finished, tmp_path: Path):
     from transformers import AutoTokenizer, BertConfig, BertModel
 
     # 200 MB of weights; gradients and Adam's two moments make 800 MB.

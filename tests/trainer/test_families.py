@@ -36,9 +36,9 @@ def label_of(model: Any, tokenizer: Any, row: dict[str, Any]) -> str:
 def tags_of(model: Any, tokenizer: Any, row: dict[str, Any]) -> list[str]:
     """Return the tag of each word's first token."""
     given = tokenizer(row["tokens"], is_split_into_words=True, return_tensors="pt")
-    said = model(**given).logits[0].argmax(-1).tolist()
+    predicted = model(**given).logits[0].argmax(-1).tolist()
     first = [given.word_ids().index(word) for word in range(len(row["tokens"]))]
-    return [model.config.id2label[said[at]] for at in first]
+    return [model.config.id2label[predicted[at]] for at in first]
 
 
 def summary_of(model: Any, tokenizer: Any, row: dict[str, Any]) -> str:
@@ -93,9 +93,9 @@ def test_a_family_is_trained_and_answers_alike_outside(name: str, tmp_path: Path
     more = {"generation": {"max_new_tokens": WRITE["max_new_tokens"]}} if writes else {}
     job, measured = ran(name, family.task, tmp_path, paths, **more)
 
-    told = losses(paths)
-    assert len(told) == 5
-    assert told[-1] < told[0]
+    found_losses = losses(paths)
+    assert len(found_losses) == 5
+    assert found_losses[-1] < found_losses[0]
     assert measured["loss"] > 0
     after = AutoTokenizer.from_pretrained(paths.model)
     head, column, answer = OUTSIDE[family.task]
@@ -104,7 +104,7 @@ def test_a_family_is_trained_and_answers_alike_outside(name: str, tmp_path: Path
     assert model_facts(job).parameters == whole.num_parameters()
     with torch.no_grad():
         plain = [answer(whole, after, row) for row in family_rows(family.task, "test", 8)]
-    assert [said[column] for said in predictions(paths)] == plain
+    assert [prediction[column] for prediction in predictions(paths)] == plain
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_pieces_of_a_family_are_those_of_sentencepiece(name: str, tmp_path: Path
 def test_docs_name_every_family_with_the_files_that_are_read() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
     lines = [line.strip("| ").split(" | ") for line in page.partition("| family |")[2].splitlines()[2:]]
-    told = {
+    listed = {
         name.lower().replace(" ", ""): set(re.findall(r"`(.+?)`", files))
         for names, _, files in (cells for cells in lines if len(cells) == 3)
         for name in names.split(", ")
     }
-    assert told.keys() == {name.replace("gpt2", "gpt-2") for name in FAMILIES}
-    for name, files in told.items():
+    assert listed.keys() == {name.replace("gpt2", "gpt-2") for name in FAMILIES}
+    for name, files in listed.items():
         assert files <= FAMILIES[name.replace("gpt-2", "gpt2")].ships, name

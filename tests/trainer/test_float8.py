@@ -23,10 +23,10 @@ from finetune_contract.trainer_job import CheckpointSchedule, TrainerJob, World
 from finetune_trainer.failures import StageError
 from trainer_support.forking import fork_server
 from trainer_support.tasks import (
+    lines_with,
     losses,
     task_job,
     texts,
-    told,
     train_here,
     trained,
     training_of,
@@ -102,7 +102,7 @@ def products(work: Callable[[], Any]) -> Counter[str]:
 
 
 @needs_torchao
-def test_each_of_a_layer_s_three_products_is_in_fp8_whatever_the_number_of_tokens():
+def test_all_three_products_of_a_layer_run_in_fp8_for_any_token_count():
     from finetune_trainer.float8 import convert
 
     model = tiny("llama")
@@ -119,7 +119,7 @@ def test_each_of_a_layer_s_three_products_is_in_fp8_whatever_the_number_of_token
 
 
 @needs_torchao
-def test_weights_and_their_names_stay_what_they_were():
+def test_weights_and_their_names_are_unchanged():
     import torch
 
     from finetune_trainer.float8 import convert
@@ -172,7 +172,7 @@ KEPT = {
 
 @needs_torchao
 @pytest.mark.parametrize("case", KEPT)
-def test_layers_that_cannot_or_should_not_stay_as_they_are_and_the_log_says_why(case: str):
+def test_unsuitable_layers_stay_in_bf16_and_are_logged_with_the_reason(case: str):
     import torch
 
     from finetune_trainer.float8 import convert
@@ -183,8 +183,8 @@ def test_layers_that_cannot_or_should_not_stay_as_they_are_and_the_log_says_why(
     assert (len(converted.layers), converted.left) == (count, left)
     assert all(type(model.get_submodule(name)) is torch.nn.Linear for names in left.values() for name in names)
     total = count + sum(map(len, left.values()))
-    said = "".join(f"; except those {why} ({len(names)}, e.g. {names[0]})" for why, names in left.items())
-    assert str(converted) == f"{count} of {total} linear layers multiply in fp8{said}"
+    exceptions = "".join(f"; except those {why} ({len(names)}, e.g. {names[0]})" for why, names in left.items())
+    assert str(converted) == f"{count} of {total} linear layers multiply in fp8{exceptions}"
 
 
 @needs_torchao
@@ -364,7 +364,7 @@ def test_amd_gpu_is_judged_by_its_architecture(architecture: str, found: str | N
         refuse_without_units("cuda")
 
 
-def test_without_the_library_the_way_out_is_named_before_a_gpu_is_taken(bench, tmp_path: Path, monkeypatch):
+def test_missing_torchao_is_reported_with_a_hint_before_a_gpu_is_used(bench, tmp_path: Path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
@@ -391,7 +391,9 @@ def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, im
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_job_in_fp8_alone_finds_what_the_image_keeps_apart(precision: str, bench, tmp_path: Path, monkeypatch):
+def test_only_a_job_in_fp8_imports_the_separate_packages_of_the_image(
+    precision: str, bench, tmp_path: Path, monkeypatch
+):
     from finetune_trainer.unused_libraries import leave_out_unused
 
     (tmp_path / "fp8").mkdir()
@@ -481,7 +483,7 @@ def test_it_runs_compiled_validates_and_goes_on_from_a_checkpoint(bench, tmp_pat
     train_here(run.job, run.paths, fp8_without_units=True)
     whole, weights = run.losses(), run.weights()
     assert whole[-1] < whole[0]
-    assert told(run.paths, "eval_loss")
+    assert lines_with(run.paths, "eval_loss")
     shutil.rmtree(run.paths.checkpoints / "step-4")
     (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
     train_here(run.job, run.paths, fp8_without_units=True)

@@ -174,7 +174,7 @@ def test_a_layer_that_is_not_in_4_bits_fails_the_stage(spoil: Any, bench):
     assert error.value.failure_class is FailureClass.STRATEGY_NOT_IN_EFFECT
 
 
-def test_a_layer_whose_weights_cannot_be_packed_is_named():
+def test_layer_with_unpackable_weights_is_named():
     needs_four_bits()
     import torch
 
@@ -186,7 +186,7 @@ def test_a_layer_whose_weights_cannot_be_packed_is_named():
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "OddWeight")
 
 
-def test_without_the_library_the_way_out_is_named_before_a_gpu_is_taken(bench, tmp_path: Path, monkeypatch):
+def test_missing_bitsandbytes_is_reported_with_a_hint_before_gpu_use(bench, tmp_path: Path, monkeypatch):
     from finetune_trainer.adapters import adapt
     from finetune_trainer.distributed import ProcessWorld
     from finetune_trainer.progress import NoProgress

@@ -40,7 +40,7 @@ def test_fsdp_trains_in_fp16_as_in_fp32(optimizer: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
-def test_step_whose_gradients_overflow_is_skipped_by_all_ranks(optimizer: str, tmp_path: Path):
+def test_step_with_overflowing_gradients_is_skipped_by_all_ranks(optimizer: str, tmp_path: Path):
     first, second = trained("fp16", tmp_path, optimizer=optimizer, scale=TOO_LARGE)
     assert [each["scale"] for each in first] == [each["scale"] for each in second]
     assert [each["scale"] for each in first] == [TOO_LARGE / 2**step for step in range(1, STEPS + 1)]

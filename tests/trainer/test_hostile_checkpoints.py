@@ -125,7 +125,7 @@ def test_a_checkpoint_that_leads_elsewhere_is_skipped(
     assert_older_one_is_taken(CheckpointStore(tmp_path, keep=2), change, named, caplog)
 
 
-def test_files_changed_before_the_signature_are_signed_as_the_documentation_says(tmp_path: Path):
+def test_files_changed_before_signing_are_signed(tmp_path: Path):
     store = CheckpointStore(tmp_path, keep=2, signer=Signer(KEY.encode(), "mine"))
     store.begin(5)
     (store.partial(5) / "weights.pt").write_bytes(b"w" * 1000)
@@ -165,7 +165,7 @@ def test_a_file_that_changes_after_the_checkpoint_verified_is_not_read(change: s
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CHECKPOINT, "DamagedCheckpoint")
 
 
-def test_best_weights_that_somebody_replaced_are_not_the_result(tmp_path: Path):
+def test_replaced_best_weights_are_refused_as_the_result(tmp_path: Path):
     import torch
 
     def stopper() -> EarlyStopper:

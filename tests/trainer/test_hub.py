@@ -20,7 +20,7 @@ TOKEN, WRONG = "hf_right", "hf_of_somebody_else"
 NAME = "acme/private"
 
 
-ASKING = """
+PROGRAM = """
 import json, os, sys
 from finetune_contract.trainer_job import ModelSource, TrainerJob
 from finetune_trainer.failures import StageError
@@ -33,10 +33,10 @@ for case, (token, revision) in json.loads(sys.argv[2]).items():
     model = ModelSource(uri=sys.argv[1], revision=revision)
     try:
         job, commit = pinned(TrainerJob(name="one", task="text-classification", model=model))
-        said = [load_config(job).model_type, job.model.revision, commit]
+        answer = [load_config(job).model_type, job.model.revision, commit]
     except StageError as error:
-        said = [error.failure_class, error.reason, error.message + error.hint]
-    print(json.dumps([case, said]))
+        answer = [error.failure_class, error.reason, error.message + error.hint]
+    print(json.dumps([case, answer]))
 """
 """Program for a process of its own: the Hub's client reads its address when it is imported."""
 
@@ -48,7 +48,7 @@ def commit(tiny_model: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def said(tiny_model: Path, commit: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def answers(tiny_model: Path, commit: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Load the model in each case, in this order, and return the results."""
     cases = {
         "without a token": (None, "main"),
@@ -64,7 +64,7 @@ def said(tiny_model: Path, commit: str, tmp_path_factory: pytest.TempPathFactory
             "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
             "HF_HOME": str(tmp_path_factory.mktemp("hub")),
         }
-        run = [sys.executable, "-c", ASKING, f"hf://{NAME}", json.dumps(cases)]
+        run = [sys.executable, "-c", PROGRAM, f"hf://{NAME}", json.dumps(cases)]
         done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=patient(180))
         hub.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,19 +79,19 @@ def said(tiny_model: Path, commit: str, tmp_path_factory: pytest.TempPathFactory
         ("at a revision that is not there", "RevisionNotFound"),
     ],
 )
-def test_what_the_hub_refuses_is_told_as_that_and_not_as_a_hub_out_of_reach(
-    said: dict[str, list[Any]], case: str, reason: str
+def test_refusal_by_the_hub_differs_from_an_unreachable_hub(
+    answers: dict[str, list[Any]], case: str, reason: str
 ) -> None:
-    assert said[case][:2] == [FailureClass.MODEL, reason]
+    assert answers[case][:2] == [FailureClass.MODEL, reason]
 
 
-def test_the_way_out_names_the_secret_and_nothing_names_the_token(said: dict[str, list[Any]]) -> None:
-    told = [said["without a token"][2], said["with somebody else's token"][2]]
-    assert all("secrets.hubToken" in text for text in told)
-    assert not any(WRONG in text for text in told)
+def test_hint_names_the_secret_and_no_message_contains_the_token(answers: dict[str, list[Any]]) -> None:
+    messages = [answers["without a token"][2], answers["with somebody else's token"][2]]
+    assert all("secrets.hubToken" in text for text in messages)
+    assert not any(WRONG in text for text in messages)
 
 
 def test_a_branch_is_pinned_to_the_commit_that_it_is_at_and_a_commit_stays(
-    said: dict[str, list[Any]], commit: str
+    answers: dict[str, list[Any]], commit: str
 ) -> None:
-    assert said["at a branch"] == said["at a commit"] == ["bert", commit, commit]
+    assert answers["at a branch"] == answers["at a commit"] == ["bert", commit, commit]

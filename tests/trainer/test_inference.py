@@ -41,10 +41,10 @@ class Recorder(NoProgress):
     """Records a stage's progress."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[int, int]] = []
+        self.updates: list[tuple[int, int]] = []
 
     def update(self, step: int, total: int, **values: float) -> None:
-        self.said.append((step, total))
+        self.updates.append((step, total))
 
 
 def a_job(model: Path, data: Path | None, **changes: Any) -> TrainerJob:
@@ -88,15 +88,15 @@ def one_by_one(model: Path, texts: list[str]) -> np.ndarray:
     return np.stack(rows)
 
 
-def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(model, data, paths):
+def test_logits_are_in_row_order_and_independent_of_padding(model, data, paths):
     job, network, split = ready(model, data, paths)
     network.train()
     progress = Recorder()
     answers = answers_of(Stage.PREDICT, job, network, split, **SMALL, progress=progress)
     logits = np.stack([answer["logits"] for answer in answers])
     np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
-    assert progress.said[-1] == (41, 41)
-    assert [step for step, _ in progress.said] == sorted({step for step, _ in progress.said})
+    assert progress.updates[-1] == (41, 41)
+    assert [step for step, _ in progress.updates] == sorted({step for step, _ in progress.updates})
     assert network.training
 
 
@@ -115,7 +115,7 @@ def small_memory(network: torch.nn.Module, tokens: int) -> list[int]:
     return tried
 
 
-def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answered(model, data, paths, caplog):
+def test_batches_that_exceed_memory_are_halved_and_all_rows_answered(model, data, paths, caplog):
     job, network, split = ready(model, data, paths)
     tried, progress = small_memory(network, 160), Recorder()
     settings = {**SMALL, "batch_tokens": 500}
@@ -123,12 +123,12 @@ def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answe
         answers = answers_of(Stage.PREDICT, job, network, split, **settings, progress=progress)
     logits = np.stack([answer["logits"] for answer in answers])
     np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
-    assert progress.said[-1] == (41, 41)
+    assert progress.updates[-1] == (41, 41)
     # Each size that does not fit is tried once, not again with every batch.
     assert [each > 160 for each in tried] == [True, True, *[False] * (len(tried) - 2)]
-    told = [record.getMessage() for record in caplog.records if "do not fit" in record.getMessage()]
-    assert len(told) == 2
-    assert told[0].endswith("rows at once do not fit the GPU's memory: halving the batch size from here on.")
+    warnings = [record.getMessage() for record in caplog.records if "do not fit" in record.getMessage()]
+    assert len(warnings) == 2
+    assert warnings[0].endswith("rows at once do not fit the GPU's memory: halving the batch size from here on.")
 
 
 def test_row_too_long_for_the_memory_is_reported_with_a_hint(model, data, paths):
@@ -136,10 +136,10 @@ def test_row_too_long_for_the_memory_is_reported_with_a_hint(model, data, paths)
     small_memory(network, 8)
     with pytest.raises(StageError) as caught:
         answers_of(Stage.PREDICT, job, network, split, **SMALL, progress=NoProgress())
-    told = caught.value
-    assert (told.failure_class, told.reason) == (FailureClass.OUT_OF_MEMORY, "RowTooLong")
-    assert "A single row of 26 tokens does not fit" in told.message
-    assert "preparation.maxLength" in told.hint
+    error = caught.value
+    assert (error.failure_class, error.reason) == (FailureClass.OUT_OF_MEMORY, "RowTooLong")
+    assert "A single row of 26 tokens does not fit" in error.message
+    assert "preparation.maxLength" in error.hint
 
 
 def test_evaluation_equals_a_plain_loop(model, data, paths):
@@ -184,8 +184,8 @@ def test_plan_for_a_gpu_is_refused_without_one(model, data, paths, stage, run):
     prepare(job, paths, NoProgress())
     with pytest.raises(StageError) as caught:
         run(job, paths, NoProgress())
-    told = caught.value
-    assert (told.failure_class, told.reason) == (FailureClass.STRATEGY_NOT_IN_EFFECT, "DeviceMissing")
+    error = caught.value
+    assert (error.failure_class, error.reason) == (FailureClass.STRATEGY_NOT_IN_EFFECT, "DeviceMissing")
     assert not paths.predictions_jsonl.exists()
     assert not paths.metrics.exists()
 
@@ -230,7 +230,7 @@ def test_a_gate_on_the_loss_has_a_maximum(model, data, paths):
     evaluate(a_job(model, data, evaluation={**SMALL, "gate": {"metric": "loss", "maximum": 100}}), paths, NoProgress())
 
 
-def test_the_samples_of_the_report_hold_texts_and_no_column_that_predictions_copy(model, data, paths):
+def test_report_samples_hold_texts_but_no_copied_column(model, data, paths):
     job = a_job(model, data, predict={**SMALL, "columns": ["id"]})
     prepare(job, paths, NoProgress())
     evaluate(job, paths, NoProgress())
@@ -239,7 +239,7 @@ def test_the_samples_of_the_report_hold_texts_and_no_column_that_predictions_cop
     assert [sample["text"] for sample in samples] == [[ROWS[sample["row"]]["text"]] for sample in samples]
 
 
-def test_the_confusion_matrix_counts_every_row_once_and_agrees_with_the_accuracy(model, data, paths):
+def test_confusion_matrix_counts_each_row_once_and_matches_accuracy(model, data, paths):
     job = a_job(model, data)
     prepare(job, paths, NoProgress())
     measured = evaluate(job, paths, NoProgress())["evaluate"]
@@ -257,7 +257,7 @@ def test_rows_without_labels_cannot_be_evaluated(model, tmp_path, paths):
     assert reason_of(evaluate, job, paths) == (FailureClass.DATA, "NoLabels")
 
 
-def test_a_word_that_the_model_does_not_answer_is_refused(model, tmp_path, paths):
+def test_label_unknown_to_the_model_is_refused(model, tmp_path, paths):
     job = a_job(model, write_lines(tmp_path / "test.jsonl", [{"text": "x", "label": "terrible"}]))
     assert reason_of(prepare, job, paths) == (FailureClass.DATA, "LabelOutOfRange")
 
@@ -324,22 +324,22 @@ def predict_job(model: Path, data: Path, **changes: Any) -> TrainerJob:
     return a_job(model, None, evaluation=None, predict={"dataset": dataset, "columns": ["id"], **SMALL, **changes})
 
 
-def test_rows_that_cannot_be_answered_are_set_aside_and_all_others_are_answered(model, tmp_path, paths, caplog):
+def test_unanswerable_rows_are_listed_separately_and_others_answered(model, tmp_path, paths, caplog):
     data = tmp_path / "odd.jsonl"
     data.write_bytes(b"\n".join(ODD) + b"\n")
     with caplog.at_level("WARNING"):
         result = predict(predict_job(model, data, max_bad_rows=4), paths, NoProgress())
-    aside = paths.predictions_jsonl.with_name("predictions.bad-rows.jsonl")
+    bad_rows_file = paths.predictions_jsonl.with_name("predictions.bad-rows.jsonl")
     assert result == {
         "rows": 8,
         "path": str(paths.predictions_jsonl),
         "split": "predict",
         "bad_rows": 4,
-        "bad_rows_path": str(aside),
+        "bad_rows_path": str(bad_rows_file),
     }
     rows = predictions(paths)
     assert [(row["row"], row["id"]) for row in rows] == [(0, 0), (4, 4), (5, 5), (7, 0)]
-    bad = [json.loads(line) for line in aside.read_text().splitlines()]
+    bad = [json.loads(line) for line in bad_rows_file.read_text().splitlines()]
     assert [(row["row"], row["line"], row["reason"]) for row in bad] == [
         (1, 2, "CorruptLine"),
         (2, 3, "NotText"),
@@ -357,10 +357,10 @@ def test_too_many_bad_rows_fail_the_stage_and_answered_rows_are_kept(model, tmp_
     data.write_bytes(b"\n".join(ODD) + b"\n")
     with pytest.raises(StageError) as caught:
         predict(predict_job(model, data, max_bad_rows=3), paths, NoProgress())
-    told = caught.value
-    assert (told.failure_class, told.reason) == (FailureClass.DATA, "TooManyBadRows")
-    assert told.message.startswith("4 of 8 rows cannot be answered, and predict.maxBadRows allows 3; ")
-    assert "line 2: not a JSON object" in told.message
+    error = caught.value
+    assert (error.failure_class, error.reason) == (FailureClass.DATA, "TooManyBadRows")
+    assert error.message.startswith("4 of 8 rows cannot be answered, and predict.maxBadRows allows 3; ")
+    assert "line 2: not a JSON object" in error.message
     assert not paths.predictions_jsonl.exists()
     with caplog.at_level("INFO"):
         assert predict(predict_job(model, data, max_bad_share=0.5), paths, NoProgress())["bad_rows"] == 4
@@ -397,12 +397,12 @@ def test_predictions_go_on_where_they_were_killed_and_are_the_same(model, tmp_pa
     assert (tmp_path / "out.jsonl").read_bytes() == undisturbed
     assert [json.loads(line)["id"] for line in undisturbed.splitlines()] == list(range(count))
     assert " of 3,000 rows were answered by an earlier attempt" in caplog.text
-    assert recorder.said[-1] == (count, count)
-    assert all(count / 2 < total < 2 * count for _, total in recorder.said), "the number of rows is estimated"
-    assert all(step <= total for step, total in recorder.said)
+    assert recorder.updates[-1] == (count, count)
+    assert all(count / 2 < total < 2 * count for _, total in recorder.updates), "the number of rows is estimated"
+    assert all(step <= total for step, total in recorder.updates)
 
 
-def test_other_data_or_another_model_are_predicted_anew(model, tmp_path, paths, caplog):
+def test_changed_data_or_model_restarts_the_prediction(model, tmp_path, paths, caplog):
     data = write_lines(tmp_path / "some.jsonl", [{"text": "word 1", "id": 1}, {"text": None, "id": 2}])
     with pytest.raises(StageError, match="1 of 2 rows cannot be answered"):
         predict(predict_job(model, data), paths, NoProgress())
@@ -443,7 +443,7 @@ def test_a_job_that_trains_is_judged_by_its_trained_model_only(model, data, path
     assert reason_of(evaluate, job, paths) == (FailureClass.MODEL, "LabelsChanged")
 
 
-def test_a_new_head_is_the_same_whatever_random_numbers_were_drawn_before(tiny_model, data, paths):
+def test_new_head_is_independent_of_earlier_random_draws(tiny_model, data, paths):
     write_lines(data.parent / "train.jsonl", [{"text": row["text"], "label": i % 2} for i, row in enumerate(ROWS)])
     write_lines(data, [{"text": "x", "label": 0}])
     job = a_job(tiny_model, data.parent, training=TRAINING)

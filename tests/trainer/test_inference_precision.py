@@ -36,28 +36,28 @@ from trainer_support.tasks import (
 LABELS = ("bad", "so-so", "good")
 
 
-def words(draw: random.Random, most: int) -> str:
+def random_text(draw: random.Random, most: int) -> str:
     return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
 
 
 def row_of(draw: random.Random, number: int) -> dict[str, Any]:
     """Return a row with columns for every task."""
-    text = words(draw, 12)
+    text = random_text(draw, 12)
     tokens = text.split()
     return {
         "text": text,
-        "masked": f"{text} [MASK] {words(draw, 3)}",
+        "masked": f"{text} [MASK] {random_text(draw, 3)}",
         "label": LABELS[number % 3],
         "labels": sorted({LABELS[number % 3], LABELS[number % 2]}),
         "amount": float(len(tokens)),
         "tokens": tokens,
         "tags": ["B-animal" if token in ("cat", "dog", "bird") else "O" for token in tokens],
-        "question": words(draw, 4),
+        "question": random_text(draw, 4),
         "answers": {"text": [tokens[-1]], "answer_start": [len(text) - len(tokens[-1])]},
-        "prompt": words(draw, 4),
-        "chosen": words(draw, 6),
-        "rejected": words(draw, 6),
-        "target": words(draw, 4),
+        "prompt": random_text(draw, 4),
+        "chosen": random_text(draw, 6),
+        "rejected": random_text(draw, 6),
+        "target": random_text(draw, 4),
     }
 
 
@@ -107,15 +107,15 @@ def at(job: TrainerJob, precision: InferencePrecision) -> TrainerJob:
     )
 
 
-def figures(said: object) -> list[float]:
+def figures(node: object) -> list[float]:
     """Return all numbers in a prediction, in order."""
-    match said:
+    match node:
         case dict():
-            return [number for value in said.values() for number in figures(value)]
+            return [number for value in node.values() for number in figures(value)]
         case list():
-            return [number for value in said for number in figures(value)]
+            return [number for value in node for number in figures(value)]
         case float():
-            return [said]
+            return [node]
         case _:
             return []
 
@@ -135,21 +135,21 @@ def test_each_task_is_evaluated_and_predicts_in_bf16_about_as_in_fp32(
         preparation={"max_length": 32},
     )
     trained(job, paths)
-    measured, told, said = {}, {}, {}
+    measured, results, predicted = {}, {}, {}
     for precision in ("fp32", "bf16"):
-        asked = at(job, precision)
+        requested = at(job, precision)
         caplog.clear()
         with caplog.at_level("INFO", "finetune_trainer.inference"):
-            measured[precision] = evaluate(asked, paths, NoProgress())["evaluate"]
-            told[precision] = predict(asked, paths, NoProgress())
+            measured[precision] = evaluate(requested, paths, NoProgress())["evaluate"]
+            results[precision] = predict(requested, paths, NoProgress())
         assert ("computes in bf16" in caplog.text) == (precision == "bf16")
-        said[precision] = predictions(paths)
+        predicted[precision] = predictions(paths)
     assert json.loads(paths.metrics.read_text())["evaluate"] == measured["bf16"]
     card = (paths.model / "README.md").read_text(encoding="utf-8")
     assert ("test split in bf16." in card) == ("## Results" in card)
     write_report(job, None, paths)
     assert "test split in bf16" in (paths.root / "report.html").read_text(encoding="utf-8")
-    assert [(measured[each].get("computed_in"), told[each].get("computed_in")) for each in measured] == [
+    assert [(measured[each].get("computed_in"), results[each].get("computed_in")) for each in measured] == [
         (None, None),
         ("bf16", "bf16"),
     ]
@@ -157,12 +157,12 @@ def test_each_task_is_evaluated_and_predicts_in_bf16_about_as_in_fp32(
     loss = {precision: found["loss"] for precision, found in measured.items()}
     assert loss["bf16"] == pytest.approx(loss["fp32"], rel=0.01)
     assert loss["bf16"] != pytest.approx(loss["fp32"], rel=1e-6), "computed in fp32 all the same"
-    assert len(said["bf16"]) == len(said["fp32"]) == 24
-    assert [row.keys() for row in said["bf16"]] == [row.keys() for row in said["fp32"]]
+    assert len(predicted["bf16"]) == len(predicted["fp32"]) == 24
+    assert [row.keys() for row in predicted["bf16"]] == [row.keys() for row in predicted["fp32"]]
     if task in ("text-classification", "token-classification"):
         numbers = {
             precision: np.array([number for row in found for number in figures(row)])
-            for precision, found in said.items()
+            for precision, found in predicted.items()
         }
         assert len(numbers["bf16"]) >= 24
         np.testing.assert_allclose(numbers["bf16"], numbers["fp32"], atol=0.05, rtol=0.05)

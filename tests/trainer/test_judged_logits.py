@@ -67,7 +67,7 @@ def test_pieces_are_of_bounded_size_but_where_gradients_keep_all_of_them():
     assert wide.shape == (1, JUDGED_LOGITS + 1)
 
 
-def test_judging_takes_no_more_memory_than_the_plan_counts_however_long_the_row(tmp_path: Path):
+def test_judging_uses_the_planned_memory_for_any_row_length(tmp_path: Path):
     """Measured by torch's own allocator. The plan counts a copy in the model's dtype, and twice float32."""
     logits, labels = long_row(65_536, 3.2, torch.bfloat16)
     batch = logits[None], labels[None]
@@ -116,20 +116,20 @@ def decoder(family: str, **config: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, model.eval())
 
 
-class Heard:
+class LogitRecorder:
     """Counts a decoder's passes, and the logits computed by its head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.read = 0
-        self.asked: list[int] = []
+        self.sizes: list[int] = []
         model.get_input_embeddings().register_forward_hook(self._reads)
-        model.get_output_embeddings().register_forward_hook(self._says)
+        model.get_output_embeddings().register_forward_hook(self._record)
 
     def _reads(self, *_: object) -> None:
         self.read += 1
 
-    def _says(self, _: object, __: object, logits: torch.Tensor) -> None:
-        self.asked.append(logits.numel())
+    def _record(self, _: object, __: object, logits: torch.Tensor) -> None:
+        self.sizes.append(logits.numel())
 
 
 def rows_to_read(sizes: Sequence[int], prompt: int) -> list[dict[str, Any]]:
@@ -146,14 +146,14 @@ def rows_to_read(sizes: Sequence[int], prompt: int) -> list[dict[str, Any]]:
 def test_decoder_reads_long_rows_once_and_gives_the_same_in_parts(family: str, monkeypatch: pytest.MonkeyPatch):
     model, task = decoder(family), TextGeneration()
     batch = task.collate(rows_to_read([50, 41, 3], prompt=20), pad_token_id=0)
-    heard = Heard(model)
+    recorder = LogitRecorder(model)
     with torch.inference_mode():
         whole = task.answer(model, batch, [])
-        assert (heard.read, heard.asked) == (1, [3 * 50 * VOCABULARY])
+        assert (recorder.read, recorder.sizes) == (1, [3 * 50 * VOCABULARY])
         monkeypatch.setattr(writing, "REQUESTED_LOGITS", 3 * 8 * VOCABULARY + 5)
         parts = task.answer(model, batch, [])
     # None of the prompts' logits, where no row has a label; the last token predicts nothing.
-    assert (heard.read, heard.asked[1:]) == (2, [3 * 8 * VOCABULARY] * 3 + [3 * 6 * VOCABULARY])
+    assert (recorder.read, recorder.sizes[1:]) == (2, [3 * 8 * VOCABULARY] * 3 + [3 * 6 * VOCABULARY])
     assert [len(answer["nll"]) for answer in parts] == [30, 21, 0]
     for one, other in zip(parts, whole, strict=True):
         np.testing.assert_allclose(one["nll"], other["nll"], rtol=1e-5, atol=1e-6)
@@ -161,7 +161,7 @@ def test_decoder_reads_long_rows_once_and_gives_the_same_in_parts(family: str, m
     again = task.collate(rows_to_read([9], prompt=2), pad_token_id=0)
     with torch.inference_mode():
         task.answer(model, again, [])
-    assert heard.read == 3, "a batch of its own is read for itself"
+    assert recorder.read == 3, "a batch of its own is read for itself"
 
 
 def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.MonkeyPatch):
@@ -170,18 +170,18 @@ def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.Monke
     features = [
         {**{name: one[name] + other[name] for name in one}, "chosen": len(one["input_ids"])} for one, other in pairs
     ]
-    batch, heard = task.collate(features, pad_token_id=0), Heard(model)
+    batch, recorder = task.collate(features, pad_token_id=0), LogitRecorder(model)
     with torch.inference_mode():
         whole = task.answer(model, batch, [])
         monkeypatch.setattr(writing, "REQUESTED_LOGITS", 4 * 8 * VOCABULARY)
         parts = task.answer(model, batch, [])
-    assert (heard.read, len(heard.asked)) == (2, 1 + 4)
+    assert (recorder.read, len(recorder.sizes)) == (2, 1 + 4)
     assert [list(answer) for answer in parts] == [["chosen", "rejected"]] * 2
     for one, other in zip(parts, whole, strict=True):
         np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-5)
 
 
-def test_rows_without_a_label_are_read_and_have_nothing_to_tell(monkeypatch: pytest.MonkeyPatch):
+def test_rows_without_labels_are_read_and_have_an_empty_nll(monkeypatch: pytest.MonkeyPatch):
     model, task = decoder("llama"), TextGeneration()
     monkeypatch.setattr(writing, "REQUESTED_LOGITS", 1)
     with torch.inference_mode():
@@ -189,34 +189,34 @@ def test_rows_without_a_label_are_read_and_have_nothing_to_tell(monkeypatch: pyt
     assert [answer["nll"].shape for answer in answers] == [(0,), (0,)]
 
 
-def test_processes_that_may_share_a_model_ask_it_once_however_long_the_rows(monkeypatch: pytest.MonkeyPatch):
+def test_processes_sharing_a_model_run_it_once_for_any_row_length(monkeypatch: pytest.MonkeyPatch):
     model, task = decoder("llama"), TextGeneration()
-    batch, heard = task.collate(rows_to_read([50, 41], prompt=0), pad_token_id=0), Heard(model)
+    batch, recorder = task.collate(rows_to_read([50, 41], prompt=0), pad_token_id=0), LogitRecorder(model)
     monkeypatch.setattr(writing, "REQUESTED_LOGITS", 1)
     with torch.no_grad():
         task.answer(model, batch, [])
-    assert (heard.read, heard.asked) == (1, [2 * 50 * VOCABULARY])
+    assert (recorder.read, recorder.sizes) == (1, [2 * 50 * VOCABULARY])
 
 
 def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    words, tokens, asked = 65_536, 4097, 1 << 26
-    model = decoder("llama", vocab_size=words, hidden_size=16, intermediate_size=16).to(torch.bfloat16)
+    vocabulary, tokens, requested = 65_536, 4097, 1 << 26
+    model = decoder("llama", vocab_size=vocabulary, hidden_size=16, intermediate_size=16).to(torch.bfloat16)
     batch = TextGeneration().collate(rows_to_read([tokens], prompt=1), pad_token_id=0)
-    monkeypatch.setattr(writing, "REQUESTED_LOGITS", asked)
+    monkeypatch.setattr(writing, "REQUESTED_LOGITS", requested)
     with (
         torch.inference_mode(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
     ):
         (answer,) = TextGeneration().answer(model, batch, [])
     totals = allocated(profile, tmp_path)
-    peak, counted = max(totals) - min(totals), 2 * 2 * asked + (2 + 8) * JUDGED_LOGITS
+    peak, counted = max(totals) - min(totals), 2 * 2 * requested + (2 + 8) * JUDGED_LOGITS
     assert len(answer["nll"]) == tokens - 1
     # The activations of a tiny model come on top.
     assert 0.5 * counted < peak < 1.05 * counted
-    assert counted < 0.7 * (2 * tokens * words + (2 + 8) * JUDGED_LOGITS), "a row that is long enough to tell"
+    assert counted < 0.7 * (2 * tokens * vocabulary + (2 + 8) * JUDGED_LOGITS), "a row that is long enough to tell"
 
 
-def test_validation_batches_of_a_language_model_hold_one_row_or_a_limited_part_of_logits() -> None:
+def test_validation_batches_of_language_models_have_bounded_logits() -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = AutoConfig.for_model("llama", vocab_size=1 << 16, **sizes)
     decoder = AutoModelForCausalLM.from_config(config)

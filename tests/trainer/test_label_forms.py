@@ -99,9 +99,9 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]], labels: torch.Tenso
     logits, losses = [], []
     for row, label in zip(rows, labels, strict=True):
         with torch.inference_mode():
-            said = network(**tokenizer(row["text"], return_tensors="pt"), labels=label[None])
-        logits.append(said.logits[0].numpy())
-        losses.append(said.loss.item())
+            outputs = network(**tokenizer(row["text"], return_tensors="pt"), labels=label[None])
+        logits.append(outputs.logits[0].numpy())
+        losses.append(outputs.loss.item())
     return np.stack(logits), float(np.mean(losses))
 
 
@@ -162,7 +162,7 @@ def test_a_model_that_is_not_trained_here_keeps_the_form(
     data = write_data(tmp_path / "data", form)
     trained(a_job(model, data, steps=2), paths)
     texts = write_lines(tmp_path / "ask" / "test.jsonl", [{"id": 1, "text": "the ball was a lamp"}])
-    ask = {"uri": f"file://{texts}", "columns": {"text": "text"}}
+    dataset = {"uri": f"file://{texts}", "columns": {"text": "text"}}
     job = a_job(paths.model, data)
     job = TrainerJob.model_validate(
         {
@@ -170,7 +170,7 @@ def test_a_model_that_is_not_trained_here_keeps_the_form(
             "training": None,
             "dataset": None,
             "evaluation": None,
-            "predict": {**SMALL, "dataset": ask},
+            "predict": {**SMALL, "dataset": dataset},
         }
     )
     again = JobPaths(tmp_path / "again")
@@ -212,14 +212,14 @@ def test_a_split_of_another_form_is_refused(model: Path, tmp_path: Path, paths: 
 
 
 @pytest.mark.parametrize(
-    ("labels", "reason", "said"),
+    ("labels", "reason", "text"),
     [
         (["sport", None], "NullLabel", "or an empty list"),
         (["sport", "sport"], "LabelTwice", "a row has a label once"),
     ],
 )
 def test_bad_lists_are_refused_with_their_row(
-    labels: list[Any], reason: str, said: str, model: Path, tmp_path: Path, paths: JobPaths
+    labels: list[Any], reason: str, text: str, model: Path, tmp_path: Path, paths: JobPaths
 ) -> None:
     data = write_data(tmp_path / "data", "multi_label_classification")
     rows = rows_of(data, "train")
@@ -227,7 +227,7 @@ def test_bad_lists_are_refused_with_their_row(
     write_lines(data / "train.jsonl", rows)
     with pytest.raises(StageError) as caught:
         prepare(a_job(model, data), paths, NoProgress())
-    assert (caught.value.reason, "row 5" in caught.value.message, said in caught.value.message) == (reason, True, True)
+    assert (caught.value.reason, "row 5" in caught.value.message, text in caught.value.message) == (reason, True, True)
 
 
 @pytest.mark.parametrize(
@@ -261,11 +261,11 @@ def test_smoothing_is_for_one_class_a_row(model: Path, tmp_path: Path, paths: Jo
 def test_early_stopping_by_an_error_keeps_the_smallest(model: Path, tmp_path: Path, paths: JobPaths) -> None:
     stopping = {"metric": "mse", "patience": 100}
     trained(a_job(model, write_data(tmp_path / "data", "regression"), early_stopping=stopping), paths)
-    told = {line["step"]: line["eval_mse"] for line in read_lines(paths.history) if "eval_mse" in line}
+    errors = {line["step"]: line["eval_mse"] for line in read_lines(paths.history) if "eval_mse" in line}
     (kept,) = (paths.checkpoints / "best").iterdir()
-    assert kept.name == f"step-{min(told, key=lambda step: told[step])}.pt"
+    assert kept.name == f"step-{min(errors, key=lambda step: errors[step])}.pt"
 
 
-def test_items_are_rows_also_where_a_number_is_what_others_leave_out() -> None:
+def test_float_labels_equal_to_the_ignored_index_count_as_rows() -> None:
     batch = {"labels": torch.tensor([-100.0, 0.5])}
     assert int(task_module("text-classification").items(batch)) == 2

@@ -49,8 +49,8 @@ class Pod:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of the stage itself."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in below if command_of(process)[1:3] == ["-m", "finetune_trainer"]]
+        descendants = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in descendants if command_of(process)[1:3] == ["-m", "finetune_trainer"]]
 
 
 @dataclass
@@ -139,7 +139,7 @@ def two_pods(cluster: Cluster, **environment: str) -> list[Pod]:
     return [cluster.start(Stage.TRAIN, "--with", "torchrun", **meeting, **environment) for _ in range(2)]
 
 
-def test_two_pods_that_are_told_to_stop_save_and_the_next_two_go_on(bench, cluster_of):
+def test_two_stopped_pods_save_and_the_next_two_resume(bench, cluster_of):
     cluster = cluster_of(spread_over_nodes(bench, steps=200))
     pods = two_pods(cluster)
     cluster.wait_for_steps(2)
@@ -163,7 +163,7 @@ def test_two_pods_that_are_told_to_stop_save_and_the_next_two_go_on(bench, clust
     assert f"(step {saved})" in ended[0][2] + ended[1][2]
 
 
-def test_a_killed_rank_is_its_pods_cause_and_the_other_pod_only_lost_a_peer(bench, cluster_of):
+def test_killed_rank_is_the_cause_and_the_other_pod_reports_a_lost_peer(bench, cluster_of):
     cluster = cluster_of(spread_over_nodes(bench, steps=100_000))
     pods = two_pods(cluster)
     cluster.wait_for_steps(2)
@@ -218,17 +218,17 @@ def test_hanging_rank_shows_in_stacks_and_ends_with_the_grace_period(bench, clus
     assert all(line.startswith("  File ") for line in stack), "another process wrote between them"
     assert any(line.endswith((" in rank_0_of_2", " in rank_1_of_2")) for line in stack)
     read_until(pods[0], lambda line: " in rank_" in line)
-    below = [process for pod in pods for process in psutil.Process(pod.process.pid).children(recursive=True)]
-    assert len(below) >= 4
+    descendants = [process for pod in pods for process in psutil.Process(pod.process.pid).children(recursive=True)]
+    assert len(descendants) >= 4
     for pod in pods:
         pod.process.send_signal(signal.SIGTERM)
     ended = [pod.end() for pod in pods]
     assert [code for code, _, _ in ended] == [143, 143], ended[0][2] + ended[1][2]
     assert {report.failure.failure_class for _, report, _ in ended} == {FailureClass.PREEMPTED}
-    assert left(below) == []
+    assert left(descendants) == []
 
 
-def test_pods_that_do_not_come_together_end_with_a_class_that_is_worth_another_try(bench, cluster_of):
+def test_failed_rendezvous_ends_with_a_retried_failure_class(bench, cluster_of):
     cluster = cluster_of(spread_over_nodes(bench, steps=10))
     away = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"192.0.2.1:{free_port()}", "PET_RDZV_TIMEOUT": "1"}
     code, report, output = cluster.run(Stage.TRAIN, "--with", "torchrun", **away)
@@ -260,7 +260,7 @@ def test_mpirun_starts_a_run_like_torchrun(whole_run, spread_of, bench, cluster_
 
 
 @needs_mpirun
-def test_ranks_of_mpirun_save_when_the_launcher_is_told_to_stop(bench, cluster_of, hostfile: list[str]):
+def test_ranks_of_mpirun_save_when_the_launcher_is_stopped(bench, cluster_of, hostfile: list[str]):
     cluster = cluster_of(bench.spread("ddp", 2).with_training(max_steps=200))
     pod = cluster.start(Stage.TRAIN, "--with", "mpirun", *hostfile, MASTER_PORT=str(free_port()), **AS_ROOT)
     cluster.wait_for_steps(2)
@@ -294,18 +294,18 @@ def test_mpirun_is_never_started_without_its_hosts(content, failure_class, reaso
 def test_mpirun_is_started_when_all_workers_have_names():
     from finetune_trainer.launching.mpi import wait_for_names
 
-    asked = []
+    requested = []
 
     def resolve(host: str, port: int) -> None:
-        asked.append(host)
-        if len(asked) < 3:
+        requested.append(host)
+        if len(requested) < 3:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     wait_for_names(["w-0", "w-1"], resolve, pause=0)
-    assert asked == ["w-0", "w-0", "w-0", "w-1"]
+    assert requested == ["w-0", "w-0", "w-0", "w-1"]
 
 
-def test_a_worker_without_a_name_is_told_after_a_while():
+def test_worker_without_a_name_fails_after_the_time_limit():
     from finetune_trainer.failures import StageError
     from finetune_trainer.launching.mpi import wait_for_names
 
@@ -315,7 +315,7 @@ def test_a_worker_without_a_name_is_told_after_a_while():
     assert "w-1.invalid" in caught.value.message
 
 
-def test_mpirun_gets_the_names_of_what_the_ranks_need_and_nothing_else():
+def test_mpirun_forwards_only_the_variables_that_ranks_need():
     from finetune_trainer.launching.mpi import forwarded
 
     needed = [
@@ -333,7 +333,7 @@ def test_mpirun_gets_the_names_of_what_the_ranks_need_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("words", "ends"),
+    ("output", "ends"),
     [
         pytest.param(
             "mpirun noticed that process rank 1 with PID 71 on node w-0 exited on signal 9 (Killed).",
@@ -349,10 +349,10 @@ def test_mpirun_gets_the_names_of_what_the_ranks_need_and_nothing_else():
         pytest.param("nothing of the kind", {}, id="other words"),
     ],
 )
-def test_mpiruns_words_tell_how_ranks_ended(words: str, ends: Mapping[int, int]):
+def test_output_of_mpirun_gives_the_end_of_each_rank(output: str, ends: Mapping[int, int]):
     from finetune_trainer.launching.mpi import ends_of_ranks
 
-    assert ends_of_ranks(words) == ends
+    assert ends_of_ranks(output) == ends
 
 
 def test_stage_without_a_report_is_reported_with_its_last_output(bench, cluster_of, tmp_path: Path):
@@ -371,7 +371,7 @@ def test_stage_without_a_report_is_reported_with_its_last_output(bench, cluster_
     assert "the driver is gone" in report.failure.message
 
 
-def test_pods_of_an_indexed_job_prepare_as_the_ranks_that_their_numbers_say(bench, cluster_of, tmp_path: Path):
+def test_pods_of_an_indexed_job_prepare_as_the_ranks_of_their_index(bench, cluster_of, tmp_path: Path):
     cluster = cluster_of(bench)
     cluster.job = bench.job.model_copy(update={"preparation": Preparation(engine="job", workers=2), "run": "run-1"})
     cluster.quick()
@@ -412,7 +412,7 @@ def test_a_job_that_is_not_understood_is_reported_by_the_launcher_itself(how: st
     assert report.stage == Stage.TRAIN
 
 
-def test_the_program_and_all_it_has_started_are_gone_at_the_end_of_the_grace_period(tmp_path: Path):
+def test_program_and_its_descendants_end_with_the_grace_period(tmp_path: Path):
     marker = tmp_path / "started"
     deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
     child = deaf + f"open({str(marker)!r}, 'w').close(); time.sleep(600)"
@@ -432,11 +432,11 @@ def test_the_program_and_all_it_has_started_are_gone_at_the_end_of_the_grace_per
     assert output == "-9 True []\n"
 
 
-def attached(below: str, folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """Start a process that runs the Python program `below` attached; return it and the two processes below it."""
+def attached(options: str, folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """Start an attached process whose child is started with `options`; return it and its two descendants."""
     file = folder / "children"
     child = f"import os, time; open({str(file)!r}, 'w').close(); time.sleep(600)"
-    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]{below}).wait()"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]{options}).wait()"
     program = (
         "import os, sys; from finetune_trainer.launching.child_supervisor import ChildSupervisor; "
         f"end = ChildSupervisor(attached=True).run([sys.executable, '-c', {parent!r}], os.environ); "
@@ -456,16 +456,16 @@ def test_only_the_main_thread_of_a_launcher_takes_signals(tmp_path: Path):
 
 
 def test_attached_launcher_kills_everything_when_its_standard_input_ends(tmp_path: Path):
-    process, below = attached(", start_new_session=True", tmp_path)
+    process, descendants = attached(", start_new_session=True", tmp_path)
     output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert output == "-9 None\n"
-    assert left(below) == []
+    assert left(descendants) == []
 
 
 def test_ranks_end_with_an_attached_launcher_that_is_killed(tmp_path: Path):
     tied = ", preexec_fn=__import__('finetune_trainer.launching.child_supervisor', fromlist=['']).end_with_parent"
-    process, below = attached(tied, tmp_path)
-    assert len(below) == 2
+    process, descendants = attached(tied, tmp_path)
+    assert len(descendants) == 2
     process.kill()
     process.communicate()
-    wait_until(lambda: not left(below), "they are gone")
+    wait_until(lambda: not left(descendants), "they are gone")

@@ -61,7 +61,7 @@ def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[
     }
     process = subprocess.Popen([*command, "--authorized-keys", str(key) + ".pub"], env=environment)
 
-    def run(words: str, identity: Path = key) -> subprocess.Popen[str]:
+    def run(remote_command: str, identity: Path = key) -> subprocess.Popen[str]:
         options = [
             "-F",
             "none",
@@ -76,7 +76,7 @@ def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[
         ]
         options += ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
         return subprocess.Popen(
-            ["ssh", *options, "127.0.0.1", words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            ["ssh", *options, "127.0.0.1", remote_command], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
     def listens() -> bool:
@@ -117,15 +117,15 @@ def test_ranks_are_stopped_first_and_no_process_is_left(server, tmp_path: Path):
     # The rank leaves its session, as mpirun's daemon does.
     client = run(f"OMPI_COMM_WORLD_RANK=0 setsid python {script} & sleep 600")
     wait_until(started.exists, "the rank has started")
-    below = psutil.Process(process.pid).children(recursive=True)
+    descendants = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_SECONDS) == 0
     client.communicate(timeout=TIMEOUT_SECONDS)
     assert saved.exists()
-    assert below
-    assert not left(below)
+    assert descendants
+    assert not left(descendants)
 
 
-def test_a_line_break_in_a_variable_is_refused_before_it_can_become_a_setting():
+def test_line_break_in_a_variable_is_refused_before_sshd_reads_it():
     with pytest.raises(StageError, match="LD_LIBRARY_PATH holds a line break"):
         _session_variables({"LD_LIBRARY_PATH": "/lib\nPermitRootLogin yes"})

@@ -18,15 +18,15 @@ UNREACHED = FailureReport(failure_class=FailureClass.COLLECTIVE, reason="WorkerU
 
 @dataclass(frozen=True)
 class Case:
-    said: dict[int, tuple[FailureClass, float] | str]
+    reports: dict[int, tuple[FailureClass, float] | str]
     """Rank -> class and time of its failure, or WELL."""
     code: int
     expected: tuple[str, str, int, int]
     """Class or `succeeded`, reason, rank, exit code."""
     ends: dict[int, int] = field(default_factory=dict)
-    asked_at: float | None = None
+    stop_requested_at: float | None = None
     trouble: FailureReport | None = None
-    words: str = ""
+    output: str = ""
 
 
 CASES = {
@@ -73,27 +73,35 @@ CASES = {
         {0: (FailureClass.PREEMPTED, 2.0), 1: (FailureClass.PREEMPTED, 1.0)},
         143,
         ("Preempted", "Told", 1, 143),
-        asked_at=0.5,
+        stop_requested_at=0.5,
     ),
     "the pod was told to stop and the ranks were killed when the time was over": Case(
-        {0: (FailureClass.COLLECTIVE, 2.0)}, 1, ("Preempted", "Terminated", 0, 143), ends={1: -9}, asked_at=0.5
+        {0: (FailureClass.COLLECTIVE, 2.0)}, 1, ("Preempted", "Terminated", 0, 143), ends={1: -9}, stop_requested_at=0.5
     ),
     "the pod was told to stop before a rank could say anything": Case(
-        {}, -15, ("Preempted", "Terminated", 0, 143), asked_at=0.5
+        {}, -15, ("Preempted", "Terminated", 0, 143), stop_requested_at=0.5
     ),
     "the pod was told to stop and the ranks of another one were killed before": Case(
-        {0: (FailureClass.COLLECTIVE, 2.0)}, 1, ("Preempted", "Terminated", 0, 143), ends={0: 150}, asked_at=0.5
+        {0: (FailureClass.COLLECTIVE, 2.0)},
+        1,
+        ("Preempted", "Terminated", 0, 143),
+        ends={0: 150},
+        stop_requested_at=0.5,
     ),
     "the peers were gone before the pod was told to stop": Case(
-        {0: (FailureClass.COLLECTIVE, 1.0)}, 1, ("CollectiveFailed", "Told", 0, 150), ends={0: 150}, asked_at=2.0
+        {0: (FailureClass.COLLECTIVE, 1.0)},
+        1,
+        ("CollectiveFailed", "Told", 0, 150),
+        ends={0: 150},
+        stop_requested_at=2.0,
     ),
     "a cause of its own stays one when the pod is told to stop": Case(
-        {0: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 0, 10), asked_at=2.0
+        {0: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 0, 10), stop_requested_at=2.0
     ),
     "the launcher itself was killed": Case({}, -9, ("OutOfMemory", "Killed", 0, 137)),
-    "nothing is known": Case({}, 3, ("ProgramError", "NoReport", 0, 1), words="last words"),
+    "nothing is known": Case({}, 3, ("ProgramError", "NoReport", 0, 1), output="last words"),
     "an end without an error and without a report is none that can be trusted": Case(
-        {}, 0, ("ProgramError", "NoReport", 0, 1), words="last words"
+        {}, 0, ("ProgramError", "NoReport", 0, 1), output="last words"
     ),
 }
 
@@ -101,10 +109,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_pod_reports_one_cause(case: Case):
     reports = []
-    for rank, said in case.said.items():
+    for rank, report in case.reports.items():
         failure = None
-        if not isinstance(said, str):
-            failure = FailureReport(failure_class=said[0], reason="Told", message="as it was", time=said[1])
+        if not isinstance(report, str):
+            failure = FailureReport(failure_class=report[0], reason="Told", message="as it was", time=report[1])
         outcome = "succeeded" if failure is None else "failed"
         reports.append(
             TrainerReport(job="j", stage=Stage.TRAIN, rank=rank, world_size=4, outcome=outcome, failure=failure)
@@ -113,7 +121,7 @@ def test_a_pod_reports_one_cause(case: Case):
         "j",
         Stage.TRAIN,
         reports,
-        end=End(case.code, case.asked_at, case.words),
+        end=End(case.code, case.stop_requested_at, case.output),
         ends=case.ends,
         trouble=case.trouble,
         expected=2,
@@ -121,9 +129,9 @@ def test_a_pod_reports_one_cause(case: Case):
         seconds=1.0,
     )
     failure = found.failure
-    said_now = (failure.failure_class.value, failure.reason) if failure else (found.outcome, "")
-    assert (*said_now, found.rank, failure.exit_code if failure else 0) == case.expected
+    reported = (failure.failure_class.value, failure.reason) if failure else (found.outcome, "")
+    assert (*reported, found.rank, failure.exit_code if failure else 0) == case.expected
     assert found.world_size == 4
-    if case.words:
+    if case.output:
         assert failure is not None
-        assert case.words in failure.message
+        assert case.output in failure.message

@@ -61,7 +61,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_each_token_of_a_long_text_may_be_asked_for_once_and_special_ones_never(model) -> None:
+def test_each_token_of_a_long_text_can_be_masked_once_and_special_never(model) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = " ".join(WORDS[at % len(WORDS)] for at in range(40))
     found = TASK.encode({"text": [text, "the cat"]}, np.ones(2, bool), Coding(tokenizer, 18, 4, "bert"))
@@ -72,7 +72,7 @@ def test_each_token_of_a_long_text_may_be_asked_for_once_and_special_ones_never(
     assert fresh[3] == [0, 1, 1, 0]
 
 
-def test_tokens_are_asked_for_as_bert_was_trained(model) -> None:
+def test_tokens_are_masked_as_in_the_training_of_bert(model) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer.convert_tokens_to_ids(WORDS)
     feature = {
@@ -83,12 +83,12 @@ def test_tokens_are_asked_for_as_bert_was_trained(model) -> None:
     }
     batch = TASK.collate([{**feature, DRAW: (11, 0)}], pad_token_id=0)
     given, labels, before = batch["input_ids"][0], batch["labels"][0], torch.tensor(ids * 4000)
-    asked = labels != -100
-    assert float(asked.float().mean()) == pytest.approx(0.15, abs=0.01)
-    assert torch.equal(labels[asked], before[asked])
-    assert torch.equal(given[~asked], before[~asked])
-    hidden = (given == tokenizer.mask_token_id)[asked].float().mean()
-    left = (given == before)[asked].float().mean()
+    masked = labels != -100
+    assert float(masked.float().mean()) == pytest.approx(0.15, abs=0.01)
+    assert torch.equal(labels[masked], before[masked])
+    assert torch.equal(given[~masked], before[~masked])
+    hidden = (given == tokenizer.mask_token_id)[masked].float().mean()
+    left = (given == before)[masked].float().mean()
     assert float(hidden) == pytest.approx(0.8, abs=0.03)
     assert float(left) == pytest.approx(0.1 + 0.1 / len(tokenizer), abs=0.02)
     again = TASK.collate([{**feature, DRAW: (11, 0)}], pad_token_id=0)
@@ -98,7 +98,7 @@ def test_tokens_are_asked_for_as_bert_was_trained(model) -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_of_each_short_text_one_token_at_least_is_asked_for(model, word: str) -> None:
+def test_at_least_one_token_of_each_short_text_is_masked(model, word: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = TASK.encode({"text": [word, ""]}, np.ones(2, bool), Coding(tokenizer, 8, 0, "bert"))
     assert found.learnt == 1
@@ -147,9 +147,9 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(model, data, paths) -> No
         batch = TASK.collate(prepared.features("test", [at]), pad_token_id=0)
         with torch.no_grad():
             logits = network(input_ids=batch["input_ids"]).logits[0]
-        asked = batch["labels"][0] != -100
-        right = batch["labels"][0][asked]
-        nlls += torch.nn.functional.cross_entropy(logits[asked], right, reduction="none").tolist()
+        masked = batch["labels"][0] != -100
+        right = batch["labels"][0][masked]
+        nlls += torch.nn.functional.cross_entropy(logits[masked], right, reduction="none").tolist()
     assert measured["loss"] == pytest.approx(np.mean(nlls), rel=1e-4)
     assert evaluate(job, paths, NoProgress())["evaluate"] == measured
     samples = json.loads((paths.root / "samples.json").read_text(encoding="utf-8"))
@@ -157,7 +157,7 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(model, data, paths) -> No
     assert measured["accuracy"] > 0.5  # five words of a known pattern, an animal of three
 
 
-def test_filled_words_equal_those_of_the_pipeline(model, data, paths, tmp_path) -> None:
+def test_filled_masks_equal_those_of_the_pipeline(model, data, paths, tmp_path) -> None:
     write_lines(
         tmp_path / "blanks" / "rows.jsonl",
         [{"text": "the [MASK] sees a house"}, {"text": "the cat"}, {"text": "a [MASK] hears the [MASK] " * 12}],
@@ -197,7 +197,7 @@ def test_a_model_without_a_mask_token_is_refused(tmp_path, data, paths, tiny_ber
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=WITHOUT_DATA)
-def test_a_real_encoder_learns_to_fill_in_real_words(tmp_path, paths) -> None:
+def test_real_encoder_learns_to_fill_masks_in_real_text(tmp_path, paths) -> None:
     """MiniLM has no head for that, so that it guesses among all words at first."""
     lines = (DATA / "lm" / "wikitext2_train.txt").read_text(encoding="utf-8").splitlines()
     rows = [{"text": line.strip()} for line in lines if 10 < len(line.split()) < 60][:300]

@@ -18,7 +18,7 @@ from process_support import tied_stages
 from suite_plugins.selection import covering
 from trainer_support import grids
 from trainer_support.forking import fork_server
-from trainer_support.tasks import told
+from trainer_support.tasks import lines_with
 
 WEIGHTS_TOLERANCE = 1e-5
 STEPS, EPOCH = 8, 6
@@ -168,14 +168,14 @@ def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of
     case = CASES[name]
     alone, run, ended = run_of(case)
     assert ended.exit_code == 0, ended.output
-    expected, found = told(alone.paths, "loss"), told(run.paths, "loss")
+    expected, found = lines_with(alone.paths, "loss"), lines_with(run.paths, "loss")
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for figure in ("loss", "grad_norm", "learning_rate"):
         # The norm too: Adam hides a gradient that is wrong by a factor.
         assert [line[figure] for line in found] == pytest.approx([line[figure] for line in expected], rel=1e-4), figure
     for figure in ("eval_loss", "eval_accuracy"):
-        assert [line[figure] for line in told(run.paths, "eval_loss")] == pytest.approx(
-            [line[figure] for line in told(alone.paths, "eval_loss")], rel=1e-4
+        assert [line[figure] for line in lines_with(run.paths, "eval_loss")] == pytest.approx(
+            [line[figure] for line in lines_with(alone.paths, "eval_loss")], rel=1e-4
         )
     assert max(compared(run, alone)) <= WEIGHTS_TOLERANCE
 
@@ -202,7 +202,7 @@ TIED = {
 
 
 @pytest.mark.slow
-def test_a_weight_that_two_stages_share_stays_one_and_an_unused_one_stays_as_it_was(bench, tmp_path: Path):
+def test_weight_shared_by_stages_stays_tied_and_unused_weight_unchanged(bench, tmp_path: Path):
     cases = {}
     for index, (name, (family, settings, replicas)) in enumerate(TIED.items()):
         case = Case(family, settings, "", replicas=replicas)

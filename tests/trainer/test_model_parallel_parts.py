@@ -90,7 +90,7 @@ def test_neighbouring_ranks_differ_in_the_last_dimension_of_the_order(order, nei
 
 
 @pytest.mark.parametrize("order", ["DPT", "DTP", "PDT", "PTD", "TDP", "TPD"])
-def test_every_place_of_a_mesh_is_taken_once_and_replicas_read_different_rows(order):
+def test_mesh_places_are_unique_and_replicas_read_different_rows(order):
     shape = MeshShape(data=3, pipeline=2, tensor=4, order=order)
     places = [shape.coordinates(rank) for rank in range(shape.size)]
     assert len({tuple(sorted(place.items())) for place in places}) == shape.size == 24
@@ -155,11 +155,11 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_stages_one_after_the_other_answer_what_the_whole_model_answers(name: str, stages: int):
-    family, auto, said = LAYOUTS[name]
+def test_chained_stages_compute_the_output_of_the_whole_model(name: str, stages: int):
+    family, auto, output = LAYOUTS[name]
     model = tiny(family, auto, **({"num_key_value_heads": 2} if family in ("gemma", "mistral", "qwen2") else {}))
     with torch.no_grad():
-        assert torch.equal(getattr(chained(model, stages), said), getattr(model(**ROWS), said))
+        assert torch.equal(getattr(chained(model, stages), output), getattr(model(**ROWS), output))
 
 
 @pytest.mark.parametrize("family", PIPELINE_FAMILIES)
@@ -207,9 +207,7 @@ def test_a_head_that_is_computed_for_every_token_takes_the_place_of_layers():
     ("family", "config"),
     [("distilbert", {}), ("deberta-v2", {"relative_attention": True}), ("albert", {}), ("electra", {})],
 )
-def test_a_model_that_is_laid_out_otherwise_is_refused_with_the_ways_that_are_known(
-    family: str, config: dict[str, Any]
-):
+def test_model_without_a_known_layout_is_refused_with_the_known_ones(family: str, config: dict[str, Any]):
     with pytest.raises(StageError, match=r"cannot be cut into stages: .* BERT, GPT-2 or Llama") as refused:
         layout_of(tiny(family, **config))
     assert (refused.value.failure_class, refused.value.reason) == (FailureClass.CONFIG, "NoPipelineLayout")
@@ -316,13 +314,13 @@ def refusal(strategy: Any, found: Any) -> str:
     return error.value.reason
 
 
-def asked(bench: Any, **settings: Any) -> ModelParallel:
+def strategy_of(bench: Any, **settings: Any) -> ModelParallel:
     run = bench.spread("ddp", 1, micro=4).with_training(strategy=Strategy(name="ddp", **settings))
     return ModelParallel(run.job.training)
 
 
 def test_tensor_parallelism_that_is_not_there_is_an_error(two_ranks, bench, monkeypatch):
-    strategy = asked(bench, tensor=2)
+    strategy = strategy_of(bench, tensor=2)
     monkeypatch.setattr(strategy, "_expect_same_answers", lambda model, expected: None)
     model = strategy.prepare_model(tiny("llama"))
     strategy.assert_in_effect(placed(model))
@@ -336,7 +334,7 @@ def test_tensor_parallelism_that_is_not_there_is_an_error(two_ranks, bench, monk
 def test_an_answer_that_changes_when_the_model_is_spread_is_an_error(two_ranks, bench):
     # No process sums the parts here.
     with pytest.raises(StageError) as error:
-        asked(bench, tensor=2).prepare_model(tiny("llama"))
+        strategy_of(bench, tensor=2).prepare_model(tiny("llama"))
     assert (error.value.failure_class, error.value.reason) == (FailureClass.STRATEGY_NOT_IN_EFFECT, "OtherAnswers")
 
 
@@ -347,7 +345,7 @@ def test_body_that_does_more_to_embeddings_than_its_layout_is_detected():
 
 
 def test_a_process_that_keeps_the_whole_model_is_no_stage(two_ranks, bench, monkeypatch):
-    strategy = asked(bench, pipeline=Pipeline(degree=2, micro_batches=4))
+    strategy = strategy_of(bench, pipeline=Pipeline(degree=2, micro_batches=4))
     monkeypatch.setattr(strategy, "_expect_same_answers", lambda model, expected: None)
     monkeypatch.setattr("finetune_trainer.strategies.pipeline.keep_stages", lambda *parts: None)
     monkeypatch.setattr("finetune_trainer.strategies.model_parallel._probe", lambda model: {})

@@ -191,7 +191,7 @@ def test_nothing_is_claimed_without_sockets_or_without_a_plan_for_more(log, plan
         ("node-0:1:2 [0] NCCL WARN socketProgress: Connection closed by remote peer", None),
     ],
 )  # fmt: skip
-def test_a_communicator_that_cannot_use_the_planned_network_says_why(line: str, reason: str | None) -> None:
+def test_communicator_without_the_planned_network_gives_the_reason(line: str, reason: str | None) -> None:
     error = unusable_network("rdma", line)
     assert (None if error is None else error.reason) == reason
     if error is not None:

@@ -85,7 +85,7 @@ class Answering:
     """Pieces of a stream, in place of a body."""
     hold: threading.Event | None = None
     """Event that a stream waits for after its first piece."""
-    asked: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
+    requests: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
     url: str = ""
 
 
@@ -109,7 +109,7 @@ def serving(metadata: dict[str, Any], body: Any = None, stream: list[bytes] | No
 
         def do_POST(self) -> None:
             sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state.asked.append((self.path, {name.lower(): value for name, value in self.headers.items()}, sent))
+            state.requests.append((self.path, {name.lower(): value for name, value in self.headers.items()}, sent))
             self.send_response(state.status)
             for name, value in state.headers.items():
                 self.send_header(name, value)
@@ -162,7 +162,7 @@ def view(browser: Browser) -> Iterator[Page]:
     assert refused == []
 
 
-def ask_example(view: Page, state: Answering) -> None:
+def send_example(view: Page, state: Answering) -> None:
     view.goto(state.url)
     view.get_by_role("button", name="Example").click()
     view.keyboard.press("Control+Enter")
@@ -180,12 +180,12 @@ def record(view: Page, folder: Path, name: str) -> None:
 
 def test_labels_have_bars_in_order_of_their_probability(view: Page) -> None:
     with serving(MODELS["classes"], ANSWERS["classes"]) as state:
-        ask_example(view, state)
+        send_example(view, state)
         rows = view.locator("#answer tbody tr")
         expect(rows).to_have_text(["positive75.0 %", "neutral20.0 %", "negative5.0 %"])
         values = [rows.nth(at).get_by_role("progressbar").get_attribute("value") for at in range(3)]
         assert values == ["0.75", "0.2", "0.05"]
-        path, _, sent = state.asked[0]
+        path, _, sent = state.requests[0]
         assert (path, sent["parameters"]) == ("/", {"top_k": 3})
         assert sent["inputs"] == view.get_by_label("Text").input_value()
 
@@ -198,9 +198,9 @@ def test_pairs_have_two_fields_and_several_labels_can_be_chosen(view: Page) -> N
         {"label": "negative", "score": 0.1},
     ]
     with serving(model, both) as state:
-        ask_example(view, state)
+        send_example(view, state)
         expect(view.locator("#answer .figure")).to_have_text("positive, neutral")
-        inputs = state.asked[0][2]["inputs"]
+        inputs = state.requests[0][2]["inputs"]
         assert inputs == {
             "text": view.get_by_label("First text").input_value(),
             "text_pair": view.get_by_label("Second text").input_value(),
@@ -209,11 +209,11 @@ def test_pairs_have_two_fields_and_several_labels_can_be_chosen(view: Page) -> N
 
 def test_regression_shows_a_number(view: Page) -> None:
     with serving(MODELS["classes"] | {"label_form": "regression"}, [{"label": "score", "score": -3.25}]) as state:
-        ask_example(view, state)
+        send_example(view, state)
         expect(view.locator("#answer")).to_have_text("-3.25")
 
 
-def test_entities_are_marked_where_they_are_behind_characters_of_two_halves(view: Page) -> None:
+def test_entities_are_marked_correctly_after_surrogate_pairs(view: Page) -> None:
     moved = [each | {"start": each["start"] + 2, "end": each["end"] + 2} for each in ENTITIES]
     with serving(MODELS["entities"], moved) as state:
         view.goto(state.url)
@@ -229,7 +229,7 @@ def test_entities_are_marked_where_they_are_behind_characters_of_two_halves(view
 
 def test_answer_is_marked_in_its_paragraph_and_its_absence_is_shown(view: Page) -> None:
     with serving(MODELS["answers"], ANSWER) as state:
-        ask_example(view, state)
+        send_example(view, state)
         expect(view.locator("#answer mark")).to_have_text("1830")
         state.body = {"answer": "", "score": 0.9, "start": 0, "end": 0}
         view.get_by_role("button", name="Send").click()
@@ -239,12 +239,12 @@ def test_answer_is_marked_in_its_paragraph_and_its_absence_is_shown(view: Page) 
 
 def test_text_and_gaps(view: Page) -> None:
     with serving(MODELS["summary"], ANSWERS["summary"]) as state:
-        ask_example(view, state)
+        send_example(view, state)
         expect(view.locator("#answer")).to_have_text("The bridge closes in March.")
     with serving(MODELS["gaps"], GAPS) as state:
-        ask_example(view, state)
+        send_example(view, state)
         expect(view.locator("#answer tbody tr")).to_have_text(["Paris60.0 %", "Lyon10.0 %"])
-        assert "<mask>" in state.asked[0][2]["inputs"]
+        assert "<mask>" in state.requests[0][2]["inputs"]
 
 
 def test_chat_streams_continues_and_restarts(view: Page) -> None:
@@ -262,8 +262,8 @@ def test_chat_streams_continues_and_restarts(view: Page) -> None:
         view.keyboard.press("Control+Enter")
         expect(view.locator("#talk li")).to_have_count(4)
         expect(view.locator("#took")).to_contain_text("Answered in")
-        assert [path for path, _, _ in state.asked] == ["/v1/chat/completions"] * 2
-        assert state.asked[1][2]["messages"] == [
+        assert [path for path, _, _ in state.requests] == ["/v1/chat/completions"] * 2
+        assert state.requests[1][2]["messages"] == [
             {"role": "user", "content": "What to see?"},
             {"role": "assistant", "content": REPLY},
             {"role": "user", "content": "And then?"},
@@ -289,7 +289,7 @@ def test_stop_ends_an_answer_that_is_being_written(view: Page) -> None:
 def test_markup_of_the_model_and_of_the_user_stays_text(view: Page) -> None:
     model = {"name": HOSTILE, "task": "text-classification", "labels": [HOSTILE]}
     with serving(model, [{"label": HOSTILE, "score": 0.9}]) as state:
-        ask_example(view, state)
+        send_example(view, state)
         expect(view.locator("h1")).to_have_text(HOSTILE)
         expect(view.locator("#answer tbody th")).to_have_text(HOSTILE)
         state.status, state.body = 422, {"error": HOSTILE}
@@ -301,7 +301,7 @@ def test_markup_of_the_model_and_of_the_user_stays_text(view: Page) -> None:
         view.get_by_role("button", name="Send").click()
         expect(view.locator("#answer .passage")).to_contain_text(HOSTILE)
     with serving(CHAT, stream=events(HOSTILE)) as state:
-        ask_example(view, state)
+        send_example(view, state)
         expect(view.locator("#talk")).to_contain_text(HOSTILE)
     assert "owned" not in view.title()
     assert view.locator("main img, main script").count() == 0
@@ -314,7 +314,7 @@ def test_refusals_are_shown_with_a_hint(view: Page) -> None:
         view.get_by_role("button", name="Send").click()
         expect(view.get_by_role("alert")).to_contain_text('"Text" is empty')
         expect(view.get_by_label("Text")).to_be_focused()
-        assert state.asked == []
+        assert state.requests == []
         view.get_by_label("Text").fill("a")
         view.get_by_role("button", name="Send").click()
         expect(view.get_by_role("alert")).to_contain_text("429: The queue of 256 rows is full. Try again in 7 s.")
@@ -322,7 +322,7 @@ def test_refusals_are_shown_with_a_hint(view: Page) -> None:
     expect(view.get_by_role("alert")).to_contain_text("Cannot connect")
 
 
-def test_token_is_asked_for_and_kept_nowhere(view: Page) -> None:
+def test_token_is_requested_on_401_and_stored_nowhere(view: Page) -> None:
     with serving(MODELS["classes"], {"error": "No token."}) as state:
         state.status = 401
         view.goto(state.url)
@@ -334,7 +334,7 @@ def test_token_is_asked_for_and_kept_nowhere(view: Page) -> None:
         view.keyboard.type("s3cret")
         view.keyboard.press("Control+Enter")
         expect(view.locator("#took")).to_contain_text("Answered in")
-        assert state.asked[1][1]["authorization"] == "Bearer s3cret"
+        assert state.requests[1][1]["authorization"] == "Bearer s3cret"
         view.get_by_text("The request with curl").click()
         curl = view.locator("#curl").inner_text()
         assert "s3cret" not in curl
@@ -372,7 +372,7 @@ def test_page_has_no_barriers_and_is_no_wider_than_the_screen(
     script = (Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8")
     view.emulate_media(color_scheme="dark" if scheme == "dark" else "light", reduced_motion="reduce")
     with serving(MODELS[kind], ANSWERS.get(kind), STREAM if kind == "chat" else None) as state:
-        ask_example(view, state)
+        send_example(view, state)
         view.get_by_text("The request with curl").click()
         view.evaluate(f"(() => {{ {script} }})()")
         for width in WIDTHS:

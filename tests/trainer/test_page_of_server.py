@@ -36,14 +36,14 @@ TOKEN = "s3cret"
 @pytest.fixture
 def url(tmp_path: Path, tiny_bert: Callable[..., Path]) -> Iterator[str]:
     model = tiny_bert(tmp_path / "model", labels=LABELS)
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "name": "reviews",
         "task": "text-classification",
         "model": {"uri": model.as_uri()},
         "predict": {"device": "cpu", "batch_tokens": 512},
         "serving": {"model_name": "reviews", "device": "cpu", "max_batch_tokens": 512},
     }
-    job = TrainerJob.model_validate(told)
+    job = TrainerJob.model_validate(document)
     engine = ServingEngine.load(job, JobPaths.of(tmp_path, job.name))
     metrics = ServingMetrics(engine.name, job.task, "1")
     state = ServerState(engine, Batcher(engine, metrics), metrics, TOKEN, "1")
@@ -60,8 +60,8 @@ def url(tmp_path: Path, tiny_bert: Callable[..., Path]) -> Iterator[str]:
 def test_page_shows_the_answer_of_the_server(url: str) -> None:
     text = "the soup was good"
     body = json.dumps({"inputs": text}).encode()
-    asked = urllib.request.Request(url, body, {"Authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(asked, timeout=patient(30)) as answer:
+    request = urllib.request.Request(url, body, {"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=patient(30)) as answer:
         (shares,) = json.load(answer)
     complaints: list[str] = []
     with sync_playwright() as playwright:

@@ -41,15 +41,15 @@ def job(tmp_path: Path, tiny_bert: Callable[..., Path], monkeypatch: pytest.Monk
     )
 
 
-def test_rows_that_are_answered_leave_nothing_in_memory_and_freed_memory_goes_back(
+def test_answered_rows_leave_no_memory_and_freed_memory_is_returned(
     job: TrainerJob, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks: list[int] = []
     given_back: list[int] = []
     write = Parts.write
 
-    def counted(*told: object) -> PartFacts:
-        facts = write(*told)  # type: ignore[arg-type]
+    def counted(*arguments: object) -> PartFacts:
+        facts = write(*arguments)  # type: ignore[arg-type]
         gc.collect()
         blocks.append(sys.getallocatedblocks())
         return facts

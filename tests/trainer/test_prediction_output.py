@@ -56,8 +56,8 @@ def bucket() -> Iterator[str]:
 
 def a_job(model: Path, data: Path, **changes: Any) -> TrainerJob:
     dataset = {"uri": f"file://{data}/rows-*.jsonl", "columns": {"text": "text"}}
-    asked = {"dataset": dataset, "device": "cpu", "batch_tokens": 64, **changes}
-    body = {"name": "job", "task": "text-classification", "model": {"uri": f"file://{model}"}, "predict": asked}
+    settings = {"dataset": dataset, "device": "cpu", "batch_tokens": 64, **changes}
+    body = {"name": "job", "task": "text-classification", "model": {"uri": f"file://{model}"}, "predict": settings}
     return TrainerJob.model_validate(body)
 
 
@@ -132,14 +132,14 @@ def test_rows_without_a_prediction_go_to_a_file_in_the_folder(model, data, tmp_p
     assert len(in_folder(out)) == 37
 
 
-def test_the_format_is_that_which_is_asked_for_whatever_the_ending(model, data, tmp_path, paths):
+def test_format_setting_overrides_the_file_ending(model, data, tmp_path, paths):
     out = tmp_path / "answers.data"
     predict(a_job(model, data, output=f"file://{out}", format="parquet"), paths, NoProgress())
     assert pq.read_table(out).num_rows == 37
     assert predict(a_job(model, data, format="parquet"), paths, NoProgress())["path"] == str(paths.predictions_parquet)
 
 
-def test_the_id_column_is_written_as_id_and_rows_of_one_id_are_all_answered(model, data, paths):
+def test_id_column_is_written_as_id_and_equal_ids_are_all_answered(model, data, paths):
     predict(a_job(model, data, id_column="key", columns=["key", "text"]), paths, NoProgress())
     rows = predictions(paths)
     every = [row for file in range(2) for row in rows_of(file)]
@@ -161,12 +161,12 @@ def test_a_missing_id_column_is_refused_before_the_model_is_loaded(data, tmp_pat
     for stage in (prepare, predict):
         with pytest.raises(StageError) as caught:
             stage(job, paths, NoProgress())
-        told = caught.value
-        assert (told.failure_class, told.reason) == (FailureClass.DATA, "MissingColumn")
-        assert "predict.idColumn is 'identity', but" in told.message
+        error = caught.value
+        assert (error.failure_class, error.reason) == (FailureClass.DATA, "MissingColumn")
+        assert "predict.idColumn is 'identity', but" in error.message
 
 
-def test_a_prepared_split_keeps_the_id_column_or_asks_to_be_prepared_again(model, tmp_path, paths: JobPaths):
+def test_prepared_split_without_the_id_column_must_be_prepared_again(model, tmp_path, paths: JobPaths):
     rows = [{"text": f"word {number}", "label": LABELS[number % 2], "key": f"k{number}"} for number in range(6)]
     data = write_lines(tmp_path / "data" / "test.jsonl", rows)
     body = {

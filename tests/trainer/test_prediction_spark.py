@@ -35,7 +35,7 @@ TEXTS = [" ".join(WORDS[(7 * row + at) % 60] for at in range(400 + row % 5)) for
 
 
 def job_of(model: Path, data: Path, **changes: Any) -> TrainerJob:
-    asked = {
+    predict_settings = {
         "dataset": {"uri": f"file://{data}", "columns": {"text": "text"}},
         "device": "cpu",
         "batch_tokens": 256,
@@ -47,7 +47,7 @@ def job_of(model: Path, data: Path, **changes: Any) -> TrainerJob:
             "task": "text-classification",
             "model": {"uri": f"file://{model}"},
             "preparation": {"max_length": 24},
-            "predict": asked,
+            "predict": predict_settings,
         }
     )
 
@@ -70,7 +70,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) -> 
     return paths.predictions_jsonl.read_bytes()
 
 
-class Told(NoProgress):
+class RecordedProgress(NoProgress):
     """Records progress."""
 
     def __init__(self) -> None:
@@ -107,14 +107,14 @@ def test_executors_write_the_bytes_of_one_process_also_after_one_is_killed(
         pytest.skip("Spark needs Java, and there is none")
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     monkeypatch.setattr(prediction_spark, "LOOK_SECONDS", 0.0)
-    paths, progress = JobPaths(tmp_path / "job"), Told()
+    paths, progress = JobPaths(tmp_path / "job"), RecordedProgress()
 
     def beats() -> list[Path]:
         return list(paths.root.glob("predictions.parts/*/attempt-*/beat-1.json"))
 
     def kill_first_worker() -> None:
         wait_until(beats, "worker 1 lives")
-        word = beats()[0].read_bytes()
+        heartbeat = beats()[0].read_bytes()
         forks = [
             one
             for one in psutil.Process().children(recursive=True)
@@ -122,12 +122,14 @@ def test_executors_write_the_bytes_of_one_process_also_after_one_is_killed(
         ]
         for one in forks:
             os.kill(one.pid, signal.SIGKILL)
-        wait_until(lambda: beats() and word.split(b",")[0] != beats()[0].read_bytes().split(b",")[0], "another lives")
+        wait_until(
+            lambda: beats() and heartbeat.split(b",")[0] != beats()[0].read_bytes().split(b",")[0], "another lives"
+        )
 
     in_the_driver(monkeypatch, kill_first_worker)
-    told = predict_by_spark(job_of(model, data, workers=2, engine="spark"), paths, progress)
+    result = predict_by_spark(job_of(model, data, workers=2, engine="spark"), paths, progress)
     assert paths.predictions_jsonl.read_bytes() == plain
-    assert (told["rows"], progress.steps[-1], progress.figures["replaced_pods"]) == (ROWS, (ROWS, ROWS), 1)
+    assert (result["rows"], progress.steps[-1], progress.figures["replaced_pods"]) == (ROWS, (ROWS, ROWS), 1)
     assert progress.figures["rows_per_second"] > 0
     assert not list(paths.root.glob("predictions.parts*"))
     from pyspark.sql import SparkSession
@@ -146,7 +148,7 @@ class Context:
         self.cancelled: list[str] = []
         self._numbers: Sequence[int] = ()
 
-    def setJobGroup(self, _group: str, _what: str, *, interruptOnCancel: bool) -> None:  # noqa: N802, N803
+    def setJobGroup(self, _group: str, _description: str, *, interruptOnCancel: bool) -> None:  # noqa: N802, N803
         assert interruptOnCancel
 
     def cancelJobGroup(self, group: str) -> None:  # noqa: N802
@@ -178,7 +180,7 @@ def tasks_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Context]:
             sparkContext = context  # noqa: N815
 
         @contextmanager
-        def session(_asked: object) -> Iterator[Any]:
+        def session(_settings: object) -> Iterator[Any]:
             yield Session
 
         monkeypatch.setattr(prediction_spark, "spark_session", session)
@@ -219,11 +221,11 @@ def test_failure_that_would_repeat_in_other_executors_fails_the_stage(
 def test_stage_fails_when_spark_gives_up_its_executors(
     tasks_here: Callable[..., Context], model: Path, data: Path, tmp_path: Path
 ) -> None:
-    said = (
+    message = (
         "Job aborted due to stage failure: Task 0 in stage 0.0 failed 4 times\n  File x.py, line 3\n"
         "finetune_trainer.failures.StageError: An executor does not see the job's folder /w/job.\n\tat org.apache.spark"
     )
-    tasks_here(RuntimeError(said))
+    tasks_here(RuntimeError(message))
     with pytest.raises(StageError) as caught:
         predict_by_spark(job_of(model, data, workers=3, engine="spark"), JobPaths(tmp_path / "job"), NoProgress())
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.COLLECTIVE, "ExecutorsLost")

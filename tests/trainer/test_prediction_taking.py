@@ -171,7 +171,7 @@ def test_shards_of_workers_that_never_start_are_taken_by_the_others():
     assert play.answered == Counter(range(50))
 
 
-def test_worker_0_alone_answers_everything_and_waits_for_nobody():
+def test_worker_0_answers_everything_alone_without_waiting():
     play = Play(1000, 50)
     play.start(0)
     play.run()
@@ -226,7 +226,7 @@ def test_parts_of_an_earlier_attempt_are_never_answered_again():
     assert play.answered == Counter(range(20, 30))
 
 
-def test_requests_of_a_thousand_workers_are_bounded_for_each_shard_and_worker():
+def test_requests_of_a_thousand_workers_stay_bounded():
     """2,000 shards of half a minute each on a thousand workers, of which 40 are killed and replaced."""
     workers, shards, kills = 1000, 2000, 20
     play = Play(workers, shards)
@@ -263,40 +263,40 @@ class Choosers:
         text = Beat(incarnation=f"{index}-{incarnation}", beat=beat, ended=ended).to_json()
         self.files.write(beat_name(self.folder, index), text)
 
-    def asked(self, now: float, *indices: int) -> list[int]:
+    def chosen(self, now: float, *indices: int) -> list[int]:
         """Return which of these workers do the work."""
         return [index for index in indices if self.takers[index].first("choice", now)]
 
 
 def test_one_worker_chooses_while_it_lives() -> None:
     play = Choosers()
-    assert play.asked(0, 2, 0, 1) == [2]
+    assert play.chosen(0, 2, 0, 1) == [2]
     for now in range(10, int(CHOOSING_SECONDS), 10):
         play.beat(2, 1 + now)
-        assert play.asked(now, 0, 1) == []
-    assert play.asked(CHOOSING_SECONDS + 20, 0, 1) == [0], "it is stuck, and one of the others is next"
+        assert play.chosen(now, 0, 1) == []
+    assert play.chosen(CHOOSING_SECONDS + 20, 0, 1) == [0], "it is stuck, and one of the others is next"
 
 
 def test_the_choice_of_a_worker_that_died_is_taken_over_by_one_other() -> None:
     play = Choosers()
-    assert play.asked(0, 0, 1, 2) == [0]
-    assert play.asked(SILENT_SECONDS, 1, 2) == []
-    assert play.asked(SILENT_SECONDS + 1, 1, 2) == [1]
+    assert play.chosen(0, 0, 1, 2) == [0]
+    assert play.chosen(SILENT_SECONDS, 1, 2) == []
+    assert play.chosen(SILENT_SECONDS + 1, 1, 2) == [1]
     play.beat(1, 2)
-    assert play.asked(SILENT_SECONDS + 2, 2) == []
+    assert play.chosen(SILENT_SECONDS + 2, 2) == []
 
 
 def test_a_worker_that_ended_or_was_replaced_chooses_no_more() -> None:
     play = Choosers()
-    assert play.asked(0, 0, 1, 2) == [0]
+    assert play.chosen(0, 0, 1, 2) == [0]
     play.takers[0] = play.begin(0, "b")
-    assert play.asked(1, 0, 1, 2) == [0], "it knows that the one before it is dead"
+    assert play.chosen(1, 0, 1, 2) == [0], "it knows that the one before it is dead"
     play.beat(0, 2, "b", ended=True)
-    assert play.asked(2, 1, 2) == [1]
+    assert play.chosen(2, 1, 2) == [1]
 
 
-def test_a_claim_that_was_never_written_out_holds_nobody_up_for_ever() -> None:
+def test_unfinished_claim_blocks_no_worker_for_ever() -> None:
     play = Choosers()
     play.files.create(f"{play.folder}/claims/choice.0", "")
-    assert play.asked(0, 1, 2) == []
-    assert play.asked(SILENT_SECONDS + 1, 1, 2) == [1]
+    assert play.chosen(0, 1, 2) == []
+    assert play.chosen(SILENT_SECONDS + 1, 1, 2) == [1]

@@ -107,7 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Pat
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> bytes:
     alone = Crew(tmp_path_factory.mktemp("alone"), model, TEXTS)
     workers = alone.workers(1)
-    assert ends(alone.start(workers)) == [0], said(workers)
+    assert ends(alone.start(workers)) == [0], logs_of(workers)
     return alone.output
 
 
@@ -129,7 +129,7 @@ def ends(processes: Sequence[BaseProcess]) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-def said(workers: Sequence[Predictor]) -> str:
+def logs_of(workers: Sequence[Predictor]) -> str:
     return "\n".join(
         f"--- {each.name}\n{each.log.read_text(errors='replace')}" for each in workers if each.log.exists()
     )
@@ -142,7 +142,7 @@ def report_of(worker: Predictor) -> TrainerReport:
 def test_workers_write_the_bytes_that_one_process_writes(crew: Crew):
     progress = crew.folder / "progress.jsonl"
     workers = crew.workers(3, environment={"FINETUNE_PROGRESS": str(progress)})
-    assert ends(crew.start(workers)) == [0, 0, 0], said(workers)
+    assert ends(crew.start(workers)) == [0, 0, 0], logs_of(workers)
     assert set(crew.claimed.values()) == {1}
     assert len(crew.claimed) > 6
     assert crew.output == crew.undisturbed
@@ -151,23 +151,23 @@ def test_workers_write_the_bytes_that_one_process_writes(crew: Crew):
     assert crew.is_left_clean()
     answered = [report_of(worker).metrics["rows"] for worker in workers]
     assert answered[0] == ROWS
-    told = [Progress.model_validate_json(line) for line in progress.read_text().splitlines()]
-    assert (told[-1].step, told[-1].total_steps) == (ROWS, ROWS)
-    rates = [one.metrics["rows_per_second"] for one in told if "rows_per_second" in one.metrics]
+    updates = [Progress.model_validate_json(line) for line in progress.read_text().splitlines()]
+    assert (updates[-1].step, updates[-1].total_steps) == (ROWS, ROWS)
+    rates = [one.metrics["rows_per_second"] for one in updates if "rows_per_second" in one.metrics]
     assert all(rate > 0 for rate in rates)
     # Worker 0 measures from its first look on, when the others may have answered everything.
-    assert rates or told[0].step == ROWS
+    assert rates or updates[0].step == ROWS
 
 
-def test_killed_and_replaced_workers_answer_no_shard_twice_but_those_under_way(crew: Crew):
+def test_replaced_workers_repeat_only_the_shards_in_progress(crew: Crew):
     """Each worker is killed twice, in the middle of its first or second shard, while no other continues."""
     draw = random.Random(20)
     troubles: tuple[Trouble, ...] = ("hangs in a shard", "hangs before the facts")
     workers = crew.workers(3)
     everyone: list[Predictor] = []
 
-    def told() -> str:
-        return said(everyone)
+    def logs() -> str:
+        return logs_of(everyone)
 
     for incarnation in range(2):
         round_ = [
@@ -176,32 +176,32 @@ def test_killed_and_replaced_workers_answer_no_shard_twice_but_those_under_way(c
         ]
         everyone += round_
         for worker, process in zip(round_, crew.start(round_), strict=True):
-            wait_until(worker.hangs.exists, told)
+            wait_until(worker.hangs.exists, logs)
             process.kill()
             process.join()
     last = [worker.other(incarnation=2) for worker in workers]
-    assert ends(crew.start(last)) == [0, 0, 0], said([*everyone, *last])
+    assert ends(crew.start(last)) == [0, 0, 0], logs_of([*everyone, *last])
     assert 0 < sum(crew.claimed.values()) - len(crew.claimed) <= 6
     assert crew.output == crew.undisturbed
     assert crew.is_left_clean()
 
 
-def test_the_shard_of_a_stopped_worker_is_taken_over_and_it_ends_well_later(crew: Crew):
+def test_shard_of_a_paused_worker_is_taken_over_and_it_ends_cleanly(crew: Crew):
     workers = crew.workers(3, straggler_seconds=0.3)
     workers[1] = workers[1].other(trouble="hangs in a shard", after=1)
     stopped = crew.start(workers[1:2])
-    wait_until(workers[1].hangs.exists, lambda: said(workers))
+    wait_until(workers[1].hangs.exists, lambda: logs_of(workers))
     pid = stopped[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    assert ends(crew.start([workers[0], workers[2]])) == [0, 0], said(workers)
+    assert ends(crew.start([workers[0], workers[2]])) == [0, 0], logs_of(workers)
     # A shard that takes a slow machine long is taken over, too: both write the same bytes.
     assert sum(crew.claimed.values()) - len(crew.claimed) >= 1
     assert crew.output == crew.undisturbed
     written = crew.paths.predictions_jsonl.stat().st_ino
     workers[1].hangs.unlink()
     os.kill(pid, signal.SIGCONT)
-    assert ends(stopped) == [0], said(workers)
+    assert ends(stopped) == [0], logs_of(workers)
     assert crew.paths.predictions_jsonl.stat().st_ino == written
     assert crew.is_left_clean()
 
@@ -210,13 +210,13 @@ def test_killed_worker_0_is_replaced_and_no_shard_is_answered_again(crew: Crew):
     workers = crew.workers(2)
     workers[0] = workers[0].other(trouble="hangs while joining")
     processes = crew.start(workers)
-    wait_until(workers[0].hangs.exists, lambda: said(workers))
-    assert ends([processes[1]]) == [0], said(workers)
+    wait_until(workers[0].hangs.exists, lambda: logs_of(workers))
+    assert ends([processes[1]]) == [0], logs_of(workers)
     processes[0].kill()
     processes[0].join()
     assert not crew.paths.predictions_jsonl.exists()
     again = workers[0].other(trouble=None, incarnation=1)
-    assert ends(crew.start([again])) == [0], said([again])
+    assert ends(crew.start([again])) == [0], logs_of([again])
     assert set(crew.claimed.values()) == {1}
     assert crew.output == crew.undisturbed
     assert crew.is_left_clean()
@@ -227,11 +227,11 @@ def test_a_worker_that_fails_ends_all_and_is_the_cause(crew: Crew):
     workers[0] = workers[0].other(trouble="hangs in a shard", after=1)
     workers[2] = workers[2].other(trouble="refuses a shard", after=1)
     leader = crew.start(workers[:1])
-    wait_until(workers[0].hangs.exists, lambda: said(workers))
-    assert ends(crew.start(workers[2:])) == [DATA], said(workers)
+    wait_until(workers[0].hangs.exists, lambda: logs_of(workers))
+    assert ends(crew.start(workers[2:])) == [DATA], logs_of(workers)
     workers[0].hangs.unlink()
-    assert ends(leader) == [COLLECTIVE], said(workers)
-    assert ends(crew.start(workers[1:2])) == [COLLECTIVE], said(workers)
+    assert ends(leader) == [COLLECTIVE], logs_of(workers)
+    assert ends(crew.start(workers[1:2])) == [COLLECTIVE], logs_of(workers)
     cause = first_cause([report_of(worker) for worker in workers], {})
     assert cause is not None
     assert (cause.rank, cause.failure.reason) == (2, "BadRow")
@@ -239,38 +239,38 @@ def test_a_worker_that_fails_ends_all_and_is_the_cause(crew: Crew):
     assert failure is not None
     assert failure.message == "Pod 2 of 3 of stage predict failed (BadRow): Row 77 cannot be encoded."
     assert not crew.paths.predictions_jsonl.exists()
-    anew = crew.workers(3, attempt="attempt-2")
-    assert ends(crew.start(anew)) == [0, 0, 0], said(anew)
+    second_attempt = crew.workers(3, attempt="attempt-2")
+    assert ends(crew.start(second_attempt)) == [0, 0, 0], logs_of(second_attempt)
     assert crew.output == crew.undisturbed
 
 
-def test_a_preempted_worker_ends_alone_and_its_shards_are_answered_by_others(crew: Crew):
+def test_preempted_worker_ends_alone_and_others_answer_its_shards(crew: Crew):
     workers = crew.workers(2)
     workers[1] = workers[1].other(trouble="hangs in a shard", after=1)
     preempted = crew.start(workers[1:])
-    wait_until(workers[1].hangs.exists, lambda: said(workers))
+    wait_until(workers[1].hangs.exists, lambda: logs_of(workers))
     preempted[0].terminate()
-    assert ends(preempted) == [PREEMPTED], said(workers)
-    assert ends(crew.start(workers[:1])) == [0], said(workers)
+    assert ends(preempted) == [PREEMPTED], logs_of(workers)
+    assert ends(crew.start(workers[:1])) == [0], logs_of(workers)
     assert crew.output == crew.undisturbed
     late = workers[1].other(trouble=None, incarnation=1)
-    assert ends(crew.start([late])) == [0], said([late])
+    assert ends(crew.start([late])) == [0], logs_of([late])
     assert report_of(late).metrics == {"rows": 0}
     assert crew.is_left_clean()
 
 
 def test_a_worker_that_comes_after_the_end_of_its_attempt_answers_nothing(crew: Crew):
     """Worker 0 may be killed after the parts are joined and before its report is written."""
-    word = CrewStatus(attempt="a", state="done", worker=0, result={"rows": 300, "path": "predictions.jsonl"})
+    status = CrewStatus(attempt="a", state="done", worker=0, result={"rows": 300, "path": "predictions.jsonl"})
     crew.paths.state.mkdir(parents=True)
-    (crew.paths.root / STATUS_FILE).write_text(word.to_json())
+    (crew.paths.root / STATUS_FILE).write_text(status.to_json())
     parts = crew.paths.root / "predictions.parts" / "key"
     parts.mkdir(parents=True)
-    told = [
+    results = [
         predict(crew.job(2), crew.paths, NoProgress(), ProcessWorld(rank, 2, 0, 1), {"FINETUNE_ATTEMPT": "a"})
         for rank in (1, 0)
     ]
-    assert told == [{"rows": 0}, {"rows": 300, "path": "predictions.jsonl"}]
+    assert results == [{"rows": 0}, {"rows": 300, "path": "predictions.jsonl"}]
     assert crew.is_left_clean()
 
 

@@ -96,7 +96,7 @@ def ids_of(text: str) -> list[int]:
     return [[*SPECIAL, *WORDS].index(word) for word in text.split()]
 
 
-def words(ids: list[int]) -> str:
+def text_of(ids: list[int]) -> str:
     return " ".join("." if each == NOT_LEARNT else [*SPECIAL, *WORDS][each] for each in ids)
 
 
@@ -111,10 +111,10 @@ def encoded(prompt: Any, answers: tuple[Any, Any] | None, max_length: int = 16) 
 
 def halves(found: Any, column: str) -> list[str]:
     (end,), (values,) = found.features["chosen"], found.features[column]
-    return [words(values[:end]), words(values[end:])]
+    return [text_of(values[:end]), text_of(values[end:])]
 
 
-def test_a_pair_is_its_prompt_with_each_answer_and_answers_alone_are_learnt() -> None:
+def test_pair_has_the_prompt_with_each_answer_and_only_answers_are_learnt() -> None:
     found = encoded("the cat", ("sees a dog", "sleeps"))
     assert halves(found, "input_ids") == ["the cat sees a dog </s>", "the cat sleeps </s>"]
     assert halves(found, "labels") == [". . sees a dog </s>", ". . sleeps </s>"]
@@ -134,7 +134,7 @@ LONG = "the " * 20 + "cat"
     ],
     ids=["the prompt gives way", "down to half", "then the answer"],
 )  # fmt: skip
-def test_where_a_pair_does_not_fit_both_answers_keep_the_same_end_of_the_prompt(prompt, chosen, rejected, expected):
+def test_truncated_pair_keeps_the_same_end_of_the_prompt_for_both(prompt, chosen, rejected, expected):
     found = encoded(prompt, (chosen, rejected))
     assert halves(found, "input_ids") == [each.strip() for each in expected]
     assert found.truncated == 1
@@ -148,11 +148,11 @@ def test_conversations_are_answered_by_the_chat_template() -> None:
     ]
     reply = {"role": "assistant", "content": "sleeps", "name": None}
     found = encoded(talk, (reply, {**reply, "content": "a tree"}), max_length=40)
-    asked = "<|user|> a cat </s> <|assistant|> sees </s> <|user|> then </s> <|assistant|>"
-    assert halves(found, "input_ids") == [f"{asked} sleeps </s>", f"{asked} a tree </s>"]
-    unlearnt = " ".join("." for _ in asked.split())
+    prompt = "<|user|> a cat </s> <|assistant|> sees </s> <|user|> then </s> <|assistant|>"
+    assert halves(found, "input_ids") == [f"{prompt} sleeps </s>", f"{prompt} a tree </s>"]
+    unlearnt = " ".join("." for _ in prompt.split())
     assert halves(found, "labels") == [f"{unlearnt} sleeps </s>", f"{unlearnt} a tree </s>"]
-    assert words(encoded(talk, None, max_length=40).features["input_ids"][0]) == asked
+    assert text_of(encoded(talk, None, max_length=40).features["input_ids"][0]) == prompt
 
 
 TURN = [{"role": "user", "content": "a cat"}]
@@ -210,7 +210,7 @@ def by_trl(job: TrainerJob, paths: JobPaths, folder: Path, model: Any) -> tuple[
     for epoch in range(-(-training.max_steps // order.steps)):
         order.start_at(epoch)
         picked += [rows[source[pick.row]] for micro in order for pick in micro]
-    batch, heard = training.batch, Losses()
+    batch, recorded = training.batch, Losses()
     trainer = trl.DPOTrainer(
         model=model,
         args=trl.DPOConfig(
@@ -243,10 +243,10 @@ def by_trl(job: TrainerJob, paths: JobPaths, folder: Path, model: Any) -> tuple[
             read_lines(Path(job.dataset.uri.removeprefix("file://")) / "validation.jsonl")  # type: ignore[union-attr]
         ),
         processing_class=AutoTokenizer.from_pretrained(job.model.uri.removeprefix("file://")),
-        callbacks=[heard],
+        callbacks=[recorded],
     )
     trainer.train()
-    return heard.found, trainer
+    return recorded.found, trainer
 
 
 @pytest.mark.parametrize(
@@ -270,20 +270,20 @@ def test_losses_weights_and_rewards_are_those_of_trl(family, talk, beta, tmp_pat
     measured, expected = evaluate(job, paths, NoProgress())["evaluate"], trainer.evaluate()
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"):
         assert measured[name] == pytest.approx(expected[f"eval_{name}"], rel=1e-3, abs=1e-5), name
-    told = [line for line in read_lines(paths.history) if "eval_loss" in line][-1]
-    assert told["eval_rewards/margins"] == pytest.approx(measured["rewards/margins"], rel=1e-4)
+    last_evaluation = [line for line in read_lines(paths.history) if "eval_loss" in line][-1]
+    assert last_evaluation["eval_rewards/margins"] == pytest.approx(measured["rewards/margins"], rel=1e-4)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=WITHOUT_DATA)
-def test_real_answers_are_preferred_to_their_own_words_in_another_order(tmp_path, paths):
+def test_real_answers_are_preferred_to_their_shuffled_form(tmp_path, paths):
     """Word frequencies cannot tell the two apart; losses equal trl's."""
     draw, rows = random.Random(3), []
     for row in real_rows("instruct/train.jsonl", 900):
-        said = row["output"].split()
-        if 5 <= len(said) <= 40:
+        reply = row["output"].split()
+        if 5 <= len(reply) <= 40:
             prompt = f"{row['instruction']} {row['input']} => "
             rows.append(
-                {"prompt": prompt, "chosen": " ".join(said), "rejected": " ".join(draw.sample(said, len(said)))}
+                {"prompt": prompt, "chosen": " ".join(reply), "rejected": " ".join(draw.sample(reply, len(reply)))}
             )
     assert len(rows) > 500
     write_lines(tmp_path / "data" / "train.jsonl", rows[:-60])
@@ -345,7 +345,7 @@ def stopped_after(job: TrainerJob, paths: JobPaths, step: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["its answers are kept", "its answers are lost"])
-def test_a_run_that_goes_on_is_compared_with_what_it_began_with(llama, data, paths, kept):
+def test_resumed_run_is_compared_with_its_initial_reference(llama, data, paths, kept):
     job = job_on(llama, data, predict=None, training=schedule())
     stopped_after(job, paths, 6)
     whole, model = losses(paths), (paths.model / "model.safetensors").read_bytes()
@@ -379,13 +379,13 @@ def test_a_run_does_not_go_on_from_another_reference_or_another_beta(llama, data
             (llama / name).write_bytes(content)
 
 
-def test_only_rows_that_a_step_reads_are_asked_about(llama, data, paths):
+def test_reference_is_computed_only_for_rows_of_the_steps(llama, data, paths):
     job = job_on(llama, data, steps=2, predict=None)
     trained(job, paths)
     (file,) = paths.checkpoints.glob("reference-*.npz")
     with np.load(file) as kept:
-        asked = np.isfinite(kept["train"]).all(axis=1)
-        assert asked.sum() == 16
+        computed = np.isfinite(kept["train"]).all(axis=1)
+        assert computed.sum() == 16
         assert np.isfinite(kept["validation"]).all()
 
 
@@ -404,7 +404,7 @@ def test_dropout_is_off_on_both_sides(tmp_path, data, paths):
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-def test_the_model_writes_what_is_preferred_and_its_card_runs(llama, data, paths, capsys):
+def test_model_writes_the_preferred_answers_and_its_card_runs(llama, data, paths, capsys):
     inference = {"device": "cpu", "batch_tokens": 512, "columns": ["prompt"]}
     job = job_on(llama, data, steps=60, predict=inference, generation={"max_new_tokens": 4})
     trained(job, paths)
@@ -415,32 +415,32 @@ def test_the_model_writes_what_is_preferred_and_its_card_runs(llama, data, paths
         measured["rewards/chosen"] - measured["rewards/rejected"], rel=1e-9
     )
     predict(job, paths, NoProgress())
-    said = predictions(paths)
-    assert [each["prompt"] for each in said] == [row["prompt"] for row in pairs(12, 2)]
-    assert all("hears" not in each["generated_text"] for each in said)
-    assert sum("sees" in each["generated_text"] for each in said) > 6
+    rows = predictions(paths)
+    assert [each["prompt"] for each in rows] == [row["prompt"] for row in pairs(12, 2)]
+    assert all("hears" not in each["generated_text"] for each in rows)
+    assert sum("sees" in each["generated_text"] for each in rows) > 6
     card = run_card(job, paths)
     assert "| rewards/margins |" in card
 
 
 def test_prompts_alone_are_answered(llama, data, tmp_path, paths):
     write_lines(tmp_path / "asked" / "rows.jsonl", [{"prompt": "the cat"}, {"prompt": "a dog"}])
-    asked = {"uri": f"file://{tmp_path}/asked/rows.jsonl", "columns": {"prompt": "prompt"}}
+    dataset = {"uri": f"file://{tmp_path}/asked/rows.jsonl", "columns": {"prompt": "prompt"}}
     job = job_on(
         llama,
         data,
         steps=1,
-        predict={"device": "cpu", "batch_tokens": 64, "dataset": asked},
+        predict={"device": "cpu", "batch_tokens": 64, "dataset": dataset},
         generation={"max_new_tokens": 3},
     )
     trained(job, paths)
     predict(job, paths, NoProgress())
     model = AutoModelForCausalLM.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
-    for text, said in zip(("the cat", "a dog"), predictions(paths), strict=True):
+    for text, answer in zip(("the cat", "a dog"), predictions(paths), strict=True):
         given = tokenizer(text, return_tensors="pt")
         out = model.generate(**given, max_new_tokens=3, do_sample=False, pad_token_id=0)
-        assert said["generated_text"] == tokenizer.decode(
+        assert answer["generated_text"] == tokenizer.decode(
             out[0, given["input_ids"].shape[1] :], skip_special_tokens=True
         )
 

@@ -53,11 +53,11 @@ def question(draw: random.Random, facts: int, *, answered: bool = True) -> dict[
     if not answered:
         other = next(thing for thing in THINGS if thing not in things)
         return {"question": f"where is the {other} ?", "context": context, "answers": {"text": [], "answer_start": []}}
-    asked = draw.randrange(len(things))
-    answer = sentences[asked].split(" in ")[1].removesuffix(" .")
-    start = context.index(sentences[asked]) + sentences[asked].index(answer)
+    chosen = draw.randrange(len(things))
+    answer = sentences[chosen].split(" in ")[1].removesuffix(" .")
+    start = context.index(sentences[chosen]) + sentences[chosen].index(answer)
     return {
-        "question": f"where is the {things[asked]} ?",
+        "question": f"where is the {things[chosen]} ?",
         "context": context,
         "answers": {"text": [answer], "answer_start": [start]},
     }
@@ -111,19 +111,19 @@ def a_job(model: Path, data: Path, *, steps: int = 2, max_length: int = 200, **c
 # ---------------------------------------------------------------------------------------------------------- metrics
 
 
-def plain_words(text: str) -> list[str]:
+def normalized_tokens(text: str) -> list[str]:
     """Return the words by SQuAD's rules: lower case, without punctuation and articles."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", kept).split()
 
 
-def by_the_rules(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
+def by_the_rules(answers: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
     """Return the mean of each row's best score over its gold answers; an empty answer is right or wrong as a whole."""
     exact, f1 = 0.0, 0.0
-    for answer, texts in zip(said, gold, strict=True):
+    for answer, texts in zip(answers, gold, strict=True):
         scores = []
         for text in texts or [""]:
-            one, other = plain_words(answer), plain_words(text)
+            one, other = normalized_tokens(answer), normalized_tokens(text)
             shared = sum((collections.Counter(one) & collections.Counter(other)).values())
             overlap = 2 * shared / (len(one) + len(other)) if shared else 0.0
             scores.append((float(one == other), overlap if one and other else float(one == other and not texts)))
@@ -137,24 +137,24 @@ def test_metrics_are_those_of_squad_on_a_thousand_rows() -> None:
     """The answers are right, cut, too long, of another row, and none."""
     rows = [row for split in ("validation", "train") for row in read_lines(SQUAD / f"{split}.jsonl")][:1000]
     draw, gold = random.Random(3), [row["answers"]["text"] for row in rows]
-    said = []
+    answers = []
     for row, texts in zip(rows, gold, strict=True):
         text, start = texts[0], row["answers"]["answer_start"][0]
-        words = text.split()
+        parts = text.split()
         choices = [
             text,
-            " ".join(words[: max(1, len(words) // 2)]),
+            " ".join(parts[: max(1, len(parts) // 2)]),
             row["context"][max(0, start - 12) : start + len(text) + 9],
             f"The {text}!",
             rows[draw.randrange(1000)]["answers"]["text"][0],
             "",
         ]
-        said.append(draw.choice(choices))
-    found = measured(said, gold)
-    assert found == pytest.approx(by_the_rules(said, gold), abs=1e-6)
+        answers.append(draw.choice(choices))
+    found = measured(answers, gold)
+    assert found == pytest.approx(by_the_rules(answers, gold), abs=1e-6)
     assert 0.2 < found["exact_match"] < found["f1"] < 0.9
     some_open = [texts if at % 3 else [] for at, texts in enumerate(gold)]
-    assert measured(said, some_open) == pytest.approx(by_the_rules(said, some_open), abs=1e-6)
+    assert measured(answers, some_open) == pytest.approx(by_the_rules(answers, some_open), abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------- windows
@@ -171,8 +171,8 @@ def test_every_answer_is_in_a_window_that_points_to_it(model: Path, data: Path, 
         start, end = int(split.numbers("start")[at]), int(split.numbers("end")[at])
         text, place = rows[row]["answers"]["text"][0], rows[row]["answers"]["answer_start"][0]
         assert len(ids[at]) <= 32
-        asked = tokenizer(rows[row]["question"])["input_ids"]
-        assert ids[at][: len(asked)].tolist() == asked
+        question_ids = tokenizer(rows[row]["question"])["input_ids"]
+        assert ids[at][: len(question_ids)].tolist() == question_ids
         if start == 0:
             inside = first[at] >= 0
             assert first[at][inside][0] > place or last[at][inside][-1] < place + len(text), "it is not whole in here"
@@ -244,7 +244,7 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str],
 
     network = AutoModelForQuestionAnswering.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
-    said, shares, losses = [], [], []
+    answers, shares, losses = [], [], []
     for row in rows:
         given = tokenizer(row["question"], row["context"], return_tensors="pt", return_offsets_mapping=True)
         offsets, parts = given.pop("offset_mapping")[0].tolist(), given.sequence_ids(0)
@@ -261,7 +261,7 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str],
         likely = sorted((each[0] for each in spans if each[1] in starts and each[2] in ends), reverse=True)
         best = likely[:20] + ([none] if may_be_none else [])
         shares.append(float(torch.tensor(best, dtype=torch.float64).softmax(0).max()))
-        said.append("" if empty else row["context"][offsets[a][0] : offsets[b][1]])
+        answers.append("" if empty else row["context"][offsets[a][0] : offsets[b][1]])
         if row["answers"]["text"]:
             place, text = row["answers"]["answer_start"][0], row["answers"]["text"][0]
             gold = [at for at in inside if offsets[at][0] >= place and offsets[at][1] <= place + len(text)]
@@ -270,7 +270,7 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str],
             where = (torch.tensor([0]), torch.tensor([0]))
         with torch.inference_mode():
             losses.append(float(network(**given, start_positions=where[0], end_positions=where[1]).loss))
-    return said, shares, float(np.mean(losses))
+    return answers, shares, float(np.mean(losses))
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["always an answer", "sometimes none"])
@@ -284,16 +284,16 @@ def test_it_answers_and_is_judged_as_a_plain_loop_would(
     facts = PreparedData.open(paths).facts
     assert facts.labels == ((NO_ANSWER,) if without else ())
     assert facts.label_counts == ({NO_ANSWER: 40} if without else {})
-    said, shares, loss = plainly(paths, rows)
+    answers, shares, loss = plainly(paths, rows)
     sections = evaluate(job, paths, NoProgress())
     assert sections["evaluate"]["loss"] == pytest.approx(loss, rel=1e-4)
-    expected = by_the_rules(said, [row["answers"]["text"] for row in rows])
+    expected = by_the_rules(answers, [row["answers"]["text"] for row in rows])
     assert {name: sections["evaluate"][name] for name in expected} == pytest.approx(expected, abs=1e-6)
     assert sections["majority"] == ({"exact_match": 0.25, "f1": 0.25} if without else {})
-    told = predict(job, paths, NoProgress())
+    result = predict(job, paths, NoProgress())
     lines = predictions(paths)
-    assert told["rows"] == len(lines) == 40
-    assert [line["answer"] for line in lines] == said
+    assert result["rows"] == len(lines) == 40
+    assert [line["answer"] for line in lines] == answers
     assert [line["score"] for line in lines] == pytest.approx(shares, abs=1e-5)
     for line, row in zip(lines, rows, strict=True):
         assert line["id"] == row["id"]
@@ -307,7 +307,7 @@ def test_it_answers_and_is_judged_as_a_plain_loop_would(
             assert (line["start"], line["end"]) == (None, None)
 
 
-def test_windows_find_what_lies_behind_the_first_of_them(model: Path, data: Path, paths: JobPaths) -> None:
+def test_windows_find_answers_behind_the_first_window(model: Path, data: Path, paths: JobPaths) -> None:
     """Windows of 40 tokens are shorter than most paragraphs."""
     job = trained(a_job(model, data, steps=40, max_length=40), paths)
     measured_ = evaluate(job, paths, NoProgress())["evaluate"]
@@ -320,23 +320,23 @@ def test_windows_find_what_lies_behind_the_first_of_them(model: Path, data: Path
     assert all(lines[at]["start"] is not None for at in behind)
 
 
-def test_a_model_that_is_not_trained_here_keeps_what_it_knows_of_missing_answers(
-    model: Path, data: Path, paths: JobPaths
-) -> None:
+def test_untrained_model_keeps_its_handling_of_missing_answers(model: Path, data: Path, paths: JobPaths) -> None:
     write_lines(data / "train.jsonl", questions(40, 1, without=True))
     trained(a_job(model, data), paths)
     again = JobPaths(paths.root.with_name("again"))
     rows = [{key: row[key] for key in ("id", "question", "context")} for row in questions(6, 7)]
     write_lines(data / "ask.jsonl", rows)
-    ask = {"uri": f"file://{data / 'ask.jsonl'}", "columns": {"question": "question", "context": "context"}}
-    job = a_job(paths.model, data, training=None, dataset=None, evaluation=None, predict={**INFERENCE, "dataset": ask})
+    dataset = {"uri": f"file://{data / 'ask.jsonl'}", "columns": {"question": "question", "context": "context"}}
+    job = a_job(
+        paths.model, data, training=None, dataset=None, evaluation=None, predict={**INFERENCE, "dataset": dataset}
+    )
     prepare(job, again, NoProgress())
     assert PreparedData.open(again).facts.labels == (NO_ANSWER,)
     predict(job, again, NoProgress())
     assert len(predictions(again)) == 6
 
 
-def test_the_card_shows_how_to_ask_the_model(model: Path, data: Path, paths: JobPaths) -> None:
+def test_card_shows_how_to_query_the_model(model: Path, data: Path, paths: JobPaths) -> None:
     job = trained(a_job(model, data), paths)
     evaluate(job, paths, NoProgress())
     card = run_card(job, paths)
@@ -361,7 +361,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_rows_are_refused_with_the_row_and_the_rule(case: str, model: Path, data: Path, paths: JobPaths) -> None:
-    change, reason, said = BAD[case]
+    change, reason, text = BAD[case]
     good = {
         "id": "a", "question": "where is the lamp ?", "context": CONTEXT,
         "answers": {"text": ["old hall"], "answer_start": [CONTEXT.index("old hall")]},
@@ -372,7 +372,7 @@ def test_bad_rows_are_refused_with_the_row_and_the_rule(case: str, model: Path, 
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.DATA, reason)
     assert "Split train" in caught.value.message
     assert "row 2" in caught.value.message
-    assert said in caught.value.message
+    assert text in caught.value.message
 
 
 def test_answers_that_are_no_pairs_of_texts_and_places_are_refused(model: Path, data: Path, paths: JobPaths) -> None:

@@ -202,7 +202,7 @@ def test_the_report_has_a_curve_for_everything_that_the_history_has(paths):
     assert [text for text in labels if text in expected] == expected
 
 
-def test_the_report_tells_where_the_time_went_and_what_cannot_be_told_apart(paths):
+def test_report_shows_the_share_of_each_part_and_unmeasured_parts(paths):
     page = the_report(paths)
     text = " ".join(page.text.split())
     expected = ["backward, with its communication10.000 s50.0%", "forward4.000 s20.0%", "total20.000 s100.0%"]
@@ -240,20 +240,20 @@ def test_report_without_a_plan_has_no_comparison(paths):
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "reason"),
     [
         pytest.param({"steps": 3}, "Not known: an earlier version of the trainer trained.", id="no split"),
         pytest.param({}, None, id="no training"),
     ],
 )
-def test_a_time_that_is_not_known_is_left_out_with_the_reason(section, said, paths):
+def test_a_time_that_is_not_known_is_left_out_with_the_reason(section, reason, paths):
     merge_metrics(paths, {"train": section})
     page = the_report(paths)
-    assert ("Where the time went" in page.text) == (said is not None)
-    assert said is None or said in page.text
+    assert ("Where the time went" in page.text) == (reason is not None)
+    assert reason is None or reason in page.text
 
 
-def test_activations_that_are_computed_again_are_named_beside_the_backward_pass(paths):
+def test_recomputed_activations_are_named_with_the_backward_pass(paths):
     strategy = {**TRAINING["strategy"], "activation_checkpointing": "full"}
     job = a_job().model_dump()
     job["training"]["strategy"] = {**job["training"]["strategy"], **strategy}
@@ -261,18 +261,18 @@ def test_activations_that_are_computed_again_are_named_beside_the_backward_pass(
     assert "backward, with recomputed activations, with its communication" in page.text
 
 
-def test_what_a_training_ran_on_stays_when_a_later_stage_writes_its_own(tmp_path):
+def test_environment_of_a_training_outlives_that_of_a_later_stage(tmp_path):
     paths = JobPaths(tmp_path)
     write_environment(paths, {"device": "GPU of the training", "threads per process": 4})
     write_environment(paths)
     assert "GPU of the training" in the_report(paths).text
 
 
-def test_the_report_holds_what_the_trainer_was_told(paths):
-    assert json.loads(a_job().to_json()) == json.JSONDecoder().raw_decode(told(the_report(paths)))[0]
+def test_report_holds_the_job_document_of_the_trainer(paths):
+    assert json.loads(a_job().to_json()) == json.JSONDecoder().raw_decode(job_text(the_report(paths)))[0]
 
 
-def told(page: Page) -> str:
+def job_text(page: Page) -> str:
     return page.text[page.text.index("{", page.text.index("Input of the trainer")) :]
 
 
@@ -322,15 +322,15 @@ def gated(**gate: Any) -> TrainerJob:
 
 
 @pytest.mark.parametrize(
-    ("gate", "words"),
+    ("gate", "text"),
     [
         pytest.param({"metric": "accuracy", "minimum": 0.8}, "of at least 0.8 is required, 0.9100 was reached: passed"),
         pytest.param({"metric": "f1", "minimum": 0.95}, "of at least 0.95 is required, 0.9000 was reached: not met"),
         pytest.param({"metric": "loss", "maximum": 0.2}, "of at most 0.2 is required, 0.2500 was reached: not met"),
     ],
 )
-def test_the_report_tells_what_the_gate_required_and_what_was_reached(gate, words, paths):
-    assert f"Gate: {gate['metric']} {words}" in the_report(paths, job=gated(**gate)).text
+def test_report_shows_requirement_and_result_of_the_gate(gate, text, paths):
+    assert f"Gate: {gate['metric']} {text}" in the_report(paths, job=gated(**gate)).text
 
 
 def test_a_metric_that_is_no_number_passes_no_gate(paths):
@@ -344,7 +344,7 @@ def test_report_has_confusion_matrix_and_recall_of_each_label(paths):
     assert "bad40981.6%" in text  # of 49 rows
 
 
-def test_of_many_labels_the_largest_are_shown_and_the_most_frequent_mistakes(paths):
+def test_many_labels_show_the_largest_and_the_most_frequent_mistakes(paths):
     names = [f"label-{i}" for i in range(40)]
     counts = np.diag(np.arange(40)) + np.eye(40, k=1, dtype=np.int64) * 2
     counts[0, 39] = 77
@@ -358,7 +358,7 @@ def test_of_many_labels_the_largest_are_shown_and_the_most_frequent_mistakes(pat
     assert "The most frequent mistakes" in text
 
 
-def test_what_is_kept_of_labels_and_texts_is_bounded(paths):
+def test_kept_labels_and_texts_are_bounded(paths):
     endless = "x" * 100_000
     write_confusion(paths, Confusion(tuple(f"{endless}{i}" for i in range(500)), np.ones((500, 500), np.int64), "rows"))
     write_samples(paths, [{"row": 1, "text": [endless], "label": endless, "predicted": endless, "score": 1.0}] * 20)
@@ -370,7 +370,7 @@ def test_a_task_without_classes_leaves_no_matrix_of_an_earlier_evaluation(paths)
     assert "Confusion matrix" not in the_report(paths).text
 
 
-def test_wrong_examples_come_with_what_was_expected(paths):
+def test_wrong_examples_show_the_expected_label(paths):
     text = " ".join(the_report(paths).text.split())
     assert "Wrong answers" in text
     assert "Some right answers textexpectedpredictedconfidence finebadbad0.8" in text
@@ -386,18 +386,18 @@ def test_tasks_that_answer_with_nothing_show_the_rows_that_went_worst(paths):
     assert "textperplexity odd words812.5" in text
 
 
-def test_the_report_tells_truncated_rows_and_shows_how_long_rows_are(paths):
+def test_report_shows_truncated_rows_and_row_lengths(paths):
     page = the_report(paths)
     assert "longer than 128 tokens: train 0.5%" in page.text
     assert "Lengths in train: most, 400 of 600 rows, have 9 to 16 tokens" in page.text
 
 
-def test_without_a_price_the_report_tells_the_time_that_would_be_priced(paths):
+def test_report_without_a_price_shows_the_billable_time(paths):
     text = " ".join(the_report(paths).text.split())
     assert "total1:00:401:00:40 No price of a node is known" in text
 
 
-def test_with_a_price_the_report_tells_the_cost(paths):
+def test_report_with_a_price_shows_the_cost(paths):
     estimate = {"seconds": 1800.0, "cost": 6.0, "currency": "EUR"}
     text = " ".join(the_report(paths, {"estimate": estimate}).text.split())
     assert "Cost12.13 EUR1:00:40 of nodes" in text

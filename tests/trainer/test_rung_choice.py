@@ -72,7 +72,7 @@ class Bench:
             rung.clock = self.clock
         known: dict[str, Rung] = {rung.name: rung for rung in rungs} | {"none": PLAIN}
         monkeypatch.setattr("finetune_trainer.inference.optimization.choosing.time.perf_counter", lambda: self.clock[0])
-        monkeypatch.setattr(choosing, "rungs_of", lambda asked: list(rungs) if asked == "measured" else [known[asked]])
+        monkeypatch.setattr(choosing, "rungs_of", lambda name: list(rungs) if name == "measured" else [known[name]])
         monkeypatch.setattr(choosing, "rung_by_name", known.__getitem__)
 
     def sample(self) -> Sample:
@@ -142,7 +142,7 @@ def test_without_a_gain_the_plain_model_stays(monkeypatch: pytest.MonkeyPatch) -
     assert chosen.table.reason == "no rung that is accurate enough was faster on 100 rows"
 
 
-def test_a_rung_whose_labels_may_differ_needs_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rung_with_different_labels_needs_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     lossy = FakeRung("lossy", 1.0, lossy=True, wrong=1)
     bench = Bench(monkeypatch, lossy)
     chosen = bench.choose()
@@ -152,7 +152,7 @@ def test_a_rung_whose_labels_may_differ_needs_a_tolerance(monkeypatch: pytest.Mo
     assert bench.choose(tolerance=0.995).name == "none"
 
 
-def test_bound_on_a_metric_lets_labels_differ_and_refuses_what_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metric_bound_allows_label_changes_and_refuses_a_worse_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     worse = FakeRung("worse", 1.0, lossy=True, wrong=9, f1=0.88)
     better = FakeRung("better", 2.0, lossy=True, wrong=9, f1=0.91)
     bench = Bench(monkeypatch, worse, better)
@@ -236,7 +236,7 @@ def test_table_of_a_rung_by_name_reports_that_nothing_was_measured(monkeypatch: 
 def test_of_several_ways_by_one_name_the_fastest_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = FakeRung("slow", 4.0, lossy=True, wrong=9), FakeRung("fast", 2.0, lossy=True, wrong=9)
     bench = Bench(monkeypatch)
-    monkeypatch.setattr(choosing, "rungs_of", lambda _asked: [slow, fast])
+    monkeypatch.setattr(choosing, "rungs_of", lambda _name: [slow, fast])
     slow.clock = fast.clock = bench.clock
     assert bench.choose("int8").name == "fast"
 

@@ -47,9 +47,9 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
-def a_job(model: Path, data: Path, **asked: Any) -> TrainerJob:
+def a_job(model: Path, data: Path, **changes: Any) -> TrainerJob:
     rows = {"uri": f"file://{data}", "columns": {"text": "text"}}
-    predicts = {"device": "cpu", "batch_tokens": 64, "dataset": rows, **asked}
+    predicts = {"device": "cpu", "batch_tokens": 64, "dataset": rows, **changes}
     return TrainerJob.model_validate(
         {"name": "job", "task": "text-classification", "model": {"uri": f"file://{model}"}, "predict": predicts}
     )
@@ -75,8 +75,8 @@ def test_a_rung_by_name_computes_and_the_result_names_it(model: Path, data: Path
     pytest.importorskip("onnxruntime")
     assert "optimization" not in predict(a_job(model, data), paths, NoProgress())
     plain = answers(paths)
-    told = predict(a_job(model, data, optimization="onnx"), paths, NoProgress())
-    assert (told["optimization"], told["rows"]) == ("onnx", len(TEXTS))
+    result = predict(a_job(model, data, optimization="onnx"), paths, NoProgress())
+    assert (result["optimization"], result["rows"]) == ("onnx", len(TEXTS))
     assert [row["label"] for row in answers(paths)] == [row["label"] for row in plain]
     scores = zip(plain, answers(paths), strict=True)
     assert max(abs(one["score"] - other["score"]) for one, other in scores) < 1e-5
@@ -95,7 +95,7 @@ def test_small_job_uses_the_plain_model_and_gives_the_reason(
     assert "too short to gain from measuring" in paths.report.read_text(encoding="utf-8")
 
 
-def test_a_later_prediction_by_the_plain_model_leaves_no_table_of_an_earlier_one(
+def test_later_prediction_by_the_plain_model_removes_the_earlier_table(
     model: Path, data: Path, paths: JobPaths
 ) -> None:
     predict(a_job(model, data, optimization="measured"), paths, NoProgress())
@@ -110,9 +110,9 @@ def test_auto_measures_every_rung_and_remembers_the_choice(
 ) -> None:
     monkeypatch.setenv("PATH", "")  # without a compiler
     job = a_job(model, data, optimization="measured")
-    told = predict(job, paths, NoProgress())
+    result = predict(job, paths, NoProgress())
     rows = {row.name: row for row in table(paths).rungs}
-    assert rows[told["optimization"]].chosen
+    assert rows[result["optimization"]].chosen
     assert rows["none"].agreement == 1
     assert "predict.tolerance is not set" in rows["bf16"].why or "units" in rows["bf16"].why
     assert "no C++ compiler" in rows["compile"].why
@@ -121,10 +121,10 @@ def test_auto_measures_every_rung_and_remembers_the_choice(
     write_report(job, None, paths)
     page = paths.report.read_text(encoding="utf-8")
     assert "Ways to compute predictions" in page
-    assert f"{told['optimization']} (used)" in page
+    assert f"{result['optimization']} (used)" in page
     monkeypatch.setattr(rung_in_use, "choose", lambda *_: pytest.fail("measured again"))
     again = predict(a_job(model, data, optimization="measured"), paths, NoProgress())
-    assert again["optimization"] == told["optimization"]
+    assert again["optimization"] == result["optimization"]
 
 
 class Upside:
@@ -144,7 +144,7 @@ def test_metric_on_labelled_rows_judges_a_rung(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The labels are the model's own answers."""
-    monkeypatch.setattr(choosing, "rungs_of", lambda _asked: [Upside()])
+    monkeypatch.setattr(choosing, "rungs_of", lambda _name: [Upside()])
     monkeypatch.setattr(choosing, "rung_by_name", lambda name: PLAIN if name == "none" else Upside())
     paths = JobPaths(tmp_path / "plain")
     predict(a_job(model, data), paths, NoProgress())
@@ -155,9 +155,9 @@ def test_metric_on_labelled_rows_judges_a_rung(
     (folder / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
     def job_of(tolerance: float, **columns: str) -> TrainerJob:
-        asked = a_job(model, data, optimization="bf16", metric_tolerance=tolerance).model_dump(mode="json")
-        asked["dataset"] = {"uri": f"file://{folder}", "columns": {"text": "text", **columns}}
-        return TrainerJob.model_validate(asked)
+        document = a_job(model, data, optimization="bf16", metric_tolerance=tolerance).model_dump(mode="json")
+        document["dataset"] = {"uri": f"file://{folder}", "columns": {"text": "text", **columns}}
+        return TrainerJob.model_validate(document)
 
     paths = JobPaths(tmp_path / "judged")
     prepare(job_of(0.0, label="label"), paths, NoProgress())

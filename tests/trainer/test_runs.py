@@ -189,9 +189,9 @@ def test_stages_of_a_cluster_run_once_and_report(cluster_job: TrainerJob, tmp_pa
     assert {name: state_of(claims / name) for name in ("models", "data")} == read_only
 
     output.unlink()
-    again, words = launch(Stage.PREDICT, cluster_job, tmp_path, **home)
+    again, log_text = launch(Stage.PREDICT, cluster_job, tmp_path, **home)
     assert again == predicted
-    assert "is done with the same settings" in words
+    assert "is done with the same settings" in log_text
     assert not output.exists()
 
     other = cluster_job.model_copy(update={"run": "uid-2"})
@@ -246,7 +246,7 @@ def test_a_termination_message_is_never_too_long_and_always_a_report(report: dic
     assert (read.stage, read.outcome) == (whole.stage, whole.outcome)
 
 
-def test_a_report_that_is_too_long_loses_buckets_first_and_keeps_every_row_counted():
+def test_oversized_report_drops_buckets_first_and_counts_every_row():
     whole = TrainerReport(
         job="j",
         stage=Stage.PREPARE,

@@ -17,9 +17,9 @@ from finetune_trainer.progress import NoProgress
 from trainer_support.tasks import (
     WORDS,
     largest_difference,
+    lines_with,
     losses,
     task_job,
-    told,
     train_here,
     training_of,
     write_decoder,
@@ -32,23 +32,23 @@ CUTS = (1, 2, 4, 12)
 Row = dict[str, Any]
 
 
-def paragraph(row: int, words: str) -> Row:
+def paragraph(row: int, text: str) -> Row:
     """Return a question whose answer is the last word."""
-    start = words.rindex(" ") + 1 if " " in words else 0
-    return {"question": "a cat", "context": words, "answers": {"text": [words[start:]], "answer_start": [start]}}
+    start = text.rindex(" ") + 1 if " " in text else 0
+    return {"question": "a cat", "context": text, "answers": {"text": [text[start:]], "answer_start": [start]}}
 
 
 TASKS: dict[str, tuple[str, Callable[[int, str], Row]]] = {
-    "text-classification": ("bert", lambda row, words: {"text": words, "label": row % 2}),
+    "text-classification": ("bert", lambda row, text: {"text": text, "label": row % 2}),
     "token-classification": (
         "bert",
-        lambda row, words: {"tokens": words.split(), "tags": [["O", "B-x"][row % 2]] * len(words.split())},
+        lambda row, text: {"tokens": text.split(), "tags": [["O", "B-x"][row % 2]] * len(text.split())},
     ),
     "question-answering": ("bert", paragraph),
-    "masked-lm": ("bert", lambda row, words: {"text": words}),
-    "summarization": ("t5", lambda row, words: {"source": words, "target": words}),
-    "text-generation": ("llama", lambda row, words: {"source": words, "target": words}),
-    "preference-tuning": ("llama", lambda row, words: {"prompt": "a", "chosen": words, "rejected": "the dog"}),
+    "masked-lm": ("bert", lambda row, text: {"text": text}),
+    "summarization": ("t5", lambda row, text: {"source": text, "target": text}),
+    "text-generation": ("llama", lambda row, text: {"source": text, "target": text}),
+    "preference-tuning": ("llama", lambda row, text: {"prompt": "a", "chosen": text, "rejected": "the dog"}),
 }
 
 
@@ -87,7 +87,7 @@ def trained(task: str, model: Path, data: Path, paths: JobPaths, cut: int, **cha
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_global_batch_cut_into_any_number_of_micro_batches_teaches_the_same(
+def test_number_of_micro_batches_does_not_change_the_training(
     task: str, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
@@ -96,7 +96,7 @@ def test_a_global_batch_cut_into_any_number_of_micro_batches_teaches_the_same(
     for cut in CUTS:
         paths = JobPaths(tmp_path / f"cut-{cut}")
         trained(task, models[TASKS[task][0]], data, paths, cut)
-        norm = told(paths, "loss")[0]["grad_norm"]
+        norm = lines_with(paths, "loss")[0]["grad_norm"]
         found.append((losses(paths)[0], norm, load_file(paths.model / "model.safetensors")))
     loss, norm, weights = found[0]
     for cut, (other_loss, other_norm, other) in zip(CUTS, found, strict=True):

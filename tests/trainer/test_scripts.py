@@ -136,7 +136,7 @@ def torchrun() -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_the_documented_program_trains_stops_resumes_and_its_model_is_measured(pods_of):
+def test_documented_program_trains_stops_resumes_and_is_measured(pods_of):
     """The program runs on 2 processes and is asked to stop after its first checkpoint."""
     pods = pods_of(
         {"classify/train.py": documented("python")},
@@ -167,16 +167,16 @@ def test_the_documented_program_trains_stops_resumes_and_its_model_is_measured(p
 
 
 def test_every_rank_gets_its_place_its_arguments_and_its_folders(pods_of, tiny_model: Path, tiny_data: Path):
-    words = tuple(word for name, value in HOSTILE.items() for word in (f"--{name}", value))
+    arguments = tuple(argument for name, value in HOSTILE.items() for argument in (f"--{name}", value))
     pods = pods_of({f"deep/er/{name}": text for name, text in TELLTALE_FILES.items()}, processes=2,
-                   path="deep/er", arguments=words)  # fmt: skip
+                   path="deep/er", arguments=arguments)  # fmt: skip
     put_code(pods)
     pods.well(Stage.TRAIN, *torchrun(), KUBEFLOW_TRAINER_SERVER_URL="https://operator/x", FINETUNE_PROGRESS="/none")
     root = pods.paths.root.absolute()
     for rank in (0, 1):
         seen = pods.seen(rank)
         environment = seen["environment"]
-        assert seen["argv"] == list(words)
+        assert seen["argv"] == list(arguments)
         assert seen["folder"] == str(root / "code/repository/deep/er")
         assert environment["PYTHONPATH"].split(os.pathsep)[0] == seen["folder"]
         assert {name: environment.get(name) for name in SCRIPT_VARIABLES} == {
@@ -214,7 +214,7 @@ def test_under_mpirun_a_program_finds_the_variables_of_torchrun(pods_of, tmp_pat
     assert places == [[str(rank), "2", str(rank), "localhost", "29511"] for rank in (0, 1)]
 
 
-def test_one_process_is_told_nothing_of_others(pods_of):
+def test_single_process_gets_no_distributed_variables(pods_of):
     pods = pods_of(TELLTALE_FILES)
     put_code(pods)
     report = pods.well(Stage.TRAIN)
@@ -301,8 +301,8 @@ ENDS: dict[str, tuple[str, FailureClass, str, str]] = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_an_end_is_told_by_class_reason_and_the_programs_own_words(case: str, pods_of):
-    program, failure_class, reason, words = ENDS[case]
+def test_end_of_a_program_is_reported_by_class_reason_and_message(case: str, pods_of):
+    program, failure_class, reason, text = ENDS[case]
     pods = pods_of({"train.py": program, "helper.py": "import json\ndef go():\n    json.loads('x')\n"})
     put_code(pods)
     half = pods.paths.model
@@ -313,7 +313,7 @@ def test_an_end_is_told_by_class_reason_and_the_programs_own_words(case: str, po
     failure = report.failure
     assert failure is not None, output
     assert (failure.failure_class, failure.reason, code) == (failure_class, reason, failure.exit_code), output
-    assert words in failure.message
+    assert text in failure.message
     assert failure.hint
     assert "{" not in failure.message
 
@@ -337,7 +337,7 @@ def test_with_rows_to_evaluate_the_tokenizer_has_to_be_there(pods_of):
     assert "lacks the tokenizer (tokenizer_config.json), which evaluate and predict need" in report.failure.message
 
 
-def test_what_one_rank_raises_is_the_cause_and_not_what_the_others_say_then(pods_of):
+def test_first_error_of_a_rank_is_the_cause(pods_of):
     program = (
         "import os, pathlib, time\n"
         "place = pathlib.Path(os.environ['FINETUNE_CHECKPOINTS'])\n"
@@ -366,7 +366,7 @@ def test_what_one_rank_raises_is_the_cause_and_not_what_the_others_say_then(pods
     )
 
 
-def test_a_program_is_told_to_stop_and_what_it_says_then_is_no_success(pods_of):
+def test_program_stopped_by_a_signal_is_no_success(pods_of):
     program = (
         "import os, pathlib, signal, sys, time\n"
         "model = pathlib.Path(os.environ['FINETUNE_OUTPUT'])\n"
@@ -535,8 +535,8 @@ REFUSED: dict[str, tuple[Mapping[str, Any], FailureClass, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_code_that_cannot_be_run_is_refused_by_name_with_what_is_there(case: str, found: GitHost, tmp_path: Path):
-    fields, failure_class, reason, words, hint = REFUSED[case]
+def test_unusable_code_is_refused_with_the_existing_files(case: str, found: GitHost, tmp_path: Path):
+    fields, failure_class, reason, text, hint = REFUSED[case]
     tree = {"train.py": "", "subs/other.py": "", "link.py": "-> /etc/passwd", "outside": "-> /etc"}
     if not (found.folder / "tree").exists():
         found.commit("tree", tree, tag="v1")
@@ -548,7 +548,7 @@ def test_code_that_cannot_be_run_is_refused_by_name_with_what_is_there(case: str
         fetch(script_of(found, "tree", **fields), tmp_path)
     error = caught.value
     assert (error.failure_class, error.reason) == (failure_class, reason), error.message
-    assert words in error.message
+    assert text in error.message
     assert hint in error.hint
     assert not list(tmp_path.rglob("pwned"))
     assert not list(tmp_path.rglob("*.partial"))
@@ -630,7 +630,7 @@ def test_prepare_refuses_data_that_are_not_there(pods_of):
 # ----------------------------------------------------------------------------------------------------------- progress
 
 
-class Told:
+class RecordingSink:
     """A sink that records updates."""
 
     def __init__(self) -> None:
@@ -649,7 +649,7 @@ def test_callback_of_transformers_reaches_the_progress_without_a_server(monkeypa
 
     from finetune_trainer.scripts.relay import relayed
 
-    sink = Told()
+    sink = RecordingSink()
     with relayed({"PATH": "x"}, sink) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -668,7 +668,7 @@ def test_a_server_that_is_there_already_is_left_alone():
     from finetune_trainer.scripts.relay import relayed
 
     given = {"KUBEFLOW_TRAINER_SERVER_URL": "https://operator/"}
-    with relayed(given, Told()) as environment:
+    with relayed(given, RecordingSink()) as environment:
         assert environment == given
     with relayed({}, NoProgress()) as environment:
         assert environment == {}
@@ -688,7 +688,7 @@ def test_an_update_without_a_place_in_the_run_is_dropped(case: str):
     from finetune_trainer.scripts.relay import pass_on
 
     metrics = tuple(KubeflowMetric(name=name, value=value) for name, value in ODD_UPDATES[case])
-    sink = Told()
+    sink = RecordingSink()
     pass_on(KubeflowUpdate(trainer_status=KubeflowStatus(metrics=metrics, last_updated_time="now")), sink)
     assert sink.updates == []
 
@@ -705,5 +705,5 @@ def test_progress_of_a_local_run_is_written_to_its_file(pods_of, tmp_path: Path)
     pods = pods_of({"train.py": program})
     put_code(pods)
     pods.run(Stage.TRAIN, FINETUNE_PROGRESS=str(tmp_path / "progress.jsonl"))
-    told = [Progress.model_validate_json(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
-    assert [(each.stage, each.step, each.total_steps) for each in told] == [(Stage.TRAIN, 3, 4)]
+    updates = [Progress.model_validate_json(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [(each.stage, each.step, each.total_steps) for each in updates] == [(Stage.TRAIN, 3, 4)]

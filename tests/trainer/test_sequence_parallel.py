@@ -27,7 +27,7 @@ from finetune_trainer.strategies.sequence import refuse_model
 from suite_plugins.selection import covering
 from trainer_support import grids
 from trainer_support.forking import fork_server
-from trainer_support.tasks import task_job, texts, told, training_of, write_decoder, write_lines
+from trainer_support.tasks import lines_with, task_job, texts, training_of, write_decoder, write_lines
 
 STEPS = 12
 """An epoch and a little more: two evaluations."""
@@ -173,16 +173,16 @@ def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of
     case = CASES[name]
     alone, run, ended = run_of(case)
     assert ended.exit_code == 0, ended.output
-    expected, found = told(alone.paths, "loss"), told(run.paths, "loss")
+    expected, found = lines_with(alone.paths, "loss"), lines_with(run.paths, "loss")
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for figure in ("loss", "grad_norm", "learning_rate"):
         # The norm too: Adam hides a gradient that is wrong by a factor.
         wanted = pytest.approx([line[figure] for line in expected], rel=FIGURES_TOLERANCE)
         assert [line[figure] for line in found] == wanted, figure
-    said, measured = told(alone.paths, "eval_loss"), told(run.paths, "eval_loss")
-    assert len(said) == len(measured) >= 2
+    evaluated, measured = lines_with(alone.paths, "eval_loss"), lines_with(run.paths, "eval_loss")
+    assert len(evaluated) == len(measured) >= 2
     for figure in ("eval_loss", "eval_accuracy", "eval_perplexity"):
-        wanted = pytest.approx([line[figure] for line in said], rel=FIGURES_TOLERANCE)
+        wanted = pytest.approx([line[figure] for line in evaluated], rel=FIGURES_TOLERANCE)
         assert [line[figure] for line in measured] == wanted, figure
     assert max(compared(run, alone)) <= WEIGHTS_TOLERANCE
 
@@ -283,7 +283,7 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
     return error.value.reason, error.value.message
 
 
-def test_a_task_whose_rows_stay_whole_is_refused_by_name(bench, tmp_path: Path) -> None:
+def test_task_with_undivided_rows_is_refused_by_name(bench, tmp_path: Path) -> None:
     run = divided(bench.at(tmp_path / "w"), Case("bert"))
     ended = run.run(processes=2)
     failure = ended.first_failure.failure
@@ -299,7 +299,7 @@ def model_of(family: str, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "degree", "reason", "words"),
+    ("family", "config", "degree", "reason", "text"),
     [
         pytest.param("gpt2", {}, 4, "UnevenHeads", "does not divide the 6 num_attention_heads", id="heads"),
         pytest.param(
@@ -313,11 +313,11 @@ def model_of(family: str, **config: Any) -> Any:
         pytest.param("gpt_neo", {}, 2, "NoSlicedAttention", "cannot replace its attention", id="attention of its own"),
     ],
 )
-def test_a_model_that_cannot_read_slices_is_refused_by_name(family, config, degree, reason, words) -> None:
+def test_a_model_that_cannot_read_slices_is_refused_by_name(family, config, degree, reason, text) -> None:
     sizes = {"attention_types": [[["global"], 1]]} if family == "gpt_neo" else {}
     found = refusal(lambda: refuse_model(model_of(family, **config, **sizes), degree))
     assert found[0] == reason
-    assert words in found[1]
+    assert text in found[1]
     if reason == "NoSlicedAttention":
         assert "Models of type gemma, gpt2, llama, mistral, phi3, qwen2, qwen3 can." in found[1]
 
@@ -325,15 +325,15 @@ def test_a_model_that_cannot_read_slices_is_refused_by_name(family, config, degr
 @pytest.mark.slow
 def test_known_families_read_slices_as_whole_rows_and_others_are_detected(bench_of, tmp_path: Path) -> None:
     training = divided(bench_of(Case("llama")), Case("llama")).job.training.model_dump(mode="json", by_alias=True)
-    families, told = [*SEQUENCE_FAMILIES, "lfm2"], tmp_path / "told.json"
+    families, result_file = [*SEQUENCE_FAMILIES, "lfm2"], tmp_path / "told.json"
     codes, output = fork_server().run(
         {
             "processes": 2,
             "call": "process_support.sliced:prepared",
-            "arguments": {"families": families, "training": training, "out": str(told)},
+            "arguments": {"families": families, "training": training, "out": str(result_file)},
             "environment": {},
             "log": str(tmp_path / "log"),
         }
     )
     assert codes == [0, 0], output
-    assert json.loads(told.read_text()) == {**dict.fromkeys(SEQUENCE_FAMILIES, ""), "lfm2": "OtherAnswers"}
+    assert json.loads(result_file.read_text()) == {**dict.fromkeys(SEQUENCE_FAMILIES, ""), "lfm2": "OtherAnswers"}

@@ -152,12 +152,12 @@ def test_hugging_face_client_gets_the_answers_of_predict(bench: Bench) -> None:
 
 
 def test_metadata_names_task_and_labels(bench: Bench) -> None:
-    told = bench.server.ask("/v2/models/tiny").json
+    properties = bench.server.request("/v2/models/tiny").json
 
-    assert told["properties"]["task"] == bench.server.state.engine.job.task
-    assert told["properties"]["labels"] == list(bench.server.state.engine.labels)
-    assert bench.server.ask("/v2/models/other").code == 404
-    assert bench.server.ask("/v2/models/tiny/ready").json == {"name": "tiny", "ready": True}
+    assert properties["properties"]["task"] == bench.server.state.engine.job.task
+    assert properties["properties"]["labels"] == list(bench.server.state.engine.labels)
+    assert bench.server.request("/v2/models/other").code == 404
+    assert bench.server.request("/v2/models/tiny/ready").json == {"name": "tiny", "ready": True}
 
 
 def events(content: bytes) -> list[Any]:
@@ -170,17 +170,17 @@ def events(content: bytes) -> list[Any]:
 @pytest.mark.parametrize("bench", ["text-generation"], indirect=True)
 def test_openai_completions_equal_predict_streamed_or_not(bench: Bench) -> None:
     row, wanted = bench.rows[0], bench.expected[0]
-    asked = {"model": "tiny", "prompt": row["text"], "max_tokens": 5}
+    request = {"model": "tiny", "prompt": row["text"], "max_tokens": 5}
 
-    whole = bench.server.ask("/v1/completions", asked)
-    stream = bench.server.ask("/v1/completions", {**asked, "stream": True})
+    whole = bench.server.request("/v1/completions", request)
+    stream = bench.server.request("/v1/completions", {**request, "stream": True})
 
     assert whole.json["choices"][0]["text"] == wanted["generated_text"]
     pieces = events(stream.content)
     assert "".join(each["choices"][0]["text"] for each in pieces) == wanted["generated_text"]
     assert pieces[-1]["choices"][0]["finish_reason"] == "length"
-    assert bench.server.ask("/v1/models").json["data"][0]["id"] == "tiny"
-    unknown = bench.server.ask("/v1/completions", {**asked, "model": "x"})
+    assert bench.server.request("/v1/models").json["data"][0]["id"] == "tiny"
+    unknown = bench.server.request("/v1/completions", {**request, "model": "x"})
     assert (unknown.code, unknown.json["error"]["param"]) == (404, "model")
 
 
@@ -197,20 +197,20 @@ def test_wrong_row_is_refused_alone_when_requests_are_tokenised_together(bench: 
     engine.answer = held  # type: ignore[method-assign]  # to keep rows waiting
     codes: dict[str, int] = {}
 
-    def ask(context: str) -> None:
-        asked = {"inputs": {"question": "the cat saw it", "context": context}}
-        codes[context] = bench.server.ask("/", asked).code
+    def send(context: str) -> None:
+        request = {"inputs": {"question": "the cat saw it", "context": context}}
+        codes[context] = bench.server.request("/", request).code
 
-    askers = [threading.Thread(target=ask, args=(context,)) for context in ("a mat", "  ", "the dog", "a cat")]
+    senders = [threading.Thread(target=send, args=(context,)) for context in ("a mat", "  ", "the dog", "a cat")]
     try:
-        askers[0].start()
+        senders[0].start()
         wait_until(entered.is_set, "the first is computed")
-        for each in askers[1:]:
+        for each in senders[1:]:
             each.start()
         wait_until(lambda: bench.server.state.batcher.queued == 4, "three wait")
     finally:
         hold.set()
-        for each in askers:
+        for each in senders:
             each.join(patient(30))
         engine.answer = answer  # type: ignore[method-assign]
 

@@ -74,20 +74,20 @@ def test_connection_that_is_idle_or_slow_after_an_answer_is_closed(model: Path, 
                 assert answer_of(client) == b""
 
 
-def test_body_that_comes_too_slowly_gets_408_and_delays_nobody(
+def test_slow_body_gets_408_and_delays_no_other_client(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_json, "BODY_SECONDS", 1.0)
     with served(job_of(model), JobPaths(tmp_path / "job")) as server, connected(server) as client:
         client.sendall(HEAD + BODY[:3])
-        assert server.ask("/", {"inputs": "a"}).code == 200
+        assert server.request("/", {"inputs": "a"}).code == 200
         found = answer_of(client)
 
     assert found.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 1 s" in found
 
 
-def test_connection_whose_client_does_not_read_is_closed(model: Path, tmp_path: Path) -> None:
+def test_connection_of_a_client_that_does_not_read_is_closed(model: Path, tmp_path: Path) -> None:
     with served(job_of(model), JobPaths(tmp_path / "job"), unread_seconds=1) as server:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as client:
@@ -144,7 +144,7 @@ def test_many_mixed_requests_leave_no_memory_descriptor_or_thread(model: Path, t
     with served(job_of(model, max_queue=10_000), JobPaths(tmp_path / "job")) as server:
         wrong: list[object] = []
 
-        def ask(seed: int, count: int) -> None:
+        def send(seed: int, count: int) -> None:
             draw = random.Random(seed)
             connection = HTTPConnection("127.0.0.1", server.port, timeout=patient(120))
             for _ in range(count):
@@ -158,10 +158,10 @@ def test_many_mixed_requests_leave_no_memory_descriptor_or_thread(model: Path, t
 
         def round_of(count: int) -> tuple[int, int, int]:
             """Return descriptors, threads and memory after so many requests of 4 clients."""
-            askers = [threading.Thread(target=ask, args=(seed, count // 4)) for seed in range(4)]
-            for each in askers:
+            senders = [threading.Thread(target=send, args=(seed, count // 4)) for seed in range(4)]
+            for each in senders:
                 each.start()
-            for each in askers:
+            for each in senders:
                 each.join(patient(240))
             wait_until(lambda: _open_ends(server) == 0, "all connections are closed")
             gc.collect()
@@ -181,13 +181,13 @@ def test_many_mixed_requests_leave_no_memory_descriptor_or_thread(model: Path, t
 def test_rung_by_name_answers_within_its_tolerance(model: Path, tmp_path: Path, rung: str) -> None:
     from finetune_trainer.failures import StageError
 
-    asked = {"inputs": ["a good film", "bad", "a film a film"]}
+    request = {"inputs": ["a good film", "bad", "a film a film"]}
     with served(job_of(model), JobPaths(tmp_path / "plain")) as server:
-        plain = server.ask("/", asked).json
+        plain = server.request("/", request).json
     try:
         with served(job_of(model, optimization=rung, tolerance=1.0), JobPaths(tmp_path / "rung")) as server:
             assert server.state.engine.answerer.forward is not None
-            found = server.ask("/", asked).json
+            found = server.request("/", request).json
     except StageError as error:
         if error.reason != "RungNotAvailable":
             raise
@@ -227,23 +227,23 @@ def test_model_is_converted_elsewhere_where_the_workspace_is_read_only(model: Pa
         made_or_skipped(job_of(model, optimization="onnx"), tmp_path / "job") as server,
     ):
         assert server.state.engine.answerer.forward is not None
-        assert server.ask("/", {"inputs": "a good film"}).code == 200
+        assert server.request("/", {"inputs": "a good film"}).code == 200
         assert list((tmp_path / "job").iterdir()) == []
 
 
 def test_converted_model_of_older_weights_is_not_served(tiny_bert: Callable[..., Path], tmp_path: Path) -> None:
-    asked = {"inputs": "a good film"}
+    request = {"inputs": "a good film"}
     model = tiny_bert(tmp_path / "m", words=WORDS, labels=("bad", "good"))
     with made_or_skipped(job_of(model, optimization="onnx"), tmp_path / "job") as server:
-        before = server.ask("/", asked).json[0]
+        before = server.request("/", request).json[0]
     weights = load_file(model / "model.safetensors")
     # With both signs changed, the change would cancel out.
     changed = {name: -tensor if "classifier" in name else tensor for name, tensor in weights.items()}
     save_file(changed, model / "model.safetensors", {"format": "pt"})
     with served(job_of(model), JobPaths(tmp_path / "plain")) as server:
-        plain = server.ask("/", asked).json[0]
+        plain = server.request("/", request).json[0]
     with made_or_skipped(job_of(model, optimization="onnx"), tmp_path / "job") as server:
-        after = server.ask("/", asked).json[0]
+        after = server.request("/", request).json[0]
 
     def scores(answer: list[dict[str, object]]) -> dict[object, object]:
         return {each["label"]: each["score"] for each in answer}

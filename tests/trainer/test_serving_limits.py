@@ -48,7 +48,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "says"),
+    ("body", "code", "rule"),
     [
         (b'{"inputs": NaN}', 400, "NaN"),
         (b'{"inputs": "\xff"}', 400, "UTF-8"),
@@ -66,11 +66,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         (b" " * (5 << 20), 413, "bytes"),
     ],
 )
-def test_bad_request_is_refused_with_the_rule(server: Served, body: bytes, code: int, says: str) -> None:
-    reply = server.ask("/", body)
+def test_bad_request_is_refused_with_the_rule(server: Served, body: bytes, code: int, rule: str) -> None:
+    reply = server.request("/", body)
 
     assert reply.code == code
-    assert says in reply.json["error"]
+    assert rule in reply.json["error"]
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ def test_bad_request_is_refused_with_the_rule(server: Served, body: bytes, code:
 def test_bad_tensor_is_refused(server: Served, change: dict[str, Any]) -> None:
     tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"], **change}
 
-    reply = server.ask("/v2/models/tiny/infer", {"inputs": [tensor]})
+    reply = server.request("/v2/models/tiny/infer", {"inputs": [tensor]})
 
     assert 400 <= reply.code < 500
     assert reply.json["error"]
 
 
 def test_unknown_path_and_method_are_refused_as_json(server: Served) -> None:
-    found = server.ask("/v3")
-    wrong = server.ask("/metrics", b"{}")
+    found = server.request("/v3")
+    wrong = server.request("/metrics", b"{}")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=patient(30))
     connection.request("PUT", "/")
     allowed = connection.getresponse().headers["allow"]
@@ -126,10 +126,10 @@ def test_no_body_is_answered_with_a_server_error(
     server: Served, inputs: Any, parameters: Any, path: str, more: dict[str, Any]
 ) -> None:
     for body in ({"inputs": inputs, "parameters": parameters}, {"inputs": [more], "id": inputs}):
-        assert server.ask(path, body).code < 500
+        assert server.request(path, body).code < 500
 
 
-def test_full_queue_answers_429_and_keeps_what_it_accepted(server: Served) -> None:
+def test_full_queue_answers_429_and_keeps_the_accepted_requests(server: Served) -> None:
     hold, entered = threading.Event(), threading.Event()
     engine, answer = server.state.engine, server.state.engine.answer
 
@@ -140,24 +140,26 @@ def test_full_queue_answers_429_and_keeps_what_it_accepted(server: Served) -> No
 
     engine.answer = held  # type: ignore[method-assign]  # to keep the queue full until the test has looked
     codes: list[int] = []
-    askers = [threading.Thread(target=lambda: codes.append(server.ask("/", {"inputs": ["a"] * 4}).code)) for _ in "12"]
+    senders = [
+        threading.Thread(target=lambda: codes.append(server.request("/", {"inputs": ["a"] * 4}).code)) for _ in "12"
+    ]
     try:
-        for each in askers:
+        for each in senders:
             each.start()
         wait_until(lambda: server.state.batcher.queued == 8 and entered.is_set(), "the queue is full")
-        refused = server.ask("/", {"inputs": "a"})
+        refused = server.request("/", {"inputs": "a"})
         late = "X-Request-Timeout-Ms"
         assert refused.code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.headers["x-endpoint-revision"] == "3"
     finally:
         hold.set()
-        for each in askers:
+        for each in senders:
             each.join(patient(30))
         engine.answer = answer  # type: ignore[method-assign]
     assert codes == [200, 200]
-    assert server.ask("/", {"inputs": "a"}, {late: "60000"}).code == 200
-    assert server.ask("/", {"inputs": "a"}, {late: "soon"}).code == 400
+    assert server.request("/", {"inputs": "a"}, {late: "60000"}).code == 200
+    assert server.request("/", {"inputs": "a"}, {late: "soon"}).code == 400
 
 
 def test_requests_that_wait_are_tokenised_and_computed_together(server: Served) -> None:
@@ -179,25 +181,25 @@ def test_requests_that_wait_are_tokenised_and_computed_together(server: Served) 
     engine.answer, engine.encode = held, seen  # type: ignore[method-assign]  # to see the work done at once
     replies: dict[str, Any] = {}
     texts = ["a film", "good", "bad film", "a good film"]
-    askers = [
-        threading.Thread(target=lambda text=text: replies.update({text: server.ask("/", {"inputs": text}).json}))
+    senders = [
+        threading.Thread(target=lambda text=text: replies.update({text: server.request("/", {"inputs": text}).json}))
         for text in texts
     ]
     try:
-        askers[0].start()
+        senders[0].start()
         wait_until(entered.is_set, "the first is computed")
-        for each in askers[1:]:
+        for each in senders[1:]:
             each.start()
         wait_until(lambda: server.state.batcher.queued == 4, "three wait")
     finally:
         hold.set()
-        for each in askers:
+        for each in senders:
             each.join(patient(30))
         engine.answer, engine.encode = answer, encode  # type: ignore[method-assign]
 
     assert batches == [("encode", 1), ("answer", 1), ("encode", 3), ("answer", 3)]
     for text in texts:
-        alone = {each["label"]: each["score"] for each in server.ask("/", {"inputs": text}).json[0]}
+        alone = {each["label"]: each["score"] for each in server.request("/", {"inputs": text}).json[0]}
         assert {each["label"]: each["score"] for each in replies[text][0]} == pytest.approx(alone, abs=1e-5)
 
 
@@ -212,11 +214,11 @@ def test_server_is_alive_and_not_ready_while_it_loads(
 
     monkeypatch.setattr(ServingEngine, "open", slow)
     with loading(job_of(model), JobPaths(tmp_path / "job")) as server:
-        before = [server.ask(f"/v2/health/{name}").code for name in ("live", "ready")]
-        refused = [server.ask("/", {"inputs": "a"}), server.ask("/"), server.ask("/v2/models/tiny")]
+        before = [server.request(f"/v2/health/{name}").code for name in ("live", "ready")]
+        refused = [server.request("/", {"inputs": "a"}), server.request("/"), server.request("/v2/models/tiny")]
         go.set()
-        wait_until(lambda: server.ask("/v2/health/ready").code == 200, "the server is ready")
-        assert server.ask("/", {"inputs": "a"}).code == 200
+        wait_until(lambda: server.request("/v2/health/ready").code == 200, "the server is ready")
+        assert server.request("/", {"inputs": "a"}).code == 200
 
     assert before == [200, 503]
     assert [each.code for each in refused] == [503, 503, 503]
@@ -228,7 +230,7 @@ def test_request_that_times_out_gets_504_and_leaves_the_queue(server: Served) ->
     engine, answer = server.state.engine, server.state.engine.answer
     engine.answer = lambda *given: (hold.wait(patient(30)), answer(*given))[1]  # type: ignore[method-assign]
     try:
-        reply = server.ask("/", {"inputs": "a"}, {"X-Request-Timeout-Ms": "20"})
+        reply = server.request("/", {"inputs": "a"}, {"X-Request-Timeout-Ms": "20"})
         assert reply.code == 504
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"inputs": "b"}')
@@ -237,16 +239,16 @@ def test_request_that_times_out_gets_504_and_leaves_the_queue(server: Served) ->
         hold.set()
         engine.answer = answer  # type: ignore[method-assign]
     wait_until(lambda: server.state.batcher.queued == 0, "the queue is empty")
-    assert b'code="499",path="/"} 1.0' in server.ask("/metrics").content
+    assert b'code="499",path="/"} 1.0' in server.request("/metrics").content
 
 
-def test_token_is_asked_for_but_of_probes(model: Path, tmp_path: Path) -> None:
+def test_token_is_required_except_for_probes(model: Path, tmp_path: Path) -> None:
     with served(job_of(model), JobPaths(tmp_path / "job"), token="secret") as server:
-        assert server.ask("/", {"inputs": "a"}).code == 401
-        assert server.ask("/", {"inputs": "a"}, {"Authorization": "Bearer wrong"}).code == 401
-        assert server.ask("/", {"inputs": "a"}, {"Authorization": "Bearer secret"}).code == 200
-        assert server.ask("/openapi.json").code == 401
-        assert [server.ask(path).code for path in ("/v2/health/live", "/v2/health/ready", "/metrics")] == [200] * 3
+        assert server.request("/", {"inputs": "a"}).code == 401
+        assert server.request("/", {"inputs": "a"}, {"Authorization": "Bearer wrong"}).code == 401
+        assert server.request("/", {"inputs": "a"}, {"Authorization": "Bearer secret"}).code == 200
+        assert server.request("/openapi.json").code == 401
+        assert [server.request(path).code for path in ("/v2/health/live", "/v2/health/ready", "/metrics")] == [200] * 3
 
 
 def test_sigterm_drops_no_request_sent_before_or_soon_after_it(model: Path, tmp_path: Path) -> None:
@@ -262,14 +264,14 @@ def test_sigterm_drops_no_request_sent_before_or_soon_after_it(model: Path, tmp_
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)], env=environment, stdout=output, stderr=output
         )
-    asked = Served(port, None)  # type: ignore[arg-type]  # it is in another process
+    client = Served(port, None)  # type: ignore[arg-type]  # it is in another process
     codes: list[int | str] = []
     stop = threading.Event()
 
-    def ask() -> None:
+    def send() -> None:
         while not stop.is_set():
             try:
-                codes.append(asked.ask("/", {"inputs": "a good film"}).code)
+                codes.append(client.request("/", {"inputs": "a good film"}).code)
             except ConnectionRefusedError:
                 return  # the port is closed: nothing was accepted
             except Exception as error:
@@ -277,15 +279,15 @@ def test_sigterm_drops_no_request_sent_before_or_soon_after_it(model: Path, tmp_
 
     def ready() -> int | None:
         try:
-            return asked.ask("/v2/health/ready").code
+            return client.request("/v2/health/ready").code
         except OSError:
             assert process.poll() is None, log.read_text()
             return None
 
     try:
         wait_until(lambda: ready() == 200, "the server is ready", 120)
-        askers = [threading.Thread(target=ask) for _ in range(4)]
-        for each in askers:
+        senders = [threading.Thread(target=send) for _ in range(4)]
+        for each in senders:
             each.start()
         wait_until(lambda: len(codes) > 20, "requests are answered")
         process.send_signal(signal.SIGTERM)
@@ -298,6 +300,6 @@ def test_sigterm_drops_no_request_sent_before_or_soon_after_it(model: Path, tmp_
         stop.set()
         process.kill()
         process.wait()
-    for each in askers:
+    for each in senders:
         each.join(patient(30))
     assert set(codes) == {200}

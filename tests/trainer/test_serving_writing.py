@@ -61,7 +61,7 @@ def plainly(server: Served, tokens: int) -> Any:
         CONVERSATION, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     model: Any = engine.answerer.model
-    said = model.generate(
+    ids = model.generate(
         input_ids=given["input_ids"],
         attention_mask=given["attention_mask"],
         max_new_tokens=tokens,
@@ -69,16 +69,16 @@ def plainly(server: Served, tokens: int) -> Any:
         pad_token_id=0,
         eos_token_id=3,
     )
-    return said[0, given["input_ids"].shape[1] :]
+    return ids[0, given["input_ids"].shape[1] :]
 
 
 def test_chat_writes_the_text_of_transformers_with_the_template(chatting: Served) -> None:
-    asked = {"model": "tiny", "messages": CONVERSATION, "max_tokens": 5}
+    request = {"model": "tiny", "messages": CONVERSATION, "max_tokens": 5}
     tokens = plainly(chatting, 5)
     text = chatting.state.engine.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    whole = chatting.ask("/v1/chat/completions", asked)
-    stream = events(chatting.ask("/v1/chat/completions", {**asked, "stream": True}))
+    whole = chatting.request("/v1/chat/completions", request)
+    stream = events(chatting.request("/v1/chat/completions", {**request, "stream": True}))
 
     assert whole.code == 200, whole.content
     choice = whole.json["choices"][0]
@@ -91,8 +91,8 @@ def test_chat_writes_the_text_of_transformers_with_the_template(chatting: Served
 
 def test_text_that_may_not_go_on_ends_by_length(chatting: Served) -> None:
     with never_ending(chatting):
-        whole = chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 7})
-        stream = events(chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 7, "stream": True}))
+        whole = chatting.request("/v1/completions", {"prompt": "the cat", "max_tokens": 7})
+        stream = events(chatting.request("/v1/completions", {"prompt": "the cat", "max_tokens": 7, "stream": True}))
 
     assert whole.json["choices"][0]["finish_reason"] == "length"
     assert whole.json["usage"]["completion_tokens"] == 7
@@ -101,8 +101,8 @@ def test_text_that_may_not_go_on_ends_by_length(chatting: Served) -> None:
 
 def test_text_that_the_model_ends_ends_by_stop(chatting: Served) -> None:
     with biased(chatting, 3, 100.0):
-        whole = chatting.ask("/v1/completions", {"prompt": ["the cat", "a"], "max_tokens": 7})
-        stream = events(chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 7, "stream": True}))
+        whole = chatting.request("/v1/completions", {"prompt": ["the cat", "a"], "max_tokens": 7})
+        stream = events(chatting.request("/v1/completions", {"prompt": "the cat", "max_tokens": 7, "stream": True}))
 
     assert [each["finish_reason"] for each in whole.json["choices"]] == ["stop", "stop"]
     assert whole.json["usage"]["completion_tokens"] == 2
@@ -111,13 +111,13 @@ def test_text_that_the_model_ends_ends_by_stop(chatting: Served) -> None:
 
 def test_text_ends_before_a_stop_streamed_or_not(chatting: Served) -> None:
     with never_ending(chatting):
-        text = chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 12}).json["choices"][0]["text"]
+        text = chatting.request("/v1/completions", {"prompt": "the cat", "max_tokens": 12}).json["choices"][0]["text"]
         stop = text.split()[5]
         end = text.index(stop)
-        asked = {"prompt": "the cat", "max_tokens": 12, "stop": [stop, "not there"]}
-        whole = chatting.ask("/v1/completions", asked).json
-        stream = events(chatting.ask("/v1/completions", {**asked, "stream": True}))
-        several = chatting.ask("/v1/completions", {**asked, "prompt": ["the cat", "a dog", "the cat"]}).json
+        request = {"prompt": "the cat", "max_tokens": 12, "stop": [stop, "not there"]}
+        whole = chatting.request("/v1/completions", request).json
+        stream = events(chatting.request("/v1/completions", {**request, "stream": True}))
+        several = chatting.request("/v1/completions", {**request, "prompt": ["the cat", "a dog", "the cat"]}).json
 
     assert whole["choices"][0]["text"] == text[:end]
     assert whole["choices"][0]["finish_reason"] == "stop"
@@ -128,26 +128,26 @@ def test_text_ends_before_a_stop_streamed_or_not(chatting: Served) -> None:
 
 
 def test_seed_decides_the_sample_independent_of_other_rows(chatting: Served) -> None:
-    asked = {"prompt": "the dog", "max_tokens": 30, "temperature": 1.0}
+    request = {"prompt": "the dog", "max_tokens": 30, "temperature": 1.0}
 
     def text(**changes: Any) -> str:
-        found: str = chatting.ask("/v1/completions", {**asked, **changes}).json["choices"][0]["text"]
+        found: str = chatting.request("/v1/completions", {**request, **changes}).json["choices"][0]["text"]
         return found
 
     with never_ending(chatting):
         first, again, other = text(seed=7), text(seed=7), text(seed=8)
-        beside = chatting.ask("/v1/completions", {**asked, "prompt": ["a cat", "the dog"], "seed": 7}).json
+        beside = chatting.request("/v1/completions", {**request, "prompt": ["a cat", "the dog"], "seed": 7}).json
 
     assert first == again == beside["choices"][1]["text"]
     assert first != other
 
 
 def test_stream_reports_its_usage_on_request(chatting: Served) -> None:
-    asked = {"messages": CONVERSATION, "max_completion_tokens": 5}
-    usage = chatting.ask("/v1/chat/completions", asked).json["usage"]
+    request = {"messages": CONVERSATION, "max_completion_tokens": 5}
+    usage = chatting.request("/v1/chat/completions", request).json["usage"]
 
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    stream = events(chatting.ask("/v1/chat/completions", {**asked, **options}))
+    stream = events(chatting.request("/v1/chat/completions", {**request, **options}))
 
     assert stream[-1]["choices"] == []
     assert stream[-1]["usage"] == usage
@@ -183,7 +183,7 @@ def test_stream_reports_its_usage_on_request(chatting: Served) -> None:
 def test_wrong_field_gets_an_error_in_the_shape_of_openai(
     chatting: Served, path: str, change: dict[str, Any], param: str
 ) -> None:
-    reply = chatting.ask(f"/v1/{path}", {"prompt": "the cat", "max_tokens": 2, **change})
+    reply = chatting.request(f"/v1/{path}", {"prompt": "the cat", "max_tokens": 2, **change})
 
     assert reply.code == 400
     error = reply.json["error"]
@@ -191,16 +191,16 @@ def test_wrong_field_gets_an_error_in_the_shape_of_openai(
     assert param in error["message"]
 
 
-def test_fields_that_ask_for_nothing_are_taken(chatting: Served) -> None:
+def test_neutral_fields_are_accepted(chatting: Served) -> None:
     neutral = {"n": 1, "tools": [], "tool_choice": "none", "logprobs": None, "presence_penalty": 0, "user": "me"}
-    asked = {"messages": [{"role": "developer", "content": "the cat"}, CONVERSATION[1]], "max_tokens": 3}
+    request = {"messages": [{"role": "developer", "content": "the cat"}, CONVERSATION[1]], "max_tokens": 3}
 
-    reply = chatting.ask("/v1/chat/completions", {**asked, **neutral})
+    reply = chatting.request("/v1/chat/completions", {**request, **neutral})
 
     assert reply.code == 200
     assert (
         reply.json["choices"]
-        == chatting.ask("/v1/chat/completions", {"messages": CONVERSATION, "max_tokens": 3}).json["choices"]
+        == chatting.request("/v1/chat/completions", {"messages": CONVERSATION, "max_tokens": 3}).json["choices"]
     )
 
 
@@ -228,19 +228,19 @@ def never_ending(server: Served) -> biased:
 
 
 def test_drawn_text_is_the_same_beside_others(chatting: Served) -> None:
-    asked = {"prompt": "the dog", "max_tokens": 40, "temperature": 1.0}
+    request = {"prompt": "the dog", "max_tokens": 40, "temperature": 1.0}
     with never_ending(chatting):
-        alone = chatting.ask("/v1/completions", asked).json["choices"][0]["text"]
+        alone = chatting.request("/v1/completions", request).json["choices"][0]["text"]
         found: list[str] = []
 
-        def ask(longest: int) -> None:
-            reply = chatting.ask("/v1/completions", {**asked, "max_tokens": longest})
+        def send(longest: int) -> None:
+            reply = chatting.request("/v1/completions", {**request, "max_tokens": longest})
             found.append(reply.json["choices"][0]["text"])
 
-        askers = [threading.Thread(target=ask, args=(40 + each,)) for each in range(6)]
-        for each in askers:
+        senders = [threading.Thread(target=send, args=(40 + each,)) for each in range(6)]
+        for each in senders:
             each.start()
-        for each in askers:
+        for each in senders:
             each.join(patient(120))
 
     assert len(found) == 6
@@ -257,11 +257,11 @@ def test_short_requests_are_written_while_a_long_stream_is(chatting: Served) -> 
 
     replies: list[Reply] = []
 
-    def ask(**asked: Any) -> None:
-        replies.append(chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 3, **asked}))
+    def send(**fields: Any) -> None:
+        replies.append(chatting.request("/v1/completions", {"prompt": "the cat", "max_tokens": 3, **fields}))
 
-    long = threading.Thread(target=ask, kwargs={"max_tokens": LONGEST, "stream": True})
-    short = [threading.Thread(target=ask, kwargs={"stream": each}) for each in (False, True)]
+    long = threading.Thread(target=send, kwargs={"max_tokens": LONGEST, "stream": True})
+    short = [threading.Thread(target=send, kwargs={"stream": each}) for each in (False, True)]
     hook = chatting.state.engine.answerer.model.register_forward_pre_hook(step)
     try:
         with never_ending(chatting):
@@ -303,7 +303,7 @@ def test_turns_go_round() -> None:
     assert "".join(order) == "ababab"
 
 
-def test_adapter_by_itself_is_refused_with_the_way_out(decoder: Path, tmp_path: Path) -> None:
+def test_adapter_without_its_base_is_refused_with_a_hint(decoder: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

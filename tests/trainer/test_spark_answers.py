@@ -182,7 +182,7 @@ def test_wrong_settings_are_refused_before_spark_runs(models: dict[str, Path], t
     assert refused(classes, max_length=4096).reason == "MaxLengthTooLong"
 
 
-def test_spark_is_missing_with_a_way_out(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_spark_is_refused_with_a_hint(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyspark.sql.functions", None)
     error = refused(models["classes"])
     assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "SparkMissing")

@@ -65,7 +65,7 @@ def test_a_rank_that_holds_the_interpreter_shows_where_and_which_it_is(tmp_path:
         ),
     ],
 )
-def test_nothing_is_written_while_there_is_progress_or_when_the_stage_is_over(tmp_path: Path, then: str):
+def test_no_stacks_are_written_during_progress_or_after_the_stage(tmp_path: Path, then: str):
     seconds = math.ceil(patient(1))
     assert ran(tmp_path, seconds, then.format(seconds=seconds)) == ""
 

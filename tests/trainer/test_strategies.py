@@ -15,7 +15,7 @@ from finetune_contract.trainer_job import CheckpointSchedule, Strategy
 from suite_plugins.patience import patient
 from suite_plugins.selection import covering
 from trainer_support import grids
-from trainer_support.tasks import largest_difference, told
+from trainer_support.tasks import largest_difference, lines_with
 
 CASES: dict[str, tuple[Any, int, int | None, dict[str, Any]]] = {
     "one process with accumulation": ("single", 1, 4, {}),
@@ -140,7 +140,7 @@ def test_losses_gradients_and_weights_agree_with_one_process(case: str, whole_ru
     run, ended = whole_run(spread_of(strategy, processes, micro, tuple(settings.items()), zero))
     assert ended.exit_code == 0, ended.output
 
-    expected, found = told(alone.paths, "loss"), told(run.paths, "loss")
+    expected, found = lines_with(alone.paths, "loss"), lines_with(run.paths, "loss")
     assert [line["step"] for line in found] == list(range(1, 21))
     for name in ("loss", "grad_norm", "learning_rate"):
         # The norm too: Adam hides a gradient that is wrong by a factor.
@@ -173,7 +173,7 @@ def test_losses_gradients_and_weights_agree_with_one_process(case: str, whole_ru
 @pytest.mark.slow
 @pytest.mark.timeout(2100)
 @pytest.mark.usefixtures("access_to_files")
-def test_state_in_files_gives_the_same_weights_and_survives_an_interruption(wide_bench, tmp_path):
+def test_state_in_files_keeps_the_weights_and_survives_an_interruption(wide_bench, tmp_path):
     alone = wide_bench.at(tmp_path / "alone")
     alone.train_here()
     schedule = CheckpointSchedule(every_steps=2, keep=2)
@@ -240,7 +240,7 @@ def test_training_learns_and_keeps_the_validation_metrics(whole_run, spread_of):
 
 
 @pytest.mark.slow
-def test_fsdp_in_bf16_on_two_processes_follows_fp32_and_leaves_fp32_weights(whole_run, spread_of, bench, tmp_path):
+def test_fsdp_in_bf16_follows_fp32_and_leaves_fp32_weights(whole_run, spread_of, bench, tmp_path):
     import torch
 
     alone, _ = whole_run(spread_of("single", processes=1))

@@ -84,32 +84,32 @@ def test_ddp_refuses_a_bare_model_and_a_group_of_the_wrong_size(group, tiny_mode
     assert refusal(DataParallel("fp32", 2), placed(model, wrapped)) == "WrongGroupSize"
 
 
-def test_fsdp_refuses_ddp_whole_parameters_the_wrong_mesh_and_unsharded_blocks(group, tiny_model: Path):
+def test_fsdp_refuses_unsharded_parameters_wrong_meshes_and_whole_blocks(group, tiny_model: Path):
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    asked = fsdp()
-    sharded = asked.prepare_model(tiny(tiny_model))
-    asked.assert_in_effect(placed(sharded, sharded))
+    strategy = fsdp()
+    sharded = strategy.prepare_model(tiny(tiny_model))
+    strategy.assert_in_effect(placed(sharded, sharded))
     assert refusal(fsdp(processes=2), placed(sharded, sharded)) == "WrongMesh"
     assert refusal(fsdp(device="cuda"), placed(sharded, sharded)) == "WrongMesh"
 
     plain = tiny(tiny_model)
     # accelerate's result of FSDP on CPU.
-    assert refusal(asked, placed(plain, torch.nn.parallel.DistributedDataParallel(plain))) == "NotFullySharded"
+    assert refusal(strategy, placed(plain, torch.nn.parallel.DistributedDataParallel(plain))) == "NotFullySharded"
 
     partly = tiny(tiny_model)
     fully_shard(partly, ignored_params={partly.classifier.weight})
-    assert refusal(asked, placed(partly, partly)) == "ParameterNotSharded"
+    assert refusal(strategy, placed(partly, partly)) == "ParameterNotSharded"
 
     coarse = tiny(tiny_model)
     fully_shard(coarse)
-    assert refusal(asked, placed(coarse, coarse)) == "BlocksNotSharded"
+    assert refusal(strategy, placed(coarse, coarse)) == "BlocksNotSharded"
 
     uneven = tiny(tiny_model)
     fully_shard(uneven.bert.encoder.layer[0])
     fully_shard(uneven)
-    assert refusal(asked, placed(uneven, uneven)) == "BlocksNotSharded"
+    assert refusal(strategy, placed(uneven, uneven)) == "BlocksNotSharded"
 
 
 FULL: dict[str, Any] = {}
@@ -119,7 +119,7 @@ OFFLOADED: dict[str, Any] = {"offload_parameters": "cpu", "offload_optimizer": "
 
 
 @pytest.mark.parametrize(
-    ("asked", "found", "reason"),
+    ("settings", "found", "reason"),
     [
         pytest.param(GRAD_OP, FULL, "WrongSharding", id="gathered again for the backward pass"),
         pytest.param(FULL, GRAD_OP, "WrongSharding", id="parameters that stay gathered"),
@@ -129,10 +129,10 @@ OFFLOADED: dict[str, Any] = {"offload_parameters": "cpu", "offload_optimizer": "
         pytest.param(FULL, OFFLOADED, "WrongOffload", id="state in host memory"),
     ],
 )
-def test_fsdp_refuses_another_sharding_and_offload(group, tiny_model: Path, asked, found, reason):
+def test_fsdp_refuses_another_sharding_and_offload(group, tiny_model: Path, settings, found, reason):
     model = fsdp(**found).prepare_model(tiny(tiny_model))
     fsdp(**found).assert_in_effect(placed(model, model))
-    assert refusal(fsdp(**asked), placed(model, model)) == reason
+    assert refusal(fsdp(**settings), placed(model, model)) == reason
 
 
 def test_fsdp_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(group, tiny_model: Path):
@@ -150,7 +150,7 @@ def test_fsdp_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(group, ti
     }
 
 
-def test_deepspeed_refuses_another_stage_offload_precision_world_and_no_engine(group, tiny_model: Path):
+def test_deepspeed_refuses_deviating_stage_offload_precision_or_engine(group, tiny_model: Path):
     import deepspeed
     import torch
 
@@ -161,31 +161,33 @@ def test_deepspeed_refuses_another_stage_offload_precision_world_and_no_engine(g
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
     }
-    asked = Strategy(name="deepspeed", zero_stage=1)
+    requested = Strategy(name="deepspeed", zero_stage=1)
     scratch = Path("unused")
-    model = DeepSpeed(asked, "fp32", 1, config, scratch).prepare_model(tiny(tiny_model))
+    model = DeepSpeed(requested, "fp32", 1, config, scratch).prepare_model(tiny(tiny_model))
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters()))
     found = placed(model, engine)
-    DeepSpeed(asked, "fp32", 1, config, scratch).assert_in_effect(found)
+    DeepSpeed(requested, "fp32", 1, config, scratch).assert_in_effect(found)
 
     quantized = {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}
-    assert refusal(DeepSpeed(asked, "fp32", 1, {**config, **quantized}, scratch), found) == "WrongQuantization"
+    assert refusal(DeepSpeed(requested, "fp32", 1, {**config, **quantized}, scratch), found) == "WrongQuantization"
     moved = {"offload_parameters": "cpu"}
-    assert refusal(DeepSpeed(asked.model_copy(update=moved), "fp32", 1, config, scratch), found) == "WrongOffload"
+    assert refusal(DeepSpeed(requested.model_copy(update=moved), "fp32", 1, config, scratch), found) == "WrongOffload"
     refusals = {
-        "WrongZeroStage": DeepSpeed(asked.model_copy(update={"zero_stage": 2}), "fp32", 1, config, scratch),
-        "WrongOffload": DeepSpeed(asked.model_copy(update={"offload_optimizer": "cpu"}), "fp32", 1, config, scratch),
-        "WrongPrecision": DeepSpeed(asked, "bf16", 1, config, scratch),
-        "WrongGroupSize": DeepSpeed(asked, "fp32", 2, config, scratch),
+        "WrongZeroStage": DeepSpeed(requested.model_copy(update={"zero_stage": 2}), "fp32", 1, config, scratch),
+        "WrongOffload": DeepSpeed(
+            requested.model_copy(update={"offload_optimizer": "cpu"}), "fp32", 1, config, scratch
+        ),
+        "WrongPrecision": DeepSpeed(requested, "bf16", 1, config, scratch),
+        "WrongGroupSize": DeepSpeed(requested, "fp32", 2, config, scratch),
     }
     assert {reason: refusal(strategy, found) for reason, strategy in refusals.items()} == {
         name: name for name in refusals
     }
-    assert refusal(DeepSpeed(asked, "fp32", 1, config, scratch), placed(model, model)) == "NotDeepSpeed"
+    assert refusal(DeepSpeed(requested, "fp32", 1, config, scratch), placed(model, model)) == "NotDeepSpeed"
 
     # An engine that reports one stage and has the optimizer of another; and one that reports 3 with whole parameters.
     engine.optimizer, kept = engine.optimizer.optimizer, engine.optimizer
-    assert refusal(DeepSpeed(asked, "fp32", 1, config, scratch), found) == "WrongOptimizer"
+    assert refusal(DeepSpeed(requested, "fp32", 1, config, scratch), found) == "WrongOptimizer"
     engine.optimizer = kept
 
 
@@ -196,16 +198,16 @@ def test_an_undecided_value_in_the_deepspeed_file_is_refused():
         refuse_auto({"zero_optimization": {"reduce_bucket_size": "auto"}})
 
 
-def test_files_of_offloaded_state_go_to_the_folder_of_the_plan_or_of_the_job(tmp_path: Path):
+def test_offloaded_state_goes_to_the_folder_of_the_plan_or_of_the_job(tmp_path: Path):
     from finetune_trainer.strategies.deepspeed import DeepSpeed
 
-    asked = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme")
+    requested = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme")
     zero = {
         "stage": 3,
         "offload_optimizer": {"device": "nvme", "nvme_path": "/offload"},
         "offload_param": {"device": "nvme"},
     }
-    made = DeepSpeed(asked, "fp32", 1, {"zero_optimization": zero}, tmp_path / "offload").arguments()["deepspeed"]
+    made = DeepSpeed(requested, "fp32", 1, {"zero_optimization": zero}, tmp_path / "offload").arguments()["deepspeed"]
     sections = made["zero_optimization"]
     assert sections["offload_optimizer"]["nvme_path"] == "/offload"
     assert sections["offload_param"]["nvme_path"] == str(tmp_path / "offload")
@@ -231,7 +233,7 @@ def test_files_of_offloaded_state_go_to_the_folder_of_the_plan_or_of_the_job(tmp
         ),
     ],
 )
-def test_an_operator_that_the_image_lacks_is_told_before_the_set_up(
+def test_operator_missing_in_the_image_is_reported_before_the_set_up(
     monkeypatch, tiny_model: Path, builder, settings, zero, message
 ):
     from deepspeed.ops import op_builder
@@ -242,14 +244,17 @@ def test_an_operator_that_the_image_lacks_is_told_before_the_set_up(
         raise RuntimeError("no libaio\nand more")
 
     monkeypatch.setattr(getattr(op_builder, builder), "load", broken)
-    asked, config = Strategy(name="deepspeed", zero_stage=3, **settings), {"zero_optimization": {"stage": 3, **zero}}
+    requested, config = (
+        Strategy(name="deepspeed", zero_stage=3, **settings),
+        {"zero_optimization": {"stage": 3, **zero}},
+    )
     with pytest.raises(StageError) as caught:
-        DeepSpeed(asked, "fp32", 1, config, Path("unused")).prepare_model(tiny(tiny_model))
+        DeepSpeed(requested, "fp32", 1, config, Path("unused")).prepare_model(tiny(tiny_model))
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "OperatorMissing")
     assert message in caught.value.message
 
 
-def test_sequence_parallelism_refuses_other_attention_whole_rows_and_another_mesh(group, bench):
+def test_sequence_parallelism_refuses_other_attention_and_meshes(group, bench):
     import torch
 
     from finetune_trainer.strategies.sequence import SequenceParallel, SlicedAttention

@@ -88,7 +88,7 @@ def test_a_text_is_learnt_whole_but_its_first_token_and_ends() -> None:
     assert found.features["prompt"] == [3, 1]
 
 
-def test_each_token_of_a_long_text_is_learnt_once_in_windows_that_share_tokens() -> None:
+def test_each_token_is_learnt_once_in_overlapping_windows() -> None:
     words = [WORDS[i % len(WORDS)] for i in range(37)]
     found = encoded({"text": [" ".join(words)]}, [True])
     windows, labels = found.features["input_ids"], found.features["labels"]
@@ -139,10 +139,10 @@ def test_of_a_conversation_the_replies_are_learnt_with_their_ends() -> None:
 
 def test_to_write_the_last_reply_is_left_out() -> None:
     found = encoded({"messages": [CHAT]}, None, max_length=40)
-    asked = (
+    prompt = (
         "<|system|> the house </s> <|user|> a cat </s> <|assistant|> sees a dog </s> <|user|> then </s> <|assistant|>"
     )
-    assert found.features["input_ids"] == [ids_of(asked)]
+    assert found.features["input_ids"] == [ids_of(prompt)]
     assert "labels" not in found.features
 
 
@@ -302,8 +302,8 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(llama, data, paths, packi
         preparation={"max_length": 32, "packing": packing},
     )
     trained(job, paths)
-    told = losses(paths)
-    assert told[0] == pytest.approx(math.log(len(SPECIAL) + len(WORDS)), abs=0.3)
+    found_losses = losses(paths)
+    assert found_losses[0] == pytest.approx(math.log(len(SPECIAL) + len(WORDS)), abs=0.3)
     measured = evaluate(job, paths, NoProgress())["evaluate"]
     model = AutoModelForCausalLM.from_pretrained(paths.model).eval()
     expected = [lost for row in texts(14, 2) for lost in alone(model, row["text"])]
@@ -315,7 +315,7 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(llama, data, paths, packi
     assert (measured["rows"], measured["split"]) == (14, "test")
 
 
-def test_it_writes_what_the_model_alone_would_write(llama, data, paths):
+def test_generated_text_equals_that_of_the_model_alone(llama, data, paths):
     job = task_job(
         "text-generation",
         llama,
@@ -331,36 +331,44 @@ def test_it_writes_what_the_model_alone_would_write(llama, data, paths):
     model = AutoModelForCausalLM.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
     rows = texts(14, 2)
-    for row, said in zip(rows, predictions(paths), strict=True):
+    for row, answer in zip(rows, predictions(paths), strict=True):
         given = tokenizer(row["text"], return_tensors="pt")
         out = model.generate(**given, max_new_tokens=12, do_sample=False, pad_token_id=0)
-        assert said["text"] == row["text"]
-        assert said["generated_text"] == tokenizer.decode(
+        assert answer["text"] == row["text"]
+        assert answer["generated_text"] == tokenizer.decode(
             out[0, given["input_ids"].shape[1] :], skip_special_tokens=True
         )
 
 
-def test_beams_and_draws_are_those_asked_for_and_draws_come_again(llama, data, paths):
+def test_beams_and_samples_follow_the_settings_and_are_reproducible(llama, data, paths):
     job = task_job("text-generation", llama, data, ["text"], training=training_of(steps=1))
     trained(job, paths)
     split = PreparedData.open(paths).of("test")
     model = TextGeneration().load_model(job, str(paths.model), {}, torch.float32)
 
-    def said(**generation: Any) -> list[str]:
-        asked = task_job("text-generation", llama, data, ["text"], training=training_of(steps=1), generation=generation)
-        found = answers_of(Stage.PREDICT, asked, model, split, device="cpu", batch_tokens=4096, progress=NoProgress())
+    def generated(**generation: Any) -> list[str]:
+        job_with_generation = task_job(
+            "text-generation", llama, data, ["text"], training=training_of(steps=1), generation=generation
+        )
+        found = answers_of(
+            Stage.PREDICT, job_with_generation, model, split, device="cpu", batch_tokens=4096, progress=NoProgress()
+        )
         return [str(answer["generated_text"]) for answer in found]
 
-    greedy, drawn = said(max_new_tokens=9), said(max_new_tokens=9, temperature=1.0, top_p=0.9)
-    assert drawn == said(max_new_tokens=9, temperature=1.0, top_p=0.9)
+    greedy, drawn = generated(max_new_tokens=9), generated(max_new_tokens=9, temperature=1.0, top_p=0.9)
+    assert drawn == generated(max_new_tokens=9, temperature=1.0, top_p=0.9)
     assert drawn != greedy
-    assert said(max_new_tokens=9, num_beams=4) != greedy
+    assert generated(max_new_tokens=9, num_beams=4) != greedy
 
 
 def test_equal_prompts_of_two_shards_are_drawn_apart_and_drawn_again_alike(llama, data, tmp_path, paths, monkeypatch):
     monkeypatch.setattr(row_shards, "LEAST_BYTES", 200)
     rows = write_lines(tmp_path / "prompts.jsonl", [{"text": "the cat sees the"}] * 40)
-    asked = {"dataset": {"uri": f"file://{rows}", "columns": {"text": "text"}}, "device": "cpu", "batch_tokens": 4096}
+    predict_settings = {
+        "dataset": {"uri": f"file://{rows}", "columns": {"text": "text"}},
+        "device": "cpu",
+        "batch_tokens": 4096,
+    }
     job = task_job(
         "text-generation",
         llama,
@@ -368,7 +376,7 @@ def test_equal_prompts_of_two_shards_are_drawn_apart_and_drawn_again_alike(llama
         ["text"],
         training=training_of(steps=1),
         generation={"max_new_tokens": 8, "temperature": 1.0},
-        predict=asked,
+        predict=predict_settings,
     )
     trained(job, paths)
     predict(job, paths, NoProgress())
@@ -418,8 +426,8 @@ def test_conversations_are_learnt_judged_and_answered(llama, tmp_path, paths):
     trained(job, paths)
     assert evaluate(job, paths, NoProgress())["evaluate"]["accuracy"] == 1.0
     predict(job, paths, NoProgress())
-    for said in predictions(paths):
-        assert said["generated_text"] == said["messages"][-1]["content"]
+    for answer in predictions(paths):
+        assert answer["generated_text"] == answer["messages"][-1]["content"]
     card = (paths.model / "README.md").read_text(encoding="utf-8")
     assert '"role": "user"' in card
     assert "| perplexity |" in card
@@ -430,14 +438,14 @@ def test_conversations_are_learnt_judged_and_answered(llama, tmp_path, paths):
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
 def test_real_instructions_are_learnt(tmp_path, paths, packing):
     """A random model of two layers gets far below guessing among all words in a few steps."""
-    asked = [
+    instructions = [
         {"source": f"{row['instruction']} {row['input']} =>", "target": row["output"]}
         for row in real_rows("instruct/train.jsonl", 420)
     ]
-    known = common_words(f"{row['source']} {row['target']}" for row in asked)
+    known = common_words(f"{row['source']} {row['target']}" for row in instructions)
     folder = write_decoder(tmp_path / "model", words=known)
-    write_lines(tmp_path / "rows" / "train.jsonl", asked[:400])
-    write_lines(tmp_path / "rows" / "test.jsonl", asked[400:])
+    write_lines(tmp_path / "rows" / "train.jsonl", instructions[:400])
+    write_lines(tmp_path / "rows" / "test.jsonl", instructions[400:])
     job = task_job(
         "text-generation",
         folder,

@@ -58,10 +58,10 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("task", "family", "steps"), [("summarization", "t5", 12), ("translation", "bart", 24)])
 def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, task, family, steps):
     """Training is not quite complete, and some rows have untaught targets: some answers are right, and some wrong."""
-    asked = rows(20, 2)
-    for row in asked[:4]:
+    examples = rows(20, 2)
+    for row in examples[:4]:
         row["target"] = " ".join(reversed(row["target"].split()))
-    write_lines(data / "test.jsonl", asked)
+    write_lines(data / "test.jsonl", examples)
     folder = write_encoder_decoder(tmp_path / "model", family)
     job = task_job(
         task,
@@ -73,16 +73,16 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
         predict={"device": "cpu", "batch_tokens": 512, "columns": ["id"]},
     )
     trained(job, paths)
-    told = losses(paths)
-    assert told[-1] < 0.7 * told[0]
+    found_losses = losses(paths)
+    assert found_losses[-1] < 0.7 * found_losses[0]
     measured = evaluate(job, paths, NoProgress())["evaluate"]
     predict(job, paths, NoProgress())
-    said = predictions(paths)
+    answers = predictions(paths)
 
     model = AutoModelForSeq2SeqLM.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
     nlls, texts = [], []
-    for row in asked:
+    for row in examples:
         given = tokenizer(row["source"], return_tensors="pt", return_token_type_ids=False)
         labels = tokenizer(text_target=row["target"], return_tensors="pt")["input_ids"]
         with torch.no_grad():
@@ -91,9 +91,9 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
         nlls += torch.nn.functional.cross_entropy(logits, labels[0], reduction="none").tolist()
         texts.append(tokenizer.decode(out[0], skip_special_tokens=True))
     assert measured["loss"] == pytest.approx(np.mean(nlls), rel=1e-4)
-    assert [each["generated_text"] for each in said] == texts
-    assert [each["id"] for each in said] == list(range(20))
-    expected = (rouge if task == "summarization" else bleu)(texts, [row["target"] for row in asked])
+    assert [each["generated_text"] for each in answers] == texts
+    assert [each["id"] for each in answers] == list(range(20))
+    expected = (rouge if task == "summarization" else bleu)(texts, [row["target"] for row in examples])
     for name, value in expected.items():
         assert measured[name] == pytest.approx(value)
     judged = expected.get("rougeL", expected.get("bleu", 0) / 100)
@@ -101,16 +101,16 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
     assert "AutoModelForSeq2SeqLM" in (paths.model / "README.md").read_text(encoding="utf-8")
 
 
-def test_rouge_and_bleu_are_those_of_their_libraries_and_know_right_from_wrong() -> None:
-    said, gold = ["the cat sat on the mat", "a dog"], ["the cat sat on a mat", "two birds sing loudly"]
-    found = rouge(said, gold)
+def test_rouge_and_bleu_equal_their_libraries_and_rank_answers() -> None:
+    answers, gold = ["the cat sat on the mat", "a dog"], ["the cat sat on a mat", "two birds sing loudly"]
+    found = rouge(answers, gold)
     # 5 of 6 words in common in the first row (the second "the" is "a"), none in the other.
     assert found["rouge1"] == pytest.approx((5 / 6 + 0) / 2)
     assert found["rouge2"] == pytest.approx((3 / 5 + 0) / 2)
     assert found["rougeL"] == pytest.approx((5 / 6 + 0) / 2)
     perfect = bleu(["the cat sat on the mat ."], ["the cat sat on the mat ."])
     assert perfect == pytest.approx({"bleu": 100.0, "chrf": 100.0})
-    assert bleu(said, gold)["bleu"] < 60
+    assert bleu(answers, gold)["bleu"] < 60
 
 
 def test_texts_that_are_too_long_lose_their_end_and_keep_the_end_token() -> None:
@@ -130,7 +130,7 @@ def test_texts_that_are_too_long_lose_their_end_and_keep_the_end_token() -> None
         ({"early_stopping": {"metric": "rougeL", "patience": 2}}, "'rougeL'; summarization with these labels has loss"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(tmp_path, data, paths, change, message):
+def test_settings_without_effect_are_refused(tmp_path, data, paths, change, message):
     folder = write_encoder_decoder(tmp_path / "model")
     training = {**training_of(steps=1), **change}
     with pytest.raises(StageError, match=message):

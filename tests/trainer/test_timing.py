@@ -129,8 +129,8 @@ def assert_divided(run, ended, parts: set[str], mixed: set[str]) -> None:
     assert len(found["peak_memory_bytes_by_rank"]) == found["world_size"] == 2
     assert max(found["peak_memory_bytes_by_rank"]) == found["peak_memory_bytes"]
     # The operator's part of the report stays small and flat.
-    told = ended.reports[0].metrics["train"]
-    assert found.keys() - told.keys() == {"time", "peak_memory_bytes_by_rank"}
+    train_metrics = ended.reports[0].metrics["train"]
+    assert found.keys() - train_metrics.keys() == {"time", "peak_memory_bytes_by_rank"}
     assert_measured(run, ended)
 
 

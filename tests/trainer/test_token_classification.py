@@ -101,9 +101,11 @@ def write_model(folder: Path, kind: str) -> Path:
         return folder
     from transformers import RobertaTokenizerFast
 
-    words = ByteLevelBPETokenizer()
-    words.train_from_iterator([" ".join(PLAIN)] * 3, 300, special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
-    words.save_model(str(folder))
+    byte_pairs = ByteLevelBPETokenizer()
+    byte_pairs.train_from_iterator(
+        [" ".join(PLAIN)] * 3, 300, special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    )
+    byte_pairs.save_model(str(folder))
     tokenizer = RobertaTokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
     tokenizer.save_pretrained(folder)
     config = LongformerConfig(
@@ -156,9 +158,7 @@ def a_job(model: Path, data: Path, *, max_length: int = 32, **changes: Any) -> T
     shared=st.floats(0, 0.5),
 )
 @settings(max_examples=200, deadline=None)
-def test_every_word_is_answered_once_at_its_first_token_where_most_is_around_it(
-    pieces: list[int], room: int, shared: float
-) -> None:
+def test_each_word_is_answered_once_at_the_token_with_most_context(pieces: list[int], room: int, shared: float) -> None:
     """`pieces`: tokens of each word; windows hold `room` of them between two special tokens."""
     stride = int(room * shared)
     tokens = [word for word, count in enumerate(pieces) for _ in range(count)]
@@ -183,7 +183,7 @@ def test_every_word_is_answered_once_at_its_first_token_where_most_is_around_it(
 
 
 @pytest.mark.parametrize("kind", ["bert", "longformer"])
-def test_windows_hold_every_word_and_its_tag_once(
+def test_windows_hold_each_token_and_its_tag_once(
     kind: str, models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
     facts = prepare(a_job(models[kind], data), paths, NoProgress())
@@ -207,9 +207,7 @@ def test_windows_hold_every_word_and_its_tag_once(
     assert [[found[row][word] for word in sorted(found[row])] for row in range(40)] == [row["tags"] for row in rows]
 
 
-def test_the_first_token_of_a_word_has_its_tag_and_the_others_have_none(
-    models: dict[str, Path], data: Path, paths: JobPaths
-) -> None:
+def test_only_the_first_token_of_a_split_token_has_a_tag(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
     write_lines(data / "train.jsonl", [GOOD, *sentences(20, 0)])
     prepare(a_job(models["bert"], data), paths, NoProgress())
     prepared = PreparedData.open(paths)
@@ -266,25 +264,25 @@ def test_evaluation_and_predictions_equal_a_plain_loop_with_seqeval(
     job = trained(a_job(models[kind], data, max_length=500), paths)
     names, rows = PreparedData.open(paths).facts.labels, sentences(15, 2)
     logits, gold = plainly(paths, rows), [row["tags"] for row in rows]
-    said = [[names[at] for at in each.argmax(axis=1)] for each in logits]
+    predicted = [[names[at] for at in each.argmax(axis=1)] for each in logits]
     flat = torch.tensor([names.index(tag) for tags in gold for tag in tags])
     measured = evaluate(job, paths, NoProgress())["evaluate"]
     assert measured["loss"] == pytest.approx(
         torch.nn.functional.cross_entropy(torch.from_numpy(np.concatenate(logits)), flat).item(), rel=1e-4
     )
     for name, score in {"f1": f1_score, "precision": precision_score, "recall": recall_score}.items():
-        assert measured[name] == pytest.approx(score(gold, said, zero_division=0))
-    right = [a == b for one, other in zip(gold, said, strict=True) for a, b in zip(one, other, strict=True)]
+        assert measured[name] == pytest.approx(score(gold, predicted, zero_division=0))
+    right = [a == b for one, other in zip(gold, predicted, strict=True) for a, b in zip(one, other, strict=True)]
     assert measured["accuracy"] == pytest.approx(np.mean(right))
     assert (measured["rows"], measured["split"]) == (15, "test")
     predict(job, paths, NoProgress())
-    for line, tags, each in zip(predictions(paths), said, logits, strict=True):
+    for line, tags, each in zip(predictions(paths), predicted, logits, strict=True):
         assert line["tags"] == tags
         shares = torch.from_numpy(each).double().softmax(dim=1).max(dim=1).values
         assert line["scores"] == pytest.approx(shares.tolist(), abs=1e-5)
 
 
-def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_order(
+def test_windows_answer_each_token_once_in_the_order_of_the_file(
     models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
     """Rows include words that the tokenizer reduces to nothing."""
@@ -293,9 +291,9 @@ def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_orde
     write_lines(data / "test.jsonl", rows)
     job = trained(a_job(models["bert"], data), paths)
     assert evaluate(job, paths, NoProgress())["evaluate"]["rows"] == 15
-    told = predict(job, paths, NoProgress())
+    result = predict(job, paths, NoProgress())
     lines = predictions(paths)
-    assert (told["rows"], [line["row"] for line in lines]) == (15, list(range(15)))
+    assert (result["rows"], [line["row"] for line in lines]) == (15, list(range(15)))
     assert [line["id"] for line in lines] == [row["id"] for row in rows]
     assert [line["input_tags"] for line in lines] == [row["tags"] for row in rows], "a copied column of the same name"
     for line, row in zip(lines, rows, strict=True):
@@ -309,7 +307,7 @@ def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_orde
 
 
 @pytest.mark.parametrize("names", [("B-place", "O"), ("noun", "verb")], ids=["entities", "others"])
-def test_words_of_which_the_tokenizer_leaves_nothing_are_missed(
+def test_tokens_dropped_by_the_tokenizer_count_as_missed(
     names: tuple[str, str], models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
     """The last row misses all words, and the metrics miss their share, whichever tag is the first."""
@@ -336,7 +334,7 @@ def test_words_of_which_the_tokenizer_leaves_nothing_are_missed(
     assert ("no tag" in confusion["labels"]) == ("O" not in names)
 
 
-def test_loss_of_a_step_is_the_mean_over_its_words(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
+def test_loss_of_a_step_is_the_mean_over_its_tags(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
     """One word fills several windows, of which only the first answers it."""
     rows = [{"tokens": ["we", "x" * 200], "tags": ["O", "B-person"]}, *sentences(7, 5, long=8)]
     write_lines(data / "train.jsonl", rows)
@@ -376,10 +374,10 @@ def test_tags_that_are_no_entities_are_judged_one_by_one(models: dict[str, Path]
         write_lines(path, [{**row, "tags": ["NAME" if tag != "O" else "WORD" for tag in row["tags"]]} for row in rows])
     job = trained(a_job(models["bert"], data, max_length=500), paths)
     rows = read_lines(data / "test.jsonl")
-    said = np.concatenate([each.argmax(axis=1) for each in plainly(paths, rows)])
+    predicted = np.concatenate([each.argmax(axis=1) for each in plainly(paths, rows)])
     gold = [("NAME", "WORD").index(tag) for row in rows for tag in row["tags"]]
     measured = evaluate(job, paths, NoProgress())["evaluate"]
-    assert measured["f1"] == pytest.approx(f1_score(gold, said, average="macro", zero_division=0))
+    assert measured["f1"] == pytest.approx(f1_score(gold, predicted, average="macro", zero_division=0))
     predict(job, paths, NoProgress())
     assert {tuple(line["entities"]) for line in predictions(paths)} == {()}
 
@@ -431,15 +429,15 @@ BAD: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 def test_bad_rows_are_refused_with_the_row_and_the_rule(
     case: str, models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
-    row, reason, said = BAD[case]
+    row, reason, texts = BAD[case]
     kinds = [type(value) for value in row.values()]
     rows = [row] if kinds != [list, list] or reason == "NotWords" else [GOOD, row]
     write_lines(data / "train.jsonl", rows)
     with pytest.raises(StageError) as caught:
         prepare(a_job(models["bert"], data), paths, NoProgress())
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.DATA, reason)
-    for words in ["Split train", *said]:
-        assert words in caught.value.message
+    for text in ["Split train", *texts]:
+        assert text in caught.value.message
     if len(rows) == 2:
         assert "row 2" in caught.value.message
 
@@ -457,7 +455,7 @@ def test_a_tag_that_train_does_not_have_is_refused_with_its_row(
 
 
 @pytest.mark.parametrize(
-    ("columns", "reason", "said"),
+    ("columns", "reason", "text"),
     [
         ({"tags": "tags"}, "MissingSetting", "dataset.columns.tokens is not set"),
         ({"tokens": "tokens"}, "MissingSetting", "dataset.columns.tags is not set"),
@@ -465,13 +463,13 @@ def test_a_tag_that_train_does_not_have_is_refused_with_its_row(
     ],
 )
 def test_columns_are_those_of_the_task(
-    columns: dict[str, str], reason: str, said: str, models: dict[str, Path], data: Path, paths: JobPaths
+    columns: dict[str, str], reason: str, text: str, models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
     job = a_job(models["bert"], data, dataset={"uri": f"file://{data}", "columns": columns})
     with pytest.raises(StageError) as caught:
         prepare(job, paths, NoProgress())
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, reason)
-    assert said in caught.value.message
+    assert text in caught.value.message
 
 
 def test_windows_that_bring_little_new_are_refused(models: dict[str, Path], data: Path, paths: JobPaths) -> None:

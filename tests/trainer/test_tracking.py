@@ -54,12 +54,12 @@ def failing_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the training fail after that step."""
     from finetune_trainer.training.run_observers import RunObserver
 
-    told = RunObserver.on_step
+    original = RunObserver.on_step
 
     def on_step(self: RunObserver, report: Any) -> None:
         if report.step == step:
             raise RuntimeError("enough")
-        told(self, report)
+        original(self, report)
 
     monkeypatch.setattr(RunObserver, "on_step", on_step)
 
@@ -103,9 +103,9 @@ def test_mlflow_has_one_run_with_the_history_after_a_resume(bench, tmp_path, mon
     assert found.data.params["seed"] == "11"
     assert found.data.metrics.keys() >= FIGURES | {"eval_loss", "eval_accuracy"}
     for name in ("loss", "learning_rate", "eval_loss"):
-        told = client.get_metric_history(found.info.run_id, name)
+        history = client.get_metric_history(found.info.run_id, name)
         # Points cannot be deleted: a step that was done twice has both, the later one last.
-        latest = {each.step: each.value for each in sorted(told, key=lambda each: each.timestamp)}
+        latest = {each.step: each.value for each in sorted(history, key=lambda each: each.timestamp)}
         assert latest == pytest.approx(curve(run, name)), name
     assert not mlflow.is_tracking_uri_set()
     assert not Path("mlruns").exists()
@@ -158,7 +158,7 @@ def test_wandb_keeps_one_run_offline_with_the_figures_of_the_history(bench, tmp_
         assert shown == pytest.approx(curve(run, name.removeprefix("train/").replace("/", "_"))), name
 
 
-def test_a_new_run_in_the_same_folder_begins_anew(tmp_path):
+def test_new_run_in_the_same_folder_starts_a_new_tracking_run(tmp_path):
     folder = tmp_path / "tracking"
     (folder / "runs.json").parent.mkdir()
     (folder / "runs.json").write_text('{"mlflow": "of-another-run"}')
@@ -211,7 +211,7 @@ def test_a_tracker_without_its_library_is_refused(tracker, environment, lacking,
     assert f"finetune-trainer[{'wandb' if tracker == 'wandb' else 'tracking'}]" in caught.value.hint
 
 
-def test_only_what_is_named_is_opened(tmp_path):
+def test_only_the_named_trackers_are_opened(tmp_path):
     with tracking({"report_to": "none"}, Tracked("job", tmp_path / "tracking", 0, {})) as callbacks:
         assert callbacks == ()
     assert not (tmp_path / "tracking").exists()
@@ -227,5 +227,5 @@ def test_a_tracker_that_cannot_be_opened_ends_the_stage(tmp_path):
     assert caught.value.reason == "TrackerUnavailable"
 
 
-def test_who_is_told_decides_nothing_of_the_training(bench):
+def test_tracking_does_not_change_the_identity_of_the_training(bench):
     assert identity(short(bench, "tensorboard").job, "f") == identity(short(bench, "mlflow").job, "f")

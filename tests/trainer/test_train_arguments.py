@@ -88,11 +88,11 @@ CASES = {
 }
 """Name -> its case; the loop is set up and makes no step."""
 ELSEWHERE = {
-    "dataloader_pin_memory": "test_memory_is_pinned_where_the_arguments_say_so",
+    "dataloader_pin_memory": "test_memory_is_pinned_as_set_in_the_arguments",
     "liger_kernel_config": "test_liger_kernels_are_applied_with_their_settings",
     "report_to": "tests/trainer/test_tracking.py",
     "tf32": "test_tf32_is_refused_where_no_gpu_has_it",
-    "torch_empty_cache_steps": "test_freed_device_memory_is_given_back_at_the_steps_asked_for",
+    "torch_empty_cache_steps": "test_freed_device_memory_is_released_at_the_configured_steps",
     "train_sampling_strategy": "test_sampling_strategy_decides_the_order_of_rows",
     "use_liger_kernel": "test_liger_kernels_are_applied_with_their_settings",
 }
@@ -163,20 +163,20 @@ class NoSaver:
 def test_argument_is_in_effect(name: str, loop_of):
     import torch
 
-    asked = CASES[name]
+    case = CASES[name]
     try:
-        loop = loop_of(arguments={name: asked.value, **asked.beside}, **asked.training)
+        loop = loop_of(arguments={name: case.value, **case.beside}, **case.training)
         loop.engine.start(loop._first_loss)
-        assert asked.seen(loop) == asked.expected
+        assert case.seen(loop) == case.expected
     finally:
         torch.use_deterministic_algorithms(False)
-    plain = loop_of(arguments=dict(asked.beside), **asked.training)
+    plain = loop_of(arguments=dict(case.beside), **case.training)
     plain.engine.start(plain._first_loss)
     try:
-        found = asked.seen(plain)
+        found = case.seen(plain)
     except (AttributeError, KeyError):
         return
-    assert found != asked.expected, "the value is what it would be without the argument"
+    assert found != case.expected, "the value is what it would be without the argument"
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_argument_of_another_optimizer_is_refused(optimizer: str, name: str, val
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_memory_is_pinned_where_the_arguments_say_so(pinned: bool, loop_of):
+def test_memory_is_pinned_as_set_in_the_arguments(pinned: bool, loop_of):
     loop = loop_of()
     loop.args.dataloader_pin_memory = pinned  # transformers itself switches it off on a CPU
     assert loader(loop).pin_memory is pinned
 
 
-def test_freed_device_memory_is_given_back_at_the_steps_asked_for(loop_of, monkeypatch):
+def test_freed_device_memory_is_released_at_the_configured_steps(loop_of, monkeypatch):
     steps: list[int] = []
     loop = loop_of(max_steps=5, arguments={"torch_empty_cache_steps": 2})
     monkeypatch.setattr(
@@ -224,7 +224,7 @@ def test_tf32_is_refused_where_no_gpu_has_it(loop_of):
         loop_of(arguments={"tf32": True})
 
 
-@pytest.mark.parametrize(("asked", "grouped"), [("random", False), ("group_by_length", True)])
-def test_sampling_strategy_decides_the_order_of_rows(asked: str, grouped: bool):
-    assert groups_by_length("text-classification", {"train_sampling_strategy": asked}) is grouped
-    assert groups_by_length("text-generation", {"train_sampling_strategy": asked}) is grouped
+@pytest.mark.parametrize(("strategy", "grouped"), [("random", False), ("group_by_length", True)])
+def test_sampling_strategy_decides_the_order_of_rows(strategy: str, grouped: bool):
+    assert groups_by_length("text-classification", {"train_sampling_strategy": strategy}) is grouped
+    assert groups_by_length("text-generation", {"train_sampling_strategy": strategy}) is grouped

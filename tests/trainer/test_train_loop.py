@@ -104,8 +104,8 @@ def test_run_with_saved_last_step_publishes_its_model_without_more_steps(here):
     again = json.loads(run.paths.metrics.read_text())["train"]
     # Time adds up: the second attempt has started and written the model, too.
     assert again["time"]["parts"]["start"] > metrics["time"]["parts"]["start"]
-    anew = dict.fromkeys(("seconds", "time", "peak_memory_bytes", "peak_memory_bytes_by_rank", "measured"))
-    assert {**again, **anew} == {**metrics, **anew}
+    varying = dict.fromkeys(("seconds", "time", "peak_memory_bytes", "peak_memory_bytes_by_rank", "measured"))
+    assert {**again, **varying} == {**metrics, **varying}
     # Its steps are those of the first attempt.
     assert metrics["measured"]["steps"] == metrics["steps"]
     assert (again["measured"]["steps"], again["measured"]["step_seconds"]) == (0, None)
@@ -121,7 +121,7 @@ def test_metrics_have_the_measured_gpus(here):
     assert (devices["device"]["memory_bytes"], devices["nvlink"]) == (47_676_653_568, False)
 
 
-def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_off(here):
+def test_checkpoint_of_other_settings_is_refused_and_kept_without_resume(here):
     run = here.with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=2))
     run.train_here()
     changed = run.with_training(learning_rate=1e-3)
@@ -131,9 +131,9 @@ def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_of
     assert "learning_rate was 0.002, is 0.001" in refused.value.message
     assert checkpoints(run) == ["step-2", "step-4"]
 
-    anew = changed.with_training(checkpoints=CheckpointSchedule(every_steps=3, keep=2, resume=False))
-    anew.train_here()
-    assert len(anew.losses()) == 4
+    restarted = changed.with_training(checkpoints=CheckpointSchedule(every_steps=3, keep=2, resume=False))
+    restarted.train_here()
+    assert len(restarted.losses()) == 4
     assert checkpoints(run) == ["step-3"]
 
 
@@ -148,10 +148,10 @@ def test_early_stopping_keeps_best_weights_and_stays_stopped_on_resume(here, cap
     best = run.paths.checkpoints / "best"
     run.train_here()
     assert (len(run.losses()), checkpoints(run)) == (24, ["step-12", "step-24"])
-    told = json.loads(run.paths.metrics.read_text())["train"]
+    metrics = json.loads(run.paths.metrics.read_text())["train"]
     evaluated = {line["step"]: line for line in read_lines(run.paths.history) if "eval_loss" in line}
-    assert (told["steps"], told["best_step"]) == (24, 12)
-    assert {name: told[name] for name in evaluated[12] if name != "step"} == {
+    assert (metrics["steps"], metrics["best_step"]) == (24, 12)
+    assert {name: metrics[name] for name in evaluated[12] if name != "step"} == {
         name: value for name, value in evaluated[12].items() if name != "step"
     }, "the model's figures are those of its weights"
     card = (run.paths.model / "README.md").read_text()
@@ -169,7 +169,7 @@ def test_early_stopping_keeps_best_weights_and_stays_stopped_on_resume(here, cap
     assert [path.name for path in best.iterdir()] == ["step-36.pt"]
 
 
-def test_a_metric_that_is_not_measured_cannot_stop_a_run_and_is_refused_before_it(here):
+def test_early_stopping_by_an_unmeasured_metric_is_refused_at_start(here):
     error = refusal(here.with_training(early_stopping=EarlyStopping(metric="bleu", patience=1)))
     assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "UnknownMetric")
     assert "'bleu'; text-classification with these labels has accuracy, f1, precision, recall, loss." in error.message
@@ -272,7 +272,7 @@ def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, m
 # ------------------------------------------------------------------------------------------------------------ results
 
 
-def test_figures_of_an_earlier_model_are_not_told_of_a_new_one(here):
+def test_metrics_of_an_earlier_model_are_not_reported_for_a_new_one(here):
     run = here.with_training(max_steps=1)
     figures = {"accuracy": 0.8125, "loss": 0.5, "rows": 40, "split": "test"}
     merge_metrics(run.paths, {"evaluate": figures, "majority": {"accuracy": 0.5}, "train": {"steps": 7}})
@@ -309,14 +309,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_obeyed_is_refused(case: str, here):
+def test_impossible_setting_is_refused(case: str, here):
     changes, reason, message = REFUSED[case]
     error = refusal(here.with_training(**changes(here)))
     assert (error.failure_class, error.reason) == (FailureClass.CONFIG, reason)
     assert message in error.message
 
 
-def test_activation_checkpointing_that_the_model_cannot_or_does_not_do_is_an_error(here, monkeypatch):
+def test_activation_checkpointing_without_effect_is_an_error(here, monkeypatch):
     from transformers import BertForSequenceClassification
 
     run = here.with_training(strategy=Strategy(name="single", activation_checkpointing="full"), max_steps=1)
@@ -336,7 +336,7 @@ def test_activation_checkpointing_that_the_model_cannot_or_does_not_do_is_an_err
 
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
-def test_a_deepspeed_section_that_would_replace_a_field_of_the_job_is_refused(section: str, bench):
+def test_deepspeed_section_that_replaces_a_field_is_refused(section: str, bench):
     from finetune_trainer.strategies.select import strategy_for
 
     run = bench.spread("deepspeed", 1, zero_stage=2)

@@ -80,7 +80,7 @@ def environment(server: Server, token: Path) -> dict[str, str]:
     return {ENV_KUBEFLOW_URL: server.url, ENV_KUBEFLOW_CA: str(server.ca_file), ENV_KUBEFLOW_TOKEN: str(token)}
 
 
-def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(server: Server, tmp_path: Path):
+def test_first_and_last_update_are_posted_with_the_current_token(server: Server, tmp_path: Path):
     token = tmp_path / "token"
     token.write_text("first\n")
     sink = progress_for(Stage.TRAIN, 0, environment(server, token))
@@ -160,11 +160,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.told: list[Progress] = []
+        self.sent: list[Progress] = []
 
     def publish(self, progress: Progress) -> None:
         self.steps.append(progress.step)
-        self.told.append(progress)
+        self.sent.append(progress)
 
     def close(self) -> None:
         self.steps.append(-1)
@@ -188,9 +188,9 @@ def test_the_remaining_time_counts_from_where_a_resumed_run_started():
     reporter.update(50, 100)
     now[0] += 10.0
     reporter.update(60, 100, loss=0.5)
-    assert recorder.told[0].remaining_seconds is None
-    assert recorder.told[1].remaining_seconds == pytest.approx(40.0)
-    assert recorder.told[1].loss == 0.5
+    assert recorder.sent[0].remaining_seconds is None
+    assert recorder.sent[1].remaining_seconds == pytest.approx(40.0)
+    assert recorder.sent[1].loss == 0.5
 
 
 def test_the_file_gets_json_lines_from_rank_0_alone(tmp_path: Path):
@@ -202,8 +202,8 @@ def test_the_file_gets_json_lines_from_rank_0_alone(tmp_path: Path):
     sink.close()
     lines = [Progress.model_validate_json(line) for line in path.read_text().splitlines()]
     # The updates in between depend on the total time.
-    told = [(line.stage, line.step, line.percent) for line in (lines[0], lines[-1])]
-    assert told == [("prepare", 0, 0), ("prepare", 1000, 100)]
+    points = [(line.stage, line.step, line.percent) for line in (lines[0], lines[-1])]
+    assert points == [("prepare", 0, 0), ("prepare", 1000, 100)]
     assert lines[-1].samples_per_second
 
 

@@ -51,7 +51,7 @@ def interrupted(bench, step: int, how: signal.Signals, ranks: Sequence[int], **s
     return bench.ended(max(codes, key=abs), output)
 
 
-def interrupted_below_torchrun(bench, step: int, how: signal.Signals, ranks: Sequence[int], **settings: Any):
+def interrupted_under_torchrun(bench, step: int, how: signal.Signals, ranks: Sequence[int], **settings: Any):
     """Do the same with a launcher, which ends the other process when one has ended."""
     on = bench.workspace / "go on"
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -152,7 +152,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
     run = run.with_training(checkpoints=SCHEDULE)
     config = run.deepspeed_config() if strategy == "deepspeed" else None
     # A launcher's effect depends on the signal, not on the strategy; its start-up takes as long as the training.
-    interrupt = interrupted if settings and how != signal.SIGINT else interrupted_below_torchrun
+    interrupt = interrupted if settings and how != signal.SIGINT else interrupted_under_torchrun
     ended = interrupt(run, random.randint(6, 11), how, [0, 1] if how == signal.SIGINT else [1], deepspeed=config)
 
     assert ended.exit_code != 0
@@ -178,9 +178,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
     assert (run.paths.state / "train.json").exists()
 
 
-def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy(
-    bench, whole_run, spread_of, tmp_path: Path
-):
+def test_checkpoint_of_two_processes_resumes_in_one_and_another_strategy(bench, whole_run, spread_of, tmp_path: Path):
     run = bench.at(tmp_path / "w").with_training(checkpoints=SCHEDULE)
     spread = run.spread("fsdp", 2)
     assert interrupted(spread, 11, signal.SIGKILL, [0, 1]).exit_code != 0
@@ -202,7 +200,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy
     assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-15", "step-20"]
 
 
-def test_a_deepspeed_checkpoint_of_another_stage_is_refused_with_the_way_out(bench, tmp_path: Path):
+def test_deepspeed_checkpoint_of_another_stage_is_refused_with_a_hint(bench, tmp_path: Path):
     run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=1))
     first = run.spread("deepspeed", 1, zero_stage=2)
     assert first.run(deepspeed=first.deepspeed_config()).exit_code == 0
@@ -244,7 +242,7 @@ def test_state_in_files_and_state_in_memory_do_not_go_on_from_each_other():
     assert "reads its own shards only" in (strategy.why_not_from(here.checkpoint_form, 2, 2) or "")
 
 
-def test_what_rank_0_does_alone_may_take_longer_than_a_collective_operation_waits(bench, tmp_path: Path):
+def test_work_of_rank_0_alone_may_outlast_the_collective_timeout(bench, tmp_path: Path):
     saving = CheckpointSchedule(every_steps=2, keep=2)
     run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=saving).spread("ddp", 2)
     assert run.run(processes=2).exit_code == 0
@@ -256,7 +254,7 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_collective_operation_wait
     codes, output = fork_server().run({**case, **call})
     assert codes == [0, 0], output
     assert "Resuming from" in output
-    assert all(f"rank 0 alone: {what}" in output for what in ("newest", "load", "commit"))
+    assert all(f"rank 0 alone: {step}" in output for step in ("newest", "load", "commit"))
 
 
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):

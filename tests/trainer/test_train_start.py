@@ -58,7 +58,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_R
         ),
     ],
 )
-def test_the_world_is_read_from_whatever_started_the_process(environment: dict[str, str], expected: ProcessWorld):
+def test_world_is_read_from_the_variables_of_each_launcher(environment: dict[str, str], expected: ProcessWorld):
     assert discover(environment) == expected
 
 
@@ -67,7 +67,7 @@ def test_a_variable_that_is_no_number_is_refused_by_name():
         discover({**OMPI, "OMPI_COMM_WORLD_RANK": "x"})
 
 
-def test_processes_of_one_mpirun_agree_on_a_port_and_those_of_another_on_another():
+def test_processes_share_a_port_within_one_mpirun_only():
     def port(run: str, rank: int) -> str:
         environment = {"PMIX_NAMESPACE": run}
         world = ProcessWorld(rank, 2, rank, 2, "mpi")
@@ -79,7 +79,7 @@ def test_processes_of_one_mpirun_agree_on_a_port_and_those_of_another_on_another
     assert port("prterun-1@1", 0) != port("prterun-2@1", 0)
 
 
-def test_the_process_number_of_mpich_does_not_part_the_processes_of_one_run():
+def test_process_number_of_mpich_does_not_change_the_port():
     def port(rank: int) -> str:
         environment = {"PMI_ID": str(rank)}
         settle_environment(environment, ProcessWorld(rank, 2, rank, 2, "mpi"), device="cpu", threads=1, strategy="ddp")
@@ -88,7 +88,7 @@ def test_the_process_number_of_mpich_does_not_part_the_processes_of_one_run():
     assert port(0) == port(1)
 
 
-def test_a_free_port_is_none_that_the_kernel_may_give_to_somebody_else_meanwhile():
+def test_free_port_is_outside_of_the_ephemeral_range():
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if not given.exists() or (lowest := int(given.read_text().split()[0])) < 20_000:
         pytest.skip("this machine gives clients ports of any number")
@@ -147,7 +147,7 @@ def test_several_nodes_without_an_address_are_refused():
         settle_environment({}, ProcessWorld(0, 4, 0, 2, "mpi"), device="cpu", threads=1, strategy="ddp")
 
 
-def test_a_single_process_gets_no_distributed_variables_and_a_cpu_job_sees_no_gpu():
+def test_single_process_has_no_distributed_variables_and_sees_no_gpu():
     environment = dict(TORCHRUN)
     settle_environment(environment, ProcessWorld(launcher="torchrun"), device="cpu", threads=3, strategy="single")
     assert environment == {
@@ -160,7 +160,7 @@ def test_a_single_process_gets_no_distributed_variables_and_a_cpu_job_sees_no_gp
     }
 
 
-def test_every_argument_is_free_or_owned_by_a_field_or_fixed_and_none_twice():
+def test_each_argument_is_free_or_owned_by_exactly_one_field():
     known = set(contract.known_arguments())
     assert len(known) > 100
     assert set(contract.OWNED_BY_PLAN) <= known
@@ -190,7 +190,7 @@ def test_a_failure_of_an_earlier_attempt_is_replaced(tmp_path: Path):
     assert TrainerReport.model_validate_json(path.read_bytes()).outcome == "succeeded"
 
 
-def test_reports_go_where_they_are_asked_for_by_rank(tmp_path: Path):
+def test_reports_are_written_to_the_requested_path_by_rank(tmp_path: Path):
     assert report_path(3, {"FINETUNE_REPORT": str(tmp_path / "r-{rank}.json")}) == tmp_path / "r-3.json"
     there = os.access("/dev/termination-log", os.W_OK)
     assert report_path(0, {}) == (Path("/dev/termination-log") if there else None)
@@ -234,8 +234,8 @@ def test_figures_of_a_run_by_an_older_image_cover_the_later_steps(caplog):
     )
     assert figures.seconds() == {"forward": 1.5}
     assert figures.validation() == figures.validation(3) == {"eval_loss": 1.0}
-    told = [record.getMessage() for record in caplog.records]
-    assert ["lacks samples_per_second of 1 steps" in told[0], "of 2 steps" in told[1]] == [True, True]
+    messages = [record.getMessage() for record in caplog.records]
+    assert ["lacks samples_per_second of 1 steps" in messages[0], "of 2 steps" in messages[1]] == [True, True]
 
     caplog.clear()
     assert RunFigures([now]).rates()["tokens"] == 60

@@ -67,7 +67,7 @@ def cost(case: tuple[Task, str, dict[str, Any]]) -> float:
     return grids.seconds(strategy, max(2, strategy.model_ranks))
 
 
-def words(at: int, count: int) -> str:
+def text_at(at: int, count: int) -> str:
     return " ".join(WORDS[(at * 7 + each) % len(WORDS)] for each in range(count))
 
 
@@ -79,10 +79,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for split, count in {"train": 96, "validation": 8}.items():
         rows = [
             {
-                "text": words(at, 3 + at % 17),
-                "prompt": words(at, 1 + at % 5),
-                "chosen": words(at + 3, 1 + at % 7),
-                "rejected": words(at + 5, 1 + at % 11),
+                "text": text_at(at, 3 + at % 17),
+                "prompt": text_at(at, 1 + at % 5),
+                "chosen": text_at(at + 3, 1 + at % 7),
+                "rejected": text_at(at + 5, 1 + at % 11),
             }
             for at in range(count)
         ]

@@ -334,7 +334,7 @@ def _files(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-_CLASSES, _WORDS, _TEXT, _SHORTER = "text-classification", "token-classification", "text-generation", "summarization"
+_CLASSES, _TOKENS, _TEXT, _SHORTER = "text-classification", "token-classification", "text-generation", "summarization"
 _MERGED = ("vocab.json", "merges.txt")
 _NAMED = ("special_tokens_map.json", "tokenizer_config.json")
 
@@ -372,7 +372,7 @@ FAMILIES: Mapping[str, Family] = {
         _files("tokenizer.json", *_NAMED),
     ),
     "longformer": Family(
-        _WORDS,
+        _TOKENS,
         "LongformerForMaskedLM",
         _encoder("longformer", attention_window=[16, 16], max_position_embeddings=130),
         _roberta,

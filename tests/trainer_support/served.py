@@ -47,7 +47,7 @@ class Served:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Reply:
+    def request(self, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Reply:
         """Send a GET without a body, else a POST; a body other than bytes is sent as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(60))
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -62,7 +62,7 @@ class Served:
         tensors = [
             {"name": name, "datatype": "BYTES", "shape": [len(data)], "data": data} for name, data in inputs.items()
         ]
-        return self.ask(f"/v2/models/{self.state.engine.name}/infer", {"inputs": tensors})
+        return self.request(f"/v2/models/{self.state.engine.name}/infer", {"inputs": tensors})
 
 
 @contextmanager

@@ -131,14 +131,14 @@ def predictions(paths: JobPaths) -> list[dict[str, Any]]:
     return read_lines(paths.predictions_jsonl)
 
 
-def told(paths: JobPaths, figure: str) -> list[dict[str, Any]]:
+def lines_with(paths: JobPaths, figure: str) -> list[dict[str, Any]]:
     """Return the lines of the history that have `figure`."""
     return [line for line in read_lines(paths.history) if figure in line]
 
 
 def losses(paths: JobPaths) -> list[float]:
     """Return the loss of each training step."""
-    return [line["loss"] for line in told(paths, "loss")]
+    return [line["loss"] for line in lines_with(paths, "loss")]
 
 
 def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
@@ -279,7 +279,9 @@ def write_encoder_decoder(folder: Path, family: str = "t5", words: Sequence[str]
     sizes: dict[str, Any] = {
         "t5": {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
         "bart": {
-            **{f"{half}_{what}": size for half in ("encoder", "decoder") for what, size in BART_SIZES.items()},
+            **{
+                f"{half}_{size_name}": size for half in ("encoder", "decoder") for size_name, size in BART_SIZES.items()
+            },
             **{"d_model": 48, "max_position_embeddings": 64, "dropout": 0.0},
             **{"bos_token_id": 2, "forced_eos_token_id": None},
         },

@@ -34,14 +34,14 @@ def stored(spec: dict[str, Any], name: str, namespace: str = "team", phase: str 
     return job_view({**a_job(spec, name, namespace=namespace), "status": status}, CLUSTER_SETTINGS)
 
 
-def ask(wanted: dict[str, Any] | None, **more: Any) -> bytes:
+def review(wanted: dict[str, Any] | None, **more: Any) -> bytes:
     request = {"uid": "question-1", "operation": "CREATE", "namespace": "team", "name": "reviews", "object": wanted}
     return json.dumps(
         {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {**request, **more}}
     ).encode()
 
 
-def told(*arguments: Any) -> dict[str, Any]:
+def response_of(*arguments: Any) -> dict[str, Any]:
     found = answer(*arguments)
     assert (found["apiVersion"], found["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
     response: Any = found["response"]
@@ -49,12 +49,12 @@ def told(*arguments: Any) -> dict[str, Any]:
     return dict(response)
 
 
-def test_a_good_job_is_allowed_without_a_word() -> None:
-    assert told(ask(a_job(SPEC)), CLUSTER_SETTINGS, ()) == {"uid": "question-1", "allowed": True}
+def test_valid_job_is_allowed_without_a_warning() -> None:
+    assert response_of(review(a_job(SPEC)), CLUSTER_SETTINGS, ()) == {"uid": "question-1", "allowed": True}
 
 
 def test_forbidden_field_is_refused_with_rule_and_hint() -> None:
-    response = told(ask(a_job({**SPEC, "image": "elsewhere/trainer:1"})), CLOSED, ())
+    response = response_of(review(a_job({**SPEC, "image": "elsewhere/trainer:1"})), CLOSED, ())
     status = response["status"]
     assert (response["allowed"], status["code"], status["reason"]) == (False, 422, "Invalid")
     assert [cause["field"] for cause in status["details"]["causes"]] == ["spec.image"]
@@ -63,7 +63,7 @@ def test_forbidden_field_is_refused_with_rule_and_hint() -> None:
 
 def test_a_rule_over_several_fields_is_refused_as_validate_does() -> None:
     spec = {**SPEC, "training": {"arguments": {"no_such_argument": 1}}}
-    (cause,) = told(ask(a_job(spec)), CLUSTER_SETTINGS, ())["status"]["details"]["causes"]
+    (cause,) = response_of(review(a_job(spec)), CLUSTER_SETTINGS, ())["status"]["details"]["causes"]
     assert cause["field"] == "spec.training.arguments.no_such_argument"
 
 
@@ -83,7 +83,7 @@ CLASHES: dict[str, tuple[JobView, bool]] = {
 @pytest.mark.parametrize("case", CLASHES)
 def test_two_jobs_that_run_do_not_write_to_one_place(case: str) -> None:
     other, allowed = CLASHES[case]
-    response = told(ask(a_job(OUTPUT)), CLUSTER_SETTINGS, (other,))
+    response = response_of(review(a_job(OUTPUT)), CLUSTER_SETTINGS, (other,))
     assert response["allowed"] is allowed
     if not allowed:
         assert response["status"]["details"]["causes"][0]["field"] == "spec.predict.output"
@@ -92,38 +92,40 @@ def test_two_jobs_that_run_do_not_write_to_one_place(case: str) -> None:
 
 FORBIDDEN = a_job({**SPEC, "image": "elsewhere/trainer:1"})
 LET_THROUGH: dict[str, bytes] = {
-    "a label on a job of other settings": ask(FORBIDDEN, operation="UPDATE", oldObject=FORBIDDEN),
-    "suspending it": ask(
+    "a label on a job of other settings": review(FORBIDDEN, operation="UPDATE", oldObject=FORBIDDEN),
+    "suspending it": review(
         a_job({**FORBIDDEN["spec"], "runPolicy": {"suspend": True}}), operation="UPDATE", oldObject=FORBIDDEN
     ),
-    "what only ends": ask(
+    "what only ends": review(
         a_job(FORBIDDEN["spec"], deletionTimestamp="2026-01-05T10:00:00Z"), operation="UPDATE", oldObject=a_job(SPEC)
     ),
-    "its deletion": ask(None, operation="DELETE", oldObject=FORBIDDEN),
-    "its status": ask(FORBIDDEN, operation="UPDATE", subResource="status"),
+    "its deletion": review(None, operation="DELETE", oldObject=FORBIDDEN),
+    "its status": review(FORBIDDEN, operation="UPDATE", subResource="status"),
 }
 
 
 @pytest.mark.parametrize("case", LET_THROUGH)
-def test_what_changes_nothing_about_the_work_is_let_through(case: str) -> None:
-    assert told(LET_THROUGH[case], CLOSED, ())["allowed"] is True
+def test_change_without_effect_on_the_work_is_allowed(case: str) -> None:
+    assert response_of(LET_THROUGH[case], CLOSED, ())["allowed"] is True
 
 
 def test_an_edit_of_the_work_is_checked_like_a_new_job() -> None:
-    edited = ask(FORBIDDEN, operation="UPDATE", oldObject=a_job(SPEC))
-    assert told(edited, CLOSED, ())["allowed"] is False
+    edited = review(FORBIDDEN, operation="UPDATE", oldObject=a_job(SPEC))
+    assert response_of(edited, CLOSED, ())["allowed"] is False
 
 
 def test_a_launcher_that_is_not_there_yet_is_a_warning_and_no_refusal() -> None:
-    wanted = ask(a_job({**SPEC, "launcher": "mpijob"}))
-    (warning,) = told(wanted, CLUSTER_SETTINGS, (), ("job",))["warnings"]
+    wanted = review(a_job({**SPEC, "launcher": "mpijob"}))
+    (warning,) = response_of(wanted, CLUSTER_SETTINGS, (), ("job",))["warnings"]
     assert warning == "spec.launcher: this cluster does not serve mpijob yet; the job waits until it does"
-    assert "warnings" not in told(wanted, CLUSTER_SETTINGS, (), ("job", "mpijob"))
-    assert "warnings" not in told(wanted, CLUSTER_SETTINGS, ()), "what is not known is not told"
+    assert "warnings" not in response_of(wanted, CLUSTER_SETTINGS, (), ("job", "mpijob"))
+    assert "warnings" not in response_of(wanted, CLUSTER_SETTINGS, ()), "what is not known is not told"
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", ask(a_job(SPEC)).replace(b"admission.k8s.io/v1", b"v1"), b"\xff"])
-def test_what_is_no_question_is_told_so(body: bytes) -> None:
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", review(a_job(SPEC)).replace(b"admission.k8s.io/v1", b"v1"), b"\xff"]
+)
+def test_body_that_is_no_review_is_refused(body: bytes) -> None:
     with pytest.raises(NoReviewError):
         answer(body, CLUSTER_SETTINGS, ())
 
@@ -151,13 +153,13 @@ def bundled(*names: str) -> str:
 )
 def test_our_authority_comes_first_in_every_bundle(before: str, after: str, changed: bool) -> None:
     hook = {"name": "jobs.finetune.dev", "clientConfig": {"service": {"name": "s"}, "caBundle": before}}
-    found, told = with_authority({"webhooks": [hook]}, pem("ours"))
+    found, patch = with_authority({"webhooks": [hook]}, pem("ours"))
     assert found is changed
-    assert told == {"webhooks": [{**hook, "clientConfig": {"service": {"name": "s"}, "caBundle": after}}]}
+    assert patch == {"webhooks": [{**hook, "clientConfig": {"service": {"name": "s"}, "caBundle": after}}]}
 
 
 def test_a_setting_that_was_copied_is_a_warning_of_kubectl() -> None:
-    (warning,) = told(ask(a_job({**SPEC, "training": {"arguments": {"logging_steps": 5}}})), CLUSTER_SETTINGS, ())[
-        "warnings"
-    ]
+    (warning,) = response_of(
+        review(a_job({**SPEC, "training": {"arguments": {"logging_steps": 5}}})), CLUSTER_SETTINGS, ()
+    )["warnings"]
     assert warning.startswith("spec.training.arguments.logging_steps: 5 is ignored")

@@ -51,8 +51,8 @@ def volume(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def ephemeral(size: str) -> dict[str, Any]:
-    asked = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
-    return volume({"ephemeral": {"volumeClaimTemplate": {"spec": asked}}})
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    return volume({"ephemeral": {"volumeClaimTemplate": {"spec": claim}}})
 
 
 NEVER: dict[str, tuple[dict[str, Any], str]] = {
@@ -95,7 +95,7 @@ NEVER: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", NEVER)
-def test_nobody_may(case: str) -> None:
+def test_forbidden_value_is_refused_under_every_profile(case: str) -> None:
     spec, path = NEVER[case]
     assert paths(job(**spec)) == [path]
 
@@ -156,8 +156,8 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
     "another authority for git": (env("GIT_SSL_CAINFO", "/mnt/ca.crt"), "spec.template.env[0].name"),
     "modules of elsewhere": (env("PYTHONPATH", "/mnt"), "spec.template.env[0].name"),
     **{
-        f"{what} by {name}": (env(name, "/mnt/x"), "spec.template.env[0].name")
-        for name, what in {
+        f"{usage} by {name}": (env(name, "/mnt/x"), "spec.template.env[0].name")
+        for name, usage in {
             "NCCL_NET_PLUGIN": "a library", "NCCL_TUNER_PLUGIN": "a library", "TORCH_EXTENSIONS_DIR": "libraries",
             "TRITON_PTXAS_PATH": "a program", "TRITON_CACHE_DIR": "compiled code", "XDG_CACHE_HOME": "compiled code",
             "NCCL_COMM_ID": "a server", "NCCL_CONF_FILE": "settings", "HF_DATASETS_TRUST_REMOTE_CODE": "code",
@@ -171,12 +171,12 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", STRICT)
-def test_the_strict_profile_refuses_what_the_open_one_does_not(case: str) -> None:
+def test_strict_profile_refuses_values_that_the_open_one_allows(case: str) -> None:
     spec, path = STRICT[case]
     assert (paths(job(**spec)), paths(job(**spec), settings(profile="strict"))) == ([], [path])
 
 
-def test_the_strict_profile_leaves_what_training_needs() -> None:
+def test_strict_profile_allows_the_needs_of_training() -> None:
     spec = {
         "secrets": {"hubToken": {"name": "finetune-hub"}, "storage": {"name": "finetune-storage"}},
         "template": {"serviceAccountName": "default", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},

@@ -18,7 +18,7 @@ ROOT: dict[str, Any] = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
 
 def every_field(field: Field) -> list[Field]:
-    return [field, *(below for each in field.fields for below in every_field(each))]
+    return [field, *(inner for each in field.fields for inner in every_field(each))]
 
 
 def in_schema(path: str) -> tuple[dict[str, Any], bool]:
@@ -37,15 +37,15 @@ def test_explain_shows_every_field_as_in_the_crd() -> None:
     assert len(fields) > 250
     for field in fields:
         node, required = in_schema(field.path)
-        said = read(as_text(field, recursive=False))
+        page = read(as_text(field, recursive=False))
         ours = field.path in ("apiVersion", "kind", "metadata")
         assert field.required is required, field.path
-        assert ours or said["text"] == (node.get("description") or "<empty>").split(), field.path
-        assert said["enum"] == [str(word) for word in node.get("enum", ()) if word != ""], field.path
-        assert {name: needed for name, (_, needed, _) in said["fields"].items()} == {
+        assert ours or page["text"] == (node.get("description") or "<empty>").split(), field.path
+        assert page["enum"] == [str(choice) for choice in node.get("enum", ()) if choice != ""], field.path
+        assert {name: needed for name, (_, needed, _) in page["fields"].items()} == {
             each.name: each.required for each in field.fields
         }
-        base = said["type"].removeprefix("[]").removeprefix("map[string]")
+        base = page["type"].removeprefix("[]").removeprefix("map[string]")
         assert base == node.get("type", "Object") or node["type"] in ("object", "array"), field.path
 
 
@@ -74,7 +74,7 @@ def test_field_is_found_however_it_is_written(written: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
         ("spec.traning", "there is no field spec.traning; did you mean spec.training?"),
         ("spec.microBatchSize", "there is no field spec.microBatchSize; did you mean spec.training.microBatchSize?"),
@@ -91,22 +91,22 @@ def test_field_is_found_however_it_is_written(written: str) -> None:
         ),
     ],
 )
-def test_unknown_field_is_refused_with_a_suggestion(written: str, said: str) -> None:
+def test_unknown_field_is_refused_with_a_suggestion(written: str, message: str) -> None:
     with pytest.raises(NoSuchFieldError) as refused:
         find_field(written)
-    assert str(refused.value) == said
+    assert str(refused.value) == message
     ran = CliRunner().invoke(app, ["explain", written])
     assert (ran.exit_code, ran.stdout) == (2, "")
-    assert f"Error: {said}" in ran.stderr
+    assert f"Error: {message}" in ran.stderr
 
 
 def test_field_is_data_for_programs() -> None:
-    told = json.loads(CliRunner().invoke(app, ["explain", "training.globalBatchSize", "-o", "json"]).stdout)
+    described = json.loads(CliRunner().invoke(app, ["explain", "training.globalBatchSize", "-o", "json"]).stdout)
     node, _ = in_schema("spec.training.globalBatchSize")
     kept = {key: node[key] for key in ("description", "default", "minimum", "maximum") if key in node}
-    assert told == {"field": "spec.training.globalBatchSize", "type": "integer", "required": False, **kept}
-    below = json.loads(CliRunner().invoke(app, ["explain", "resources", "-o", "json", "--recursive"]).stdout)
-    inner = {each["field"]: each for each in below["fields"]}
+    assert described == {"field": "spec.training.globalBatchSize", "type": "integer", "required": False, **kept}
+    resources = json.loads(CliRunner().invoke(app, ["explain", "resources", "-o", "json", "--recursive"]).stdout)
+    inner = {each["field"]: each for each in resources["fields"]}
     assert [each["field"] for each in inner["spec.resources.elastic"]["fields"]] == [
         "spec.resources.elastic.maxNodes",
         "spec.resources.elastic.minNodes",

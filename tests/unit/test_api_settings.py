@@ -116,7 +116,7 @@ def test_all_problems_of_the_settings_are_reported_at_once(case: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, {}, {"namespaces": None, "defaults": {"image": None}}])
-def test_what_is_left_out_or_null_has_its_default(value: Any) -> None:
+def test_omitted_or_null_setting_has_its_default(value: Any) -> None:
     assert check_settings(value) == (Settings(), [])
 
 

@@ -48,5 +48,5 @@ def test_description_marks_unsupported_values(row: Row) -> None:
     field = find_field(f"spec.{row.path}")
     assert "not supported yet" in field.description.lower()
     served = [*row.values, *(f"{scheme}://" for scheme in row.schemes)]
-    unserved = [word for word in field.schema.get("enum", ()) if served and word not in served]
-    assert [word for word in unserved if word not in field.description.split("yet")[0]] == []
+    unserved = [value for value in field.schema.get("enum", ()) if served and value not in served]
+    assert [value for value in unserved if value not in field.description.split("yet")[0]] == []

@@ -539,8 +539,8 @@ def test_a_bad_job_has_these_problems_and_no_other(name: str) -> None:
 def test_no_message_speaks_the_language_of_a_library_or_repeats_a_token(name: str) -> None:
     for problem in problems_of(JOBS / "bad" / f"{name}.yaml"):
         text = f"{problem.path} {problem.value} {problem.rule} {problem.hint}"
-        for word in ("Input should", "pydantic", "literal[", "constrained", "valid integer", "hf_abc"):
-            assert word not in text
+        for phrase in ("Input should", "pydantic", "literal[", "constrained", "valid integer", "hf_abc"):
+            assert phrase not in text
         assert problem.rule
         assert problem.hint
 

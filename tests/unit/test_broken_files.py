@@ -73,7 +73,7 @@ HOSTILE = some.sampled_from([
 """Bytes to insert into an example."""
 
 
-def asked(command: str, file: Path | str) -> Result:
+def run_command(command: str, file: Path | str) -> Result:
     cli, arguments = COMMANDS[command](str(file))
     return CliRunner().invoke(cli, arguments)  # type: ignore[arg-type]  # a Typer, whichever
 
@@ -90,7 +90,7 @@ def assert_answered(result: Result, codes: Sequence[int] = (0, 1, 2)) -> None:
 def test_broken_file_is_reported(command: str, content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     file.write_bytes(content)
-    assert_answered(asked(command, file))
+    assert_answered(run_command(command, file))
 
 
 def test_helm_template_is_recognized() -> None:
@@ -101,7 +101,7 @@ def test_helm_template_is_recognized() -> None:
 @pytest.mark.parametrize("command", ["plan", "run"])
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_is_answered_also_where_it_cannot_run(command: str, example: str) -> None:
-    assert_answered(asked(command, FOLDER / f"{example}.yaml"))
+    assert_answered(run_command(command, FOLDER / f"{example}.yaml"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -109,9 +109,9 @@ def test_unreadable_path_is_reported(command: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
     for name in ("absent.yaml", "empty", "loop.yaml", "x" * 300 + ".yaml", "y" * 5000, "empty/absent.yaml/a"):
-        assert_answered(asked(command, tmp_path / name), codes=(1, 2))
+        assert_answered(run_command(command, tmp_path / name), codes=(1, 2))
     for name in ("/dev/zero", "", "a\0b"):  # endless, nameless, with an impossible name
-        assert_answered(asked(command, name), codes=(1, 2))
+        assert_answered(run_command(command, name), codes=(1, 2))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -120,7 +120,7 @@ def test_a_pipe_is_read_as_a_file(command: str, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_bytes(b"a: [1,\n"))
     writer.start()
-    result = asked(command, pipe)
+    result = run_command(command, pipe)
     writer.join()
     assert_answered(result, codes=(1, 2))
     assert "pipe.yaml" in result.output
@@ -149,11 +149,11 @@ def test_no_broken_example_ends_in_a_traceback(
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "broken-example.yaml"
     file.write_bytes(content)
-    assert_answered(asked(command, file))
+    assert_answered(run_command(command, file))
 
 
 @pytest.mark.parametrize("command", ["validate", "plan", "render", "review", "run"])
-def test_the_command_itself_says_so(command: str, tmp_path: Path) -> None:
+def test_command_reports_a_broken_file_with_its_line(command: str, tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     file.write_bytes(BROKEN["an unfinished list"])
     ran = finetune(command, "broken.yaml", folder=tmp_path, own_process=True)

@@ -145,7 +145,7 @@ def test_the_server_certificate_is_made_out_to_all_its_names(case: str) -> None:
     assert [str(name.value) for name in names] == expected
 
 
-def test_the_certificate_is_good_for_servers_and_clients_and_the_authority_for_nothing_but_signing() -> None:
+def test_certificate_serves_both_sides_and_the_authority_only_signs() -> None:
     made = make(NAMES, NOW)
     authority, leaf = loaded(made.authority), loaded(made.leaf)
     store = Store([authority])
@@ -220,7 +220,7 @@ def test_a_new_name_in_the_settings_is_added_under_the_same_authority() -> None:
     )
 
 
-def test_the_authority_is_replaced_at_two_thirds_of_its_life_and_no_leaf_outlives_it() -> None:
+def test_authority_is_replaced_at_two_thirds_of_its_life() -> None:
     secrets = Secrets()
     (first,) = load(keeper(secrets))
     clock = Clock(NOW)
@@ -329,7 +329,7 @@ def test_outside_a_cluster_certificates_live_in_memory_and_are_renewed_too() -> 
     assert second.leaf != first.leaf
 
 
-def test_the_contexts_accept_each_other_and_nothing_of_the_keys_stays_on_disk(
+def test_tls_contexts_accept_each_other_and_leave_no_key_on_disk(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -374,7 +374,7 @@ def shown(server: ssl.SSLContext) -> bytes | None:
     return ends[0].getpeercert(binary_form=True)
 
 
-def test_a_certificate_in_a_folder_is_taken_over_when_it_is_renewed_and_its_end_with_it(
+def test_renewed_certificate_of_a_folder_is_loaded_with_its_expiry(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = (for_loopback(tmp_path, f"number-{days}", days) for days in (2, 3))
@@ -425,7 +425,7 @@ REVIEW = {
 }
 
 
-async def asked(server: ssl.SSLContext, client: ssl.SSLContext, names: Sequence[str] = ()) -> int | str:
+async def response_code(server: ssl.SSLContext, client: ssl.SSLContext, names: Sequence[str] = ()) -> int | str:
     """Return the status of the webhook's answer, or `no connection`."""
     webhook = WebhookServer(NoJobs(), CLUSTER_SETTINGS, server, client_names=names)
     port = await webhook.start("127.0.0.1", 0)
@@ -448,31 +448,31 @@ def client_with(pair: Certificate | None) -> ssl.SSLContext:
     return context
 
 
-def test_a_webhook_with_authorities_for_its_clients_answers_those_that_they_signed_for_alone(tmp_path: Path) -> None:
+def test_webhook_with_client_authorities_answers_only_their_clients(tmp_path: Path) -> None:
     server, ours, other, later = (
         for_loopback(tmp_path, name) for name in ("server", "kube-apiserver", "other", "later")
     )
     file = tmp_path / "authorities.pem"
     file.write_text(ours.certificate.read_text())
     context = server.server_context()
-    assert asyncio.run(asked(context, client_with(None))) not in ("no connection", 403)
+    assert asyncio.run(response_code(context, client_with(None))) not in ("no connection", 403)
     authorities = ClientAuthorities(file, context)
-    found = {name: asyncio.run(asked(context, client_with(pair))) for name, pair in
+    found = {name: asyncio.run(response_code(context, client_with(pair))) for name, pair in
              {"none": None, "ours": ours, "other": other, "later": later}.items()}  # fmt: skip
     open_ = found.pop("ours")
     assert open_ not in ("no connection", 403)
     assert set(found.values()) == {"no connection"}
     # By name, if only one of several clients of an authority may ask.
-    assert asyncio.run(asked(context, client_with(ours), ["kube-apiserver"])) == open_
-    assert asyncio.run(asked(context, client_with(ours), ["somebody else"])) == 403
+    assert asyncio.run(response_code(context, client_with(ours), ["kube-apiserver"])) == open_
+    assert asyncio.run(response_code(context, client_with(ours), ["somebody else"])) == 403
     # An authority added to the file counts after the next look.
     file.write_text(ours.certificate.read_text() + later.certificate.read_text())
     os.utime(file, ns=(1, 1))
     authorities.reload_if_changed()
-    assert asyncio.run(asked(context, client_with(later))) == open_
+    assert asyncio.run(response_code(context, client_with(later))) == open_
 
 
-def test_clients_that_may_not_ask_cannot_hold_the_webhook_s_connections(tmp_path: Path) -> None:
+def test_unauthorized_clients_cannot_exhaust_the_webhook_connections(tmp_path: Path) -> None:
     """The authority may sign for many clients, as a cluster's own does for each kubelet."""
     server, ours, other = (for_loopback(tmp_path, name) for name in ("server", "kube-apiserver", "kubelet"))
     file = tmp_path / "authorities.pem"

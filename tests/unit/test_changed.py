@@ -167,7 +167,7 @@ def reasons(*changed: str) -> dict[str, str]:
     return found
 
 
-def test_a_module_is_followed_through_the_product_to_the_tests_that_import_it() -> None:
+def test_changed_module_selects_tests_through_imports_of_the_product() -> None:
     assert reasons("operator/finetune_operator/planning/memory.py") == {
         "unit/test_plan.py": "imports finetune_operator.planning.plan > imports finetune_operator.planning.memory"
     }
@@ -179,21 +179,21 @@ def test_importing_a_module_runs_the_packages_that_hold_it() -> None:
     }
 
 
-def test_only_what_a_test_takes_from_a_support_module_counts() -> None:
+def test_only_imported_names_of_a_support_module_count() -> None:
     assert reasons("trainer_image/finetune_trainer/__main__.py") == {
         "trainer/test_process.py": "imports support/jobs.py::run > starts finetune_trainer.__main__"
     }
     assert "unit/test_jobs.py" in reasons("trainer_image/contract/finetune_contract/trainer_job.py")
 
 
-def test_a_fixture_counts_for_the_tests_that_ask_for_it() -> None:
+def test_fixture_counts_for_the_tests_that_use_it() -> None:
     found = reasons("trainer_image/finetune_trainer/stages.py")
     assert found["trainer/test_bench.py"].startswith("uses trainer/conftest.py::bench > ")
     assert "trainer/test_light.py" not in found
     assert list(reasons("data/rows/a.jsonl")) == ["trainer/test_bench.py"]
 
 
-def test_a_conftest_and_its_autouse_fixtures_count_for_all_tests_below() -> None:
+def test_conftest_and_autouse_fixtures_count_for_all_tests_in_its_folder() -> None:
     both = {"trainer/test_bench.py", "trainer/test_light.py", "trainer/test_process.py"}
     assert set(reasons("tests/trainer/conftest.py")) == both
     assert both <= set(reasons("trainer_image/contract/finetune_contract/trainer_job.py"))
@@ -203,7 +203,7 @@ def test_plugins_count_for_every_test() -> None:
     assert len(reasons("tests/plugins/one.py")) == 8
 
 
-def test_a_row_of_the_table_says_what_no_import_does() -> None:
+def test_table_row_adds_a_use_that_no_import_shows() -> None:
     assert reasons("operator/finetune_operator/shell/__init__.py") == {
         "cluster/test_operator.py": "starts finetune_operator.shell",
         "unit/test_program.py": "imports finetune_operator.shell",
@@ -297,7 +297,7 @@ def test_every_file_reaches_a_test_or_has_a_row() -> None:
     assert unexplained == [], "say in tests/changed/table.py which tests use these files"
 
 
-def test_every_test_file_needs_something_but_what_runs_with_it() -> None:
+def test_every_test_file_needs_more_than_its_companions() -> None:
     """Each needs a module of the product, a document, or the support module that it tests."""
     files, graph = repository()
     tests = [path for path in files if is_test(path) and not reason_in(TABLE.always, path)]
@@ -313,8 +313,10 @@ def test_every_pattern_of_the_table_matches_a_file() -> None:
 
 
 def test_the_table_has_the_installed_programs() -> None:
-    told = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in PACKAGES.values()]
-    installed = {name: target for project in told for name, target in project.get("scripts", {}).items()}
+    projects = [
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in PACKAGES.values()
+    ]
+    installed = {name: target for project in projects for name, target in project.get("scripts", {}).items()}
     assert installed == {name: f"{module}:main" for name, module in SCRIPTS.items()}
 
 
@@ -344,7 +346,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_change_holds_what_is_committed_edited_deleted_and_new(checkout: Path) -> None:
+def test_change_includes_committed_edited_deleted_and_new_files(checkout: Path) -> None:
     (checkout / ".gitignore").write_text("ignored\n")
     for name in ("new", "ignored"):
         (checkout / name).write_text(name)
@@ -387,15 +389,15 @@ def test_tests_on_a_cluster_are_named_where_none_can_be_had(monkeypatch: pytest.
     choice = small_choice("tests/plugins/one.py")
     parts = command.parts_of(choice)
     assert [(part.suite and part.suite.target, len(part.tests)) for part in parts] == [(None, 8), ("test-cluster", 1)]
-    told = command.lines("HEAD", ["tests/plugins/one.py"], choice, parts, 9)
-    assert told[0] == "1 changed files since HEAD; 9 of 9 test files can break."
-    assert "make test-cluster (not run here: no cluster here)" in told
-    said = json.loads(json.dumps(command.document("HEAD", ["tests/plugins/one.py"], choice, parts)))
-    assert said["notHere"] == {"test-cluster": "no cluster here"}
-    assert len(said["tests"]) == 9
+    report = command.lines("HEAD", ["tests/plugins/one.py"], choice, parts, 9)
+    assert report[0] == "1 changed files since HEAD; 9 of 9 test files can break."
+    assert "make test-cluster (not run here: no cluster here)" in report
+    document = json.loads(json.dumps(command.document("HEAD", ["tests/plugins/one.py"], choice, parts)))
+    assert document["notHere"] == {"test-cluster": "no cluster here"}
+    assert len(document["tests"]) == 9
 
 
-def test_what_cannot_run_here_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suites_that_cannot_run_here_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
     def record(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

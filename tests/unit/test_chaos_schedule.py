@@ -36,7 +36,7 @@ PREPARE, TRAIN, EVALUATE = "prepare", "train", "evaluate"
 
 
 @pytest.mark.parametrize("faults", [1, 4, 10, 30])
-def test_a_seed_gives_the_same_storm_with_as_many_faults_as_asked_for(faults: int) -> None:
+def test_seed_determines_a_storm_with_the_requested_number_of_faults(faults: int) -> None:
     for seed in SEEDS:
         made = schedule(seed, faults)
         assert made == schedule(seed, faults)
@@ -48,7 +48,7 @@ def test_another_seed_gives_another_storm() -> None:
     assert len({str(schedule(seed, 10).fates) for seed in SEEDS}) == len(SEEDS)
 
 
-def test_thirty_faults_are_of_every_kind_and_hit_ten_jobs_of_every_launcher() -> None:
+def test_thirty_faults_cover_every_kind_in_ten_jobs_of_every_launcher() -> None:
     for seed in SEEDS:
         made = schedule(seed, 30)
         assert len(made.fates) == 30 / FAULTS_A_JOB == 10
@@ -99,7 +99,7 @@ def test_no_fault_but_the_last_ends_its_job() -> None:
         assert lives_through(fate.case, fate.faults[:-1]), fate
 
 
-def test_what_is_made_together_follows_what_steers_the_jobs_and_can_be_made_without_it() -> None:
+def test_simultaneous_faults_follow_a_control_fault_and_work_without_it() -> None:
     for group in [group for one in _storms() for fate in one.fates for group in fate.groups]:
         first, *others = group
         assert not first.together
@@ -109,7 +109,7 @@ def test_what_is_made_together_follows_what_steers_the_jobs_and_can_be_made_with
             assert first.kind is not Kind.API or other.kind in BLIND
 
 
-def test_a_time_between_attempts_is_waited_for_after_a_fault_that_breaks_one() -> None:
+def test_fault_between_attempts_follows_a_fault_that_ends_one() -> None:
     found = 0
     for fate in [fate for one in _storms() for fate in one.fates]:
         for place, fault in enumerate(fate.faults):
@@ -255,16 +255,16 @@ CASES: Mapping[str, Judged] = {
 
 
 @pytest.mark.parametrize("judged", CASES.values(), ids=CASES)
-def test_a_job_is_judged_by_what_was_done_to_it(judged: Judged) -> None:
+def test_possible_ends_of_a_job_follow_from_its_faults(judged: Judged) -> None:
     verdict = possible_ends(judged.case, judged.attempts, judged.strikes)
     assert (set(verdict.ends), verdict.wrong) == (set(judged.right), (judged.wrong,) if judged.wrong else ())
 
 
-def test_every_kind_of_fault_leads_somewhere_but_those_of_what_steers_the_jobs() -> None:
+def test_every_kind_of_fault_has_effects_except_those_of_the_control() -> None:
     assert {kind for kind in Kind if not effects(kind, TRAIN)} == CONTROL
     assert {kind for kind in Kind if not effects(kind, PREPARE)} == CONTROL
 
 
-def test_a_fault_is_told_in_a_line() -> None:
+def test_fault_is_described_in_one_line() -> None:
     fault = Fault(7, Kind.API, TRAIN, Moment.STEP, share=0.25, seconds=12.34)
     assert str(fault) == "  7. train, 25% of the steps: the API server away for 12.3 s"

@@ -125,7 +125,7 @@ def test_of_many_noisy_curves_only_the_means_are_drawn():
     assert (lines(2), lines(4)) == (4, 4)
 
 
-def test_the_axis_of_many_noisy_curves_is_fitted_to_the_means_that_are_drawn():
+def test_axis_of_many_noisy_curves_fits_the_drawn_means():
     noisy = [{"step": i, "loss": 100.0 * (i % 2)} for i in range(200)]
     one, many = loss_chart({"a": noisy}), loss_chart({str(i): noisy for i in range(4)})
     assert one is not None

@@ -274,7 +274,7 @@ users:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (KUBECONFIG, "Error: the API server at http://127.0.0.1:9 cannot be reached: "),
         (
@@ -288,11 +288,11 @@ users:
     ],
     ids=["no answer", "no current context", "context gone", "cluster gone", "no YAML", "no kubeconfig"],
 )
-def test_unusable_kubeconfig_is_reported_in_one_line(text: str, told: str, tmp_path: Path) -> None:
+def test_unusable_kubeconfig_is_reported_in_one_line(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(text)
     ran = finetune("status", "first", "--kubeconfig", "config", folder=tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
-    assert told in ran.stderr
+    assert message in ran.stderr
 
 
 def test_without_the_packages_for_a_cluster_the_extra_is_named(tmp_path: Path) -> None:
@@ -464,17 +464,17 @@ def test_command_imports_only_required_modules(
     typed: str, unwanted: tuple[str, ...], most: int, tmp_path: Path
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    words, completes = typed.removesuffix("<TAB>"), typed.endswith("<TAB>")
+    command_line, completes = typed.removesuffix("<TAB>"), typed.endswith("<TAB>")
     program = (
         "import sys; from finetune_operator.cli.main import main\n"
-        f"sys.argv = ['finetune', *{[] if completes else words.split()}]\n"
+        f"sys.argv = ['finetune', *{[] if completes else command_line.split()}]\n"
         "try: main()\n"
         "finally: print(*sorted(sys.modules), file=sys.stderr)\n"
     )
     completing = {
         "_FINETUNE_COMPLETE": "complete_bash",
-        "COMP_WORDS": f"finetune {words}",
-        "COMP_CWORD": str(1 + words.count(" ")),
+        "COMP_WORDS": f"finetune {command_line}",
+        "COMP_CWORD": str(1 + command_line.count(" ")),
     }
     ran = subprocess.run(
         [sys.executable, "-c", program],

@@ -95,7 +95,7 @@ def row(found: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
     return dict(one)
 
 
-def test_settings_that_differ_are_shown_and_equal_ones_only_when_asked_for(tmp_path, run):
+def test_differing_settings_are_shown_and_equal_ones_on_request(tmp_path, run):
     run("a")
     run("b", rate=1e-4)
     found = data(tmp_path, "a", "b")
@@ -159,7 +159,7 @@ def test_unfinished_failed_and_damaged_runs_are_compared_with_notes(tmp_path, ru
         "broken": "finished",
     }
     problems = {each["name"]: each["problems"] for each in found["runs"]}
-    assert [name for name, told in problems.items() if told] == ["broken"]
+    assert [name for name, listed in problems.items() if listed] == ["broken"]
     assert [each.split()[0].rstrip(":") for each in problems["broken"]] == [
         "job.json",
         "history.jsonl",
@@ -183,25 +183,25 @@ def test_without_a_plan_its_settings_are_not_known_rather_than_different(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("named", "words"),
+    ("named", "message"),
     [
         pytest.param("nope", "nope is neither a folder nor a run in --workspace", id="name"),
         pytest.param("empty", "empty is not the folder of a run (it has no job.json", id="folder"),
         pytest.param("runs", "it contains the runs a, b: name those", id="workspace"),
     ],
 )
-def test_folder_without_a_run_is_refused_with_a_hint(named, words, tmp_path, run, monkeypatch):
+def test_folder_without_a_run_is_refused_with_a_hint(named, message, tmp_path, run, monkeypatch):
     run("a")
     run("b")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NoRunError) as caught:
         find_runs(["a", named], Path("runs"))
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         pytest.param(
             ("a", "nope"), "nope is neither a folder nor a run in --workspace runs, which has a.", id="no run"
@@ -210,11 +210,11 @@ def test_folder_without_a_run_is_refused_with_a_hint(named, words, tmp_path, run
         pytest.param(("a", "runs/a"), "name two or more different runs", id="twice"),
     ],
 )
-def test_wrong_call_exits_with_2_and_the_reason(arguments, words, tmp_path, run):
+def test_wrong_call_exits_with_2_and_the_reason(arguments, message, tmp_path, run):
     run("a")
     ran = compared(tmp_path, *arguments)
     assert ran.returncode == 2
-    assert words in " ".join(ran.stderr.split())
+    assert message in " ".join(ran.stderr.split())
 
 
 def test_a_page_that_cannot_be_written_ends_with_2(tmp_path, run):

@@ -49,8 +49,8 @@ WHOLE = Surroundings(
 
 def found(spec: dict[str, Any] | None = None, **changes: Any) -> dict[str, Finding]:
     assert SETTINGS is not None
-    asked = None if spec is None else job(spec)
-    return {one.topic: one for one in judge(replace(WHOLE, **changes), asked, SETTINGS)}
+    checked = None if spec is None else job(spec)
+    return {one.topic: one for one in judge(replace(WHOLE, **changes), checked, SETTINGS)}
 
 
 def test_where_nothing_is_lacking_nothing_is_hinted_at():
@@ -59,7 +59,7 @@ def test_where_nothing_is_lacking_nothing_is_hinted_at():
 
 
 @pytest.mark.parametrize(
-    ("changes", "topic", "state", "words"),
+    ("changes", "topic", "state", "message"),
     [
         ({"operators": Known((operator("0.0.9"),))}, "operator", "gap", "this command has version 0.1.0"),
         ({"operators": Known((operator(ready=0),))}, "operator", "gap", "0 of 2 replicas ready"),
@@ -76,10 +76,10 @@ def test_where_nothing_is_lacking_nothing_is_hinted_at():
         ({"quotas": Known(None, "no permission to read quotas")}, "quota", "unknown", "no permission"),
     ],
 )
-def test_doctor_reports_each_gap_and_unknown(changes, topic, state, words):
+def test_doctor_reports_each_gap_and_unknown(changes, topic, state, message):
     row = found({"resources": {"nodes": 2}, "launcher": "pytorchjob"}, **changes)[topic]
     assert row.state == state
-    assert words in row.found
+    assert message in row.found
     assert row.hint or state != "gap"
 
 
@@ -114,7 +114,7 @@ def gpu_nodes(*there: dict[str, str], **labels: str) -> Known[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("network", "nodes", "state", "words"),
+    ("network", "nodes", "state", "message"),
     [
         ("auto", [{"rdma/ib": "8"}] * 2, "ok", "auto requests rdma/ib, which all its nodes have"),
         ("auto", [{"rdma/ib": "8"}, {}], "gap", "auto uses TCP: not all of its nodes have the devices"),
@@ -123,14 +123,14 @@ def gpu_nodes(*there: dict[str, str], **labels: str) -> Known[tuple[Any, ...]]:
         ("rdma", [{}, {}], "gap", "the job requires rdma, and its nodes advertise none"),
     ],
 )
-def test_doctor_shows_what_a_job_gets_of_the_devices_of_nodes(network, nodes, state, words):
+def test_doctor_shows_the_network_devices_that_a_job_gets(network, nodes, state, message):
     spec = {"resources": {"nodes": 2, "gpusPerNode": 8, "network": network}}
     row = found(spec, nodes=gpu_nodes(*nodes))["network of the job"]
-    assert (row.state, row.found) == (state, words)
+    assert (row.state, row.found) == (state, message)
     assert bool(row.hint) is (state == "gap")
 
 
-def test_doctor_lists_network_devices_and_what_efa_lacks():
+def test_doctor_lists_network_devices_and_the_gaps_of_efa():
     efa = {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "2Gi"}
     rows = found(nodes=gpu_nodes(efa, {}, **{"node.kubernetes.io/instance-type": "p5.48xlarge"}))
     assert rows["network between nodes"].found == "of 2 nodes with GPUs: vpc.amazonaws.com/efa on 1 (at least 32 each)"

@@ -32,17 +32,17 @@ def _in_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
 
 
-def call(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.mark.parametrize("stage", ["train", "evaluate", "predict"])
 def test_stages_that_a_message_adds_are_enough(stage: str) -> None:
-    words = ["run", "job.yaml", "--no-measure", "--dry-run", "--stage", stage]
-    refused = call(*words)
+    arguments = ["run", "job.yaml", "--no-measure", "--dry-run", "--stage", stage]
+    refused = call(*arguments)
     assert refused.exit_code == 1
     added = refused.stderr.rstrip(".\n").partition("; add ")[2].split()
-    ran = call(*words, *added)
+    ran = call(*arguments, *added)
     assert (
         ran.exit_code,
         f"Would run: {', '.join(sorted({*added[1::2], stage}, key=list(Stage).index))}" in ran.stdout,
@@ -89,8 +89,8 @@ def test_hint_of_a_cluster_plan_names_no_local_folder(monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "job.yaml").write_text(JOB.replace("file://", "hf://some-org/"))
-    told = call("plan", "job.yaml", "--cluster", "--measure").stderr
-    assert "and there is no copy here. Connect, or omit --measure.\n" in told
-    assert "file://" not in told
+    message = call("plan", "job.yaml", "--cluster", "--measure").stderr
+    assert "and there is no copy here. Connect, or omit --measure.\n" in message
+    assert "file://" not in message
     again = call("plan", "job.yaml", "--cluster")
     assert (again.exit_code, again.stderr) == (0, "")

@@ -76,7 +76,7 @@ def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (socket.gaierror(-2, "Name or service not known"), "its name does not resolve"),
         (OSError(101, "Network is unreachable"), "Network is unreachable"),
@@ -84,8 +84,8 @@ def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.Mon
         (ssl.SSLCertVerificationError("self-signed certificate"), None),
     ],
 )
-def test_reason_is_short(error: OSError, words: str | None) -> None:
-    assert hub_reach._reason_text(error) == words
+def test_reason_is_short(error: OSError, message: str | None) -> None:
+    assert hub_reach._reason_text(error) == message
 
 
 def test_hub_that_does_not_answer_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("command", "told", "code"),
+    ("command", "message", "code"),
     [
         (
             "plan",
@@ -158,13 +158,11 @@ def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> 
         ),
     ],
 )
-def test_command_tells_in_one_line_that_the_hub_is_out_of_reach(
-    command: str, told: str, code: int, tmp_path: Path
-) -> None:
+def test_command_reports_an_unreachable_hub_in_one_line(command: str, message: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     with listening(accepts=False) as endpoint:
         ran = run_finetune(command, "job.yaml", folder=tmp_path, HF_ENDPOINT=endpoint, XDG_CACHE_HOME=str(tmp_path))
     reason = f"{endpoint} cannot be reached (connection refused)"
     lines = [line for line in ran.stderr.splitlines() if "of memory is free" not in line]
-    assert (ran.returncode, lines) == (code, [told.format(reason=reason, hint=hub_reach.HINT)])
+    assert (ran.returncode, lines) == (code, [message.format(reason=reason, hint=hub_reach.HINT)])
     assert not (tmp_path / "runs" / "first" / "logs").exists()

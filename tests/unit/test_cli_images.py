@@ -113,12 +113,12 @@ WRONG: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_unusable_values_are_reported_for(case: str, tmp_path: Path) -> None:
-    text, said = WRONG[case]
+    text, message = WRONG[case]
     if text:
         (tmp_path / "values.yaml").write_text(text)
     ran = images("--values", "values.yaml", folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert said in ran.stderr
+    assert message in ran.stderr
 
 
 def test_values_and_settings_exclude_each_other(tmp_path: Path) -> None:

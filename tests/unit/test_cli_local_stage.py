@@ -39,7 +39,7 @@ def test_failed_stage_shows_the_launchers_report_and_the_end_of_the_log(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "expected", "words"),
+    ("exit_code", "expected", "message"),
     [
         pytest.param(-9, ("OutOfMemory", "Killed", 137), "SIGKILL", id="it was killed"),
         pytest.param(16, ("StorageFull", "NoReport", 16), "exit code 16", id="the disk is full, also for its report"),
@@ -48,7 +48,7 @@ def test_failed_stage_shows_the_launchers_report_and_the_end_of_the_log(tmp_path
     ],
 )
 def test_launcher_without_a_report_is_judged_by_its_end(
-    exit_code: int, expected: tuple[str, str, int], words: str, tmp_path: Path, log: Path
+    exit_code: int, expected: tuple[str, str, int], message: str, tmp_path: Path, log: Path
 ) -> None:
     (tmp_path / "train-0.json").write_text('{"job": "j", "sta')
 
@@ -56,4 +56,4 @@ def test_launcher_without_a_report_is_judged_by_its_end(
 
     assert (found.failure_class, found.reason, found.exit_code) == expected
     assert found.rank is None
-    assert words in found.message
+    assert message in found.message

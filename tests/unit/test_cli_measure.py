@@ -13,7 +13,7 @@ GIB = 1024**3
 
 
 @pytest.mark.parametrize(
-    ("free", "planned", "told"),
+    ("free", "planned", "noted"),
     [
         pytest.param(31.9 * GIB, 31.5 * GIB, False, id="nearly all is free"),
         pytest.param(20.3 * GIB, 20 * GIB, False, id="some is taken"),
@@ -22,12 +22,12 @@ GIB = 1024**3
     ],
 )
 def test_plan_uses_only_free_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: float, planned: float, told: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: float, planned: float, noted: bool
 ) -> None:
     memory = SimpleNamespace(total=32 * GIB, available=int(free))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert free_part(own_hardware()).memory_bytes == planned
-    assert ("of memory is free" in " ".join(capsys.readouterr().err.split())) is told
+    assert ("of memory is free" in " ".join(capsys.readouterr().err.split())) is noted
 
 
 def test_all_of_the_memory_is_planned_with_when_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,14 +103,14 @@ def finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_first_line_reports_the_misfit_and_exit_code_is_1(case: str, finetune: Any) -> None:
-    model, spec, options, told = CASES[case]
+    model, spec, options, parts = CASES[case]
     measure = () if "--cluster" in options else ("--no-measure",)
     text = finetune(model, spec, *options, *measure)
     assert text.exit_code == 1
     assert text.stdout == ""
     headline = text.stderr.splitlines()[0]
-    for words in told:
-        assert words in headline
+    for part in parts:
+        assert part in headline
 
     data = finetune(model, spec, *options, *measure, "-o", "json")
     assert data.exit_code == 1
@@ -120,9 +120,9 @@ def test_first_line_reports_the_misfit_and_exit_code_is_1(case: str, finetune: A
 
 def test_misfits_of_training_and_evaluation_are_reported_together(finetune: Any) -> None:
     spec = {**TRAINS, **EVALUATES, "resources": {"gpusPerNode": 1}}
-    told = finetune("Qwen2.5-72B", spec, "--no-measure", "--hardware", "gpu=A10G,memory=24Gi")
-    assert told.exit_code == 1
-    assert [line.split(": ")[1:3] for line in told.stderr.splitlines()] == [
+    result = finetune("Qwen2.5-72B", spec, "--no-measure", "--hardware", "gpu=A10G,memory=24Gi")
+    assert result.exit_code == 1
+    assert [line.split(": ")[1:3] for line in result.stderr.splitlines()] == [
         ["spec.resources", "does not fit"],
         ["spec.evaluation", "does not fit"],
     ]
@@ -130,12 +130,12 @@ def test_misfits_of_training_and_evaluation_are_reported_together(finetune: Any)
 
 def test_following_the_hint_makes_the_job_fit(finetune: Any) -> None:
     spec = {**TRAINS, "resources": {"gpusPerNode": 1}}
-    told = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi").stderr
-    assert "Add hostMemory=SIZE to --hardware where a node has 133.5 GiB or more" in told
+    message = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi").stderr
+    assert "Add hostMemory=SIZE to --hardware where a node has 133.5 GiB or more" in message
     fits = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi,hostMemory=134Gi")
     assert fits.exit_code == 0
-    told = finetune("Llama-7B", spec, "--cluster").stderr
-    assert "Set resources.memory where a node has 133.5 GiB or more" in told
+    message = finetune("Llama-7B", spec, "--cluster").stderr
+    assert "Set resources.memory where a node has 133.5 GiB or more" in message
     assert (
         finetune("Llama-7B", {**TRAINS, "resources": {"gpusPerNode": 1, "memory": "161Gi"}}, "--cluster").exit_code == 0
     )
@@ -152,17 +152,17 @@ def test_very_large_batch_is_reported(
     finetune: Any,
 ) -> None:
     spec = {"task": "text-classification", "training": {"globalBatchSize": 100_000}}
-    told = finetune("bert", spec, command="validate")
-    assert told.exit_code == 0
-    assert "globalBatchSize: 100,000 rows per step are unusually many for fine-tuning" in told.stderr
+    result = finetune("bert", spec, command="validate")
+    assert result.exit_code == 0
+    assert "globalBatchSize: 100,000 rows per step are unusually many for fine-tuning" in result.stderr
 
 
-def test_no_example_for_a_cluster_is_said_not_to_fit() -> None:
-    facts, told, planned = Facts(served=("pytorchjob", "mpijob", "job")), {}, 0
+def test_every_example_for_a_cluster_fits() -> None:
+    facts, found, planned = Facts(served=("pytorchjob", "mpijob", "job")), {}, 0
     for file in sorted(EXAMPLES.glob("*.yaml")):
         for entry in read_inputs([str(file)], LOCAL_SETTINGS).entries:
             if entry.job.spec.resources.gpus_per_node != "auto":  # "auto" needs a machine
-                told[entry.job.name] = misfits(entry.job, facts, CLUSTER_SETTINGS)
+                found[entry.job.name] = misfits(entry.job, facts, CLUSTER_SETTINGS)
                 planned += 1
     assert planned > 15
-    assert {name: problems for name, problems in told.items() if problems} == {}
+    assert {name: problems for name, problems in found.items() if problems} == {}

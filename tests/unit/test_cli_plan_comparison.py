@@ -74,7 +74,7 @@ def test_a_job_without_a_training_has_nothing_to_compare(tmp_path: Path) -> None
     assert (ran.returncode, ran.stdout) == (0, "first: nothing to compare, as no built-in training runs\n")
 
 
-def test_nodes_have_as_many_gpus_as_the_job_asks_for(tmp_path: Path) -> None:
+def test_nodes_have_as_many_gpus_as_the_job_requests(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     call = ("plan", "job.yaml", "--cluster", "-o", "json", "--what-if", NODES[0], "--what-if")
     data = json.loads(finetune(*call, NODES[0].replace("gpus=8,", ""), folder=tmp_path).stdout)

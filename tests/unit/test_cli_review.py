@@ -43,7 +43,7 @@ def jobs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_good_job_is_a_row_with_time_and_cost_and_its_plan_folded_below(jobs: Path) -> None:
+def test_valid_job_is_a_row_with_time_and_cost_and_a_folded_plan(jobs: Path) -> None:
     ran = review(jobs, "jobs", "--settings", "settings.yaml", "--hardware", HARDWARE)
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
@@ -70,7 +70,7 @@ def test_review_lists_every_problem_with_its_line_and_writes_the_page(jobs: Path
 
 
 @pytest.mark.parametrize(
-    ("most", "settings", "code", "told"),
+    ("most", "settings", "code", "message"),
     [
         pytest.param("1000", True, 0, "", id="within the bound"),
         pytest.param("0.0001", True, 1, "exceeds --max-cost 0.0001", id="above it"),
@@ -78,12 +78,12 @@ def test_review_lists_every_problem_with_its_line_and_writes_the_page(jobs: Path
     ],
 )
 def test_a_bound_on_the_cost_is_held_or_the_job_does_not_pass(
-    jobs: Path, most: str, settings: bool, code: int, told: str
+    jobs: Path, most: str, settings: bool, code: int, message: str
 ) -> None:
     options = ["--settings", "settings.yaml"] if settings else []
     ran = review(jobs, "jobs", "--hardware", HARDWARE, "--max-cost", most, *options)
     assert ran.returncode == code, ran.stdout
-    assert told in ran.stdout.replace("\\", "")
+    assert message in ran.stdout.replace("\\", "")
 
 
 def test_text_of_a_job_file_cannot_become_markup(jobs: Path) -> None:

@@ -21,8 +21,14 @@ def revision(number: int, queue: int, ended: int | None = None, **fields: Any) -
     state: dict[str, Any] = (
         {"state": "Serving"} if ended is None else {"state": "Ended", "endTime": f"2026-01-05T10:{ended:02}:00Z"}
     )
-    told = {"number": number, "digest": "d", "startTime": NOW, "readyTime": NOW, "endpoint": {"maxQueue": queue}}
-    return {**told, **state, **fields}
+    fields_of_all = {
+        "number": number,
+        "digest": "d",
+        "startTime": NOW,
+        "readyTime": NOW,
+        "endpoint": {"maxQueue": queue},
+    }
+    return {**fields_of_all, **state, **fields}
 
 
 THREE = [revision(1, 1, ended=1), revision(2, 2, ended=2), revision(3, 3)]
@@ -53,7 +59,7 @@ class Stored:
         return job
 
 
-def asked(found: ClusterJob, to: int | None = None) -> tuple[Rollback, list[tuple[str, str | None, bool]]]:
+def rolled_back(found: ClusterJob, to: int | None = None) -> tuple[Rollback, list[tuple[str, str | None, bool]]]:
     """Return the result, and the annotations that were written: key, value, dry run."""
     stored = Stored(found)
     return asyncio.run(rollback(stored, "reviews", to)), stored.written  # type: ignore[arg-type]
@@ -79,18 +85,18 @@ ROLLED = {
 def test_annotation_names_the_revision_of_the_spec_and_the_one_to_serve(
     found: ClusterJob, to: int | None, written: str | None
 ) -> None:
-    change, wrote = asked(found, to)
+    change, wrote = rolled_back(found, to)
     assert wrote == [(KEY, written, False)]
     assert change.verb == ("followed" if written is None else "rolledBack")
 
 
 def test_rollback_that_is_there_already_writes_nothing() -> None:
-    change, wrote = asked(job(ROLLED, "3:2"), 2)
+    change, wrote = rolled_back(job(ROLLED, "3:2"), 2)
     assert (change.verb, change.data()["from"], change.data()["to"], wrote) == ("unchanged", 3, 2, [])
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "to", "words"),
+    ("endpoint", "to", "message"),
     [
         pytest.param(None, None, "has no endpoint to roll back", id="no endpoint"),
         pytest.param(SERVING, 9, "has no revision 9 of its endpoint; its history has 1, 2, 3", id="not in the history"),
@@ -102,9 +108,9 @@ def test_rollback_that_is_there_already_writes_nothing() -> None:
         ),
     ],
 )
-def test_rollback_to_a_missing_revision_is_refused(endpoint: Any, to: int | None, words: str) -> None:
-    with pytest.raises(ClusterError, match=words):
-        asked(job(endpoint), to)
+def test_rollback_to_a_missing_revision_is_refused(endpoint: Any, to: int | None, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        rolled_back(job(endpoint), to)
 
 
 @pytest.mark.parametrize(

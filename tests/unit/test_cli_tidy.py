@@ -33,10 +33,10 @@ KEPT: dict[str, tuple[dict[str, Any], int, bool, str]] = {
 def test_checkpoints_are_deleted_when_nothing_needs_them(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec, done, stay, told = KEPT[case]
-    asked = job(spec)
+    spec, done, stay, message = KEPT[case]
+    checked = job(spec)
     facts = Facts(model=BERT, hardware=parse_hardware("cpu=2,hostMemory=16Gi"), local=True)
-    request = RunRequest(asked, tmp_path, LOCAL_SETTINGS)
+    request = RunRequest(checked, tmp_path, LOCAL_SETTINGS)
     for name in ("step-1/state/weights.bin", "step-2/weights.bin", "best/step-1.pt"):
         file = request.paths.checkpoints / name
         file.parent.mkdir(parents=True)
@@ -46,26 +46,26 @@ def test_checkpoints_are_deleted_when_nothing_needs_them(
         report = {"job": "job", "stage": stage, "outcome": "succeeded", "seconds": 1.0, "rank": 0, "exitCode": 0}
         (request.paths.state / f"{stage}.json").write_text(json.dumps(report))
 
-    _Run(request, facts, plan(asked, facts, LOCAL_SETTINGS))._clean_up()
+    _Run(request, facts, plan(checked, facts, LOCAL_SETTINGS))._clean_up()
 
     assert request.paths.checkpoints.exists() == stay
     text = capsys.readouterr().err
-    assert told in text
-    assert bool(told) == bool(text)
-    if told:
+    assert message in text
+    assert bool(message) == bool(text)
+    if message:
         assert "afterSuccess" in text
 
 
 def test_a_link_in_place_of_the_checkpoints_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = job({})
+    checked = job({})
     facts = Facts(model=BERT, hardware=parse_hardware("cpu=2,hostMemory=16Gi"), local=True)
-    request = RunRequest(asked, tmp_path / "w", LOCAL_SETTINGS)
+    request = RunRequest(checked, tmp_path / "w", LOCAL_SETTINGS)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/data.bin").write_bytes(bytes(1024))
     request.paths.root.mkdir(parents=True)
     request.paths.checkpoints.symlink_to(tmp_path / "elsewhere")
 
-    _Run(request, facts, plan(asked, facts, LOCAL_SETTINGS))._clean_up()
+    _Run(request, facts, plan(checked, facts, LOCAL_SETTINGS))._clean_up()
 
     assert (tmp_path / "elsewhere/data.bin").exists()
     assert capsys.readouterr().err == ""

@@ -63,7 +63,7 @@ def paths(tmp_path: Path) -> JobPaths:
 class Change:
     spec: dict[str, Any]
     refused_from: Stage | None
-    words: str = ""
+    message: str = ""
 
 
 CHANGES = {
@@ -108,7 +108,7 @@ def test_stage_is_kept_only_if_its_inputs_are_unchanged(change: Change, paths: J
         assert refused == {}
     else:
         assert next(iter(refused)) is change.refused_from
-        assert change.words in refused[change.refused_from]
+        assert change.message in refused[change.refused_from]
 
 
 AFTER = {
@@ -166,7 +166,7 @@ def write_results(paths: JobPaths) -> None:
         file.write_text("{}")
 
 
-def files_below(folder: Path) -> set[str]:
+def files_under(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
@@ -176,22 +176,22 @@ def test_results_without_recorded_inputs_are_refused(paths: JobPaths, tmp_path: 
         check_same_job(paths, job(tmp_path), LOCAL_STAGES)
 
 
-def test_all_results_move_aside_whole_and_never_over_earlier_ones(paths: JobPaths) -> None:
+def test_all_results_are_renamed_together_without_overwriting(paths: JobPaths) -> None:
     assert move_earlier_results(paths, LOCAL_STAGES) is None
     for number in (1, 2):
         write_results(paths)
-        before = files_below(paths.root)
+        before = files_under(paths.root)
         place = paths.root.with_name(f"one.previous-{number}")
         assert move_earlier_results(paths, LOCAL_STAGES) == place
-        assert files_below(place) == before
+        assert files_under(place) == before
         assert not paths.root.exists()
 
 
-def test_results_of_training_move_aside_and_the_prepared_data_stay(paths: JobPaths) -> None:
+def test_results_of_training_are_renamed_and_prepared_data_stays(paths: JobPaths) -> None:
     write_results(paths)
     place = move_earlier_results(paths, [Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT])
     assert place is not None
-    assert files_below(place) == {
+    assert files_under(place) == {
         "metrics.json",
         "model/config.json",
         "predictions.jsonl",
@@ -255,14 +255,14 @@ def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path
     file = tmp_path / "progress.jsonl"
     tail = Tail(file)
     assert tail.lines() == []
-    told = Progress(
+    progress = Progress(
         stage=Stage.TRAIN, step=30, total_steps=120, loss=0.5, samples_per_second=33.3, remaining_seconds=65, time=0
     )
-    file.write_text("not json\n" + told.model_dump_json() + "\n" + '{"half"')
+    file.write_text("not json\n" + progress.model_dump_json() + "\n" + '{"half"')
     lines = tail.lines()
     assert len(lines) == 2
-    assert latest(lines) == told
-    assert figures(told) == "step 30/120  loss 0.500  33 samples/s  1:05 left"
+    assert latest(lines) == progress
+    assert figures(progress) == "step 30/120  loss 0.500  33 samples/s  1:05 left"
     with file.open("a") as stream:
         stream.write(": 1}\n")
     assert tail.lines() == ['{"half": 1}']

@@ -28,13 +28,13 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("code", "expected"), ENDS.values(), ids=ENDS.keys())
-def test_an_end_without_a_report_is_told(code: int, expected: tuple[str, str, str]):
-    told = of_exit(code, 7.0, "Rank 3")
-    failure_class, reason, words = expected
-    assert (told.failure_class, told.reason, told.time) == (failure_class, reason, 7.0)
-    assert told.message.startswith("Rank 3 ")
-    assert words in told.message
-    assert told.hint
+def test_exit_code_without_a_report_has_a_class_and_reason(code: int, expected: tuple[str, str, str]):
+    failure = of_exit(code, 7.0, "Rank 3")
+    failure_class, reason, text = expected
+    assert (failure.failure_class, failure.reason, failure.time) == (failure_class, reason, 7.0)
+    assert failure.message.startswith("Rank 3 ")
+    assert text in failure.message
+    assert failure.hint
 
 
 def test_only_two_of_the_contracts_codes_are_signals():

@@ -29,8 +29,8 @@ def test_every_link_leads_somewhere() -> None:
 
 
 def test_every_overlay_is_in_the_table() -> None:
-    told = set(re.findall(r"\| `manifests/overlays/([a-z-]+)` \|", TEXT))
-    assert told == {folder.name for folder in (ROOT / "manifests" / "overlays").iterdir()}
+    listed = set(re.findall(r"\| `manifests/overlays/([a-z-]+)` \|", TEXT))
+    assert listed == {folder.name for folder in (ROOT / "manifests" / "overlays").iterdir()}
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -47,7 +47,7 @@ def test_values_that_are_named_are_there() -> None:
     assert {name for name in wrong if name not in ("values.yaml",)} == set()
 
 
-def test_the_output_of_finetune_images_is_what_it_prints() -> None:
+def test_documented_output_of_finetune_images_is_current() -> None:
     command = next(line for line in COMMANDS if line.startswith("finetune images"))
     ran = finetune(*shlex.split(command)[1:], folder=ROOT)
     assert f"```text\n{ran.stdout}```" in TEXT

@@ -14,7 +14,7 @@ from finetune_operator.reconcile.remedies import REMEDIES, Remedy
 from finetune_operator.shell.progress_protocol import progress_of, update_of
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operator.md").read_text(encoding="utf-8")
-WORDS = {
+REMEDY_TEXTS = {
     "fails": Remedy.FAIL,
     "adapts": Remedy.ADAPT,
     "restarts free of charge": Remedy.FREE,
@@ -38,9 +38,9 @@ def quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_what_happens_on_a_failure_is_what_the_operator_does() -> None:
-    told = {cause: WORDS[row[2]] for row in rows("class") for cause in quoted(row[0])}
-    assert told == {cause.value: remedy for cause, remedy in REMEDIES.items()}
+def test_documented_failure_handling_matches_the_operator() -> None:
+    documented_remedies = {cause: REMEDY_TEXTS[row[2]] for row in rows("class") for cause in quoted(row[0])}
+    assert documented_remedies == {cause.value: remedy for cause, remedy in REMEDIES.items()}
 
 
 def test_every_condition_and_every_phase_is_described() -> None:
@@ -49,7 +49,7 @@ def test_every_condition_and_every_phase_is_described() -> None:
     assert named | {"Queued"} == set(get_args(Phase))
 
 
-def test_the_example_posts_what_the_progress_server_reads(monkeypatch, tmp_path: Path) -> None:
+def test_documented_example_posts_readable_progress(monkeypatch, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert {ENV_KUBEFLOW_URL, ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN} == set(re.findall(r'environ\["(\w+)"\]', code))
     built, _, sent = code.partition("context = ssl")

@@ -25,7 +25,7 @@ def test_the_table_of_variables_is_the_contracts() -> None:
     assert len(rows) == len(SCRIPT_VARIABLES) > 8
 
 
-def test_the_job_is_accepted_and_planned_as_the_page_says() -> None:
+def test_documented_job_is_accepted_and_planned() -> None:
     job, problems = validate_job(yaml.safe_load(documented("yaml")))
     assert job is not None, problems
     made = plan(job, Facts(), Settings())

@@ -30,10 +30,10 @@ def test_the_table_has_all_tasks() -> None:
 
 
 @pytest.mark.parametrize("task", TABLE)
-def test_the_table_says_what_the_task_says(task: Task) -> None:
+def test_documented_table_matches_the_task(task: Task) -> None:
     columns, metrics, predictions = TABLE[task]
     module = task_module(task)
-    assert {word for word in columns if word in COLUMN_TASKS} == {
+    assert {name for name in columns if name in COLUMN_TASKS} == {
         column for column, tasks in COLUMN_TASKS.items() if task in tasks
     }
     if None in module.metrics:
@@ -42,6 +42,6 @@ def test_the_table_says_what_the_task_says(task: Task) -> None:
     assert f"\n## {task}\n" in PAGE
 
 
-def test_each_form_of_labels_is_told_with_its_metrics_and_predictions() -> None:
-    told = [[re.findall(r"\w+", cell) for cell in line.strip("| ").split(" | ")[2:]] for line in FORM_LINES]
-    assert told == [[list(form.metrics), list(form.columns)] for form in FORMS.values()]
+def test_each_form_of_labels_is_documented_with_metrics_and_columns() -> None:
+    documented_forms = [[re.findall(r"\w+", cell) for cell in line.strip("| ").split(" | ")[2:]] for line in FORM_LINES]
+    assert documented_forms == [[list(form.metrics), list(form.columns)] for form in FORMS.values()]

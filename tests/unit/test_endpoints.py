@@ -54,32 +54,32 @@ def test_an_operator_that_is_still_reading_is_alive_but_not_ready() -> None:
     ]
 
 
-def test_an_operator_whose_worker_has_ended_is_not_alive() -> None:
+def test_operator_with_an_ended_worker_is_not_alive() -> None:
     assert pages(Operator(wrong=["worker 1 has ended"]), "/healthz") == [(503, "worker 1 has ended\n")]
 
 
-def test_an_operator_whose_event_loop_is_late_by_more_than_a_minute_is_not_alive() -> None:
+def test_operator_with_an_event_loop_late_by_a_minute_is_not_alive() -> None:
     for late, expected in [(61.0, (200, "ok\n")), (62.0, (503, "the event loop is 61 s late\n"))]:
         times = iter([0.0, 0.0])
         heartbeat = Heartbeat(lambda lag: None, clock=lambda times=times, late=late: next(times, late))  # type: ignore[misc]
         assert pages(Operator(), "/healthz", heartbeat=heartbeat) == [expected]
 
 
-def test_the_heartbeat_tells_how_late_it_was() -> None:
+def test_heartbeat_reports_its_delay() -> None:
     times = iter([0.0, 10.0, 11.5, 11.5])
-    told: list[float] = []
+    delays: list[float] = []
 
     async def go() -> None:
-        beating = asyncio.create_task(Heartbeat(told.append, clock=lambda: next(times, 20.0)).run())
-        while not told:
+        beating = asyncio.create_task(Heartbeat(delays.append, clock=lambda: next(times, 20.0)).run())
+        while not delays:
             await asyncio.sleep(0.05)
         beating.cancel()
 
     asyncio.run(go())
-    assert told == [0.5]
+    assert delays == [0.5]
 
 
-def test_metrics_are_in_the_format_of_prometheus_and_other_paths_are_not_there() -> None:
+def test_metrics_have_the_prometheus_format_and_unknown_paths_get_404() -> None:
     (status, text), (other, _) = pages(Operator(), "/metrics", "/debug")
     assert (status, other) == (200, 404)
     assert "# TYPE finetune_jobs gauge\n" in text

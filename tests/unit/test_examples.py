@@ -43,7 +43,7 @@ def test_an_example_is_valid_where_it_runs(name: str):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_opens_with_what_it_shows_and_the_command_that_runs_it(name: str):
+def test_example_starts_with_its_subject_and_command(name: str):
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     head = text.partition("apiVersion:")[0]
     assert all(line.startswith("#") for line in head.splitlines())
@@ -61,26 +61,24 @@ def test_an_example_names_no_namespace_and_no_image(name: str):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_head_of_an_example_has_the_figures_of_the_command_that_it_names(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_head_of_an_example_has_the_figures_of_its_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # away from the data that a quickstart has prepared in runs/
-    _, title, told = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition(f"{TITLE}\n")
+    _, title, head = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition(f"{TITLE}\n")
     assert title
-    words = dict(line[1:].split(maxsplit=1) for line in told.partition("apiVersion:")[0].splitlines())
-    program, *arguments = words["check"].split()
+    figures = dict(line[1:].split(maxsplit=1) for line in head.partition("apiVersion:")[0].splitlines())
+    program, *arguments = figures["check"].split()
     assert program == "finetune"
     file = str(FOLDER / f"{name}.yaml")
-    said = CliRunner(env={"COLUMNS": "200"}).invoke(app, [file if "/" in each else each for each in arguments])
-    assert said.exit_code == 0, said.output
-    rows = {found[1]: found[2] for found in re.finditer(r"^  (\S+) +(\S.*)$", said.stdout, re.MULTILINE)}
-    if "memory" not in words:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [file if "/" in each else each for each in arguments])
+    assert result.exit_code == 0, result.output
+    rows = {found[1]: found[2] for found in re.finditer(r"^  (\S+) +(\S.*)$", result.stdout, re.MULTILINE)}
+    if "memory" not in figures:
         assert rows["time"].startswith("unknown")
         return
-    assert words["strategy"] == f"{rows['strategy']}, {rows['precision']}"
-    assert re.split(" {2,}", rows["total"])[0] == words["memory"].partition(" of ")[0]
-    assert re.split(" {2,}", rows["time"])[0] == words["training"].partition(" for ")[0]
-    assert words["hardware"].startswith(f"{example_job(name).spec.resources.nodes} node")
+    assert figures["strategy"] == f"{rows['strategy']}, {rows['precision']}"
+    assert re.split(" {2,}", rows["total"])[0] == figures["memory"].partition(" of ")[0]
+    assert re.split(" {2,}", rows["time"])[0] == figures["training"].partition(" for ")[0]
+    assert figures["hardware"].startswith(f"{example_job(name).spec.resources.nodes} node")
 
 
 @pytest.mark.parametrize("name", IN_CLUSTER)
@@ -107,7 +105,7 @@ SPREAD: dict[str, tuple[tuple[int, int, int], float, tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("name", SPREAD)
-def test_the_plan_of_a_spread_example_fits_and_has_the_degrees_that_it_is_an_example_of(name: str):
+def test_plan_of_a_spread_example_fits_and_has_its_degrees(name: str):
     degrees, billions, (least, most) = SPREAD[name]
     made = plan(example_job(name), Facts(served=("job",)), CLUSTER_SETTINGS)
     training, memory = made.trainer.training, made.memory

@@ -83,7 +83,7 @@ def test_argo_cd_sees_the_health_of_a_job(case: str) -> None:
     assert found["message"]
 
 
-def test_argo_cd_tells_what_is_wrong_and_how_far_a_job_is() -> None:
+def test_argo_cd_shows_the_failure_and_the_progress_of_a_job() -> None:
     script = (GITOPS / "argocd" / "health.lua").read_text()
     failed, training = JOBS["a job that has failed"][0], lived("train runs")
     cause = next(one["message"] for one in failed["status"]["conditions"] if one["type"] == "Failed")

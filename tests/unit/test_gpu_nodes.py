@@ -45,9 +45,11 @@ def settings(value: dict[str, Any]) -> Settings:
     return found
 
 
-def told(*nodes: Node, resources: dict[str, Any] | None = None, more: Settings = CLUSTER_SETTINGS, **spec: Any) -> Any:
-    asked = {"gpusPerNode": 8, **(resources or {})}
-    return facts_of_nodes(nodes, job({"resources": asked, **spec}).spec, more)
+def facts_of(
+    *nodes: Node, resources: dict[str, Any] | None = None, more: Settings = CLUSTER_SETTINGS, **spec: Any
+) -> Any:
+    requested = {"gpusPerNode": 8, **(resources or {})}
+    return facts_of_nodes(nodes, job({"resources": requested, **spec}).spec, more)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +97,16 @@ def told(*nodes: Node, resources: dict[str, Any] | None = None, more: Settings =
         "AMD",
     ],
 )
-def test_each_way_in_which_nodes_tell_of_their_gpus(there, resources, product, memory, bf16):
-    found = told(there, resources=resources)
+def test_gpu_is_read_from_each_kind_of_node_label(there, resources, product, memory, bf16):
+    found = facts_of(there, resources=resources)
     assert found.gpu is not None
     assert (found.gpu.product, found.gpu.memory_bytes, found.gpu.bf16) == (product, memory, bf16)
 
 
-def test_of_several_kinds_of_nodes_the_plan_is_for_the_weakest_and_says_so():
+def test_plan_for_mixed_nodes_is_for_the_weakest_with_a_note():
     nodes = [node("a", product="NVIDIA-H100-80GB-HBM3"), node("b", product="NVIDIA-A100-SXM4-40GB")]
     nodes += [node("c", 2, product="Tesla-T4")]
-    found = told(*nodes)
+    found = facts_of(*nodes)
     assert found.gpu is not None
     assert found.gpu.product == "A100-40GB"
     assert found.words == (
@@ -112,7 +114,7 @@ def test_of_several_kinds_of_nodes_the_plan_is_for_the_weakest_and_says_so():
         "1 node with 8 x H100 of 79.6 GiB (label nvidia.com/gpu.product); the plan is for the weakest, A100-40GB; "
         "resources.accelerator.product chooses one"
     )
-    chosen = told(*nodes, resources={"accelerator": {"product": "H100"}})
+    chosen = facts_of(*nodes, resources={"accelerator": {"product": "H100"}})
     assert (chosen.gpu.product, chosen.words) == (
         "H100",
         "1 node with 8 x H100 of 79.6 GiB (label nvidia.com/gpu.product)",
@@ -120,7 +122,7 @@ def test_of_several_kinds_of_nodes_the_plan_is_for_the_weakest_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("spec", "text"),
     [
         ({"resources": {"accelerator": {"product": "L4"}}}, "no node with nvidia.com/gpu fits the job's labels"),
         ({"resources": {"accelerator": {"resource": "amd.com/gpu"}}}, "no node of the cluster has amd.com/gpu now"),
@@ -128,8 +130,8 @@ def test_of_several_kinds_of_nodes_the_plan_is_for_the_weakest_and_says_so():
         ({"resources": {"gpusPerNode": 16}}, "no node has 16 GPUs, and pods wait for one; 1 node with 8 x H100"),
     ],
 )
-def test_what_keeps_a_job_from_the_nodes_that_there_are_is_said(spec, words):
-    assert told(node("a", product="NVIDIA-H100-80GB-HBM3"), **spec).words.startswith(words)
+def test_reason_why_no_node_fits_is_reported(spec, text):
+    assert facts_of(node("a", product="NVIDIA-H100-80GB-HBM3"), **spec).words.startswith(text)
 
 
 def affinity(operator: str, *values: str) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def affinity(operator: str, *values: str) -> dict[str, Any]:
 )
 def test_nodes_are_matched_with_the_jobs_own_selectors(template, fits):
     there = node("a", product="NVIDIA-L4", pool="big")
-    assert (told(there, template=template).gpu is not None) is fits
+    assert (facts_of(there, template=template).gpu is not None) is fits
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_nodes_are_matched_with_the_jobs_own_selectors(template, fits):
         ({"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}, True),
     ],
 )
-def test_nodes_whose_taints_a_job_does_not_bear_do_not_count(taint, fits):
+def test_nodes_with_untolerated_taints_do_not_count(taint, fits):
     there = read_node(
         {
             "metadata": {"name": "a", "labels": {PRODUCT: "NVIDIA-L4"}},
@@ -173,7 +175,7 @@ def test_nodes_whose_taints_a_job_does_not_bear_do_not_count(taint, fits):
         }
     )
     template = {"tolerations": [{"key": "team", "operator": "Equal", "value": "ours", "effect": "NoSchedule"}]}
-    assert (told(there, template=template).gpu is not None) is fits
+    assert (facts_of(there, template=template).gpu is not None) is fits
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
@@ -190,8 +192,8 @@ def precision(made: JobPlan) -> str:
     return made.trainer.training.precision
 
 
-def test_a_plan_rests_on_what_nodes_tell_and_says_how_that_is_known():
-    found = told(node("a", product="Tesla-T4"), resources={"gpusPerNode": 1})
+def test_plan_uses_node_facts_and_gives_their_source():
+    found = facts_of(node("a", product="Tesla-T4"), resources={"gpusPerNode": 1})
     made = planned({}, Facts(nodes=found))
     assert made.hardware.gpu is not None
     assert (made.hardware.gpu.product, precision(made)) == ("T4", "fp16")
@@ -199,7 +201,7 @@ def test_a_plan_rests_on_what_nodes_tell_and_says_how_that_is_known():
 
 
 @pytest.mark.parametrize("resources", [{}, {"accelerator": {"product": "RX9"}}, {"accelerator": {"memory": "16Gi"}}])
-def test_a_plan_for_an_unknown_gpu_takes_bf16_and_says_that_it_is_assumed(resources):
+def test_plan_for_an_unknown_gpu_assumes_bf16_with_a_note(resources):
     made = planned(resources)
     assert precision(made) == "bf16"
     assert any(text.startswith("hardware: ") and "units for bf16 are assumed" in text for text in made.assumptions)
@@ -259,7 +261,7 @@ def test_the_settings_add_a_product_with_all_that_plans_read_of_one():
     assert price is not None
     assert (price.per_hour, price.spot_per_hour) == (8, 2)
     there = node("a", **{"example.com/gpu": "x9"})
-    assert told(there, more=given, resources={"accelerator": {"product": "X9000"}}).gpu == found.facts()
+    assert facts_of(there, more=given, resources={"accelerator": {"product": "X9000"}}).gpu == found.facts()
     made = planned({"accelerator": {"product": "our-box"}}, more=given)
     assert made.estimate.cost is not None
 
@@ -272,7 +274,7 @@ def test_the_settings_override_single_figures_of_a_built_in_product():
     assert (found.memory_mib, found.half_tflops) == (39 * 1024, built_in.half_tflops)
 
 
-def test_precisions_of_the_settings_take_the_place_of_what_the_capability_says():
+def test_precisions_of_the_settings_override_the_capability():
     rows = settings({"hardware": [{"name": "Z1", "memory": "16Gi", "precisions": ["fp16"]}]}).hardware
     found = find_gpu("Z1", rows)
     assert found is not None
@@ -296,9 +298,9 @@ def test_a_row_that_no_cluster_can_have_is_refused(row, path):
 
 
 def pod(resources: dict[str, Any], more: Settings = CLUSTER_SETTINGS, **spec: Any) -> dict[str, Any]:
-    asked = job({"resources": {"gpusPerNode": 1, **resources}, **spec})
-    context = RenderContext("team", asked.spec, more)
-    found: Any = stage_pod(StagePods(plan(asked, Facts(), more), context, Attempt(Stage.TRAIN))).manifest()["spec"]
+    checked = job({"resources": {"gpusPerNode": 1, **resources}, **spec})
+    context = RenderContext("team", checked.spec, more)
+    found: Any = stage_pod(StagePods(plan(checked, Facts(), more), context, Attempt(Stage.TRAIN))).manifest()["spec"]
     return dict(found)
 
 
@@ -310,14 +312,14 @@ def expression(key: str, *values: str) -> dict[str, Any]:
     return {"key": key, "operator": "In", "values": list(values)}
 
 
-def test_a_product_by_its_name_goes_to_nodes_with_a_label_that_real_ones_have():
+def test_product_name_becomes_node_affinity_of_real_labels():
     made = pod({"accelerator": {"product": "H100"}})
     assert "nodeSelector" not in made
     assert required(made)[0] == {"matchExpressions": [expression(PRODUCT, "NVIDIA-H100-80GB-HBM3")]}
     assert required(made)[1] == {"matchExpressions": [expression(GKE, "nvidia-h100-80gb", "nvidia-h100-mega-80gb")]}
 
 
-def test_a_label_value_is_a_selector_and_so_is_what_no_table_has():
+def test_label_value_and_unknown_product_become_a_node_selector():
     exact = pod({"accelerator": {"product": "NVIDIA-A100-SXM4-80GB"}})
     assert exact["nodeSelector"] == {PRODUCT: "NVIDIA-A100-SXM4-80GB"}
     assert pod({"accelerator": {"product": "NVIDIA-X9000"}})["nodeSelector"] == {PRODUCT: "NVIDIA-X9000"}
@@ -330,7 +332,7 @@ def test_a_product_holds_together_with_the_jobs_own_affinity():
     assert [pair[1]["key"] for pair in ours] == list(product_labels("L4"))
 
 
-def test_only_label_keys_of_the_settings_are_asked_for():
+def test_only_label_keys_of_the_settings_are_used():
     given = settings({"nodes": {"productLabels": ["cloud.google.com/gke-accelerator"]}})
     assert pod({"accelerator": {"product": "L4"}}, given)["nodeSelector"] == {GKE: "nvidia-l4"}
 
@@ -343,7 +345,7 @@ def test_only_label_keys_of_the_settings_are_asked_for():
         ({}, {"defaults": {"gpuResource": "amd.com/gpu"}}, "amd.com/gpu"),
     ],
 )
-def test_pods_ask_for_the_resource_of_the_job_or_of_the_settings(resources, given, name):
+def test_pods_request_the_resource_of_the_job_or_the_settings(resources, given, name):
     made = pod(resources, settings(given))
     assert made["containers"][0]["resources"]["limits"][name] == "1"
     assert {"key": name, "operator": "Exists"} in made["tolerations"]

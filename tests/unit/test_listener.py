@@ -56,7 +56,7 @@ class Running:
         self.writers.append(writer)
         return reader
 
-    async def hears(self, reader: asyncio.StreamReader) -> bool:
+    async def is_answered(self, reader: asyncio.StreamReader) -> bool:
         """Return whether the newest connection is answered."""
         try:
             self.writers[-1].write(b"word")
@@ -107,7 +107,7 @@ def test_one_more_takes_the_place_of_the_oldest(tls: bool) -> None:
         first, *_ = [await running.open() for _ in range(3)]
         await running.until(lambda: len(running.listener) == 3)
         assert running.dropped == []
-        assert await running.hears(await running.open())
+        assert await running.is_answered(await running.open())
         assert await asyncio.wait_for(_end(first), LIFE)
         assert (len(running.listener), running.dropped) == (3, [1])
 
@@ -121,13 +121,13 @@ async def _end(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-def test_connections_that_do_not_even_begin_with_tls_are_counted_and_go_first() -> None:
+def test_connections_without_a_tls_start_are_counted_and_dropped_first() -> None:
     async def scene(running: Running) -> None:
         for _ in range(20):
             await running.open(ATTACKER, silent=True)
         await running.until(lambda: len(running.dropped) == 17)
         assert len(running.listener) == 3
-        assert await running.hears(await running.open())
+        assert await running.is_answered(await running.open())
 
     play(scene, tls=True)
 
@@ -171,7 +171,7 @@ def test_a_connection_ends_after_its_time(silent: bool) -> None:
 def test_a_closed_connection_makes_room() -> None:
     async def scene(running: Running) -> None:
         for _ in range(10):
-            assert await running.hears(await running.open())
+            assert await running.is_answered(await running.open())
             running.writers[-1].close()
             await running.until(lambda: len(running.listener) == 0)
         assert running.dropped == []
@@ -179,7 +179,7 @@ def test_a_closed_connection_makes_room() -> None:
     play(scene, connections=1)
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_taken_port_raises_an_error() -> None:
     async def scene(running: Running) -> None:
         with pytest.raises(OSError, match="in use"):
             await Listener("other", Echo, Bounds(1, 1.0)).start("127.0.0.1", running.port)

@@ -59,6 +59,41 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a share for a split": (
         {"dataset": {"uri": "hf://a/b", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
+        "write train[90%:], and train[:90%] for spec.dataset.splits.train",
+    ),
+    "a number with its unit": ({"preparation": {"maxLength": "512 tokens"}}, "preparation.maxLength", "write 512"),
+    "a power of ten": ({"training": {"learningRate": "2*10^-5"}}, "training.learningRate", "write 2e-05"),
+    "a decimal comma": ({"training": {"weightDecay": "0,1"}}, "training.weightDecay", "write 0.1"),
+    "quotes of a word processor": ({"training": {"epochs": "\u201c3\u201d"}}, "training.epochs", "write 3"),
+    "a comma behind a number": ({"training": {"epochs": "3,"}}, "training.epochs", "write 3"),
+    "a number word": ({"resources": {"gpusPerNode": "one"}}, "resources.gpusPerNode", "write 1"),
+    "no number": ({"runPolicy": {"maxRestarts": "never"}}, "runPolicy.maxRestarts", "write 0"),
+    "minus one for none": (
+        {"training": {"epochs": 3, "maxSteps": -1}}, "training.maxSteps", "leave it out to take the default",
+    ),
+    "equals signs": (
+        {"training": "epochs = 3 seed = 1"}, "training", "write {epochs: 3, seed: 1}: a colon after each name",
+    ),
+    "a list of fields": (
+        {"training": [{"epochs": 3}, {"seed": 1}]}, "training", "write its fields below it, without the dashes",
+    ),
+    "variables by name": (
+        {"template": {"env": {"DEBUG": True}}}, "template.env", 'write [{"name": "DEBUG", "value": "true"}]',
+    ),
+    "modules with blanks": (
+        {"model": {"uri": "hf://a/b", "adapter": {"method": "lora", "targetModules": "q_proj v_proj"}}},
+        "model.adapter.targetModules", 'write ["q_proj", "v_proj"]',
+    ),
+    "a word for an object": ({"parallelism": "FSDP"}, "parallelism", "write {strategy: fsdp}"),
+    "true for an object": ({"parallelism": {"strategy": "fsdp", "offload": True}}, "parallelism.offload",
+        "write {optimizer: cpu}"),
+    "a path of Windows": (
+        {"dataset": {"uri": "C:\\rows\\a.csv"}}, "dataset.uri",
+        "write file:///mnt/c/rows/a.csv for WSL, or another path of this machine",
+    ),
+    "a claim with one colon": ({"dataset": {"uri": "pvc:inputs/rows"}}, "dataset.uri", "write pvc://inputs/rows"),
+    "a share of files for a split": (
+        {"dataset": {"uri": "file://rows", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
         "leave it out: 5 % of train are held out if no split is named validation; the Hub also has slices such as "
         "train[90%:]",
     ),

@@ -106,7 +106,7 @@ def device_of(plan_made: JobPlan) -> PlannedDevice:
     return plan_made.trainer.device
 
 
-def test_plan_for_an_unknown_gpu_says_what_another_one_would_change():
+def test_plan_for_an_unknown_gpu_names_the_choices_that_depend_on_it():
     for_llama = made(dict(LLAMA))
     device = device_of(for_llama)
     assert (device.product, device.memory_bytes, device.bf16) == ("unknown GPU", 15_360 * MIB, True)
@@ -167,7 +167,7 @@ def test_labels_of_nodes_leave_memory_or_units_open(labels: dict[str, str], reso
     assert found.gpu.assumed == assumed
 
 
-def test_measured_gpu_makes_another_plan_that_says_so():
+def test_measured_gpu_leads_to_another_plan_with_a_note():
     before, after = made(dict(LLAMA)), made(dict(LLAMA), devices=(L40S,))
     named = made({**LLAMA, "resources": {"accelerator": {"product": "L40S"}}})
     assert (before.strategy, after.strategy) == ("deepspeed-zero3+optimizer-offload", named.strategy)

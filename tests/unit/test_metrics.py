@@ -94,9 +94,9 @@ def counted(world: Measured, *prefixes: str) -> dict[str, float]:
     return {name: value for name, value in samples(world.metrics).items() if name.startswith(prefixes)}
 
 
-def test_everything_that_is_told_is_shown() -> None:
+def test_every_measurement_is_exposed() -> None:
     metrics = Metrics()
-    told: Measurements = metrics
+    measurements: Measurements = metrics
     counter: RequestCounter = metrics
     now = Fleet({"Training": 2, "Failed": 1, "a word of its own": 1}, 1, 30.0, 7.5, {"train": 12.0}, {"train": 480.0})
     metrics.follow_jobs(lambda: replace(now, estimated_cost={"USD": 4.5, "EUR": 1.0, "CHF": 2.0}))
@@ -105,9 +105,9 @@ def test_everything_that_is_told_is_shown() -> None:
     metrics.event_loop_lag(0.5)
     metrics.progress_post(200)
     metrics.progress_post(429)
-    told.reconcile_done(0.25, "done")
-    told.reconcile_done(0.5, "failed")
-    told.relisted("outage")
+    measurements.reconcile_done(0.25, "done")
+    measurements.reconcile_done(0.5, "failed")
+    measurements.relisted("outage")
     counter.request_done("create", "pytorchjobs", 200, 0.5)
     counter.request_done("list", "pods", 0, 1.5)
     assert samples(metrics) == {
@@ -154,10 +154,10 @@ def test_a_job_on_gpus_is_counted_from_its_creation_to_its_end() -> None:
     world.run(wait=0, seconds=20)
     world.run(wait=0, seconds=20)
     assert world.phase == "Succeeded"
-    told = counted(world, "finetune_")
-    ratio = told.pop("finetune_estimate_ratio_sum")
+    counts = counted(world, "finetune_")
+    ratio = counts.pop("finetune_estimate_ratio_sum")
     assert ratio == pytest.approx(100 / plan.estimated.duration_seconds)
-    assert told == {
+    assert counts == {
         'finetune_job_ends_total{cause="none",outcome="succeeded"}': 1,
         "finetune_job_wait_seconds_count": 1,
         "finetune_job_wait_seconds_sum": 40,
@@ -194,7 +194,7 @@ def take_away(world: World) -> None:
     world.end_child(name, succeeded=False)
 
 
-def test_a_training_that_loses_its_spot_node_is_a_preemption_and_its_seconds_are_of_spot_nodes() -> None:
+def test_lost_spot_node_counts_as_preemption_with_spot_node_seconds() -> None:
     world = Measured(spec={**SPEC, "spot": {"enabled": True}})
     world.settle()
     world.run(wait=0, seconds=10)
@@ -238,7 +238,7 @@ def test_a_job_that_was_suspended_first_waits_from_its_first_child_on() -> None:
     }  # fmt: skip
 
 
-def test_two_replicas_that_lead_in_turn_count_each_change_once_between_them() -> None:
+def test_alternating_leaders_count_each_change_once() -> None:
     world = Measured(spec={**SPEC, "spot": {"enabled": True}})
     world.settle()
     world.run(wait=5, seconds=10)
@@ -255,7 +255,7 @@ def test_two_replicas_that_lead_in_turn_count_each_change_once_between_them() ->
     assert {name: value for name, value in both.items() if value} == pytest.approx(counted(world, "finetune_"))
 
 
-def test_a_new_leader_counts_nothing_of_what_was_written_before() -> None:
+def test_new_leader_counts_no_earlier_change() -> None:
     world = Measured()
     world.settle()
     for _ in range(4):
@@ -277,8 +277,8 @@ def seen(**status: Any) -> JobView:
 def training(seconds: float, **progress: Any) -> JobView:
     """Return a job that trains and reported its progress at that second."""
     stage = {"name": "train", "state": "Running", "attempt": 1, "runningSince": stamp(NOON)}
-    told = ProgressStatus(last_update_time=stamp(NOON + timedelta(seconds=seconds)), **progress)
-    return seen(phase="Training", stage="train", stages=(stage,), progress=told)
+    progress_status = ProgressStatus(last_update_time=stamp(NOON + timedelta(seconds=seconds)), **progress)
+    return seen(phase="Training", stage="train", stages=(stage,), progress=progress_status)
 
 
 STALLED = {"type": "Stalled", "status": "True", "reason": "PlanRefused", "lastTransitionTime": stamp(NOON)}
@@ -307,7 +307,7 @@ WAITING: dict[str, tuple[JobView, bool]] = {
 
 
 @pytest.mark.parametrize("case", WAITING)
-def test_a_job_waits_when_nothing_but_capacity_keeps_it_from_its_first_pods(case: str) -> None:
+def test_job_waits_only_while_capacity_delays_its_first_pods(case: str) -> None:
     job, waits = WAITING[case]
     now = fleet([job], NOON + timedelta(seconds=50), lambda job: None)
     assert (now.waiting, now.oldest_waiting_seconds) == ((1, 50.0) if waits else (0, 0.0))
@@ -339,8 +339,8 @@ def test_reports_without_anything_new_are_no_progress() -> None:
     now = NOON + timedelta(seconds=1000)
     assert fleet([training(995)], now, lambda job: NOON).progress_age_seconds == 1000
     assert fleet([training(995)], now, lambda job: None).progress_age_seconds == 5
-    without_a_word = replace(training(0), status=training(0).status.model_copy(update={"progress": None}))
-    assert fleet([without_a_word], now, lambda job: None).progress_age_seconds == 0
+    unreported = replace(training(0), status=training(0).status.model_copy(update={"progress": None}))
+    assert fleet([unreported], now, lambda job: None).progress_age_seconds == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- bounds
@@ -383,7 +383,7 @@ def random_status(rng: random.Random, number: int) -> FineTuneJobStatus:
     )  # fmt: skip
 
 
-def test_a_thousand_jobs_of_any_status_have_no_more_series_than_the_sets_allow() -> None:
+def test_series_of_a_thousand_jobs_stay_within_the_bound() -> None:
     rng, metrics = random.Random(7), Metrics("EUR")
     most = {row.name: row.max_series for row in metrics.families.rows}
     of_jobs = sum(number for name, number in most.items() if not name.startswith("finetune_api_requests"))
@@ -408,7 +408,7 @@ def test_a_thousand_jobs_of_any_status_have_no_more_series_than_the_sets_allow()
     assert shown['finetune_job_ends_total{cause="other",outcome="failed"}'] > 0
 
 
-def test_words_from_outside_become_no_labels() -> None:
+def test_foreign_values_become_no_labels() -> None:
     metrics = Metrics()
     before = len(samples(metrics, zeros=True))
     base = World().job()
@@ -439,14 +439,14 @@ def test_counters_of_jobs_are_there_before_their_first_count() -> None:
     assert len([name for name in zeros if name.startswith("finetune_jobs{")]) == len(get_args(Phase)) + 1
 
 
-def test_what_is_told_of_each_metric_is_what_is_served() -> None:
+def test_documented_metrics_match_the_exposed_ones() -> None:
     metrics = Metrics()
     exposed = metrics.exposition().decode()
     served = set(re.findall(r"^# TYPE (finetune_\S+) (\w+)$", exposed, re.MULTILINE))
     assert {(row.name, row.kind) for row in metrics.families.rows} == served
     for row in metrics.families.rows:
         assert row.meaning.endswith("."), row
-        assert all(words[-1] == OTHER for words in row.labels.values())
+        assert all(values[-1] == OTHER for values in row.labels.values())
         assert set(row.labels) <= {
             "phase", "stage", "capacity", "outcome", "cause", "currency", "verb", "resource", "code", "reason",
             "server", "strategy", "figure",

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune_operator.api.settings import LOCAL_SETTINGS
+from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.job_files import Inputs, read_inputs
+from finetune_operator.documents import read_documents
+from mending import mend
 
 JOBS = Path(__file__).parent / "jobs"
 NAIVE = sorted(path.name for path in (JOBS / "naive").glob("*.yaml"))
@@ -33,6 +37,23 @@ VALID = (
 """Jobs whose faults only a model, a node or the data show: `finetune plan` and prepare report them."""
 
 
+FIRST_MENDED_LITERALLY = 151
+"""Number of the first file whose corrected form is that of its messages, followed literally by `mending`."""
+BY_HAND = frozenset({
+    152, 153, 154, 155, 158, 167, 168, 171, 185, 186, 191, 192, 195, 200, 201, 203, 207, 209, 210, 231, 236, 238, 261,
+    264, 269, 290, 299, 300, 322, 330, 349, 358,
+})  # fmt: skip
+"""Files with a syntax error, a hidden value, or a choice that a message leaves to its reader."""
+
+
+def document_in(folder: str, name: str) -> dict[str, Any]:
+    documents, problems = read_documents((JOBS / folder / name).read_bytes())
+    assert problems == []
+    value = documents[-1].value
+    assert isinstance(value, dict)
+    return value
+
+
 def inputs_of(folder: str, name: str) -> Inputs:
     return read_inputs([JOBS / folder / name], LOCAL_SETTINGS)
 
@@ -44,7 +65,7 @@ def messages(name: str) -> str:
 
 
 def test_messages_about_naive_jobs_are_those_on_record(golden: Callable[[str, str], None]) -> None:
-    assert len(NAIVE) == 150
+    assert len(NAIVE) == 360
     golden("jobs/naive/messages.txt", "\n".join(map(messages, NAIVE)) + "\n")
 
 
@@ -58,5 +79,14 @@ def test_job_corrected_by_its_first_message_is_valid(name: str) -> None:
     assert [problem.path for _, problem in inputs_of("naive-mended", name).problems] == []
 
 
+@pytest.mark.parametrize(
+    "name", [each for each in MENDED if int(each[:3]) >= FIRST_MENDED_LITERALLY and int(each[:3]) not in BY_HAND]
+)
+def test_messages_followed_literally_give_the_corrected_job(name: str) -> None:
+    document = document_in("naive", name)
+    mended, _ = mend(document, validate_job(document, LOCAL_SETTINGS)[1], {})
+    assert mended == document_in("naive-mended", name)
+
+
 def test_there_are_corrected_jobs() -> None:
-    assert len(MENDED) >= 120
+    assert len(MENDED) >= 330

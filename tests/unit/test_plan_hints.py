@@ -177,7 +177,7 @@ OUTSIDE = ("no launcher is served",)
 """Refusals that no change of the job clears."""
 
 
-def ways_out(case: str, problem: Problem) -> list[list[Edit]]:
+def hints_of(case: str, problem: Problem) -> list[list[Edit]]:
     if case in BY_HAND:
         edits, _ = BY_HAND[case]
         return [[Edit(field, value) for field, value in edits.items()]]
@@ -189,23 +189,23 @@ def still(problem: Problem, after: tuple[Problem, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in OUTSIDE])
-def test_each_way_out_of_a_refusal_clears_it_and_one_leads_to_a_plan(case: str) -> None:
+def test_each_hint_of_a_refusal_clears_it_and_one_leads_to_a_plan(case: str) -> None:
     spec, known = CASES[case]
     written = document(spec)
     problems = problems_of(written, known)
     assert problems, "nothing is refused"
     for problem in problems:
-        ways = ways_out(case, problem)
+        ways = hints_of(case, problem)
         assert ways, f"nobody can tell what to do: {problem.path}: {problem.hint}"
         for edits in ways:
             after = problems_of(without_gone(apply(written, edits)), known)
             assert still(problem, after) == [], (edits, problem.hint)
-    firsts = [edits for problem in problems for edits in ways_out(case, problem)[:1]]
+    firsts = [edits for problem in problems for edits in hints_of(case, problem)[:1]]
     whole = without_gone(apply(written, [edit for edits in firsts for edit in edits]))
     assert [each.path for each in problems_of(whole, known)] in ([], ["spec.training"])  # nothing is left to do
 
 
-def test_hints_by_hand_belong_to_cases_whose_messages_cannot_be_read() -> None:
+def test_manual_hints_belong_to_cases_with_unparsable_messages() -> None:
     assert set(BY_HAND) <= set(CASES)
     for case in BY_HAND:
         spec, known = CASES[case]
@@ -214,7 +214,7 @@ def test_hints_by_hand_belong_to_cases_whose_messages_cannot_be_read() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- coverage
 
-NOT_TOLD = ("degrees.py",)
+EXEMPT = ("degrees.py",)
 """Modules whose refusals are of degrees that the planner tries: they explain why a model was not split, and ask for no
 edit.
 """
@@ -241,7 +241,7 @@ def test_the_cases_reach_every_place_where_the_planner_refuses() -> None:
             problems_of(document(spec), known)
     finally:
         sys.setprofile(None)
-    wanted = [(name, lines) for name, lines in refusals() if name not in NOT_TOLD]
+    wanted = [(name, lines) for name, lines in refusals() if name not in EXEMPT]
     assert len(wanted) > 20
     assert [
         f"{name}:{lines.start}" for name, lines in wanted if not any((name, line) in reached for line in lines)

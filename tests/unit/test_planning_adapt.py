@@ -43,7 +43,7 @@ def refusal(adaptation: Adaptation, facts: Facts = FACTS, **spec: Any) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("micro", "total", "limit", "expected", "said"),
+    ("micro", "total", "limit", "expected", "reason"),
     [
         pytest.param(
             "auto",
@@ -97,16 +97,16 @@ def refusal(adaptation: Adaptation, facts: Facts = FACTS, **spec: Any) -> tuple[
         ),
     ],
 )
-def test_the_micro_batch_stays_below_the_limit_and_the_global_batch_is_kept(micro, total, limit, expected, said):
+def test_micro_batch_stays_within_the_limit_at_the_same_global_batch(micro, total, limit, expected, reason):
     training = {"globalBatchSize": total, "microBatchSize": micro}
     result = planned(Adaptation(limit), training=training, resources={"gpusPerNode": 2})
     assert steps(result) == expected
     micro, accumulation, ranks = expected
     arithmetic = f"{total} = {micro} micro x {accumulation} accumulation x {ranks} ranks"
-    assert sentence(result, "micro-batch") == f"{said}; {arithmetic}"
+    assert sentence(result, "micro-batch") == f"{reason}; {arithmetic}"
 
 
-def test_a_strategy_that_ran_out_of_memory_with_one_row_is_left_out_of_the_ladder():
+def test_strategy_out_of_memory_with_one_row_is_skipped():
     result = planned(Adaptation(None, ("ddp", "deepspeed-zero1")), **ON_TWO)
     assert result.strategy == "deepspeed-zero2"
     assert sentence(result, "strategy").startswith(
@@ -115,7 +115,7 @@ def test_a_strategy_that_ran_out_of_memory_with_one_row_is_left_out_of_the_ladde
     assert steps(result) == (32, 1, 2)
 
 
-def test_a_strategy_asked_by_name_that_ran_out_of_memory_is_recomputing_next_and_then_refused():
+def test_named_strategy_out_of_memory_recomputes_and_is_then_refused():
     spec: dict[str, Any] = {**ON_TWO, "parallelism": {"strategy": "ddp"}}
     skipped = ["ddp"]
     for following in ("ddp+selective-activation-checkpointing", "ddp+activation-checkpointing"):
@@ -165,7 +165,7 @@ def test_the_next_adaptation_is_the_smallest_change(current, following):
     assert next_adaptation(planned(current, **ON_TWO), current) == following
 
 
-def test_adapting_again_and_again_ends_in_a_refusal_and_never_tries_the_same_twice():
+def test_repeated_adaptation_ends_in_a_refusal_without_repeating_a_form():
     adaptation, tried = Adaptation(), []
     while True:
         try:
@@ -187,7 +187,7 @@ def test_a_plan_that_trains_nothing_has_nothing_to_adapt():
 # ---------------------------------------------------------------------------------------- with and without a cluster
 
 
-def test_without_a_cluster_the_plan_names_what_has_no_effect():
+def test_local_plan_names_the_fields_without_effect():
     spec = {
         "template": {"labels": {"team": "a"}},
         "image": "example.com/trainer:1",

@@ -161,11 +161,11 @@ SHAPE = ModelFacts(
         ),
     ],
 )
-def test_what_is_trained_is_counted_by_the_formula(adapter: Adapter | None, expected: Trained):
+def test_trained_parameters_follow_the_formula(adapter: Adapter | None, expected: Trained):
     assert trained_parameters(SHAPE, adapter) == expected
 
 
-def test_where_nobody_has_looked_at_the_layers_every_weight_counts_as_trained():
+def test_every_weight_counts_as_trained_while_layers_are_unknown():
     unseen = SHAPE.model_copy(update={"linear_layers": {}, "head_parameters": 0})
     assert trained_parameters(unseen, adapter_of()) == Trained(added=0, trained=1_000_000)
 
@@ -220,7 +220,7 @@ STRATEGIES = {
         ("ZeRO-3", (1_046_000, 46_000, 3 * 46_000, 8 * 46_000 + 4 * 1_000_000)),
     ],
 )
-def test_gradients_and_optimizer_state_are_those_of_what_is_trained(strategy: str, terms: tuple[int | None, ...]):
+def test_gradients_and_optimizer_state_cover_the_trained_weights(strategy: str, terms: tuple[int | None, ...]):
     found = {term.name: term.bytes for term in estimate(work(SHAPE, STRATEGIES[strategy], adapter_of()), GIB).terms}
     names = ("parameters", "gradients", "optimizer state", "communication buffers")
     assert tuple(found.get(name) for name in names) == terms
@@ -254,8 +254,8 @@ PACKED = int((4 + 8 / 64 + 32 / (64 * 256)) / 8 * 600_000)
 def test_weights_in_4_bits_are_counted_so_and_the_others_as_they_were(
     world: World, precision: Any, terms: tuple[int | None, ...]
 ):
-    asked = work(SHAPE, STRATEGIES["single"], adapter_of("qlora"), world=world, precision=precision)
-    made = estimate(asked, GIB)
+    wanted = work(SHAPE, STRATEGIES["single"], adapter_of("qlora"), world=world, precision=precision)
+    made = estimate(wanted, GIB)
     found = {term.name: term.bytes for term in made.terms}
     names = ("parameters", "gradients", "optimizer state", "autocast copies", "unfolded layer")
     assert tuple(found.get(name) for name in names) == terms
@@ -269,7 +269,7 @@ def test_weights_in_4_bits_are_counted_so_and_the_others_as_they_were(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
-def test_a_layer_with_an_adapter_keeps_about_what_torch_saves_for_it(model_type, precision, method, dropout):
+def test_layer_with_an_adapter_keeps_about_the_tensors_torch_saves(model_type, precision, method, dropout):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     adapters = pytest.importorskip("finetune_trainer.adapters", reason="the trainer is not installed")
     adapter, rows, length, saved = adapter_of(method, rank=8, dropout=dropout), 4, 128, []
@@ -368,7 +368,7 @@ LLAMA = model_facts(
 """TinyLlama's shape, 1.03 billion parameters without its output layer."""
 
 
-def test_the_plan_carries_the_adapter_says_what_is_trained_and_chooses_by_the_memory_that_it_needs():
+def test_plan_has_the_adapter_and_its_trained_share_and_memory():
     made = planned({"method": "lora", "targetModules": ["q_proj", "v_proj"], "alpha": 8})
     training = made.trainer.training
     assert training is not None
@@ -391,7 +391,7 @@ def test_the_plan_carries_the_adapter_says_what_is_trained_and_chooses_by_the_me
     assert (planned({"method": "none"}).strategy, made.strategy) == ("ddp+tensor2", "ddp")
 
 
-def test_a_model_at_whose_layers_nobody_has_looked_is_planned_as_if_every_weight_were_trained():
+def test_model_with_unknown_layers_is_planned_as_fully_trained():
     unseen = LLAMA.model_copy(update={"linear_layers": {}, "head_parameters": 0})
     made = planned({"method": "lora", "targetModules": ["whatever"]}, model=unseen)
     assert [each for each in made.assumptions if each.startswith("adapter")] == [
@@ -405,7 +405,7 @@ def test_a_model_at_whose_layers_nobody_has_looked_is_planned_as_if_every_weight
     assert f"{unseen.parameters:,}" in next(term.formula for term in made.memory.terms if term.name == "gradients")
 
 
-def test_weights_in_4_bits_stay_whole_and_make_room_for_a_model_that_would_have_to_be_divided():
+def test_weights_in_4_bits_stay_whole_and_save_dividing_the_model():
     model, _ = assumed_model("hf://org/llama-13b")
     made = planned({"method": "qlora"}, model=model)
     assert (planned({"method": "lora"}, model=model).strategy, made.strategy) == (
@@ -418,7 +418,7 @@ def test_weights_in_4_bits_stay_whole_and_make_room_for_a_model_that_would_have_
     ]
 
 
-def test_lora_of_7_billion_weights_fits_a_gpu_of_24_gb_with_frozen_weights_in_16_bits():
+def test_lora_of_7_billion_weights_fits_a_gpu_of_24_gb():
     model, _ = assumed_model("hf://org/llama-7b")
     made = planned({"method": "lora"}, model=model, hardware="gpu=A10G,gpus=1,hostMemory=64Gi")
     assert made.strategy == "single"
@@ -429,7 +429,7 @@ def test_lora_of_7_billion_weights_fits_a_gpu_of_24_gb_with_frozen_weights_in_16
     assert terms["parameters"].bytes < 16 * GIB
 
 
-def test_weights_that_nobody_has_counted_are_planned_as_with_lora():
+def test_uncounted_weights_are_planned_as_with_lora():
     layers = {name: each.model_copy(update={"weights": 0}) for name, each in LLAMA.linear_layers.items()}
     uncounted = LLAMA.model_copy(update={"linear_layers": layers})
     made = planned({"method": "qlora"}, model=uncounted)
@@ -450,19 +450,17 @@ def test_weights_that_nobody_has_counted_are_planned_as_with_lora():
         pytest.param("qlora", "13b", "40Gi", None, id="none to read them for weights in 4 bits"),
     ],
 )
-def test_a_job_that_does_not_fit_is_told_of_the_adapter_with_which_it_would(
-    method: str, size: str, memory: str, named: str | None
-):
+def test_refusal_names_the_adapter_with_which_the_job_fits(method: str, size: str, memory: str, named: str | None):
     """Each job has one GPU of 24 GB."""
     model, _ = assumed_model(f"hf://org/llama-{size}")
     with pytest.raises(PlanRefused) as refused:
         planned({"method": method}, model=model, hardware=f"gpu=A10G,gpus=1,hostMemory={memory}")
-    said = str(refused.value)
-    assert ("set model.adapter.method to" in said) == (named is not None), said
-    assert named is None or f"set model.adapter.method to {named}, which trains a small part" in said
+    message = str(refused.value)
+    assert ("set model.adapter.method to" in message) == (named is not None), message
+    assert named is None or f"set model.adapter.method to {named}, which trains a small part" in message
 
 
-def test_deepspeeds_buckets_are_as_small_as_what_is_trained():
+def test_deepspeed_buckets_are_as_small_as_the_trained_weights():
     made = planned({"method": "lora"}, strategy="deepspeed", zeroStage=2)
     config = deepspeed_config(made)
     assert config is not None
@@ -486,7 +484,7 @@ def test_deepspeeds_buckets_are_as_small_as_what_is_trained():
         ),
     ],
 )
-def test_what_cannot_be_adapted_is_refused_with_what_can(adapter: dict[str, Any], problem: str):
+def test_unknown_target_modules_are_refused_with_the_known_ones(adapter: dict[str, Any], problem: str):
     with pytest.raises(PlanRefused) as refused:
         planned(adapter)
     assert problem in str(refused.value)

@@ -40,27 +40,27 @@ def reasons(made: JobPlan, *about: str) -> list[str]:
 
 
 SPOT = {"enabled": True}
-ASKED = "capacity spot: as asked, for the training alone;"
-WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+REQUESTED = "capacity spot: as asked, for the training alone;"
+REASONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "without a bound": (
         {"spot": SPOT},
-        [f"{ASKED} it waits for them without a bound, which spot.maxWaitSeconds would set"],
+        [f"{REQUESTED} it waits for them without a bound, which spot.maxWaitSeconds would set"],
     ),
     "with a bound": (
         {"spot": {**SPOT, "maxWaitSeconds": 7200}},
-        [f"{ASKED} it takes 2 h at most, with waiting"],
+        [f"{REQUESTED} it takes 2 h at most, with waiting"],
     ),
     "with a fallback": (
         {"spot": {**SPOT, "fallbackToOnDemand": True}},
-        [f"{ASKED} it goes to any nodes once a pod has waited 10 min for a spot node"],
+        [f"{REQUESTED} it goes to any nodes once a pod has waited 10 min for a spot node"],
     ),
     "with a fallback that has to come early": (
         {"spot": {**SPOT, "fallbackToOnDemand": True, "maxRunSeconds": 3600, "maxWaitSeconds": 3660}},
-        [f"{ASKED} it goes to any nodes once a pod has waited 60 s for a spot node"],
+        [f"{REQUESTED} it goes to any nodes once a pod has waited 60 s for a spot node"],
     ),
     "without a checkpoint on the way out": (
         {"spot": SPOT, "checkpoints": {"onPreemption": False}},
-        [f"{ASKED} it waits for them without a bound, which spot.maxWaitSeconds would set",
+        [f"{REQUESTED} it waits for them without a bound, which spot.maxWaitSeconds would set",
          "checkpoints.onPreemption is false: each time a spot node is taken away, what was done since the last "
          "checkpoint is done again"],
     ),
@@ -68,9 +68,9 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WORDS)
-def test_the_plan_says_what_the_training_waits_for(case: str) -> None:
-    fields, expected = WORDS[case]
+@pytest.mark.parametrize("case", REASONS)
+def test_plan_gives_the_waiting_rule_of_the_training(case: str) -> None:
+    fields, expected = REASONS[case]
     made = planned(**fields)
     assert reasons(made, "capacity", "checkpoints.onPreemption") == expected
     assert made.capacity == ("spot" if "spot" in fields else None)
@@ -78,7 +78,7 @@ def test_the_plan_says_what_the_training_waits_for(case: str) -> None:
     assert (shown in summarise(made)[0].rows) == ("spot" in fields)
 
 
-def test_on_this_machine_the_wish_is_passed_over_with_a_sentence() -> None:
+def test_spot_request_is_ignored_on_this_machine_with_a_note() -> None:
     made = planned(local=True, spot=SPOT)
     assert made.capacity is None
     assert reasons(made, "capacity") == [
@@ -87,7 +87,7 @@ def test_on_this_machine_the_wish_is_passed_over_with_a_sentence() -> None:
     assert made.trainer == planned(local=True).trainer
 
 
-def test_on_spot_nodes_a_checkpoint_is_written_every_ten_minutes_unless_the_job_says_otherwise() -> None:
+def test_checkpoints_on_spot_nodes_default_to_every_ten_minutes() -> None:
     def minutes(made: JobPlan) -> float | None:
         assert made.trainer.training is not None
         return made.trainer.training.checkpoints.every_minutes
@@ -125,7 +125,7 @@ PATIENCE: dict[str, tuple[dict[str, Any], dict[str, float], float]] = {
 
 
 @pytest.mark.parametrize("case", PATIENCE)
-def test_pods_wait_for_a_spot_node_as_long_as_the_training_can_still_end_in_time(case: str) -> None:
+def test_pods_wait_for_a_spot_node_while_the_training_can_end_in_time(case: str) -> None:
     bounds, over, seconds = PATIENCE[case]
     assert patience(SpotSpec(enabled=True, **bounds), CLUSTER_SETTINGS, **over) == seconds
 
@@ -171,7 +171,7 @@ def shown(**status: Any) -> list[str]:
     return [*console.file.getvalue().splitlines(), one_line(job, NOW)]
 
 
-def test_status_tells_the_nodes_the_preemptions_and_the_savings() -> None:
+def test_status_shows_spot_nodes_preemptions_and_savings() -> None:
     lines = shown()
     assert lines[0] == "reviews  Training  namespace team, created 60 min ago, 3 restarts, 2 preemptions"
     assert "  plan  ddp by job, 2 processes on spot nodes, batch 16 = 8 x 1 x 2" in lines
@@ -180,7 +180,7 @@ def test_status_tells_the_nodes_the_preemptions_and_the_savings() -> None:
     assert lines[-1].startswith("Training  train running, attempt 4 on spot nodes")
 
 
-def test_status_of_a_job_without_spot_nodes_says_nothing_of_them() -> None:
+def test_status_of_a_job_without_spot_nodes_does_not_mention_them() -> None:
     stages = [{name: value for name, value in stage.items() if name != "capacity"} for stage in STATUS["stages"]]
     plan_of = {name: value for name, value in STATUS["plan"].items() if name != "capacity"}
     cost = {"nodeSeconds": 10, "billableSeconds": 12, "currency": "USD", "amount": 3.0}

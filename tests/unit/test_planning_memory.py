@@ -80,7 +80,7 @@ def close(ours: int, theirs: int) -> bool:
 @pytest.mark.parametrize("parameters", SIZES)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("nodes", NODES)
-def test_zero_2_needs_what_deepspeed_estimates(parameters, gpus, nodes):
+def test_zero_2_needs_the_memory_of_the_deepspeed_estimate(parameters, gpus, nodes):
     zero2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2", reason="deepspeed is not installed")
     for offload in (False, True):
         host, device = zero2.estimate_zero2_model_states_mem_needs(parameters, gpus, nodes, offload, 1.0)
@@ -97,7 +97,7 @@ def test_zero_2_needs_what_deepspeed_estimates(parameters, gpus, nodes):
 @pytest.mark.parametrize("parameters", SIZES)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("nodes", NODES)
-def test_zero_3_needs_what_deepspeed_estimates_and_the_part_that_it_leaves_out(parameters, gpus, nodes):
+def test_zero_3_needs_the_deepspeed_estimate_and_its_omitted_part(parameters, gpus, nodes):
     zero3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason="deepspeed is not installed")
     ranks, largest = gpus * nodes, parameters // 50
     _, device, layer = zero3.estimate_zero3_model_states_mem_needs(parameters, largest, gpus, nodes, False, False)
@@ -259,8 +259,8 @@ def test_autocast_keeps_no_copies_of_frozen_weights_that_are_recomputed():
     for mode in ("none", "full"):
         strategy = Strategy.model_validate({"name": "single", "activation_checkpointing": mode})
         for adapter in (None, LORA):
-            asked = {"task": "text-generation", "adapter": adapter, "micro_batch": 32}
-            made = estimate(work(model, strategy, **asked), 80 * GIB)
+            options = {"task": "text-generation", "adapter": adapter, "micro_batch": 32}
+            made = estimate(work(model, strategy, **options), 80 * GIB)
             copies[mode, adapter is None] = {term.name: term.bytes for term in made.terms}["autocast copies"]
     every, held = model.parameters - model.embedding_parameters, 48 * 1024 * 1024 + 50257 * 1024
     assert copies["none", True] == 2 * every
@@ -278,7 +278,7 @@ def test_a_tied_head_has_a_copy_in_16_bits_too():
     assert copies[1] - copies[0] == 2 * 50257 * 1024
 
 
-def test_ddp_holds_gradients_twice_only_where_a_step_has_several_micro_batches():
+def test_ddp_holds_gradients_twice_only_with_several_micro_batches():
     world = World(nodes=1, processes_per_node=4, device="cuda", threads_per_process=1)
     model = model_of(1_000_000_000)
     made = [
@@ -315,7 +315,7 @@ ZERO3: dict[str, Any] = {"name": "deepspeed", "zero_stage": 3}
 LORA = Adapter(method="lora", rank=8, alpha=16, dropout=0.0, target_modules=None)
 
 
-def test_fp8_needs_what_bf16_does_and_room_to_round_the_largest_tensor():
+def test_fp8_needs_the_memory_of_bf16_and_room_to_round_a_tensor():
     layers = {
         "up": LinearWidths(inputs=48 * 1024, outputs=48 * 4096, weights=48 * 1024 * 4096),
         "down": LinearWidths(inputs=48 * 4096, outputs=48 * 1024, weights=48 * 1024 * 4096),
@@ -323,9 +323,9 @@ def test_fp8_needs_what_bf16_does_and_room_to_round_the_largest_tensor():
     counted = model_of(1_000_000_000).model_copy(update={"linear_layers": layers})
     for model in (counted, model_of(1_000_000_000)):
         for length, elements in ((128, 1024 * 4096), (2048, 2 * 2048 * 4096)):
-            asked = {"micro_batch": 2, "length": length}
-            plain = {t.name: t for t in estimate(work(model, Strategy(name="single"), **asked), 80 * GIB).terms}
-            made = estimate(work(model, Strategy(name="single"), **asked, precision="fp8"), 80 * GIB)
+            options = {"micro_batch": 2, "length": length}
+            plain = {t.name: t for t in estimate(work(model, Strategy(name="single"), **options), 80 * GIB).terms}
+            made = estimate(work(model, Strategy(name="single"), **options, precision="fp8"), 80 * GIB)
             terms = {term.name: term for term in made.terms}
             assert terms.pop("rounding to fp8").bytes == 12 * elements
             assert terms.keys() == plain.keys()
@@ -333,7 +333,7 @@ def test_fp8_needs_what_bf16_does_and_room_to_round_the_largest_tensor():
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(512, 256, 1024), (512, 1024, 256), (48, 256, 1024)])
-def test_rounding_a_layer_s_tensors_takes_no_more_than_is_counted_and_keeps_nothing(tokens, inputs, outputs):
+def test_rounding_to_fp8_takes_the_counted_memory_and_keeps_nothing(tokens, inputs, outputs):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("torchao", reason="torchao is not installed (finetune-trainer[fp8])")
     from finetune_trainer.float8 import convert
@@ -419,7 +419,7 @@ def peak_bytes(compute: Callable[[], Any]) -> tuple[int, Any]:
         pytest.param(ZERO3, 4, LORA, 4, id="an adapter is merged in fp32"),
     ],
 )
-def test_host_memory_holds_what_is_read_and_what_rank_0_gathers(
+def test_host_memory_holds_read_weights_and_the_gathered_state(
     strategy: dict[str, Any], width: int, adapter: Adapter | None, per_parameter: float
 ):
     count = 1_000_000_000
@@ -430,7 +430,7 @@ def test_host_memory_holds_what_is_read_and_what_rank_0_gathers(
     assert (made.host_bytes - 4 * CPU_PROCESS_BYTES) / count == pytest.approx(per_parameter, rel=1e-3)
 
 
-def test_a_single_process_gathers_its_whole_state_in_host_memory_for_a_checkpoint():
+def test_single_process_gathers_its_state_in_host_memory_for_checkpoints():
     model = model_of(1_000_000_000)
     made = estimate(work(model, Strategy(name="single")), 80 * GIB)
     assert made.host_bytes - CPU_PROCESS_BYTES == 12 * model.parameters
@@ -457,7 +457,7 @@ def test_state_in_files_leaves_its_buffers_in_host_memory():
 
 
 @pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw", 8.0), ("sgd", 0.0), ("adafactor", 8 / 1024)])
-def test_optimizers_keep_what_they_need(optimizer, per_parameter):
+def test_optimizers_keep_their_known_state(optimizer, per_parameter):
     states = model_states(work(model_of(1_024_000), Strategy(name="single"), optimizer=optimizer))
     assert states.optimizer == int(1_024_000 * per_parameter)
 
@@ -477,8 +477,8 @@ def test_the_terms_add_up_and_show_their_numbers():
         "gathered blocks": 4 * 2_000_000,
         "communication buffers": 2 * 2 * 50_000_000 + 2 * 50_000_000,
     }
-    anew = sum(allocated.values()) - allocated["parameters"] - allocated["optimizer state"]
-    assert terms == {**allocated, "allocator": int(0.1 * anew), "process": GIB}
+    fresh = sum(allocated.values()) - allocated["parameters"] - allocated["optimizer state"]
+    assert terms == {**allocated, "allocator": int(0.1 * fresh), "process": GIB}
     assert estimated.total_bytes == sum(terms.values())
     assert estimated.terms[0].formula == "2 x 100,000,000 / 4 ranks"
     assert estimated.terms[4].formula == "4 x 2,000,000 of the largest layer"
@@ -512,7 +512,7 @@ def test_full_checkpointing_keeps_layer_inputs_and_one_layer():
     assert terms["activations"] == 128 * (48 * 1024 * 4 + one_layer + 3 * 1024 * 4)
 
 
-def test_selective_checkpointing_keeps_layer_inputs_and_products_and_one_layer():
+def test_selective_checkpointing_keeps_layer_inputs_and_products():
     model = model_of(100_000_000)
     selective = work(model, Strategy(name="single", activation_checkpointing="selective"), precision="fp32")
     one_layer = activation_bytes_per_token(selective)
@@ -659,7 +659,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("model_type", "precision"), LAYERS)
-def test_a_layer_keeps_about_what_torch_saves_for_it(model_type, precision):
+def test_layer_keeps_about_the_tensors_torch_saves(model_type, precision):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     rows, length = 4, 128
@@ -693,7 +693,7 @@ def test_a_layer_keeps_about_what_torch_saves_for_it(model_type, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_longformer_keeps_scores_of_its_window_whatever_the_length(precision: str):
+def test_longformer_keeps_scores_of_its_window_for_any_length(precision: str):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {**_WIDE, "vocab_size": 1000, "max_position_embeddings": 2050}
@@ -710,8 +710,8 @@ def test_longformer_keeps_scores_of_its_window_whatever_the_length(precision: st
                 saved.append(saved_bytes(model, torch, 1, length))
         world = World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1)
         facts = model_facts(config.to_dict())
-        asked = work(facts, Strategy(name="single"), precision=precision, world=world, length=length)
-        kept.append(activation_bytes_per_token(asked))
+        workload = work(facts, Strategy(name="single"), precision=precision, world=world, length=length)
+        kept.append(activation_bytes_per_token(workload))
         ratios.append(kept[-1] / ((saved[1] - saved[0]) / length))
     assert kept[0] == kept[1]
     highest = 2.0 if precision == "bf16" else 1.35  # all scores count as fp32, of which autocast has some in 16 bits
@@ -720,7 +720,7 @@ def test_longformer_keeps_scores_of_its_window_whatever_the_length(precision: st
 
 @pytest.mark.parametrize(("precision", "of_score"), [("bf16", 4 + 2), ("fp32", 4 + 4)])
 @pytest.mark.parametrize(("model_type", "dropped"), [("bert", 1), ("gpt_neox", 0)])
-def test_scores_are_counted_on_gpus_where_the_model_that_was_read_keeps_them(model_type, dropped, precision, of_score):
+def test_attention_scores_count_on_gpus_for_models_that_keep_them(model_type, dropped, precision, of_score):
     """A score's bytes: the softmax in fp32, the weights of the values in `precision`, and the mask of dropout."""
     fused = model_of(1_000_000).model_copy(update={"model_type": model_type})
     taken = [
@@ -739,7 +739,7 @@ def test_scores_are_counted_on_gpus_where_the_model_that_was_read_keeps_them(mod
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["padded", "packed", "one row"])
-def test_each_layer_keeps_a_mask_of_its_own_where_rows_are_padded_or_packed(how: str, precision: str):
+def test_each_layer_keeps_its_own_mask_for_padded_or_packed_rows(how: str, precision: str):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     rows, length = (1 if how == "one row" else 3), 256

@@ -103,10 +103,10 @@ def test_a_process_holds_its_part_of_the_model():
         pytest.param(2, 2, 48, id="and then split"),
     ],
 )
-def test_host_memory_holds_what_is_read_and_what_is_saved(width: int, tensor: int, needs: int):
+def test_host_memory_holds_read_and_saved_weights(width: int, tensor: int, needs: int):
     model = LLAMA.model_copy(update={"parameter_bytes": width * LLAMA.parameters})
-    asked = {"tensor": tensor, "pipeline": {"degree": 2}}
-    result = planned({"parallelism": asked}, model=model)
+    parallelism = {"tensor": tensor, "pipeline": {"degree": 2}}
+    result = planned({"parallelism": parallelism}, model=model)
     assert result.memory is not None
     assert result.memory.host_bytes - 8 * CPU_PROCESS_BYTES == needs * LLAMA.parameters
 
@@ -130,7 +130,7 @@ def test_tensor_parallelism_leaves_fewer_replicas_and_less_on_each_gpu():
     assert any("2 replicas of the model, each over 4 processes on one node" in reason for reason in spread.reasons)
 
 
-def test_a_pipeline_gets_enough_micro_batches_to_be_idle_a_fifth_of_the_time_at_most():
+def test_pipeline_has_enough_micro_batches_to_idle_a_fifth_at_most():
     result = planned({"parallelism": {"pipeline": {"degree": 4}}})
     made = strategy(result).pipeline
     assert made == pipeline("1f1b", 4, 16)
@@ -141,16 +141,16 @@ def test_a_pipeline_gets_enough_micro_batches_to_be_idle_a_fifth_of_the_time_at_
     assert "idle pipeline 1" in result.estimate.basis
 
 
-def test_micro_batches_that_are_asked_for_are_those_of_a_pass():
+def test_requested_micro_batches_are_those_of_a_pass():
     result = planned({"parallelism": {"pipeline": {"degree": 2, "microBatches": 4, "schedule": "gpipe"}}})
     assert strategy(result).pipeline == pipeline("gpipe", 2, 4)
     micro, accumulation, replicas = sizes(result)
     assert (micro * accumulation * replicas, accumulation % 4) == (64, 0)
 
 
-def test_on_a_cpu_a_pipeline_gets_passes_of_more_rows_than_a_cpu_gains_from_when_it_takes_no_others():
-    asked = {"degree": 3, "schedule": "interleaved"}
-    result = planned({"parallelism": {"pipeline": asked}, "training": {"globalBatchSize": 23}}, LAPTOP, BERT)
+def test_pipeline_on_a_cpu_gets_large_passes_if_none_other_divides():
+    pipelining = {"degree": 3, "schedule": "interleaved"}
+    result = planned({"parallelism": {"pipeline": pipelining}, "training": {"globalBatchSize": 23}}, LAPTOP, BERT)
     assert sizes(result) == (23, 1, 1)
 
 
@@ -161,10 +161,12 @@ def test_on_a_cpu_there_are_as_many_processes_as_one_replica_takes():
     assert sizes(result)[2] == 1
 
 
-def test_the_order_of_the_ranks_says_whether_a_replica_stays_on_its_node():
-    asked = {"tensor": 2, "pipeline": {"degree": 2}}
-    here = planned({"parallelism": asked, "resources": {"gpusPerNode": 8, "nodes": 2}})
-    there = planned({"parallelism": {**asked, "placement": "spread"}, "resources": {"gpusPerNode": 8, "nodes": 2}})
+def test_rank_order_shows_if_a_replica_stays_on_its_node():
+    parallelism = {"tensor": 2, "pipeline": {"degree": 2}}
+    here = planned({"parallelism": parallelism, "resources": {"gpusPerNode": 8, "nodes": 2}})
+    there = planned(
+        {"parallelism": {**parallelism, "placement": "spread"}, "resources": {"gpusPerNode": 8, "nodes": 2}}
+    )
     assert strategy(here).rank_order == "DPT"
     assert any("processes on one node" in reason and "ranks ordered DPT" in reason for reason in here.reasons)
     assert strategy(there).rank_order == "PTD"
@@ -206,7 +208,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_spread_is_refused(case: str):
+def test_model_that_cannot_be_spread_is_refused(case: str):
     spec, model, path, rule = REFUSED[case]
     with pytest.raises(PlanRefused) as caught:
         planned(spec, model=model)

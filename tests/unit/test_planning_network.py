@@ -36,9 +36,9 @@ def planned(
     *nodes: Node, network: str = "auto", settings: Settings = CLUSTER_SETTINGS, known: bool = True, **spec: Any
 ) -> JobPlan:
     resources = {"nodes": 2, "gpusPerNode": 8, "network": network, **spec.pop("resources", {})}
-    asked = job({"resources": resources, "training": {"maxSteps": 10}, **spec})
-    facts = Facts(model=BERT, nodes=facts_of_nodes(nodes, asked.spec, settings) if known else None)
-    return plan(asked, facts, settings)
+    requested = job({"resources": resources, "training": {"maxSteps": 10}, **spec})
+    facts = Facts(model=BERT, nodes=facts_of_nodes(nodes, requested.spec, settings) if known else None)
+    return plan(requested, facts, settings)
 
 
 def settings_of(value: dict[str, Any]) -> Settings:
@@ -48,7 +48,7 @@ def settings_of(value: dict[str, Any]) -> Settings:
     return found
 
 
-def said(made: JobPlan) -> str:
+def network_notes(made: JobPlan) -> str:
     return "\n".join(each for each in (*made.reasons, *made.assumptions) if "network" in each or "huge" in each)
 
 
@@ -90,7 +90,7 @@ def test_auto_requests_devices_that_all_nodes_advertise(nodes, transport, limits
     made = planned(*nodes)
     assert made.network is not None
     assert (made.network.transport, made.network.limits) == (transport, limits)
-    assert said(made) == reason
+    assert network_notes(made) == reason
     assert plan_status(made).network == transport
 
 
@@ -111,13 +111,13 @@ def test_huge_pages_that_nodes_lack_are_not_requested():
     assert made.network == NetworkPlan(
         transport="efa", limits={EFA: "32"}, env={**EFA_ENV, "FI_EFA_USE_HUGE_PAGE": "0"}
     )
-    assert f"no huge pages: {EFA} works with 5120Mi of hugepages-2Mi, and nodes have 2.0 GiB" in said(made)
+    assert f"no huge pages: {EFA} works with 5120Mi of hugepages-2Mi, and nodes have 2.0 GiB" in network_notes(made)
 
 
-def test_unknown_nodes_get_no_devices_and_the_plan_says_so():
+def test_unknown_nodes_get_no_devices_with_a_note():
     made = planned(known=False)
     assert made.network == NetworkPlan(transport="tcp", env=ETH0)
-    assert said(made) == (
+    assert network_notes(made) == (
         "network: the nodes' devices are not known, so pods request none and NCCL uses TCP; resources.network rdma or "
         "efa requests them"
     )
@@ -138,7 +138,7 @@ def test_devices_of_unknown_nodes_follow_from_settings_and_instance_type(network
     made = planned(known=False, network=network, template={"nodeSelector": selector})
     assert made.network is not None
     assert made.network.limits == limits
-    assert f"network {network}: as asked; pods request" in said(made)
+    assert f"network {network}: as asked; pods request" in network_notes(made)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_devices_that_no_node_advertises_are_refused(network, nodes, rule, hint)
     assert problem.hint.startswith(hint)
 
 
-def test_devices_that_some_nodes_advertise_are_requested_when_asked_for():
+def test_devices_of_some_nodes_are_requested_by_an_explicit_network():
     made = planned(*IB, node("c"), network="rdma")
     assert made.network is not None
     assert made.network.limits == {SHARED: "1"}
-    assert said(made).endswith("as asked; 2 of 3 nodes that fit the job have it")
+    assert network_notes(made).endswith("as asked; 2 of 3 nodes that fit the job have it")
 
 
 def test_tcp_requests_nothing_and_keeps_nccl_off_the_devices():
@@ -180,7 +180,7 @@ def test_one_node_and_processes_on_cpus_request_no_devices(resources):
     assert planned(*IB, resources=resources).network is None
     made = planned(*IB, network="rdma", resources=resources)
     assert made.network is None
-    assert "resources.network rdma has no effect" in said(made)
+    assert "resources.network rdma has no effect" in network_notes(made)
 
 
 def test_rows_of_the_settings_come_before_the_built_in_ones():

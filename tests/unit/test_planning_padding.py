@@ -27,11 +27,11 @@ HALVES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 histograms = st.dictionaries(st.integers(1, 64).map(lambda edge: 8 * edge), st.integers(1, 500), min_size=1)
 
 
-def split_of(histogram: dict[int, int], below: float) -> SplitFacts:
-    """Return a split with rows on average `below` of the way from the upper edge of their bucket to the lower one."""
+def split_of(histogram: dict[int, int], position: float) -> SplitFacts:
+    """Return a split with rows on average at `position` of their buckets: 0 is the upper edge, 1 the lower one."""
     edges = sorted(histogram)
     tokens = sum(
-        histogram[high] * max(1, round(high - below * (high - low)))
+        histogram[high] * max(1, round(high - position * (high - low)))
         for low, high in zip([0, *edges], edges, strict=False)
     )
     return SplitFacts(rows=sum(histogram.values()), tokens=tokens, length_histogram=histogram, longest=edges[-1])
@@ -41,7 +41,7 @@ def split_of(histogram: dict[int, int], below: float) -> SplitFacts:
 
 
 @pytest.mark.parametrize("micro", [8, 4, 2, 1])
-def test_the_tokens_of_a_step_are_those_of_all_its_draws_each_as_likely_as_it_is(micro: int) -> None:
+def test_tokens_of_a_step_average_over_all_draws_by_probability(micro: int) -> None:
     """Draws have eight rows, each 100 tokens long with a probability of a quarter, else 10."""
     step = StepRows((Slab(10, 1.0), Slab(90, 0.25)), rows=8)
     expected = 0.0
@@ -65,10 +65,10 @@ def test_the_tokens_of_a_large_step_are_those_of_the_binomial_distribution(micro
 
 @given(histograms, st.floats(0, 0.5), st.sampled_from([16, 64, 256]))
 @examples(40)
-def test_rows_have_the_measured_mean_and_smaller_micro_batches_never_more_padding(
-    histogram: dict[int, int], below: float, rows: int
+def test_rows_keep_the_measured_mean_and_less_padding_in_small_batches(
+    histogram: dict[int, int], position: float, rows: int
 ) -> None:
-    split = split_of(histogram, below)
+    split = split_of(histogram, position)
     step = step_rows(split, rows)
     assert step.useful == pytest.approx(rows * split.tokens / split.rows, rel=1e-6)
     shares = [step.padding(micro) for micro in HALVES if micro <= rows]
@@ -82,7 +82,7 @@ def test_rows_of_one_length_have_no_padding_however_wide_their_bucket_is() -> No
     assert [step_rows(split, 32).padding(micro) for micro in (32, 8)] == pytest.approx([0, 0], abs=1e-9)
 
 
-def test_coarser_histograms_tell_nearly_the_same() -> None:
+def test_coarser_histograms_give_nearly_the_same_padding() -> None:
     fine, coarse = step_rows(TAGS, 32), step_rows(TAGS.coarsened(8), 32)
     for micro in (32, 16, 8, 4):
         assert coarse.padding(micro) == pytest.approx(fine.padding(micro), abs=0.01)
@@ -177,7 +177,7 @@ def test_other_steps_are_not_cut(spec: dict[str, Any], split: SplitFacts | None,
 
 
 @pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"sequence": 2}])
-def test_steps_are_not_cut_where_processes_wait_for_each_other_in_each_pass(parallelism: dict[str, Any]) -> None:
+def test_steps_are_not_cut_where_processes_synchronize_in_each_pass(parallelism: dict[str, Any]) -> None:
     facts = Facts(model=llama_1b("text-generation"), data=data(TAGS), hardware=parse_hardware("cpu=2,hostMemory=256Gi"))
     spec = {"task": "text-generation", "training": {}, "preparation": {"packing": "never"}}
     strategy = {"strategy": "ddp"}
@@ -186,13 +186,13 @@ def test_steps_are_not_cut_where_processes_wait_for_each_other_in_each_pass(para
     assert (chosen(alone), chosen(together)) == ((8, 2, 2), (32, 1, 1))
 
 
-def test_other_tasks_are_cut_when_random_steps_are_asked_for() -> None:
+def test_other_tasks_are_cut_for_random_sampling() -> None:
     arguments = {"train_sampling_strategy": "random"}
     spec = {"task": "text-classification", **training(arguments=arguments)}
     assert chosen(planned(spec)) == (8, 4, 1)
 
 
-def test_the_plan_says_how_much_padding_remains() -> None:
+def test_plan_gives_the_remaining_padding() -> None:
     reason = next(reason for reason in planned({}).reasons if reason.startswith("micro-batch"))
     assert reason == (
         "micro-batch 8: of 45% padding that 32 rows at once would have, 16% remains, which saves more time than the "

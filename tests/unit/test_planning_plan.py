@@ -104,7 +104,7 @@ PROVISIONAL: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("case", PROVISIONAL)
-def test_before_prepare_a_lack_of_memory_is_refused_only_when_measuring_cannot_help(case: str) -> None:
+def test_provisional_lack_of_memory_is_refused_only_without_remedy(case: str) -> None:
     spec, facts, provisional = PROVISIONAL[case]
     given = {**TIGHT, **spec}
     if not provisional:
@@ -135,7 +135,7 @@ def test_before_prepare_a_lack_of_memory_is_refused_only_when_measuring_cannot_h
         pytest.param({"training": None, "dataset": None, "endpoint": {}}, "serve", id="serving needs no rows"),
     ],
 )
-def test_stages_are_those_asked_for_and_those_they_need(spec, stages):
+def test_stages_are_the_requested_ones_and_their_prerequisites(spec, stages):
     assert " ".join(stage.value for stage in planned(spec).stages) == stages
 
 
@@ -223,7 +223,7 @@ WRITES = {"task": "text-generation", "model": {"uri": "hf://openai-community/gpt
         ),
     ],
 )
-def test_what_is_packed(spec, packing, columns):
+def test_packing_follows_the_task_and_the_columns(spec, packing, columns):
     result = planned(spec)
     assert result.trainer.preparation.packing == packing
     assert any("packed into sequences" in reason for reason in result.reasons) == packing
@@ -234,7 +234,7 @@ def test_what_is_packed(spec, packing, columns):
 PREFERS = {"task": "preference-tuning", "model": {"uri": "hf://openai-community/gpt2"}}
 
 
-def test_rows_with_two_answers_are_two_sequences_each_and_are_compared_once():
+def test_rows_with_two_answers_count_as_two_sequences_each():
     gpt2, hardware = model("gpt2", "preference-tuning"), {"hardware": EIGHT_H100}
     spec = {**PREFERS, "resources": {"gpusPerNode": 1}, "training": {"epochs": 2, "globalBatchSize": 16}}
     spec["preference"] = {"beta": 0.3}
@@ -282,7 +282,7 @@ def test_batches_of_a_large_vocabulary_are_small():
     assert evaluation.batch_tokens == (1 << 30) // (4 * 50257)
 
 
-def test_without_a_cluster_the_launcher_is_local_whatever_the_file_says():
+def test_launcher_without_a_cluster_is_local_in_spite_of_the_file():
     result = planned({"launcher": "pytorchjob"}, LOCAL_SETTINGS, local=True)
     assert result.launcher == "local"
     assert "launcher local: there is no cluster here; in one, pytorchjob would run the training" in result.reasons
@@ -415,7 +415,7 @@ NO_GPU = "needs a GPU, and spec.resources.gpusPerNode requests none"
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "hardware", "precision"),
+    ("requested", "gpus", "hardware", "precision"),
     [
         ("auto", 1, EIGHT_H100, "bf16"),
         ("auto", 1, T4, "fp16"),
@@ -428,13 +428,13 @@ NO_GPU = "needs a GPU, and spec.resources.gpusPerNode requests none"
         ("fp8", 1, parse_hardware("gpu=L4"), "fp8"),
     ],
 )
-def test_precision_is_bf16_where_there_are_units_for_it_or_what_was_asked(asked, gpus, hardware, precision):
-    spec = {"training": {"precision": asked}, "resources": {"gpusPerNode": gpus}}
+def test_precision_is_bf16_where_supported_or_the_requested_one(requested, gpus, hardware, precision):
+    spec = {"training": {"precision": requested}, "resources": {"gpusPerNode": gpus}}
     assert training(planned(spec, hardware=hardware)).precision == precision
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "hardware", "rule"),
+    ("requested", "gpus", "hardware", "rule"),
     [
         ("bf16", 1, T4, "T4 does not compute in bf16"),
         ("fp16", 0, TWO_CORES, NO_GPU),
@@ -442,10 +442,10 @@ def test_precision_is_bf16_where_there_are_units_for_it_or_what_was_asked(asked,
         ("fp8", 0, TWO_CORES, NO_GPU),
     ],
 )
-def test_a_precision_that_the_device_has_not_is_refused(asked, gpus, hardware, rule):
-    spec = {"training": {"precision": asked}, "resources": {"gpusPerNode": gpus}}
+def test_a_precision_that_the_device_has_not_is_refused(requested, gpus, hardware, rule):
+    spec = {"training": {"precision": requested}, "resources": {"gpusPerNode": gpus}}
     assert [problem[:3] for problem in refused(spec, hardware=hardware)] == [
-        ("spec.training.precision", f'"{asked}"', rule)
+        ("spec.training.precision", f'"{requested}"', rule)
     ]
 
 
@@ -467,7 +467,7 @@ def in_fp8(**spec: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("arguments", "slower"), [({}, SLOWER), ({"torch_compile": True}, "")])
-def test_fp8_is_explained_with_what_it_takes_to_be_faster(arguments, slower):
+def test_fp8_is_explained_with_the_conditions_of_its_speed(arguments, slower):
     made = planned(in_fp8(training={"arguments": arguments}), hardware=EIGHT_H100)
     assert (
         "precision fp8: as asked; H100 has units for it, and linear layers of the blocks multiply in it, with all else "
@@ -488,7 +488,7 @@ def test_fp8_is_trained_with_copies_or_shards_of_ordinary_weights(parallelism, f
     assert training(made).strategy.label == label
 
 
-def test_no_way_out_of_fp8_leads_to_an_adapter_that_does_not_multiply_in_it():
+def test_hints_for_fp8_do_not_lead_to_an_adapter():
     facts = {"hardware": parse_hardware("gpu=L4,memory=64Gi"), "model": LLAMA_7B}
     ways = "; ".join(problem[3] for problem in refused(in_fp8(resources={"gpusPerNode": 1}), **facts))
     assert "adapter" not in ways
@@ -514,7 +514,7 @@ def test_adapter_is_offered_where_it_fits_and_the_model_does_not(parallelism, gp
     assert planned(followed, hardware=hardware, model=LLAMA_7B).memory.total_bytes <= 24 * 2**30
 
 
-def test_fp8_is_estimated_faster_than_bf16_when_it_is_compiled_and_slower_else():
+def test_fp8_is_estimated_faster_than_bf16_only_when_compiled():
     def seconds(precision: str, **arguments: Any) -> float:
         spec = in_fp8(training={"precision": precision, "arguments": arguments, "globalBatchSize": 64}) | SEQUENCE
         spec["parallelism"] = {"strategy": "fsdp", "activationCheckpointing": "full"}
@@ -564,7 +564,7 @@ def test_the_global_batch_is_kept_exactly(spec, batch):
         ),
     ],
 )
-def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(spec, hint):
+def test_indivisible_global_batch_is_refused_with_the_nearest_valid(spec, hint):
     rule = "must be a multiple of data-parallel ranks x spec.training.microBatchSize"
     value = str(spec["globalBatchSize"])
     assert refused({"training": spec, "parallelism": {"strategy": "ddp"}}) == [
@@ -685,7 +685,7 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
         ),
     ],
 )
-def test_the_strategy_is_the_quickest_that_fits_or_the_one_asked_for(spec, facts, strategy):
+def test_strategy_is_the_quickest_that_fits_or_the_requested_one(spec, facts, strategy):
     assert planned(spec, **facts).strategy == strategy
 
 
@@ -713,7 +713,7 @@ def test_a_long_row_makes_layers_recomputed_when_not_even_one_fits():
     assert planned(spec, **facts).strategy == "single+selective-activation-checkpointing"
 
 
-def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would_do():
+def test_model_that_fits_nowhere_is_refused_with_arithmetic_and_hints():
     spec = {**SEQUENCE, "resources": {"gpusPerNode": 8}, "training": {"globalBatchSize": 64}}
     problems = refused(spec, model=gpt(12288, 96, 96), hardware=P4D, data=None)
     assert problems == [
@@ -758,7 +758,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
         ),
     ],
 )
-def test_an_explicit_choice_that_does_not_fit_is_refused_with_each_change_that_fits(spec, hint):
+def test_explicit_choice_that_does_not_fit_gets_each_fitting_change(spec, hint):
     whole = spec | {
         "resources": {"gpusPerNode": 1},
         "parallelism": {"strategy": "single", "activationCheckpointing": "none"},
@@ -780,7 +780,7 @@ def test_a_model_too_big_for_the_cpu_is_pointed_to_gpus_that_stay_idle():
     assert "fewer processes" not in problem[3]
 
 
-def test_a_free_choice_is_advised_together_with_what_would_forbid_it():
+def test_hint_for_a_free_choice_removes_the_fields_that_forbid_it():
     spec = {
         "resources": {"gpusPerNode": 1},
         "parallelism": {"strategy": "deepspeed", "zeroStage": 0, "deepspeedConfig": {"wall_clock_breakdown": True}},
@@ -844,7 +844,7 @@ AS_ON_THE_NODE = {"gpusPerNode": "auto"}
         ),
     ],
 )
-def test_what_the_node_decides_is_refused_in_the_words_of_validation(spec, hardware, rule):
+def test_violation_that_depends_on_the_node_reads_as_in_validation(spec, hardware, rule):
     broken = next(each for each in RULES if each.name == rule)
     problems = refused(spec, hardware=hardware)
     assert [problem[::2] for problem in problems] == [(f"spec.{broken.path}", broken.text)]
@@ -923,7 +923,7 @@ def test_checkpoints(spec, schedule):
 # ------------------------------------------------------------------------------------------------------ facts and texts
 
 
-def test_what_is_not_known_is_assumed_and_said():
+def test_unknown_facts_are_assumed_with_a_note():
     result = plan(job({"model": {"uri": "hf://FacebookAI/roberta-base"}}), Facts(), CLUSTER_SETTINGS)
     assert result.assumptions == (
         "model: hf://FacebookAI/roberta-base was not read; the published shape of roberta-base (125 million "
@@ -935,7 +935,7 @@ def test_what_is_not_known_is_assumed_and_said():
     assert result.hardware.assumed
 
 
-def test_a_batch_of_more_rows_than_are_assumed_is_said_to_need_them():
+def test_assumed_rows_suffice_for_a_large_batch_with_a_note():
     result = planned({"training": {"globalBatchSize": 100_000}}, data=None)
     assert (
         "data: nothing is prepared yet; 100,000 rows are taken, so steps and times are provisional, and with fewer "
@@ -948,15 +948,15 @@ def test_a_batch_of_more_rows_than_are_assumed_is_said_to_need_them():
     )
 
 
-@pytest.mark.parametrize(("batch", "told"), [(350, 1), (32, 0)])
-def test_so_few_steps_that_nothing_is_learnt_are_told(batch, told):
+@pytest.mark.parametrize(("batch", "noted"), [(350, 1), (32, 0)])
+def test_too_few_steps_to_learn_are_noted(batch, noted):
     result = planned({"training": {"globalBatchSize": batch}}, data=rows(700))
     sentences = [reason for reason in result.reasons if reason.startswith("only ")]
-    assert len(sentences) == told
+    assert len(sentences) == noted
     assert all("6 steps of 350 rows" in sentence for sentence in sentences)
 
 
-def test_a_machine_in_words_is_an_assumption_with_what_the_words_left_out():
+def test_hardware_given_as_text_is_an_assumption_with_its_defaults():
     result = planned({"resources": {"gpusPerNode": "auto"}}, hardware=parse_hardware("gpu=H100,gpus=8"))
     assert result.assumptions == (
         "hardware: the node was not measured, or only in part; 8 x H100 with 79.6 GiB and bf16, 64 cores and 512 GiB "
@@ -971,11 +971,11 @@ def test_a_machine_in_words_is_an_assumption_with_what_the_words_left_out():
         (1, "CPU: resources.gpusPerNode is 0, so the node's 1 GPU stays idle; set it to auto to train on it"),
     ],
 )
-def test_gpus_that_a_job_does_not_ask_for_are_said_to_stay_idle(gpus, reason):
+def test_unrequested_gpus_are_reported_as_idle(gpus, reason):
     assert reason in planned(hardware=parse_hardware(f"gpu=H100,gpus={gpus}")).reasons
 
 
-def test_what_is_known_is_not_assumed():
+def test_known_facts_are_not_assumed():
     assert planned().assumptions == ()
 
 
@@ -1013,7 +1013,7 @@ def test_the_trainer_gets_the_tasks_own_columns_where_the_job_names_none():
     assert trainer.predict.columns == ("id",)
 
 
-def test_what_the_user_wrote_arrives_byte_for_byte():
+def test_user_values_arrive_byte_for_byte():
     arguments = {"lr_scheduler_kwargs": {"a": [1, 2.5, None, "{{ x }} $(Y) \n ü"]}, "adam_beta2": 0.98}
     result = training(planned({"training": {"arguments": arguments, "seed": 7, "learningRate": 3e-4}}))
     assert (result.arguments, result.seed, result.learning_rate) == (arguments, 7, 3e-4)
@@ -1022,8 +1022,8 @@ def test_what_the_user_wrote_arrives_byte_for_byte():
 
 def test_spark_prepares_where_there_is_no_cluster():
     spark = {"preparation": {"engine": "spark", "workers": 3}}
-    asked = planned(spark, local=True).trainer.preparation
-    assert (asked.engine, asked.workers) == ("spark", 3)
+    preparation = planned(spark, local=True).trainer.preparation
+    assert (preparation.engine, preparation.workers) == ("spark", 3)
     assert planned({"preparation": {"workers": 3}}).trainer.preparation.engine == "local"
 
 
@@ -1031,7 +1031,7 @@ SPARK_SERVED = (*BUILT_IN, *ENGINES)
 SPARK_SETTINGS = Settings.model_validate({"spark": {"image": "spark:1", "serviceAccountName": "spark-driver"}})
 
 
-def test_in_a_cluster_spark_needs_its_operator_and_what_an_administrator_grants_it():
+def test_spark_in_a_cluster_needs_its_operator_and_the_settings():
     spark = {"preparation": {"engine": "spark", "workers": 3}}
     not_served = (
         "spec.preparation.engine",
@@ -1058,11 +1058,11 @@ def test_in_a_cluster_spark_needs_its_operator_and_what_an_administrator_grants_
     )
 
 
-def test_pods_prepare_in_a_cluster_and_processes_of_the_machine_without_one():
+def test_preparation_uses_pods_in_a_cluster_and_processes_without_one():
     pods = {"preparation": {"engine": "job", "workers": 3}}
     result = planned(pods)
-    asked = result.trainer.preparation
-    assert (asked.engine, asked.workers, asked.pods) == ("job", 3, 3)
+    preparation = result.trainer.preparation
+    assert (preparation.engine, preparation.workers, preparation.pods) == ("job", 3, 3)
     assert (
         "preparation by 3 pods, as asked: one reads and checks the rows, all tokenise shards of them; they write to "
         "one claim, which the nodes have to share"
@@ -1078,10 +1078,10 @@ def test_pods_prepare_in_a_cluster_and_processes_of_the_machine_without_one():
 
 
 @pytest.mark.parametrize("engine", ["job", "spark"])
-def test_what_evaluates_the_model_of_a_program_prepares_in_one_pod(engine):
+def test_evaluation_of_a_program_model_prepares_in_one_pod(engine):
     script = {"script": {"git": {"url": "https://github.com/a/b"}}}
-    asked = {"training": script, "evaluation": {}, "preparation": {"engine": engine, "workers": 3}}
-    assert refused(asked, SPARK_SETTINGS, served=SPARK_SERVED) == [
+    wanted = {"training": script, "evaluation": {}, "preparation": {"engine": engine, "workers": 3}}
+    assert refused(wanted, SPARK_SETTINGS, served=SPARK_SERVED) == [
         (
             "spec.preparation.engine",
             f'"{engine}"',
@@ -1249,9 +1249,9 @@ def autos(value: Any) -> list[Any]:
             return [value] if value == "auto" else []
 
 
-def plan_or_problems(asked: FineTuneJob, facts: Facts, settings: Settings) -> JobPlan | tuple[Problem, ...]:
+def plan_or_problems(wanted: FineTuneJob, facts: Facts, settings: Settings) -> JobPlan | tuple[Problem, ...]:
     try:
-        return plan(asked, facts, settings)
+        return plan(wanted, facts, settings)
     except PlanRefused as refusal:
         return refusal.problems
 
@@ -1287,13 +1287,15 @@ def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):
         ("activationCheckpointing", strategy.activation_checkpointing),
     ):
         assert spec["parallelism"].get(key, "auto") in ("auto", name)
-    asked = job(spec).spec.parallelism
+    parallelism = job(spec).spec.parallelism
     found = strategy.tensor, 1 if strategy.pipeline is None else strategy.pipeline.degree
     # Where all is left open, and nothing fits with whole layers on each process, the plan chooses degrees.
-    assert found == (asked.tensor, asked.pipeline.degree) or (asked.model_ranks == 1 and asked.strategy == "auto")
+    assert found == (parallelism.tensor, parallelism.pipeline.degree) or (
+        parallelism.model_ranks == 1 and parallelism.strategy == "auto"
+    )
     # These rows are for classification, not for generation, and stay whole.
     assert strategy.sequence == 1
     if strategy.pipeline is not None:
         assert batch.gradient_accumulation % strategy.pipeline.micro_batches == 0
-        assert asked.pipeline.micro_batches in ("auto", strategy.pipeline.micro_batches)
+        assert parallelism.pipeline.micro_batches in ("auto", strategy.pipeline.micro_batches)
     assert Stage.TRAIN in result.stages

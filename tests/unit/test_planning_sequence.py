@@ -52,7 +52,7 @@ def activations(result: JobPlan) -> Any:
     return next(term for term in result.memory.terms if term.name == "activations")
 
 
-def test_the_processes_are_groups_that_read_the_same_rows_with_a_part_of_the_activations_each():
+def test_groups_read_the_same_rows_with_a_part_of_the_activations_each():
     whole, divided = (planned({"parallelism": FSDP | {"sequence": degree}}) for degree in (1, 4))
     training = divided.trainer.training
     assert training is not None
@@ -70,7 +70,7 @@ def test_the_processes_are_groups_that_read_the_same_rows_with_a_part_of_the_act
     assert "16 = 1 micro x 8 accumulation x 2 ranks" in " ".join(divided.reasons)
 
 
-def test_plain_text_is_packed_only_when_asked_for():
+def test_plain_text_is_packed_only_on_request():
     def packs(spec: Mapping[str, Any]) -> bool:
         return planned(spec).trainer.preparation.packing
 
@@ -79,7 +79,7 @@ def test_plain_text_is_packed_only_when_asked_for():
     assert packs({"parallelism": {"sequence": 2}, "preparation": {"packing": "always"}})
 
 
-def test_the_status_and_the_command_tell_how_many_groups_there_are():
+def test_status_and_command_show_the_number_of_groups():
     result = planned({"parallelism": {"sequence": 8}})
     status = plan_status(result)
     assert (status.world_size, status.data_parallel) == (8, 1)
@@ -88,12 +88,12 @@ def test_the_status_and_the_command_tell_how_many_groups_there_are():
     assert lines[0] == "deepspeed-zero1+sequence8 by job, 8 processes, batch 16 = 1 x 16 x 1"
 
 
-def test_auto_takes_the_quickest_strategy_whose_state_fits_beside_the_slices():
+def test_auto_uses_the_quickest_strategy_that_fits_beside_slices():
     labels = {degree: planned({"parallelism": {"sequence": degree}}).strategy for degree in (1, 2, 8)}
     assert labels == {1: "fsdp", 2: "fsdp+sequence2", 8: "deepspeed-zero1+sequence8"}
 
 
-def test_deepspeed_is_told_of_all_processes_as_it_takes_them_for_replicas():
+def test_deepspeed_batch_counts_all_processes_as_replicas():
     config = deepspeed_config(planned({"parallelism": {"strategy": "deepspeed", "zeroStage": 2, "sequence": 4}}))
     assert config is not None
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_together_is_refused_with_field_rule_and_way_out(case: str):
+def test_incompatible_choices_are_refused_with_field_rule_and_hint(case: str):
     spec, path, rule = REFUSED[case]
     with pytest.raises(PlanRefused) as caught:
         planned(spec)
@@ -187,9 +187,9 @@ class Long:
             "training": WHOLE_LOGITS,
             "resources": {"gpusPerNode": hardware.gpus_per_node},
         }
-        asked = {} if parallelism is None else {"parallelism": parallelism}
+        changes = {} if parallelism is None else {"parallelism": parallelism}
         facts = Facts(model=self.model, hardware=hardware, data=data)
-        return plan(job({**usual, **self.spec, **asked}), facts, CLUSTER_SETTINGS)
+        return plan(job({**usual, **self.spec, **changes}), facts, CLUSTER_SETTINGS)
 
     def refusal(self) -> Problem:
         with pytest.raises(PlanRefused) as caught:
@@ -254,7 +254,7 @@ def test_auto_divides_rows_where_nothing_else_fits(case: str):
     assert (again.trainer, again.memory) == (made.trainer, made.memory)
 
 
-def test_the_plan_tells_why_rows_are_divided_and_what_that_costs():
+def test_plan_gives_reason_and_cost_of_divided_rows():
     (sentence,) = (each for each in CHOSEN["weights in 4 bits"][0].plan().reasons if each.startswith("strategy "))
     assert sentence == (
         "strategy ddp+sequence8+activation-checkpointing: rows in 8 slices fit (17.1 GiB of 22.5 GiB); with whole rows "
@@ -329,7 +329,7 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
 
 
 @pytest.mark.parametrize("case", NOT_CHOSEN)
-def test_rows_that_are_not_divided_are_refused_with_why_and_with_the_degree_that_would_fit(case: str):
+def test_undivided_rows_are_refused_with_reason_and_fitting_degree(case: str):
     long, why, hint = NOT_CHOSEN[case]
     problem = long.refusal()
     assert why in problem.rule
@@ -337,7 +337,7 @@ def test_rows_that_are_not_divided_are_refused_with_why_and_with_the_degree_that
     assert problem.hint.startswith(hint)
 
 
-def test_a_way_out_in_slices_fits_as_told():
+def test_slices_named_in_a_hint_fit_as_calculated():
     written = {
         "packs": ({"sequence": 8}, {}),
         "another strategy": ({"zeroStage": 3, "sequence": 8}, {}),
@@ -350,7 +350,7 @@ def test_a_way_out_in_slices_fits_as_told():
         assert f"set parallelism.sequence to 8 ({made.memory.total_bytes / 2**30:.1f} GiB of " in hint
 
 
-def test_the_exchange_is_4_n_h_elements_over_the_slices_less_what_a_process_keeps():
+def test_exchange_is_4_n_h_elements_less_the_part_of_a_process():
     own_heads = EIGHT_BILLION.model_copy(update={"key_value_heads": None})
     sliced, recomputed = (Strategy(name="ddp", sequence=4, activation_checkpointing=mode) for mode in ("none", "full"))
     tokens, layers = 1000, 32

@@ -85,7 +85,7 @@ class Operator:
         default_factory=lambda: {GOOD: status_of(PodIdentity("team", "pod-0", "pod-uid"))}
     )
     away: bool = False
-    asked: list[str] = field(default_factory=list)
+    reviewed: list[str] = field(default_factory=list)
     reported: list[tuple[KnownPod, ProgressStatus]] = field(default_factory=list)
     answered: list[int] = field(default_factory=list)
     turned_away: int = 0
@@ -109,7 +109,7 @@ class Operator:
         self.turned_away += 1
 
     async def review_token(self, token: str, audience: str) -> Verdict:
-        self.asked.append(token)
+        self.reviewed.append(token)
         assert audience == "finetune.dev/progress"
         await asyncio.sleep(0)
         if self.away:
@@ -157,17 +157,17 @@ async def serving(
         await server.stop()
 
 
-def ask(operator: Operator, what: Callable[[Running], Awaitable[Any]], limits: ServerLimits | None = None) -> Any:
+def run_with(operator: Operator, call: Callable[[Running], Awaitable[Any]], limits: ServerLimits | None = None) -> Any:
     async def go() -> Any:
         async with serving(operator, limits) as running:
-            return await what(running)
+            return await call(running)
 
     return asyncio.run(go())
 
 
 def test_a_report_of_a_pod_of_the_attempt_is_taken() -> None:
     operator = Operator()
-    status, body, _ = ask(operator, lambda running: running.post())
+    status, body, _ = run_with(operator, lambda running: running.post())
     assert (status, body) == (200, {})
     assert operator.reported == [(POD, TAKEN)]
     assert operator.answered == [200]
@@ -234,7 +234,7 @@ def test_a_report_is_refused_with_its_own_status_and_reason(case: str, caplog: p
     request, status, reason = REFUSED[case]
     operator = Operator()
     with caplog.at_level(logging.DEBUG):
-        got, body, headers = ask(operator, lambda running: running.post(**request))
+        got, body, headers = run_with(operator, lambda running: running.post(**request))
     assert (got, list(body)) == (status, ["error"])
     assert reason in body["error"]
     assert (headers.get("WWW-Authenticate") == "Bearer") == (status == 401)
@@ -260,7 +260,7 @@ TOKENS: dict[str, tuple[dict[str, Any], int]] = {
 def test_a_token_counts_for_the_pod_and_the_audience_it_was_made_for(case: str) -> None:
     status, expected = TOKENS[case]
     operator = Operator(reviews={GOOD: status})
-    assert ask(operator, lambda running: running.post())[0] == expected
+    assert run_with(operator, lambda running: running.post())[0] == expected
     assert len(operator.reported) == (expected == 200)
 
 
@@ -272,16 +272,16 @@ def test_reports_of_the_standard_librarys_client_are_accepted() -> None:
             return int(answer.status)
 
     operator = Operator()
-    assert ask(operator, lambda running: asyncio.to_thread(send, running)) == 200
+    assert run_with(operator, lambda running: asyncio.to_thread(send, running)) == 200
     assert operator.reported == [(POD, TAKEN)]
 
 
-def test_only_post_is_taken_and_the_answer_says_so() -> None:
+def test_methods_other_than_post_get_405() -> None:
     async def get(running: Running) -> tuple[int, Any, str | None]:
         async with running.session.get(running.base + PATH) as answer:
             return answer.status, await answer.json(), answer.headers.get("Allow")
 
-    assert ask(Operator(), get) == (405, {"error": "send progress by POST"}, "POST")
+    assert run_with(Operator(), get) == (405, {"error": "send progress by POST"}, "POST")
 
 
 def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
@@ -291,9 +291,9 @@ def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
             await asyncio.sleep(0)
 
     operator = Operator()
-    status, body, _ = ask(operator, lambda running: running.post(body=endless()))
+    status, body, _ = run_with(operator, lambda running: running.post(body=endless()))
     assert (status, body) == (413, {"error": "the body is larger than 65536 bytes"})
-    assert operator.asked == []
+    assert operator.reviewed == []
 
 
 def test_rate_limit_applies_to_one_pod() -> None:
@@ -305,7 +305,7 @@ def test_rate_limit_applies_to_one_pod() -> None:
     async def hurry(running: Running) -> list[Any]:
         return [(await running.post(bearer=one))[::2] for one in [GOOD] * 4 + [more]]
 
-    answers = ask(operator, hurry, ServerLimits(pod_per_second=0.001))
+    answers = run_with(operator, hurry, ServerLimits(pod_per_second=0.001))
     assert [status for status, _ in answers] == [200, 200, 200, 429, 200]
     assert answers[3][1]["Retry-After"] == "1"
 
@@ -317,11 +317,11 @@ def test_a_token_is_reviewed_once_however_often_and_at_once_it_comes() -> None:
         together = [status for status, _, _ in await asyncio.gather(*(running.post() for _ in range(8)))]
         return [*together, (await running.post())[0]]
 
-    assert set(ask(operator, many, ServerLimits(pod_burst=100))) == {200}
-    assert operator.asked == [GOOD]
+    assert set(run_with(operator, many, ServerLimits(pod_burst=100))) == {200}
+    assert operator.reviewed == [GOOD]
 
 
-def test_guessing_tokens_stops_asking_the_api_server_and_known_tokens_still_count() -> None:
+def test_guessed_tokens_exhaust_reviews_but_known_tokens_still_count() -> None:
     operator = Operator()
 
     async def guess(running: Running) -> list[int]:
@@ -330,8 +330,8 @@ def test_guessing_tokens_stops_asking_the_api_server_and_known_tokens_still_coun
         return [*guesses, (await running.post())[0]]
 
     limits = ServerLimits(unknown_burst=4, unknown_per_second=0.001)
-    assert ask(operator, guess, limits) == [401, 401, 401, 401, 429, 429, 200]
-    assert len(operator.asked) == 5
+    assert run_with(operator, guess, limits) == [401, 401, 401, 401, 429, 429, 200]
+    assert len(operator.reviewed) == 5
 
 
 def test_good_tokens_of_one_address_do_not_count_as_guesses() -> None:
@@ -344,7 +344,7 @@ def test_good_tokens_of_one_address_do_not_count_as_guesses() -> None:
     async def all_of_them(running: Running) -> set[int]:
         return {(await running.post(bearer=one))[0] for one, _ in pods}
 
-    assert ask(operator, all_of_them, ServerLimits(unknown_burst=2, unknown_per_second=0.001)) == {200}
+    assert run_with(operator, all_of_them, ServerLimits(unknown_burst=2, unknown_per_second=0.001)) == {200}
 
 
 def test_guesses_from_the_address_of_an_honest_pod_are_not_held_against_it() -> None:
@@ -357,7 +357,7 @@ def test_guesses_from_the_address_of_an_honest_pod_are_not_held_against_it() -> 
         guesses = [(await running.post(bearer=token(f"guess-{number}")))[0] for number in range(3)]
         return [*guesses, (await running.post(bearer=new))[0]]
 
-    assert ask(operator, guess, ServerLimits(unknown_burst=1, unknown_per_second=0.001)) == [401, 429, 429, 200]
+    assert run_with(operator, guess, ServerLimits(unknown_burst=1, unknown_per_second=0.001)) == [401, 429, 429, 200]
     assert operator.turned_away == 2
 
 
@@ -366,7 +366,7 @@ def test_guesses_from_the_address_of_an_honest_pod_are_not_held_against_it() -> 
 )
 def test_a_token_may_claim_anything(claims: str) -> None:
     payload = base64.urlsafe_b64encode(claims.encode("latin-1")).decode().rstrip("=")
-    assert ask(Operator(), lambda running: running.post(bearer=f"a.{payload}.b"))[0] == 401
+    assert run_with(Operator(), lambda running: running.post(bearer=f"a.{payload}.b"))[0] == 401
 
 
 def test_a_report_waits_for_better_times_while_the_api_server_is_away() -> None:
@@ -377,25 +377,25 @@ def test_a_report_waits_for_better_times_while_the_api_server_is_away() -> None:
         operator.away = False
         return [first, (await running.post())[0]]
 
-    assert ask(operator, twice) == [503, 200]
+    assert run_with(operator, twice) == [503, 200]
 
 
 def test_a_replica_that_has_not_read_all_pods_yet_takes_nothing() -> None:
     operator = Operator(filled=False)
-    status, body, headers = ask(operator, lambda running: running.post())
+    status, body, headers = run_with(operator, lambda running: running.post())
     assert (status, body, headers["Retry-After"]) == (503, {"error": "the operator is starting"}, "5")
 
 
 # ------------------------------------------------------------------------------------------------------------ stand-by
 
 
-def relayed(leader: Operator, stand_by: Operator, what: Callable[[Running], Awaitable[Any]], **limits: Any) -> Any:
-    """Run `what` against the stand-by of two replicas that share certificates."""
+def relayed(leader: Operator, stand_by: Operator, call: Callable[[Running], Awaitable[Any]], **limits: Any) -> Any:
+    """Run `call` against the stand-by of two replicas that share certificates."""
 
     async def go() -> Any:
         async with serving(leader, ServerLimits(**limits)) as first, serving(stand_by) as second:
             stand_by.leader_at = ("127.0.0.1", first.port)
-            return await what(second)
+            return await call(second)
 
     return asyncio.run(go())
 
@@ -411,10 +411,10 @@ def test_a_stand_by_relays_and_gives_the_answer_of_the_one_that_leads() -> None:
         (403, {"error": "the token does not belong to a pod of this attempt"}),
     ]
     assert leader.reported == [(POD, TAKEN)]
-    assert (stand_by.reported, stand_by.asked) == ([], [])
+    assert (stand_by.reported, stand_by.reviewed) == ([], [])
 
 
-def test_two_replicas_that_take_each_other_for_the_leader_do_not_relay_in_circles() -> None:
+def test_replicas_that_take_each_other_for_the_leader_do_not_loop() -> None:
     first, second = Operator(leads=False), Operator(leads=False)
 
     async def go() -> tuple[int, Any]:
@@ -426,14 +426,14 @@ def test_two_replicas_that_take_each_other_for_the_leader_do_not_relay_in_circle
     assert (first.answered, second.answered) == ([503], [503])
 
 
-def test_a_stand_by_without_a_leader_says_so() -> None:
-    status, body, _ = ask(Operator(leads=False), lambda running: running.post())
+def test_stand_by_without_a_leader_answers_503() -> None:
+    status, body, _ = run_with(Operator(leads=False), lambda running: running.post())
     assert (status, body) == (503, {"error": "no replica accepts reports now"})
 
 
-def test_a_stand_by_says_so_when_the_leader_cannot_be_reached() -> None:
+def test_stand_by_answers_503_when_the_leader_is_unreachable() -> None:
     stand_by = Operator(leads=False, leader_at=("127.0.0.1", 1))
-    status, body, _ = ask(stand_by, lambda running: running.post())
+    status, body, _ = run_with(stand_by, lambda running: running.post())
     assert (status, body) == (503, {"error": "the leading replica cannot be reached"})
 
 
@@ -447,11 +447,11 @@ def test_a_stand_by_gives_no_token_to_a_server_of_another_authority(caplog: pyte
             return (await two.post())[0]
 
     assert asyncio.run(go()) == 503
-    assert stranger.asked == []
+    assert stranger.reviewed == []
     assert CANARY not in caplog.text
 
 
-def test_guesses_through_a_stand_by_count_for_the_pod_and_not_for_the_stand_by() -> None:
+def test_guesses_through_a_stand_by_count_for_the_pod() -> None:
     """The leader trusts the address named by a replica, which shows the servers' certificate."""
 
     async def guess(running: Running) -> list[int]:
@@ -464,10 +464,10 @@ def test_guesses_through_a_stand_by_count_for_the_pod_and_not_for_the_stand_by()
                 codes.append(answer.status)
         return codes
 
-    assert ask(Operator(), guess, ServerLimits(unknown_burst=1, unknown_per_second=0.001)) == [401, 401, 429]
+    assert run_with(Operator(), guess, ServerLimits(unknown_burst=1, unknown_per_second=0.001)) == [401, 401, 429]
 
 
-def test_who_only_says_that_it_relays_is_not_believed() -> None:
+def test_unverified_relay_header_is_ignored() -> None:
     operator = Operator()
 
     async def lie(running: Running) -> list[int]:
@@ -476,13 +476,13 @@ def test_who_only_says_that_it_relays_is_not_believed() -> None:
             for number in range(3)
         ]
 
-    assert ask(operator, lie, ServerLimits(unknown_burst=1, unknown_per_second=0.001)) == [401, 429, 429]
+    assert run_with(operator, lie, ServerLimits(unknown_burst=1, unknown_per_second=0.001)) == [401, 429, 429]
 
 
 # -------------------------------------------------------------------------------------------------------- connections
 
 
-def test_a_client_that_trusts_another_authority_or_expects_another_name_gets_no_connection() -> None:
+def test_client_with_another_authority_or_name_gets_no_connection() -> None:
     async def connect(running: Running) -> list[str]:
         foreign = trusting(make(server_names("ops", None), datetime.now(UTC)))
         found = []
@@ -492,7 +492,7 @@ def test_a_client_that_trusts_another_authority_or_expects_another_name_gets_no_
             found.append(caught.value.verify_message)
         return found
 
-    assert ask(Operator(), connect) == [
+    assert run_with(Operator(), connect) == [
         "self-signed certificate in certificate chain",
         "Hostname mismatch, certificate is not valid for 'elsewhere'.",
     ]
@@ -517,7 +517,9 @@ def head(*lines: str) -> bytes:
 
 
 def test_a_client_that_sends_no_request_is_cut_off() -> None:
-    assert ask(Operator(), lambda running: spoken(running, b"PO"), ServerLimits(connection_seconds=patient(0.3))) in (
+    assert run_with(
+        Operator(), lambda running: spoken(running, b"PO"), ServerLimits(connection_seconds=patient(0.3))
+    ) in (
         b"",
         b"reset",
     )
@@ -526,14 +528,14 @@ def test_a_client_that_sends_no_request_is_cut_off() -> None:
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     text = head(f"Authorization: Bearer {GOOD}", "Content-Length: 100") + b"{"
     limits = ServerLimits(body_seconds=patient(0.3))
-    answer = ask(Operator(), lambda running: spoken(running, text), limits)
+    answer = run_with(Operator(), lambda running: spoken(running, text), limits)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert f"the body did not arrive within {limits.body_seconds:g} s".encode() in answer
 
 
-def test_what_is_no_http_is_answered_without_repeating_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_that_is_no_http_is_answered_without_an_echo(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        answer = ask(Operator(), lambda running: spoken(running, head(f"Authorization\x00: Bearer {GOOD}")))
+        answer = run_with(Operator(), lambda running: spoken(running, head(f"Authorization\x00: Bearer {GOOD}")))
     assert b" 400 " in answer.splitlines()[0]
     assert b'{"error": "this is not an HTTP request"}' in answer
     assert CANARY not in caplog.text + answer.decode()
@@ -552,7 +554,7 @@ def test_report_is_accepted_while_its_address_holds_all_connections() -> None:
         return status
 
     writers: list[asyncio.StreamWriter] = []
-    assert ask(operator, crowd, ServerLimits(connections=2)) == 200
+    assert run_with(operator, crowd, ServerLimits(connections=2)) == 200
     assert operator.turned_away >= 6
 
 
@@ -642,7 +644,7 @@ bodies = (
 
 
 @pytest.mark.hypothesis
-def test_no_body_makes_the_server_fail_and_what_is_taken_is_a_status() -> None:
+def test_random_body_gets_200_or_400_and_accepted_ones_a_status() -> None:
     operator = Operator()
     seen: set[int] = set()
 

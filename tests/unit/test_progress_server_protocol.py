@@ -89,9 +89,9 @@ def test_every_address_that_pods_are_given_means_their_attempt() -> None:
     assert Stage.TRAIN in made.stages
 
 
-def body(metrics: dict[str, Any], **told: Any) -> bytes:
+def body(metrics: dict[str, Any], **fields: Any) -> bytes:
     listed = [{"name": name, "value": str(value)} for name, value in metrics.items()]
-    return json.dumps({"trainerStatus": {"metrics": listed, "lastUpdatedTime": "then", **told}}).encode()
+    return json.dumps({"trainerStatus": {"metrics": listed, "lastUpdatedTime": "then", **fields}}).encode()
 
 
 BODIES: dict[str, tuple[bytes, ProgressStatus]] = {
@@ -168,7 +168,7 @@ BODIES: dict[str, tuple[bytes, ProgressStatus]] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_a_body_says_where_the_stage_is(case: str) -> None:
+def test_body_is_read_as_progress_of_the_stage(case: str) -> None:
     given_body, expected = BODIES[case]
     assert progress_of(update_of(given_body), NOW) == expected
 
@@ -192,7 +192,7 @@ def test_bytes_that_are_no_update_are_a_bad_body(text: bytes) -> None:
         update_of(text)
 
 
-def test_what_the_last_word_leaves_out_stays_as_it_was() -> None:
+def test_fields_missing_in_the_last_report_keep_their_values() -> None:
     before = ProgressStatus(step=8, total_steps=9, percent=88, loss=0.5, last_update_time="2026-01-02T03:04:00Z")
     now = ProgressStatus(percent=100, loss=0.25, last_update_time=TIME)
     assert merged_progress(before, now) == ProgressStatus(
@@ -202,15 +202,15 @@ def test_what_the_last_word_leaves_out_stays_as_it_was() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("finetune_trainer") is None, reason="the trainer is not installed")
-def test_what_our_trainer_sends_arrives_as_it_meant_it() -> None:
+def test_update_of_the_trainer_is_read_without_loss() -> None:
     from finetune_contract.report import Progress
     from finetune_trainer.progress import kubeflow_update
 
-    told = Progress(
+    progress = Progress(
         stage=Stage.TRAIN, step=4, total_steps=10, epoch=0.4, loss=1.25, samples_per_second=2.5,
         tokens_per_second=320.0, remaining_seconds=30.0, metrics={"eval_accuracy": 0.5}, time=1.0,
     )  # fmt: skip
-    assert progress_of(update_of(kubeflow_update(told).to_json().encode()), NOW) == ProgressStatus(
+    assert progress_of(update_of(kubeflow_update(progress).to_json().encode()), NOW) == ProgressStatus(
         step=4, total_steps=10, epoch=0.4, percent=40, loss=1.25, samples_per_second=2.5, tokens_per_second=320.0,
         remaining_seconds=30.0, last_update_time=TIME,
     )  # fmt: skip

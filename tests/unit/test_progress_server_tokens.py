@@ -38,11 +38,11 @@ class Reviews:
 
     good: set[str] = field(default_factory=set)
     now: float = 1000.0
-    asked: list[str] = field(default_factory=list)
+    reviewed: list[str] = field(default_factory=list)
     wait: Callable[[], Awaitable[None]] | None = None
 
     async def review_token(self, token: str, audience: str) -> Verdict:
-        self.asked.append(token)
+        self.reviewed.append(token)
         if self.wait is not None:
             await self.wait()
         return POD if token in self.good else REFUSAL
@@ -64,7 +64,7 @@ REMEMBERED: dict[str, tuple[str, bool, float, int]] = {
 
 @pytest.mark.parametrize("case", REMEMBERED)
 def test_a_verdict_is_remembered(case: str) -> None:
-    one, good, after, asked = REMEMBERED[case]
+    one, good, after, count = REMEMBERED[case]
     reviews = Reviews(good={one} if good else set())
 
     async def go() -> list[Any]:
@@ -74,10 +74,10 @@ def test_a_verdict_is_remembered(case: str) -> None:
         return [first, await checker.check(one)]
 
     assert asyncio.run(go()) == [POD if good else REFUSAL] * 2
-    assert len(reviews.asked) == asked
+    assert len(reviews.reviewed) == count
 
 
-def test_no_more_tokens_are_remembered_than_there_is_room_for_and_guesses_push_out_no_good_ones() -> None:
+def test_remembered_tokens_are_bounded_and_guesses_evict_no_good_ones() -> None:
     good = [token(9999, f"good-{number}") for number in range(3)]
     reviews = Reviews(good=set(good))
 
@@ -107,7 +107,7 @@ def test_one_review_answers_all_waiters_of_a_token() -> None:
         waiting[0].cancel()
         await asyncio.sleep(0)
         go_on.set()
-        return await asyncio.gather(*waiting[1:]), len(reviews.asked)
+        return await asyncio.gather(*waiting[1:]), len(reviews.reviewed)
 
     assert asyncio.run(go()) == ([POD, POD], 1)
 

@@ -108,7 +108,7 @@ def test_a_split_has_enough_rows(split: str, splits: dict[str, tuple[Review, ...
 
 
 @pytest.mark.parametrize("split", MINIMUM_ROWS)
-def test_a_split_has_both_labels_as_words_in_equal_parts(split: str, splits: dict[str, tuple[Review, ...]]) -> None:
+def test_split_has_both_text_labels_in_equal_parts(split: str, splits: dict[str, tuple[Review, ...]]) -> None:
     counts = Counter(review.label for review in splits[split])
     assert sorted(counts) == ["negative", "positive"]
     assert abs(counts["positive"] - counts["negative"]) <= MAXIMUM_CLASS_DIFFERENCE
@@ -149,11 +149,11 @@ def test_text_is_printable_and_trimmed_but_not_only_ascii(reviews: tuple[Review,
     assert any(not review.text.isascii() for review in reviews), "the set should show that unicode passes through"
 
 
-def test_no_opening_of_three_words_is_worn_out(reviews: tuple[Review, ...]) -> None:
+def test_no_opening_of_a_review_is_overused(reviews: tuple[Review, ...]) -> None:
     assert shared_by_more_than(MAXIMUM_ROWS_WITH_ONE_OPENING, ([r.words[:3]] for r in reviews)) == {}
 
 
-def test_no_run_of_five_words_recurs_as_a_template_would_make_it(reviews: tuple[Review, ...]) -> None:
+def test_no_run_of_five_words_recurs_as_in_a_template(reviews: tuple[Review, ...]) -> None:
     assert shared_by_more_than(MAXIMUM_ROWS_WITH_ONE_FIVE_GRAM, (n_grams(r.words, 5) for r in reviews)) == {}
 
 
@@ -161,7 +161,7 @@ def test_the_vocabulary_is_that_of_free_prose(reviews: tuple[Review, ...]) -> No
     assert len({word for review in reviews for word in review.words}) >= MINIMUM_DISTINCT_WORDS
 
 
-def test_a_templated_set_is_caught_by_the_guards_on_similarity_openings_and_five_word_runs() -> None:
+def test_templated_rows_are_found_by_similarity_openings_and_repeats() -> None:
     products = ("kettle", "tent", "lamp", "drill", "jacket", "printer", "blender", "mattress")
     texts = [f"I really like this {product} and would buy it again at once." for product in products]
     templated = [Review(text, text, "positive", split_into_words(text)) for text in texts]

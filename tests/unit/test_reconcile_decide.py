@@ -128,7 +128,7 @@ def test_job_runs_its_stages_and_records_events():
     assert list(world.children) == ["reviews-prepare-1", "reviews-train-1", "reviews-evaluate-1", "reviews-predict-1"]
 
 
-def test_checkpoints_that_stay_are_told_with_their_size_and_place():
+def test_kept_checkpoints_are_reported_with_size_and_place():
     world = World()
     world.settle()
     for trains in (False, True, False, False):
@@ -165,7 +165,7 @@ def test_later_stages_take_the_commit_at_which_prepare_found_the_model():
     assert revisions == ["main", commit]
 
 
-def test_what_prepare_measured_is_kept_and_planned_with():
+def test_measurements_of_prepare_are_kept_and_used_for_planning():
     world = training()
     status = world.job().status
     assert status.measured is not None
@@ -182,7 +182,7 @@ def test_what_prepare_measured_is_kept_and_planned_with():
     assert ran["training"]["batch"]["microBatchSize"] == 32
 
 
-def test_nothing_is_decided_anew_while_a_stage_runs():
+def test_no_decision_changes_while_a_stage_runs():
     world = training()
     writes, events = world.writes, len(world.events)
     for _ in range(5):
@@ -215,7 +215,7 @@ def prepared_by_spark() -> World:
     return world
 
 
-def test_a_job_that_spark_prepares_goes_on_when_its_settings_are_taken_away():
+def test_job_prepared_by_spark_continues_after_its_settings_are_removed():
     world = prepared_by_spark()
     assert world.stage("prepare") == ("Running", 1)
     world.succeed()
@@ -252,14 +252,14 @@ def test_second_spark_attempt_names_the_settings_that_it_needs():
 
 def test_a_job_that_has_failed_has_no_time_left():
     world = training()
-    told = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
-    world.progress = told
+    progress = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
+    world.progress = progress
     world.settle()
-    assert world.job().status.progress == told
+    assert world.job().status.progress == progress
     world.fail(FailureClass.DATA)
     world.settle()
     assert world.phase == "Failed"
-    assert world.job().status.progress == told.model_copy(update={"remaining_seconds": None})
+    assert world.job().status.progress == progress.model_copy(update={"remaining_seconds": None})
 
 
 def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
@@ -320,7 +320,7 @@ def test_costs_are_counted_at_the_end_of_each_attempt():
     )
 
 
-def test_a_preparation_has_succeeded_with_its_first_pod_whatever_becomes_of_those_that_are_removed():
+def test_preparation_succeeds_with_its_first_pod_in_spite_of_the_others():
     world = World()
     world.spec["preparation"] = {"engine": "job", "workers": 4}
     world.settle()
@@ -394,10 +394,10 @@ def replaced(world: World, pod: str, lost_before: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason", "told"),
+    ("code", "reason", "reported"),
     [(143, "Error", "told to stop"), (137, "OOMKilled", "memory ran out"), (137, "Error", "(exit code 137)")],
 )
-def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told: str) -> None:
+def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, reported: str) -> None:
     world, child, (_, lost, _) = predicting_by_three()
     message = report("predict", (FailureClass.PREEMPTED, 10.0), rank=1) if code == 143 else ""
     world.end_pod(lost, code, message, reason)
@@ -489,7 +489,7 @@ def test_cause_of_a_failed_attempt_is_no_pod_that_was_replaced() -> None:
     assert (world.phase, failure.failure_class, failure.pod) == ("Failed", "DataError", first)
 
 
-def test_cause_is_a_replaced_pod_where_the_others_only_tell_of_it() -> None:
+def test_replaced_pod_is_the_cause_when_others_only_report_its_loss() -> None:
     world, child, (first, short, third) = predicting_by_three()
     world.end_pod(short, 137, report("predict", (FailureClass.OUT_OF_MEMORY, 10.0), rank=1))
     world.now += timedelta(seconds=11)
@@ -504,7 +504,7 @@ def test_cause_is_a_replaced_pod_where_the_others_only_tell_of_it() -> None:
     assert (failure.failure_class, failure.pod) == ("OutOfMemory", short)
 
 
-def test_pod_lost_more_often_than_the_job_replaces_it_is_a_failure_of_the_attempt() -> None:
+def test_pod_lost_too_often_fails_the_attempt() -> None:
     world, child, (_, pod, _) = predicting_by_three()
     for lost in range(1, 4):
         world.end_pod(pod, 137, reason="OOMKilled")
@@ -541,7 +541,7 @@ def test_pods_that_predict_cost_as_many_nodes() -> None:
 # -------------------------------------------------------------------------------------------- jobs that are not begun
 
 
-def test_a_refused_spec_tells_all_problems_and_may_be_edited():
+def test_refused_spec_lists_all_problems_and_can_be_edited():
     world = World()
     world.spec["task"] = "poetry"
     world.spec["training"]["epochs"] = -1
@@ -565,7 +565,7 @@ def test_a_refused_spec_tells_all_problems_and_may_be_edited():
     )
 
 
-def test_a_spec_that_is_edited_into_a_bad_one_before_the_start_loses_its_plan():
+def test_spec_edited_to_an_invalid_one_before_the_start_loses_its_plan():
     world = World()
     world.edit(suspend=True)
     world.settle()
@@ -636,7 +636,7 @@ def test_a_job_suspended_from_the_start_creates_nothing():
     assert (world.phase, world.event_reasons()[3:]) == ("Preparing", ["Resumed", "StageStarted"])
 
 
-def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charge():
+def test_suspended_stage_is_deleted_and_resumes_without_counted_restart():
     world = training()
     world.edit(suspend=True)
     world.settle()
@@ -660,7 +660,7 @@ def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charg
     assert world.event_reasons()[-4:] == ["StageStarted", "Suspended", "Resumed", "StageStarted"]
 
 
-def test_a_stage_that_ended_while_suspension_was_asked_for_has_succeeded():
+def test_stage_that_ended_during_suspension_has_succeeded():
     world = training()
     world.succeed("reviews-train-1")
     world.edit(suspend=True)
@@ -672,7 +672,7 @@ def test_a_stage_that_ended_while_suspension_was_asked_for_has_succeeded():
     )
 
 
-def test_an_operator_that_dies_while_it_suspends_takes_the_deletion_for_its_own():
+def test_operator_restarted_during_suspension_recognizes_its_deletion():
     world = training()
     world.edit(suspend=True)
     world.step()
@@ -724,7 +724,7 @@ def test_a_job_past_its_deadline_fails_and_its_running_child_goes():
 PRICED = {"prices": ({"product": "cpu", "gpus": 0, "perHour": 36.0},)}
 
 
-def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes():
+def test_job_at_its_cost_limit_ends_and_its_child_is_deleted():
     """At 36 an hour, a hundred seconds cost 1; the estimate is below the bound."""
     world = training(settings=Settings.model_validate({**PRICED, "allow": {"maxCost": 100.0}}))
     world.settle()
@@ -755,7 +755,7 @@ def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes()
 
 
 @pytest.mark.parametrize(
-    ("allow", "spec", "path", "words"),
+    ("allow", "spec", "path", "message"),
     [
         ({"maxCost": 1e-9}, {}, "spec", "by the estimate"),
         ({"maxCost": 1e9}, {"resources": {"gpusPerNode": 1}}, "spec.resources", "without a price"),
@@ -763,17 +763,17 @@ def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes()
     ],
     ids=["dear", "unknown nodes", "unknown spot nodes"],
 )
-def test_a_job_that_would_cost_more_than_it_may_is_not_begun(allow: object, spec: dict, path: str, words: str):
+def test_a_job_that_would_cost_more_than_it_may_is_not_begun(allow: object, spec: dict, path: str, message: str):
     settings = Settings.model_validate({**PRICED, "allow": allow})
     world = World(spec={**SPEC, **spec}, settings=settings)
     world.settle()
     (planned,) = [one for one in world.job().status.conditions if one.type == "Planned"]
     assert (planned.status, list(world.children)) == ("False", [])
-    assert words in planned.message
+    assert message in planned.message
     assert path in planned.message
 
 
-def test_the_deadline_counts_anew_after_a_suspension():
+def test_deadline_restarts_after_a_suspension():
     world = training()
     world.edit(activeDeadlineSeconds=100, suspend=True)
     world.settle()
@@ -787,7 +787,7 @@ def test_the_deadline_counts_anew_after_a_suspension():
     assert world.phase == "Failed"
 
 
-def test_a_failed_job_keeps_finished_children_and_creates_nothing_whatever_comes():
+def test_failed_job_keeps_finished_children_and_creates_no_other():
     world = training()
     world.fail(FailureClass.DATA)
     world.settle()
@@ -841,9 +841,9 @@ def test_a_user_error_fails_the_job_at_once_with_everything_that_is_known():
 def test_failure_is_recorded_before_the_attempt_is_deleted():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
-    told = world.step()
-    assert (told.delete, told.create, world.stage("train")) == ((), (), ("Failed", 1))
-    assert told.requeue_at == NOON + timedelta(seconds=10)
+    decision = world.step()
+    assert (decision.delete, decision.create, world.stage("train")) == ((), (), ("Failed", 1))
+    assert decision.requeue_at == NOON + timedelta(seconds=10)
     deleted = world.step()
     assert deleted.delete == (ObjectRef("batch/v1", "Job", "reviews-train-1", "uid-reviews-train-1"),)
     assert deleted.create == ()
@@ -921,7 +921,7 @@ def test_repeated_failures_before_the_first_step_are_counted():
     assert "maxRestarts (3) is reached: no sign of an infrastructure failure" in hint
 
 
-def test_a_restart_after_progress_is_free_and_one_without_new_progress_is_not():
+def test_restart_after_new_progress_is_free_and_others_count():
     world = training()
     found = []
     for step in (5, 5, 6, 0, 7):
@@ -933,7 +933,7 @@ def test_a_restart_after_progress_is_free_and_one_without_new_progress_is_not():
     assert next(one for one in world.job().status.stages if one.name == "train").furthest_step == 7
 
 
-def test_progress_counts_whatever_the_attempt_that_made_it_failed_of():
+def test_progress_counts_after_any_failure_of_the_attempt():
     world = training()
     at_step(world, 50)
     world.fail(FailureClass.HUB_UNAVAILABLE)
@@ -944,7 +944,7 @@ def test_progress_counts_whatever_the_attempt_that_made_it_failed_of():
 
 
 @pytest.mark.parametrize("step", [0, 5])
-def test_a_restart_that_kubernetes_accounts_for_is_free_with_and_without_progress(step: int):
+def test_restart_caused_by_kubernetes_is_free_with_and_without_progress(step: int):
     world = training()
     for attempt in (1, 2, 3, 4, 5):
         if step:
@@ -1000,14 +1000,14 @@ def test_next_attempt_waits_for_all_pods_of_the_previous_one():
     assert world.stage("train") == ("Running", 2)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["the child has failed", "the child waits for its pods"])
-def test_a_lost_connection_to_a_pod_that_does_not_end_is_the_fault_of_its_node(told: bool):
+@pytest.mark.parametrize("child_failed", [True, False], ids=["the child has failed", "the child waits for its pods"])
+def test_lost_connection_to_a_stuck_pod_is_a_node_failure(child_failed: bool):
     world = training(spec=TWO_NODES)
     pod = world.pods["reviews-train-1-1"]
     pod["stuck"] = True
     pod["metadata"]["deletionTimestamp"] = world.after(60)
     world.end_pod("reviews-train-1-0", 150, report("train", (FailureClass.COLLECTIVE, 1.0)))
-    if told:
+    if child_failed:
         world.end_child("reviews-train-1", succeeded=False)
     world.settle()
     world.wait(89)
@@ -1023,7 +1023,7 @@ def test_a_lost_connection_to_a_pod_that_does_not_end_is_the_fault_of_its_node(t
     assert world.stage("train") == ("Running", 2)
 
 
-def test_a_pod_whose_node_does_not_answer_ends_the_attempt_and_the_next_keeps_away():
+def test_unreachable_node_ends_the_attempt_and_is_avoided_by_the_next():
     world = training()
     pod = world.pods["reviews-train-1-0"]
     pod["stuck"] = True
@@ -1043,7 +1043,7 @@ def test_a_pod_whose_node_does_not_answer_ends_the_attempt_and_the_next_keeps_aw
     )
 
 
-def test_a_failed_pod_ends_an_attempt_whose_controller_does_nothing_about_it():
+def test_failed_pod_ends_an_attempt_that_its_controller_ignores():
     world = training(served=("mpijob",))
     world.end_pod("reviews-train-1-worker-0", 137, reason="OOMKilled")
     world.settle()
@@ -1068,7 +1068,7 @@ def test_a_child_deleted_by_hand_counts_against_the_restarts():
     assert world.stage("train") == ("Running", 2)
 
 
-def test_word_of_the_pods_may_come_after_word_of_the_child():
+def test_pod_status_may_arrive_after_that_of_the_child():
     world = training()
     world.end_child("reviews-train-1", succeeded=True)
     world.settle()
@@ -1093,7 +1093,7 @@ def test_a_better_cause_may_come_after_an_echo():
     assert (failure.failure_class, failure.rank, failure.pod) == ("DataError", 1, "reviews-train-1-1")
 
 
-def test_the_word_of_the_pod_that_the_child_names_may_come_after_the_childs():
+def test_report_of_the_named_pod_may_arrive_after_the_child_status():
     world = training(spec=TWO_NODES)
     world.end_child("reviews-train-1", succeeded=False)
     (condition,) = world.children["reviews-train-1"]["status"]["conditions"]
@@ -1112,7 +1112,7 @@ def test_the_word_of_the_pod_that_the_child_names_may_come_after_the_childs():
 
 
 @pytest.mark.parametrize(
-    "word",
+    "message",
     [
         pytest.param("", id="no report at all"),
         pytest.param(report("evaluate"), id="a report of another stage"),
@@ -1121,9 +1121,9 @@ def test_the_word_of_the_pod_that_the_child_names_may_come_after_the_childs():
         pytest.param("{not json", id="a text that is no report"),
     ],
 )
-def test_an_end_without_the_word_of_rank_0_is_no_success(word: str):
+def test_end_without_a_report_of_rank_0_is_no_success(message: str):
     world = training()
-    world.end_pod("reviews-train-1-0", 0, word)
+    world.end_pod("reviews-train-1-0", 0, message)
     world.end_child("reviews-train-1", succeeded=True)
     world.settle()
     failure = world.job().status.failure
@@ -1138,7 +1138,7 @@ def test_an_end_without_the_word_of_rank_0_is_no_success(word: str):
 # ------------------------------------------------------------------------------------------------------ out of memory
 
 
-def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_one():
+def test_out_of_memory_halves_the_micro_batch_at_the_same_global_batch():
     world = training()
     world.fail_silently(137, reason="OOMKilled")
     world.settle()
@@ -1231,7 +1231,7 @@ def test_memory_that_runs_out_where_nothing_can_be_adapted_counts():
 # ------------------------------------------------------------------------------------------------------ pods that wait
 
 
-def test_pods_without_a_node_are_told_at_once():
+def test_unschedulable_pods_are_reported_at_once():
     world = World()
     world.settle()
     assert world.job_condition("Running") == (
@@ -1323,7 +1323,7 @@ def test_quota_refusal_is_reported_and_retried_with_back_off():
     )
 
 
-def test_a_quota_that_is_met_between_two_stages_holds_the_second_and_not_the_first():
+def test_quota_reached_between_two_stages_delays_only_the_second():
     world = World()
     world.settle()
     world.refuse["Job"] = (403, "exceeded quota: team")
@@ -1353,7 +1353,7 @@ def test_a_quota_that_is_met_by_a_restart_keeps_the_failure_that_led_to_it():
     assert (world.stage("train"), world.job().status.restarts) == (("Running", 2), 1)
 
 
-def test_a_refusal_is_not_met_again_in_the_same_second_also_when_restarts_have_no_delay():
+def test_refused_creation_is_not_retried_within_a_second():
     world = World(settings=limits(restartDelaySeconds=0))
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.settle()
@@ -1388,7 +1388,7 @@ def test_an_object_that_will_never_be_taken_fails_the_job(code: int, expected: t
     assert (failure.stage, failure.attempt, world.created) == ("prepare", 1, [])
 
 
-def test_what_belongs_to_somebody_else_is_never_deleted():
+def test_foreign_objects_are_never_deleted():
     world = World()
     world.refuse["ConfigMap"] = (409, "is there already")
     world.settle()
@@ -1399,7 +1399,7 @@ def test_what_belongs_to_somebody_else_is_never_deleted():
 HUGE = BERT.model_copy(update={"parameters": 10**12, "block_parameters": 10**11})
 
 
-def test_measured_facts_that_cannot_be_planned_fail_the_job_as_its_spec_can_no_longer_change():
+def test_measurements_that_cannot_be_planned_fail_the_job():
     world = World()
     world.settle()
     world.start()
@@ -1444,7 +1444,7 @@ def test_an_operator_that_dies_in_mid_pass_goes_on_where_it_was(writes: int):
     assert world.job().status.restarts == 0
 
 
-def test_a_child_that_the_status_does_not_know_yet_is_taken_up_as_the_current_attempt():
+def test_child_missing_in_the_status_becomes_the_current_attempt():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
@@ -1476,7 +1476,7 @@ def test_a_status_that_cannot_be_read_is_found_again_from_the_children():
     assert world.created == ["reviews-prepare-1", "reviews-train-1"]
 
 
-def test_settings_that_become_stricter_leave_a_running_attempt_alone_and_start_no_other():
+def test_stricter_settings_keep_a_running_attempt_and_start_no_other():
     world = training()
     world.settings = Settings(schemes=("s3",))
     world.settle()

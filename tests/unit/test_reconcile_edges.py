@@ -50,8 +50,8 @@ def test_a_job_waits_for_the_pods_of_a_deleted_one_of_its_name():
     running = before.observed().pods
     first = decide(world.job(), replace(world.observed(), pods_before=running), NOON, world.settings)
     assert first.create == ()
-    (told,) = [one for one in first.status.conditions if one.type == "Running"]
-    assert "Waiting for pods of a deleted job of this name to end: reviews-train-1-0." in told.message
+    (condition,) = [one for one in first.status.conditions if one.type == "Running"]
+    assert "Waiting for pods of a deleted job of this name to end: reviews-train-1-0." in condition.message
     ended = tuple(replace(pod, phase="Failed") for pod in running)
     lost = tuple(replace(pod, deleting_until=NOON - timedelta(minutes=1)) for pod in running)
     for over in (ended, lost):
@@ -64,7 +64,7 @@ def test_a_job_waits_for_the_pods_of_a_deleted_one_of_its_name():
 
 def test_metrics_are_those_of_the_sections_that_the_trainer_writes():
     world = training()
-    told = {
+    metrics_by_stage = {
         "train": {"loss_last": 0.46, "eval_accuracy": 0.88, "strategy": "ddp"},
         "evaluate": {"accuracy": 0.9, "rows": 160, "split": "test"},
     }
@@ -72,7 +72,7 @@ def test_metrics_are_those_of_the_sections_that_the_trainer_writes():
         if stage == "evaluate":
             world.start()
             world.settle()
-        metrics = {stage: told[stage], "majority": {"accuracy": 0.5}}
+        metrics = {stage: metrics_by_stage[stage], "majority": {"accuracy": 0.5}}
         world.end_pod(f"reviews-{stage}-1-0", 0, report(stage, metrics=metrics))
         world.end_child(f"reviews-{stage}-1", succeeded=True)
         world.settle()
@@ -85,8 +85,8 @@ def test_metrics_are_those_of_the_sections_that_the_trainer_writes():
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "9" * 400], ids=["nan", "inf", "1e999", "400 digits"])
 def test_a_metric_that_no_status_can_hold_is_left_out(value: str):
     world = training()
-    word = f'{{"job":"reviews","stage":"train","outcome":"succeeded","metrics":{{"loss":{value},"f1":0.5}}}}'
-    world.end_pod("reviews-train-1-0", 0, word)
+    message = f'{{"job":"reviews","stage":"train","outcome":"succeeded","metrics":{{"loss":{value},"f1":0.5}}}}'
+    world.end_pod("reviews-train-1-0", 0, message)
     world.end_child("reviews-train-1", succeeded=True)
     world.settle()
     artifacts = world.job().status.artifacts
@@ -96,8 +96,8 @@ def test_a_metric_that_no_status_can_hold_is_left_out(value: str):
 
 def test_a_rank_that_no_status_can_hold_is_left_out():
     world = training()
-    word = report("train", (FailureClass.DATA, 1.0)).replace('"rank":0', f'"rank":{10**30}')
-    world.end_pod("reviews-train-1-0", 10, word)
+    message = report("train", (FailureClass.DATA, 1.0)).replace('"rank":0', f'"rank":{10**30}')
+    world.end_pod("reviews-train-1-0", 10, message)
     world.end_child("reviews-train-1", succeeded=False)
     world.settle()
     assert (failure_of(world).failure_class, failure_of(world).rank) == ("DataError", None)
@@ -105,8 +105,8 @@ def test_a_rank_that_no_status_can_hold_is_left_out():
 
 def test_report_of_another_job_is_ignored():
     world = training()
-    word = report("train", (FailureClass.HUB_UNAVAILABLE, 1.0)).replace('"reviews"', '"others"')
-    world.end_pod("reviews-train-1-0", 10, word)
+    message = report("train", (FailureClass.HUB_UNAVAILABLE, 1.0)).replace('"reviews"', '"others"')
+    world.end_pod("reviews-train-1-0", 10, message)
     world.end_child("reviews-train-1", succeeded=False)
     world.settle()
     assert (failure_of(world).failure_class, failure_of(world).reason) == ("DataError", "NoReport")
@@ -143,7 +143,7 @@ def test_crash_in_a_native_library_is_retried():
     assert (failure_of(world).failure_class, status.counted_restarts, world.phase) == ("Killed", 1, "Training")
 
 
-def test_a_pod_killed_at_the_end_of_its_grace_period_has_not_run_out_of_memory():
+def test_pod_killed_at_the_end_of_its_grace_period_is_preempted():
     world = training()
     world.end_pod("reviews-train-1-0", 137)
     world.pods["reviews-train-1-0"]["metadata"]["deletionTimestamp"] = world.after(0)
@@ -154,15 +154,15 @@ def test_a_pod_killed_at_the_end_of_its_grace_period_has_not_run_out_of_memory()
 
 def test_container_start_failure_has_the_runtimes_message():
     world = training()
-    words = 'exec: "python": executable file not found in $PATH'
-    world.end_pod("reviews-train-1-0", 128, words, reason="StartError")
+    message = 'exec: "python": executable file not found in $PATH'
+    world.end_pod("reviews-train-1-0", 128, message, reason="StartError")
     world.end_child("reviews-train-1", succeeded=False)
     world.settle()
     failure = failure_of(world)
     assert (failure.failure_class, failure.reason, failure.message) == (
         "ChildFailed",
         "StartError",
-        f"The container of pod reviews-train-1-0 could not be started: {words}",
+        f"The container of pod reviews-train-1-0 could not be started: {message}",
     )
     assert world.job().status.counted_restarts == 1
 
@@ -206,7 +206,7 @@ def test_a_pod_that_made_room_for_a_critical_one_did_not_lose_its_node():
     assert (failure_of(world).failure_class, failure_of(world).reason) == ("Preempted", "Preempting")
 
 
-def test_an_evicted_worker_that_its_controller_does_nothing_about_ends_the_attempt():
+def test_evicted_worker_that_its_controller_ignores_ends_the_attempt():
     world = training(served=("mpijob",))
     disrupted = {
         "type": "DisruptionTarget",
@@ -241,7 +241,7 @@ def test_wait_for_a_child_without_an_end_time_is_bounded():
 # ---------------------------------------------------------------------------------------------------------------- logs
 
 
-def test_the_log_tail_is_of_the_pod_that_failed_first_in_cause_and_not_in_time():
+def test_log_tail_is_of_the_pod_with_the_first_cause():
     world = training(spec={**SPEC, "resources": {"nodes": 6}, "training": {"globalBatchSize": 48}})
     for rank in range(6):
         world.logs[f"reviews-train-1-{rank}"] = f"log of {rank}"
@@ -254,7 +254,7 @@ def test_the_log_tail_is_of_the_pod_that_failed_first_in_cause_and_not_in_time()
     assert (failure_of(world).pod, failure_of(world).log_tail) == ("reviews-train-1-5", "log of 5")
 
 
-def test_the_log_of_a_process_that_ended_without_a_word_is_kept():
+def test_log_of_a_process_that_ended_without_a_report_is_kept():
     world = training()
     world.logs["reviews-train-1-0"] = "the only trace"
     world.end_pod("reviews-train-1-0", 0)
@@ -291,7 +291,7 @@ def test_adopted_attempt_has_no_progress_of_an_earlier_one():
     assert (world.stage("train"), world.job().status.progress) == (("Running", 2), None)
 
 
-def test_delays_after_a_quota_do_not_count_as_failures_of_the_attempt_that_it_held_up():
+def test_delays_after_a_quota_are_no_failures_of_the_delayed_attempt():
     world = World()
     world.refuse["Job"] = (403, "exceeded quota: team")
     world.settle()
@@ -307,11 +307,11 @@ def test_delays_after_a_quota_do_not_count_as_failures_of_the_attempt_that_it_he
 # ---------------------------------------------------------------------------------------------------------- suspension
 
 
-def test_a_stage_is_told_to_be_stopped_before_it_is():
+def test_stop_of_a_stage_is_recorded_before_it_happens():
     world = training()
     world.edit(suspend=True)
-    told = world.step()
-    assert (told.delete, world.stage("train")) == ((), ("Suspended", 1))
+    decision = world.step()
+    assert (decision.delete, world.stage("train")) == ((), ("Suspended", 1))
     world.edit(suspend=False)  # in the very moment between
     world.settle()
     world.wait(61)
@@ -333,7 +333,7 @@ def test_resuming_at_any_moment_of_a_suspension_costs_no_restart(passes: int):
     assert (world.phase, status.counted_restarts, status.failure) == ("Training", 0, None)
 
 
-def test_suspension_during_the_delay_after_a_failure_holds_the_next_attempt():
+def test_suspension_during_the_restart_delay_holds_the_next_attempt():
     world = training()
     world.fail(FailureClass.COLLECTIVE)
     world.settle()
@@ -415,7 +415,7 @@ def test_an_image_that_could_be_pulled_after_all_has_all_the_time_again():
 # ------------------------------------------------------------------------------------------------------ stored statuses
 
 
-def test_one_field_that_cannot_be_read_does_not_cost_the_rest_of_the_status():
+def test_unreadable_field_keeps_the_rest_of_the_status():
     world = training()
     world.fail(FailureClass.DATA)
     world.settle()
@@ -454,7 +454,7 @@ def test_stages_that_an_old_status_does_not_have_are_not_skipped():
     ]
 
 
-def test_a_running_stage_outlives_the_loss_of_the_status_and_of_the_children_before_it():
+def test_running_stage_survives_the_loss_of_status_and_earlier_children():
     world = training()
     world.status = {}
     del world.children["reviews-prepare-1"]
@@ -490,7 +490,7 @@ def test_a_child_made_from_a_spec_that_was_edited_since_is_replaced():
     assert world.job().status.counted_restarts == 0
 
 
-def test_a_job_past_the_deadline_with_no_time_to_live_goes_with_what_runs():
+def test_job_past_its_deadline_without_time_to_live_is_deleted():
     world = training(settings=Settings.model_validate({"defaults": {"ttlSecondsAfterFinished": 0}}))
     world.edit(activeDeadlineSeconds=10)
     world.wait(10)

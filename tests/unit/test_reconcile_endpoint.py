@@ -56,7 +56,7 @@ def url(world: World) -> str | None:
     return None if artifacts is None else artifacts.endpoint_url
 
 
-def test_a_job_is_ready_while_a_server_answers_and_says_where() -> None:
+def test_job_is_ready_with_an_address_while_a_server_answers() -> None:
     world = serving()
     assert world.job_condition("Ready")[:2] == ("False", "WaitingForPods")
     assert url(world) is None
@@ -103,7 +103,7 @@ def test_a_rollout_that_is_stuck_stalls_the_job_until_it_goes_on() -> None:
     assert world.event_reasons().count("RolloutStuck") == 1
 
 
-def test_an_endpoint_that_is_added_to_a_job_that_has_succeeded_is_served_and_taken_away() -> None:
+def test_endpoint_added_to_a_succeeded_job_is_served_and_removed() -> None:
     world = World()
     world.settle()
     for _ in range(4):
@@ -147,7 +147,7 @@ def test_a_name_that_is_taken_stalls_the_job_and_is_tried_again() -> None:
     assert world.job_condition("Stalled")[0] == "False"
 
 
-def test_what_one_server_does_not_need_goes_when_the_spec_changes() -> None:
+def test_objects_that_one_server_does_not_need_are_deleted_on_a_change() -> None:
     world = serving(2, endpoint={"replicas": 2, "maxReplicas": 3})
     scaled = {"HorizontalPodAutoscaler", "PodDisruptionBudget"}
     assert scaled <= {kind for kind, _ in world.others}

@@ -37,14 +37,14 @@ def ended(
     code: int,
     second: int = 0,
     reason: str = "Error",
-    told: FailureClass | None = None,
+    reported: FailureClass | None = None,
     case: str = "Told",
     at: float = 0,
 ) -> Ended:
-    """Return an ended container; `told` is the failure class in its report, `at` the report's time."""
+    """Return an ended container; `reported` is the failure class in its report, `at` the report's time."""
     report = None
-    if told is not None:
-        failure = FailureReport(failure_class=told, reason=case, message="m.", hint="h.", time=at)
+    if reported is not None:
+        failure = FailureReport(failure_class=reported, reason=case, message="m.", hint="h.", time=at)
         report = TrainerReport(job="reviews", stage=Stage.TRAIN, rank=second, outcome="failed", failure=failure)
     return Ended(code, reason, NOON + timedelta(seconds=second), report)
 
@@ -74,38 +74,38 @@ OVER_ITS_LIMIT = 'Usage of EmptyDir volume "shm" exceeds the limit "1Gi".'
 CASES = {
     "the earliest report of all pods is the cause": Case(
         (
-            pod(0, ended=ended(12, 1, told=FailureClass.MODEL, at=20.0)),
-            pod(1, ended=ended(10, 2, told=FailureClass.DATA, at=10.0)),
+            pod(0, ended=ended(12, 1, reported=FailureClass.MODEL, at=20.0)),
+            pod(1, ended=ended(10, 2, reported=FailureClass.DATA, at=10.0)),
         ),
         ("DataError", "Told", Remedy.FAIL, "pod-1"),
     ),
     "a lost connection is an echo though it was reported first": Case(
         (
-            pod(0, ended=ended(150, 1, told=FailureClass.COLLECTIVE, at=10.0)),
-            pod(1, ended=ended(17, 2, told=FailureClass.LOSS_NOT_FINITE, at=20.0)),
+            pod(0, ended=ended(150, 1, reported=FailureClass.COLLECTIVE, at=10.0)),
+            pod(1, ended=ended(17, 2, reported=FailureClass.LOSS_NOT_FINITE, at=20.0)),
         ),
         ("LossNotFinite", "Told", Remedy.FAIL, "pod-1"),
     ),
     "a report without a time comes after those with one": Case(
         (
-            pod(0, ended=ended(10, 1, told=FailureClass.DATA, at=0.0)),
-            pod(1, ended=ended(12, 2, told=FailureClass.MODEL, at=20.0)),
+            pod(0, ended=ended(10, 1, reported=FailureClass.DATA, at=0.0)),
+            pod(1, ended=ended(12, 2, reported=FailureClass.MODEL, at=20.0)),
         ),
         ("ModelError", "Told", Remedy.FAIL, "pod-1"),
     ),
     "lost connections alone are the network's doing": Case(
         (
-            pod(0, ended=ended(150, 1, told=FailureClass.COLLECTIVE, at=10.0)),
-            pod(1, ended=ended(150, 2, told=FailureClass.COLLECTIVE, at=9.0)),
+            pod(0, ended=ended(150, 1, reported=FailureClass.COLLECTIVE, at=10.0)),
+            pod(1, ended=ended(150, 2, reported=FailureClass.COLLECTIVE, at=9.0)),
         ),
         ("CollectiveFailed", "Told", Remedy.FREE, "pod-1"),
     ),
     "memory that a report tells of is adapted": Case(
-        (pod(0, ended=ended(137, told=FailureClass.OUT_OF_MEMORY)),), ("OutOfMemory", "Told", Remedy.ADAPT, "pod-0")
+        (pod(0, ended=ended(137, reported=FailureClass.OUT_OF_MEMORY)),), ("OutOfMemory", "Told", Remedy.ADAPT, "pod-0")
     ),
     "a container that the kernel killed for memory is the cause of the other's lost connection": Case(
         (
-            pod(0, ended=ended(150, 1, told=FailureClass.COLLECTIVE, at=10.0)),
+            pod(0, ended=ended(150, 1, reported=FailureClass.COLLECTIVE, at=10.0)),
             pod(1, ended=ended(137, 2, "OOMKilled")),
         ),
         ("OutOfMemory", "OOMKilled", Remedy.ADAPT, "pod-1"),
@@ -118,7 +118,7 @@ CASES = {
         ("OutOfMemory", "OOMKilled", Remedy.ADAPT, "pod-1"),
     ),
     "a pod that made room for another job": Case(
-        (pod(0, ended=ended(143, told=FailureClass.PREEMPTED), disruption=PREEMPTED_BY_SCHEDULER),),
+        (pod(0, ended=ended(143, reported=FailureClass.PREEMPTED), disruption=PREEMPTED_BY_SCHEDULER),),
         ("Preempted", PREEMPTED_BY_SCHEDULER, Remedy.FREE, "pod-0"),
     ),
     "a pod that was told to end and nobody says why": Case(
@@ -126,21 +126,21 @@ CASES = {
     ),
     "an error without a word of its own is the shock of losing a preempted pod": Case(
         (
-            pod(0, ended=ended(1, 1, told=FailureClass.PROGRAM, case="UnexpectedError", at=10.0)),
+            pod(0, ended=ended(1, 1, reported=FailureClass.PROGRAM, case="UnexpectedError", at=10.0)),
             pod(1, ended=ended(143, 2), disruption=PREEMPTED_BY_SCHEDULER),
         ),
         ("Preempted", PREEMPTED_BY_SCHEDULER, Remedy.FREE, "pod-1"),
     ),
     "an error without a word of its own is the user's when nothing was done to a pod": Case(
         (
-            pod(0, ended=ended(1, 1, told=FailureClass.PROGRAM, case="UnexpectedError", at=10.0)),
-            pod(1, ended=ended(150, 2, told=FailureClass.COLLECTIVE, at=11.0)),
+            pod(0, ended=ended(1, 1, reported=FailureClass.PROGRAM, case="UnexpectedError", at=10.0)),
+            pod(1, ended=ended(150, 2, reported=FailureClass.COLLECTIVE, at=11.0)),
         ),
         ("ProgramError", "UnexpectedError", Remedy.FAIL, "pod-0"),
     ),
     "a data error is the user's though a pod was preempted too": Case(
         (
-            pod(0, ended=ended(10, 1, told=FailureClass.DATA, at=10.0)),
+            pod(0, ended=ended(10, 1, reported=FailureClass.DATA, at=10.0)),
             pod(1, ended=ended(143, 2), disruption=PREEMPTED_BY_SCHEDULER),
         ),
         ("DataError", "Told", Remedy.FAIL, "pod-0"),
@@ -225,36 +225,36 @@ CASES = {
     ),
     "a pod that somebody deleted is why all of them stop": Case(
         (
-            pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2)),
-            pod(1, ended=ended(143, 12, told=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
+            pod(0, ended=ended(143, 11, reported=FailureClass.PREEMPTED, at=T0 + 10.2)),
+            pod(1, ended=ended(143, 12, reported=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
         ),
         ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
     ),
     "a pod that somebody deleted, and that could not say anything any more": Case(
         (
-            pod(0, ended=ended(150, 46, told=FailureClass.COLLECTIVE, at=T0 + 45)),
+            pod(0, ended=ended(150, 46, reported=FailureClass.COLLECTIVE, at=T0 + 45)),
             pod(1, ended=ended(137, 44), deleting_since=after(10), deleting_until=after(40)),
         ),
         ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
     ),
     "a pod that somebody deleted, and others that their controller deleted in the same second": Case(
         (
-            pod(0, ended=ended(143, 12, told=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
-            pod(1, ended=ended(143, 10, told=FailureClass.PREEMPTED, at=T0 + 10.1), deleting_since=after(10)),
+            pod(0, ended=ended(143, 12, reported=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
+            pod(1, ended=ended(143, 10, reported=FailureClass.PREEMPTED, at=T0 + 10.1), deleting_since=after(10)),
         ),
         ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
     ),
     "a pod that was removed by force": Case(
         (
-            pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12)),
+            pod(0, ended=ended(150, 13, reported=FailureClass.COLLECTIVE, at=T0 + 12)),
             pod(1, phase="Running", deleted=True, deleting_since=after(10)),
         ),
         ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
     ),
     "a pod that its controller deleted, as another one had failed": Case(
         (
-            pod(0, ended=ended(150, 11, told=FailureClass.COLLECTIVE, at=T0 + 10.3)),
-            pod(1, ended=ended(143, 12, told=FailureClass.PREEMPTED, at=T0 + 11.4), deleting_since=after(11)),
+            pod(0, ended=ended(150, 11, reported=FailureClass.COLLECTIVE, at=T0 + 10.3)),
+            pod(1, ended=ended(143, 12, reported=FailureClass.PREEMPTED, at=T0 + 11.4), deleting_since=after(11)),
         ),
         ("CollectiveFailed", "Told", Remedy.FREE, "pod-0"),
     ),
@@ -267,14 +267,14 @@ CASES = {
     ),
     "a pod that somebody deleted has no say in an error of the program": Case(
         (
-            pod(0, ended=ended(1, 12, told=FailureClass.PROGRAM, case="UnexpectedError", at=T0 + 11)),
-            pod(1, ended=ended(143, 12, told=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
+            pod(0, ended=ended(1, 12, reported=FailureClass.PROGRAM, case="UnexpectedError", at=T0 + 11)),
+            pod(1, ended=ended(143, 12, reported=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
         ),
         ("ProgramError", "UnexpectedError", Remedy.FAIL, "pod-0"),
     ),
     "a preempted pod that is gone by now": Case(
         (
-            pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2)),
+            pod(0, ended=ended(143, 11, reported=FailureClass.PREEMPTED, at=T0 + 10.2)),
             pod(1, ended=ended(143, 12), deleted=True, deleting_since=after(10), disruption="DeletionByTaintManager"),
         ),
         ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-1"),
@@ -376,11 +376,11 @@ def test_failure_status_has_all_fields():
 
 def test_deleted_pod_leaves_the_named_logs_of_the_others():
     gone = pod(1, ended=ended(143, 12), deleted=True, deleting_since=after(10))
-    left = pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2))
+    left = pod(0, ended=ended(143, 11, reported=FailureClass.PREEMPTED, at=T0 + 10.2))
     found = first_cause(Stage.TRAIN, CHILD, (left, gone, pod(2, phase="Running")))
-    told = found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "stopped after step 28\n"), ("pod-1", "")))
-    assert (told.pod, told.node, told.exit_code) == ("pod-1", "node-1", 143)
-    assert told.log_tail == "==> pod-0 <==\nstopped after step 28"
+    failure = found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "stopped after step 28\n"), ("pod-1", "")))
+    assert (failure.pod, failure.node, failure.exit_code) == ("pod-1", "node-1", 143)
+    assert failure.log_tail == "==> pod-0 <==\nstopped after step 28"
 
 
 def test_failure_has_the_log_read_before_all_pods_were_deleted():
@@ -398,7 +398,7 @@ def test_failure_has_the_log_read_before_all_pods_were_deleted():
 
 def test_empty_log_is_replaced_by_the_named_logs_of_other_pods():
     killed = pod(1, ended=ended(137, 12, "OOMKilled"))
-    left = pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12))
+    left = pod(0, ended=ended(150, 13, reported=FailureClass.COLLECTIVE, at=T0 + 12))
     found = first_cause(Stage.TRAIN, CHILD, (left, killed))
     assert (
         found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", ""))).log_tail
@@ -408,23 +408,23 @@ def test_empty_log_is_replaced_by_the_named_logs_of_other_pods():
 
 
 def test_the_traceback_of_a_program_is_not_above_but_in_the_status():
-    raised = pod(0, ended=ended(1, told=FailureClass.PROGRAM, case="UnexpectedError"))
+    raised = pod(0, ended=ended(1, reported=FailureClass.PROGRAM, case="UnexpectedError"))
     assert "logTail" in first_cause(Stage.TRAIN, CHILD, (raised,)).hint
 
 
 def test_hint_in_a_cluster_requests_no_manual_restart():
-    stopped = pod(0, ended=ended(143, told=FailureClass.PREEMPTED))
+    stopped = pod(0, ended=ended(143, reported=FailureClass.PREEMPTED))
     assert first_cause(Stage.TRAIN, CHILD, (stopped,)).hint.startswith("No action is needed")
 
 
 def test_a_reported_failure_has_the_rank_of_its_process():
-    broken = pod(0, ended=ended(10, 5, told=FailureClass.DATA, at=1.0))
-    told = first_cause(Stage.TRAIN, CHILD, (broken,)).to_failure_status(Stage.TRAIN, 1)
-    assert (told.rank, told.exit_code, told.hint, told.log_tail) == (5, 10, "h.", None)
+    broken = pod(0, ended=ended(10, 5, reported=FailureClass.DATA, at=1.0))
+    failure = first_cause(Stage.TRAIN, CHILD, (broken,)).to_failure_status(Stage.TRAIN, 1)
+    assert (failure.rank, failure.exit_code, failure.hint, failure.log_tail) == (5, 10, "h.", None)
 
 
 def test_a_long_message_keeps_its_ends():
-    report = ended(10, told=FailureClass.DATA)
+    report = ended(10, reported=FailureClass.DATA)
     assert report.report is not None
     assert report.report.failure is not None
     failure = report.report.failure.model_copy(update={"message": "begin" + "x" * 9000 + "end"})

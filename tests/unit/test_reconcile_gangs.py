@@ -14,9 +14,9 @@ from finetune_operator.reconcile.reconcile_types import EventNote
 from finetune_operator.reconcile.status_times import moment, stamp
 from reconcile_world import NOON, SPEC, UID, World
 
-NOBODY = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 WAITS = "3 of 4 pods hold nodes and wait for the others."
-DETAIL = f"Pod {{pod}} is unschedulable: {NOBODY}"
+DETAIL = f"Pod {{pod}} is unschedulable: {UNSCHEDULABLE}"
 
 
 def training(served: tuple[LauncherName, ...] = ("job",), uid: str = UID, **limits: Any) -> World:
@@ -53,7 +53,9 @@ def half_place(world: World) -> str:
     del pod["spec"]["nodeName"]
     pod["status"] = {
         "phase": "Pending",
-        "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": NOBODY}],
+        "conditions": [
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": UNSCHEDULABLE}
+        ],
     }
     world.settle()
     return starved
@@ -85,7 +87,9 @@ def test_gang_releases_its_nodes_after_the_limit_without_a_restart() -> None:
     assert first not in world.children, "the attempt still holds its nodes"
     (note,) = reported(world)
     assert note.message.startswith("3 of 4 pods hold nodes")
-    assert note.message.index("limits.gangSeconds") < note.message.index(NOBODY), "the end of an event may be cut"
+    assert note.message.index("limits.gangSeconds") < note.message.index(UNSCHEDULABLE), (
+        "the end of an event may be cut"
+    )
     status = world.job().status
     assert (status.restarts, status.counted_restarts, status.failure) == (0, 0, None)
     following = moment(next(stage for stage in status.stages if stage.name == "train").next_attempt_time)
@@ -131,14 +135,16 @@ def test_zero_is_never() -> None:
     assert world.stage("train") == ("Running", 1)
 
 
-def test_a_gang_none_of_whose_pods_has_a_node_holds_nothing_and_waits() -> None:
+def test_gang_without_any_placed_pod_waits() -> None:
     world = training()
     for name in world.pods_of(world.newest()):
         pod = world.pods[name]
         pod["spec"].pop("nodeName", None)
         pod["status"] = {
             "phase": "Pending",
-            "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": NOBODY}],
+            "conditions": [
+                {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": UNSCHEDULABLE}
+            ],
         }
     world.settle()
     world.wait(86_400)

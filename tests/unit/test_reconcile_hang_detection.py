@@ -39,11 +39,11 @@ def training(nodes: int = 2, launcher: str = "job", **changes: Any) -> World:
     world.settle()
     world.start()
     world.settle()
-    tell(world, 7)
+    report_step(world, 7)
     return world
 
 
-def tell(world: World, step: int) -> None:
+def report_step(world: World, step: int) -> None:
     world.progress, world.last_progress_at = at(step), world.now
     world.settle()
 
@@ -57,7 +57,7 @@ def failure_of(world: World) -> FailureStatus:
 # -------------------------------------------------------------------------------------------------------- when it is
 
 
-def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpoint():
+def test_gang_without_progress_is_stopped_and_resumes_from_a_checkpoint():
     world = training()
     assert world.decide().requeue_at == NOON + timedelta(seconds=HALF)
     world.wait(LIMIT - 1)
@@ -100,7 +100,7 @@ def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
     world.start()
     assert len(world.pods_of("reviews-prepare-1")) == 3
     world.settle()
-    tell(world, 7)
+    report_step(world, 7)
     world.logs = dict.fromkeys(world.pods_of("reviews-prepare-1"), "")
     world.wait(LIMIT)
     found = failure_of(world)
@@ -123,7 +123,7 @@ def test_missing_progress_is_reported_once_after_half_of_the_limit():
     )
     assert world.job_condition("Stalled")[0] == "False"
     assert (world.event_reasons().count("ProgressStopped"), world.writes) == (1, writes + 1)
-    tell(world, 8)
+    report_step(world, 8)
     assert world.job_condition("Running")[:2] == ("True", "StageRunning")
     world.wait(HALF)
     assert world.event_reasons().count("ProgressStopped") == 2
@@ -133,7 +133,7 @@ def test_movement_puts_the_end_off():
     world = training()
     for step in range(8, 20):
         world.wait(LIMIT - 1)
-        tell(world, step)
+        report_step(world, step)
     assert (world.stage("train"), world.job().status.restarts) == (("Running", 1), 0)
 
 
@@ -147,13 +147,13 @@ def test_restarts_for_silence_are_bounded():
         if world.phase == "Failed":
             break
         world.start()
-        tell(world, 7)
+        report_step(world, 7)
     assert (world.phase, failure_of(world).failure_class) == ("Failed", "NoProgress")
     assert (failure_of(world).hint or "").startswith("The limit runPolicy.maxRestarts (1) is reached.")
 
 
 @pytest.mark.parametrize("stage", ["prepare", "evaluate", "predict"])
-def test_every_stage_that_tells_is_watched_and_alone_its_pod_is_named(stage: str):
+def test_every_reporting_stage_is_watched_and_its_single_pod_named(stage: str):
     world = World(reports_complete_since=NOON)
     world.settle()
     while world.job().status.stages[[one.name for one in world.job().status.stages].index(stage)].attempt == 0:
@@ -161,20 +161,20 @@ def test_every_stage_that_tells_is_watched_and_alone_its_pod_is_named(stage: str
         world.settle()
     world.start()
     world.settle()
-    tell(world, 7)
+    report_step(world, 7)
     world.logs = {f"reviews-{stage}-1-0": "x" * 2 * LOG_LIMIT}
     world.wait(1799)
     assert world.stage(stage) == ("Running", 1)
     world.wait(1)
-    told = failure_of(world)
-    assert (told.failure_class, told.pod, told.node, told.rank) == (
+    failure = failure_of(world)
+    assert (failure.failure_class, failure.pod, failure.node, failure.rank) == (
         "NoProgress", f"reviews-{stage}-1-0", "node-0", 0,
     )  # fmt: skip
-    assert told.log_tail == "x" * LOG_LIMIT
-    assert told.message.endswith("(step 7 of 20), and was stopped.")
+    assert failure.log_tail == "x" * LOG_LIMIT
+    assert failure.message.endswith("(step 7 of 20), and was stopped.")
 
 
-def test_the_launcher_of_an_mpijob_has_the_words_of_all_ranks():
+def test_launcher_of_an_mpijob_has_the_log_of_all_ranks():
     world = training(launcher="mpijob")
     world.logs = {pod: f"log of {pod}" for pod in world.pods_of("reviews-train-1")}
     world.wait(LIMIT)
@@ -218,7 +218,7 @@ def deaf(world: World) -> None:
     world.reports_complete_since = None
 
 
-def begun_anew(world: World) -> None:
+def restarted_operator(world: World) -> None:
     """Another replica leads since a moment ago: it has no reports, and the status has the earlier ones."""
     world.progress = world.last_progress_at = None
     world.reports_complete_since = NOON + timedelta(seconds=LIMIT - 1)
@@ -235,7 +235,7 @@ def a_pod_waits(world: World) -> None:
 NOT_STOPPED = {
     "it has never told anything": silent_for_ever,
     "reports cannot be heard": deaf,
-    "the operator has started a moment ago": begun_anew,
+    "the operator has started a moment ago": restarted_operator,
     "the API server was away until a moment ago": away_for_a_while,
     "it waits for a pod, for which there are other limits": a_pod_waits,
     "the job is suspended": lambda world: world.edit(suspend=True),
@@ -252,10 +252,10 @@ def test_an_attempt_is_left_alone(case: str):
     assert world.event_reasons().count("StageFailed") == 0
 
 
-def test_silence_counts_from_when_the_operator_can_hear_again():
+def test_silence_counts_from_when_reports_are_complete_again():
     world = training()
     world.wait(MINUTE)
-    begun_anew(world)
+    restarted_operator(world)
     again = world.reports_complete_since
     assert again is not None
     world.now = again
@@ -294,7 +294,7 @@ def test_the_time_is_the_jobs_or_the_settings(policy: dict[str, int], limits: di
     world.spec["runPolicy"] = policy
     world.settle()
     world.start()
-    tell(world, 7)
+    report_step(world, 7)
     if expected is None:
         world.wait(10**7)
         assert (world.stage("prepare"), world.decide().requeue_at) == (("Running", 1), None)
@@ -320,7 +320,7 @@ def test_attempt_with_possible_or_timely_progress_is_not_stopped(walk: list[tupl
     for act, number in walk:
         match act:
             case "step":
-                tell(world, number % 20)
+                report_step(world, number % 20)
                 quiet_since = world.now
             case "restart":
                 world.progress = world.last_progress_at = None
@@ -340,7 +340,7 @@ def test_attempt_with_possible_or_timely_progress_is_not_stopped(walk: list[tupl
             return
 
 
-def test_an_attempt_that_is_ending_is_judged_by_its_end_and_not_by_its_silence():
+def test_ending_attempt_is_judged_by_its_end_and_not_by_its_silence():
     """One pod is on a node without power: its deletion never ends, and the other has lost its connection."""
     world = training()
     pod = world.pods["reviews-train-1-1"]

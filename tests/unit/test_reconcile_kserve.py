@@ -29,13 +29,13 @@ def follows(world: World, available: int, name: str = NAME, **status: Any) -> No
     assert service["kind"] == "InferenceService"
     predictor, made = service["spec"]["predictor"], f"{name}-predictor"
     labels = {**service["metadata"]["labels"], "serving.kserve.io/inferenceservice": name}
-    told = {"availableReplicas": available, "updatedReplicas": available, "observedGeneration": 1, **status}
+    server_status = {"availableReplicas": available, "updatedReplicas": available, "observedGeneration": 1, **status}
     world.predictors[name] = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {"name": made, "uid": f"uid-{made}", "labels": labels, **annotations(service)},
         "spec": {"replicas": predictor["minReplicas"]},
-        "status": told,
+        "status": server_status,
     }
     world.settle()
 
@@ -74,7 +74,7 @@ def url(world: World) -> str | None:
     return None if artifacts is None else artifacts.endpoint_url
 
 
-def test_auto_takes_kserve_where_it_is_served_and_says_so() -> None:
+def test_auto_uses_kserve_where_it_is_served_with_a_note() -> None:
     world = serving()
     assert kinds(world) == {NAME: "InferenceService"}
     assert "1 server by KServe in an InferenceService: the cluster serves InferenceService" in reasons(world)
@@ -98,7 +98,7 @@ def test_auto_takes_a_deployment_where_kserve_is_not_served() -> None:
         ({"labels": {"app": "reviews"}}, "KServe sets app of spec.template on pods itself"),
     ],
 )
-def test_what_kserve_cannot_do_is_served_by_a_deployment_or_refused(template: Any, why: str) -> None:
+def test_spec_that_kserve_cannot_serve_uses_a_deployment_or_is_refused(template: Any, why: str) -> None:
     world = World(spec={**ALONE, "template": template}, kserve=True)
     world.settle()
     assert kinds(world) == {NAME: "Deployment"}
@@ -109,7 +109,7 @@ def test_what_kserve_cannot_do_is_served_by_a_deployment_or_refused(template: An
     assert why in world.job_condition("Planned")[2]
 
 
-def test_kserve_that_is_asked_for_waits_until_the_cluster_serves_it() -> None:
+def test_requested_kserve_waits_until_the_cluster_serves_it() -> None:
     world = serving(None, kserve=False, runtime="kserve")
     assert world.job_condition("Planned")[:2] == ("False", "PlanRefused")
     assert "install KServe, or set it to auto or deployment" in world.job_condition("Planned")[2]
@@ -133,8 +133,8 @@ def test_failure_condition_of_kserve_is_reported() -> None:
     world.settle()
     assert world.job_condition("Ready")[1] == "WaitingForKServe"
     assert "EndpointNotReady" not in world.event_reasons(), "every server starts so"
-    said = {"type": "PredictorReady", "status": "False", "reason": "ReconcileFailed", "message": "exceeded quota"}
-    world.servers[NAME]["status"] = {"conditions": [said]}
+    condition = {"type": "PredictorReady", "status": "False", "reason": "ReconcileFailed", "message": "exceeded quota"}
+    world.servers[NAME]["status"] = {"conditions": [condition]}
     world.settle()
     assert world.job_condition("Ready") == (
         "False",
@@ -144,7 +144,7 @@ def test_failure_condition_of_kserve_is_reported() -> None:
     assert world.phase == "Serving"
 
 
-def test_address_that_kserve_gives_is_told() -> None:
+def test_address_given_by_kserve_is_reported() -> None:
     world = serving(1)
     world.servers[NAME]["status"] = {"url": "http://reviews-endpoint-team.example.com"}
     world.settle()
@@ -204,7 +204,7 @@ def test_servers_of_one_runtime_go_once_those_of_the_other_answer() -> None:
     assert "EndpointNotReady" not in world.event_reasons()
 
 
-def test_endpoint_by_kserve_goes_with_its_spec_and_while_the_job_is_suspended() -> None:
+def test_kserve_endpoint_is_deleted_with_its_spec_and_on_suspension() -> None:
     world = serving(1)
     world.edit(suspend=True)
     world.settle()
@@ -217,7 +217,7 @@ def test_endpoint_by_kserve_goes_with_its_spec_and_while_the_job_is_suspended() 
     assert world.job_condition("Ready")[0] == "True"
 
 
-def test_server_that_waits_for_a_volume_of_another_node_is_told() -> None:
+def test_server_waiting_for_a_volume_of_another_node_is_reported() -> None:
     world = World(spec={**ALONE, "endpoint": {"replicas": 2}, "storage": {"workspace": "pvc://reviews"}})
     world.settle()
     labels = world.server["spec"]["template"]["metadata"]["labels"]

@@ -34,7 +34,7 @@ LABELS = {
 }
 
 
-def says(type_: str, status: str = "True", reason: str = "R", message: str = "m.") -> dict[str, str]:
+def condition_of(type_: str, status: str = "True", reason: str = "R", message: str = "m.") -> dict[str, str]:
     return {"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": LATER}
 
 
@@ -57,8 +57,8 @@ def mpi(*conditions: dict[str, str], **status: Any) -> dict[str, Any]:
 
 def spark(state: str = "", **status: Any) -> dict[str, Any]:
     """Return an application with a status as the Spark Operator's; it has no conditions."""
-    told = {"applicationState": {"state": state, "errorMessage": "m."}} if state else {}
-    return child("sparkoperator.k8s.io/v1beta2", "SparkApplication", {**told, **status})
+    fields = {"applicationState": {"state": state, "errorMessage": "m."}} if state else {}
+    return child("sparkoperator.k8s.io/v1beta2", "SparkApplication", {**fields, **status})
 
 
 SUSPENDED = {"runPolicy": {"suspend": True}}
@@ -68,55 +68,61 @@ CHILDREN: dict[str, tuple[dict[str, Any], tuple[str, str, datetime | None]]] = {
     "a Job in its first moment": (job({}), ("Pending", "", None)),
     "a Job whose pods only wait counts them as active and is not running": (job({"active": 2}), ("Pending", "", None)),
     "a Job with a ready pod": (job({"active": 2, "ready": 1, "startTime": AT}), ("Running", "", None)),
-    "a Job that is done": (job({"conditions": [says("Complete")], "completionTime": LATER}), ("Succeeded", "R", END)),
+    "a Job that is done": (
+        job({"conditions": [condition_of("Complete")], "completionTime": LATER}),
+        ("Succeeded", "R", END),
+    ),
     "a Job that has succeeded and still ends the pods that it does not need": (
-        job({"conditions": [says("SuccessCriteriaMet", reason="SuccessPolicy")], "ready": 1}),
+        job({"conditions": [condition_of("SuccessCriteriaMet", reason="SuccessPolicy")], "ready": 1}),
         ("Succeeded", "SuccessPolicy", END),
     ),
     "a Job that has succeeded and ended its pods": (
-        job({"conditions": [says("SuccessCriteriaMet", reason="SuccessPolicy"), says("Complete")]}),
+        job({"conditions": [condition_of("SuccessCriteriaMet", reason="SuccessPolicy"), condition_of("Complete")]}),
         ("Succeeded", "R", END),
     ),
     "a Job that is about to fail still ends its pods": (
-        job({"conditions": [says("FailureTarget", reason="PodFailurePolicy")]}),
+        job({"conditions": [condition_of("FailureTarget", reason="PodFailurePolicy")]}),
         ("Pending", "PodFailurePolicy", None),
     ),
     "a Job that failed has no completion time": (
-        job({"conditions": [says("FailureTarget"), says("Failed", reason="BackoffLimitExceeded")]}),
+        job({"conditions": [condition_of("FailureTarget"), condition_of("Failed", reason="BackoffLimitExceeded")]}),
         ("Failed", "BackoffLimitExceeded", END),
     ),
-    "a Job that does not fail any more": (job({"conditions": [says("Failed", "False")]}), ("Pending", "", None)),
+    "a Job that does not fail any more": (
+        job({"conditions": [condition_of("Failed", "False")]}),
+        ("Pending", "", None),
+    ),
     "a suspended Job": (
-        job({"conditions": [says("Suspended", reason="JobSuspended")]}, spec={"suspend": True}),
+        job({"conditions": [condition_of("Suspended", reason="JobSuspended")]}, spec={"suspend": True}),
         ("Suspended", "JobSuspended", None),
     ),
-    "a Job that was suspended once": (job({"conditions": [says("Suspended", "False")]}), ("Pending", "", None)),
+    "a Job that was suspended once": (job({"conditions": [condition_of("Suspended", "False")]}), ("Pending", "", None)),
     "a Job whose conditions are null": (job({"conditions": None}), ("Pending", "", None)),
-    "a PyTorchJob that is only created": (pytorch(says("Created")), ("Pending", "", None)),
-    "a PyTorchJob that runs": (pytorch(says("Created"), says("Running")), ("Running", "R", None)),
+    "a PyTorchJob that is only created": (pytorch(condition_of("Created")), ("Pending", "", None)),
+    "a PyTorchJob that runs": (pytorch(condition_of("Created"), condition_of("Running")), ("Running", "R", None)),
     "a PyTorchJob that starts again": (
-        pytorch(says("Running", "False"), says("Restarting")),
+        pytorch(condition_of("Running", "False"), condition_of("Restarting")),
         ("Pending", "", None),
     ),
     "a PyTorchJob that succeeded": (
-        pytorch(says("Running", "False"), says("Succeeded"), completionTime=LATER),
+        pytorch(condition_of("Running", "False"), condition_of("Succeeded"), completionTime=LATER),
         ("Succeeded", "R", END),
     ),
     "a PyTorchJob's failure is sticky and counts whatever is said beside it": (
-        pytorch(says("Failed", reason="PyTorchJobFailed"), says("Running")),
+        pytorch(condition_of("Failed", reason="PyTorchJobFailed"), condition_of("Running")),
         ("Failed", "PyTorchJobFailed", END),
     ),
     "a suspended PyTorchJob": (
-        child("kubeflow.org/v1", "PyTorchJob", {"conditions": [says("Suspended")]}, SUSPENDED),
+        child("kubeflow.org/v1", "PyTorchJob", {"conditions": [condition_of("Suspended")]}, SUSPENDED),
         ("Suspended", "R", None),
     ),
     "an MPIJob that failed by an eviction is not over without a completion time": (
-        mpi(says("Running"), says("Failed", reason="MPIJobEvicted")),
+        mpi(condition_of("Running"), condition_of("Failed", reason="MPIJobEvicted")),
         ("Running", "R", None),
     ),
-    "an MPIJob that failed": (mpi(says("Failed"), completionTime=LATER), ("Failed", "R", END)),
-    "an MPIJob that succeeded": (mpi(says("Succeeded"), completionTime=LATER), ("Succeeded", "R", END)),
-    "an MPIJob that says so before it is over": (mpi(says("Succeeded")), ("Pending", "", None)),
+    "an MPIJob that failed": (mpi(condition_of("Failed"), completionTime=LATER), ("Failed", "R", END)),
+    "an MPIJob that succeeded": (mpi(condition_of("Succeeded"), completionTime=LATER), ("Succeeded", "R", END)),
+    "an MPIJob that says so before it is over": (mpi(condition_of("Succeeded")), ("Pending", "", None)),
     "a SparkApplication in its first moment": (spark(), ("Pending", "", None)),
     "a SparkApplication that is submitted": (spark("SUBMITTED"), ("Pending", "SUBMITTED", None)),
     "a SparkApplication that could not be submitted and may be again": (
@@ -135,7 +141,7 @@ CHILDREN: dict[str, tuple[dict[str, Any], tuple[str, str, datetime | None]]] = {
     "a SparkApplication whose driver nobody knows of": (spark("UNKNOWN"), ("Pending", "UNKNOWN", None)),
     "a suspended SparkApplication": (spark("SUSPENDED"), ("Suspended", "SUSPENDED", None)),
     "a suspended MPIJob": (
-        child("kubeflow.org/v2beta1", "MPIJob", {"conditions": [says("Suspended")]}, SUSPENDED),
+        child("kubeflow.org/v2beta1", "MPIJob", {"conditions": [condition_of("Suspended")]}, SUSPENDED),
         ("Suspended", "R", None),
     ),
 }
@@ -149,7 +155,7 @@ def test_how_far_a_child_is(raw: dict[str, Any], expected: tuple[str, str, datet
 
 
 def test_a_child_is_seen_whole():
-    raw = job({"conditions": [says("Failed")], "startTime": AT}, deletionTimestamp=LATER)
+    raw = job({"conditions": [condition_of("Failed")], "startTime": AT}, deletionTimestamp=LATER)
     assert child_view(raw) == ChildView(
         ref=ObjectRef("batch/v1", "Job", "reviews-train-2", "u2"),
         stage=Stage.TRAIN,
@@ -164,7 +170,7 @@ def test_a_child_is_seen_whole():
     )
 
 
-def test_what_a_spark_driver_is_told_to_do_is_seen_in_its_template():
+def test_configuration_of_a_spark_driver_is_read_from_its_template():
     spec = {"driver": {"template": {"metadata": {"annotations": {"finetune.dev/config-sha256": "abc"}}}}}
     status = {"applicationState": {"state": "RUNNING"}, "lastSubmissionAttemptTime": AT, "driverInfo": {}}
     view = child_view(child("sparkoperator.k8s.io/v1beta2", "SparkApplication", status, spec))
@@ -185,7 +191,7 @@ NOT_OURS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("raw", NOT_OURS.values(), ids=NOT_OURS.keys())
-def test_what_is_no_attempt_of_ours_is_not_seen(raw: dict[str, Any]):
+def test_foreign_objects_are_no_attempts(raw: dict[str, Any]):
     assert child_view(raw) is None
 
 
@@ -205,15 +211,15 @@ TERMINATED = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": LATER}
 PODS: dict[str, tuple[dict[str, Any], PodView]] = {
     "a pod in its first moment": (pod(), PLAIN),
     "a pod without a node": (
-        pod({"conditions": [says("PodScheduled", "False", "Unschedulable", "0/1 nodes")]}),
+        pod({"conditions": [condition_of("PodScheduled", "False", "Unschedulable", "0/1 nodes")]}),
         replace(PLAIN, unschedulable="0/1 nodes", changed=END),
     ),
     "a pod that waits at a gate is not without a node": (
-        pod({"conditions": [says("PodScheduled", "False", "SchedulingGated")]}),
+        pod({"conditions": [condition_of("PodScheduled", "False", "SchedulingGated")]}),
         replace(PLAIN, changed=END),
     ),
     "a pod with a node": (
-        pod({"conditions": [says("PodScheduled")]}, {"nodeName": "n1"}),
+        pod({"conditions": [condition_of("PodScheduled")]}, {"nodeName": "n1"}),
         replace(PLAIN, node="n1", scheduled=END, changed=END),
     ),
     "an image that cannot be pulled": (
@@ -242,11 +248,11 @@ PODS: dict[str, tuple[dict[str, Any], PodView]] = {
         replace(PLAIN, phase="Running"),
     ),
     "a disruption": (
-        pod({"conditions": [says("DisruptionTarget", reason="PreemptionByScheduler")]}),
+        pod({"conditions": [condition_of("DisruptionTarget", reason="PreemptionByScheduler")]}),
         replace(PLAIN, disruption="PreemptionByScheduler", changed=END),
     ),
     "a disruption that did not come": (
-        pod({"conditions": [says("DisruptionTarget", "False")]}),
+        pod({"conditions": [condition_of("DisruptionTarget", "False")]}),
         replace(PLAIN, changed=END),
     ),
     "an eviction": (
@@ -338,7 +344,7 @@ def test_a_job_is_seen_whole():
 
 
 @pytest.mark.parametrize("spec", [SPEC, {"task": "poetry"}], ids=["valid", "invalid"])
-def test_a_job_that_asks_for_the_same_is_judged_once(spec: dict[str, object]):
+def test_unchanged_spec_is_validated_once(spec: dict[str, object]):
     first = job_view(document(spec=spec), CLUSTER_SETTINGS)
     again = job_view(document(spec=spec, status={"phase": "Pending"}), CLUSTER_SETTINGS, first)
     assert (again.problems is first.problems, again.job is first.job) == (True, True)
@@ -359,7 +365,7 @@ def test_of_a_job_nothing_long_is_kept():
 
 
 @pytest.mark.parametrize("error", [RecursionError(), ZeroDivisionError("by zero")])
-def test_a_job_that_our_own_checks_fail_over_is_refused_and_says_so(
+def test_job_that_crashes_the_validation_is_refused_with_the_error(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*_: object) -> None:
@@ -439,9 +445,9 @@ def test_logs_of_earlier_attempts_are_not_wanted():
     assert wanted_logs(job_view(document(), CLUSTER_SETTINGS), seen, NOON, CLUSTER_SETTINGS) == ()
 
 
-def test_logs_are_not_wanted_once_the_status_tells_of_the_failure():
-    told = FineTuneJobStatus(stages=(StageStatus(name="train", state="Failed", attempt=1),))
-    view = replace(job_view(document(), CLUSTER_SETTINGS), status=told)
+def test_logs_are_not_fetched_once_the_status_has_the_failure():
+    recorded = FineTuneJobStatus(stages=(StageStatus(name="train", state="Failed", attempt=1),))
+    view = replace(job_view(document(), CLUSTER_SETTINGS), status=recorded)
     assert wanted_logs(view, Observed(children=(attempt(1),), pods=failed_pods(50)), NOON, CLUSTER_SETTINGS) == ()
 
 
@@ -454,7 +460,7 @@ def test_logs_are_not_wanted_without_a_child_or_a_failure():
     assert wanted_logs(world.job(), world.observed(), NOON, CLUSTER_SETTINGS) == ()
 
 
-def told_to_end(index: int, second: int, **more: Any) -> PodView:
+def terminating_pod(index: int, second: int, **more: Any) -> PodView:
     """Return a pod that runs and is being deleted."""
     since = NOON + timedelta(seconds=second)
     found = replace(
@@ -463,10 +469,10 @@ def told_to_end(index: int, second: int, **more: Any) -> PodView:
     return replace(found, deleting_until=since + timedelta(seconds=30), **more)
 
 
-def test_the_logs_of_pods_that_are_deleted_while_they_run_are_wanted_at_once():
+def test_logs_of_running_pods_are_fetched_at_once_on_their_deletion():
     """A pod's log is deleted with it, and when all pods of an attempt are deleted there is no other."""
     view, child = job_view(document(), CLUSTER_SETTINGS), replace(attempt(1), state="Running")
-    pods = tuple(told_to_end(index, second) for index, second in enumerate((9, 3, 3, 8, 7)))
+    pods = tuple(terminating_pod(index, second) for index, second in enumerate((9, 3, 3, 8, 7)))
     seen = Observed(children=(child,), pods=(*pods, replace(PLAIN, name="stays", phase="Running")))
     assert pods_being_deleted(view, seen) == ("p1", "p2", "p4")
     assert pods_being_deleted(view, replace(seen, last_logs=(("p1", "a"), ("p2", "")))) == ("p4",)
@@ -476,8 +482,8 @@ def test_the_logs_of_pods_that_are_deleted_while_they_run_are_wanted_at_once():
 
 @pytest.mark.parametrize(
     "case",
-    [told_to_end(0, 1, started_at=None), told_to_end(0, 1, phase="Failed"), told_to_end(0, 1, deleted=True),
-     told_to_end(0, 1, attempt=2)],
+    [terminating_pod(0, 1, started_at=None), terminating_pod(0, 1, phase="Failed"), terminating_pod(0, 1, deleted=True),
+     terminating_pod(0, 1, attempt=2)],
     ids=["never ran", "has ended", "is gone", "of another attempt"],
 )  # fmt: skip
 def test_no_log_is_read_early_that_is_not_there_or_can_be_read_at_the_end(case: PodView):
@@ -485,6 +491,6 @@ def test_no_log_is_read_early_that_is_not_there_or_can_be_read_at_the_end(case: 
     assert pods_being_deleted(job_view(document(), CLUSTER_SETTINGS), Observed(children=(child,), pods=(case,))) == ()
 
 
-def test_the_end_of_a_log_takes_the_place_of_what_was_read_before_it():
+def test_end_of_a_log_replaces_its_earlier_part():
     seen = Observed(logs=(("a", "the end"), ("b", "")), last_logs=(("a", "before"), ("b", "before"), ("c", "before")))
     assert seen.log_tails == (("a", "the end"), ("b", "before"), ("c", "before"))

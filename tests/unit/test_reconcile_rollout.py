@@ -52,8 +52,8 @@ def led_to(world: World) -> int:
 def there(world: World) -> list[int]:
     """Return the revisions that have a Deployment, each with its ConfigMap."""
     deployed = sorted(int(name.removeprefix(f"{NAME}-")) for name in world.servers)
-    told = sorted(int(name.removeprefix(f"{NAME}-")) for kind, name in world.others if kind == "ConfigMap")
-    assert told == deployed
+    revisions = sorted(int(name.removeprefix(f"{NAME}-")) for kind, name in world.others if kind == "ConfigMap")
+    assert revisions == deployed
     return deployed
 
 
@@ -98,7 +98,7 @@ def test_new_revision_takes_over_once_all_of_its_servers_are_ready() -> None:
     assert [one for one in world.event_reasons() if one.startswith("Revision")] == ["RevisionStarted", "RevisionServes"]
 
 
-def test_old_servers_go_only_after_the_status_says_who_serves() -> None:
+def test_old_servers_are_deleted_after_the_status_names_the_new_ones() -> None:
     world = serving()
     edit(world, maxQueue=7)
     raw = world.servers[f"{NAME}-2"]
@@ -204,23 +204,23 @@ def test_rollback_during_a_rollout_drops_the_new_revision_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("request_", "message"),
     [
         ("2:9", "Revision 9 of annotation finetune.dev/rollback is not in the history: choose one of 1."),
         ("x", "FROM:TO"),
     ],
     ids=["unknown", "unreadable"],
 )
-def test_rollback_that_cannot_be_followed_is_told(request_: str, words: str) -> None:
+def test_impossible_rollback_is_reported(request_: str, message: str) -> None:
     world = serving(maxQueue=1)
     rolled_out(world, maxQueue=2)
     roll_back(world, request_)
     assert (there(world), status(world).rolled_back_from) == ([2], None)
-    assert words in (status(world).rollback or "")
+    assert message in (status(world).rollback or "")
     assert world.event_reasons().count("RollbackIgnored") == 1
 
 
-def test_history_is_bounded_and_keeps_what_a_rollback_names() -> None:
+def test_history_is_bounded_and_keeps_the_target_of_a_rollback() -> None:
     world = serving(maxQueue=1)
     for queue in range(2, 8):
         rolled_out(world, maxQueue=queue)
@@ -252,7 +252,7 @@ def test_suspended_endpoint_goes_on_with_the_revision_that_served() -> None:
     assert (there(world), led_to(world)) == ([2], 2)
 
 
-def test_lost_status_is_found_again_from_what_runs() -> None:
+def test_lost_status_is_restored_from_running_servers() -> None:
     world = serving()
     edit(world, maxQueue=7)
     world.status.pop("endpoint")

@@ -28,7 +28,7 @@ def own(**blocks: Any) -> World:
     return world
 
 
-def test_the_status_tells_what_is_known_of_a_program_and_nothing_else():
+def test_status_of_a_program_has_only_its_known_fields():
     world = own()
     status = world.job().status
     assert status.plan is not None
@@ -54,7 +54,7 @@ def test_its_own_figures_are_the_jobs():
     assert status.artifacts.model == "pvc://reviews-workspace/reviews/model"
 
 
-def test_memory_that_runs_out_is_tried_again_and_counted_as_there_is_nothing_to_adapt():
+def test_program_out_of_memory_is_retried_and_counted_without_adaptation():
     world = own()
     world.fail(FailureClass.OUT_OF_MEMORY)
     world.settle()

@@ -20,7 +20,7 @@ from reconcile_world import NOON, SPEC, World
 from suite_plugins.fuzz import examples
 
 PRICES = ({"product": "cpu", "gpus": 0, "perHour": 3.6, "spotPerHour": 1.2},)
-NOBODY = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
+NO_SPOT_NODE = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
 
 
 def settings_with(**changes: Any) -> Settings:
@@ -44,7 +44,7 @@ def starve(world: World) -> None:
         pod = world.pods[name]
         del pod["spec"]["nodeName"]
         pod["status"]["conditions"] = [
-            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": NOBODY}
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": NO_SPOT_NODE}
         ]
     world.settle()
 
@@ -69,7 +69,7 @@ def capacity(world: World) -> tuple[str, int, str | None]:
     return stage.state, stage.attempt, stage.capacity
 
 
-def asked_of(world: World) -> tuple[str | None, bool]:
+def placement_of(world: World) -> tuple[str | None, bool]:
     """Return the newest child's capacity label, and whether its pods are restricted to certain nodes."""
     child = world.children[world.newest()]
     return child["metadata"]["labels"].get("finetune.dev/capacity"), "nodeSelectorTerms" in json.dumps(child["spec"])
@@ -97,9 +97,9 @@ def cost(world: World) -> CostStatus:
 
 
 @pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
-def test_only_the_training_asks_for_spot_nodes_and_the_status_says_so(launcher: LauncherName) -> None:
+def test_only_the_training_requests_spot_nodes_and_the_status_has_it(launcher: LauncherName) -> None:
     world = prepared(served=("job", launcher))
-    assert asked_of(world) == ("spot", True)
+    assert placement_of(world) == ("spot", True)
     world.start()
     world.settle()
     kind = world.children["reviews-train-1"]["kind"]
@@ -113,18 +113,18 @@ def test_only_the_training_asks_for_spot_nodes_and_the_status_says_so(launcher: 
     assert plan.capacity == "spot"
     world.succeed()
     world.settle()
-    assert asked_of(world) == (None, False)
+    assert placement_of(world) == (None, False)
     assert [(one.name, one.capacity) for one in world.job().status.stages] == [
         ("prepare", None), ("train", "spot"), ("evaluate", None), ("predict", None),
     ]  # fmt: skip
 
 
-def test_a_job_that_does_not_ask_for_spot_nodes_has_nothing_of_it_in_its_status() -> None:
+def test_status_without_a_spot_request_has_no_spot_fields() -> None:
     world = World()
     world.settle()
     world.succeed()
     world.settle()
-    assert (asked_of(world), world.job().status.spot, train(world).capacity) == ((None, False), None, None)
+    assert (placement_of(world), world.job().status.spot, train(world).capacity) == ((None, False), None, None)
 
 
 def test_a_node_that_is_taken_away_costs_no_restart_and_is_counted() -> None:
@@ -134,7 +134,7 @@ def test_a_node_that_is_taken_away_costs_no_restart_and_is_counted() -> None:
     take_away(world)
     assert (world.job().status.restarts, world.job().status.counted_restarts) == (1, 0)
     world.wait(10)
-    assert (capacity(world), asked_of(world)) == (("Running", 2, "spot"), ("spot", True))
+    assert (capacity(world), placement_of(world)) == (("Running", 2, "spot"), ("spot", True))
     assert spot(world) == SpotStatus(since=stamp(NOON), ran_seconds=100, preemptions=1)
 
 
@@ -155,7 +155,7 @@ def test_wait_for_a_spot_node_is_a_condition_and_one_event() -> None:
     pod = world.pods_of("reviews-train-1")[0]
     message = (
         f"Pod {pod} finds no spot node: it waits without a limit, as spot.maxWaitSeconds is not set. "
-        f"Scheduler: {NOBODY}"
+        f"Scheduler: {NO_SPOT_NODE}"
     )
     assert world.job_condition("Running") == ("False", "WaitingForSpot", message)
     writes = world.writes
@@ -185,16 +185,16 @@ def test_with_a_fallback_the_next_attempt_goes_to_any_nodes() -> None:
     world.step()
     assert list(world.children) == ["reviews-prepare-1"]
     world.wait(61)
-    assert (capacity(world), asked_of(world)) == (("Running", 2, "onDemand"), ("onDemand", False))
+    assert (capacity(world), placement_of(world)) == (("Running", 2, "onDemand"), ("onDemand", False))
     world.start()
     world.succeed()
     world.settle()
     assert capacity(world) == ("Succeeded", 2, "onDemand")
-    told = [note.message for note in world.events if note.reason in ("SpotUnavailable", "StageStarted")]
-    assert told[1:4] == [
+    messages = [note.message for note in world.events if note.reason in ("SpotUnavailable", "StageStarted")]
+    assert messages[1:4] == [
         "Stage train runs as Job reviews-train-1, attempt 1 on spot nodes.",
         "Pod reviews-train-1-0 found no spot node for 10 min: attempt 2 of train runs on any nodes "
-        f"(spot.fallbackToOnDemand). Scheduler: {NOBODY}",
+        f"(spot.fallbackToOnDemand). Scheduler: {NO_SPOT_NODE}",
         "Stage train runs as Job reviews-train-2, attempt 2 on any nodes.",
     ]
 
@@ -218,11 +218,11 @@ def test_after_a_fallback_the_training_stays_on_any_nodes() -> None:
     world.start()
     take_away(world)
     world.wait(20)
-    assert (capacity(world), asked_of(world)) == (("Running", 3, "onDemand"), ("onDemand", False))
+    assert (capacity(world), placement_of(world)) == (("Running", 3, "onDemand"), ("onDemand", False))
     assert spot(world).preemptions == 0
 
 
-def test_a_job_that_was_suspended_looks_for_spot_nodes_anew() -> None:
+def test_resumed_job_looks_for_spot_nodes_again() -> None:
     world = prepared(fallbackToOnDemand=True)
     starve(world)
     world.wait(600)
@@ -233,7 +233,7 @@ def test_a_job_that_was_suspended_looks_for_spot_nodes_anew() -> None:
     world.wait(61)
     world.edit(suspend=False)
     world.settle()
-    assert (capacity(world), asked_of(world)) == (("Running", 3, "spot"), ("spot", True))
+    assert (capacity(world), placement_of(world)) == (("Running", 3, "spot"), ("spot", True))
 
 
 def test_job_suspended_between_attempts_requests_spot_nodes_again() -> None:
@@ -246,11 +246,11 @@ def test_job_suspended_between_attempts_requests_spot_nodes_again() -> None:
     world.wait(61)
     world.edit(suspend=False)
     world.settle()
-    assert (capacity(world), asked_of(world)) == (("Running", 2, "spot"), ("spot", True))
+    assert (capacity(world), placement_of(world)) == (("Running", 2, "spot"), ("spot", True))
 
 
 @pytest.mark.parametrize("fallback", [True, False])
-def test_the_settings_limit_for_pods_without_a_node_leads_to_a_fallback_where_there_is_one(fallback: bool) -> None:
+def test_unschedulable_limit_of_the_settings_leads_to_a_fallback(fallback: bool) -> None:
     limit = settings_with(limits={"unschedulableSeconds": 100})
     world = prepared(changes=limit, fallbackToOnDemand=fallback)
     starve(world)
@@ -261,7 +261,7 @@ def test_the_settings_limit_for_pods_without_a_node_leads_to_a_fallback_where_th
         assert (world.phase, failure(world).failure_class) == ("Failed", "Unschedulable")
 
 
-def test_the_administrator_says_how_long_it_is_waited() -> None:
+def test_fallback_delay_of_the_settings_is_used() -> None:
     world = prepared(changes=settings_with(spot={"fallbackAfterSeconds": 25}), fallbackToOnDemand=True)
     starve(world)
     assert world.decide().requeue_at == NOON + timedelta(seconds=25)
@@ -290,7 +290,7 @@ def test_the_capacity_of_an_attempt_is_found_again_when_the_status_is_lost() -> 
 # -------------------------------------------------------------------------------------------------------------- bounds
 
 
-def test_a_job_that_may_not_wait_longer_fails_as_spot_nodes_are_not_to_be_had() -> None:
+def test_job_past_its_longest_wait_fails_without_spot_nodes() -> None:
     world = prepared(maxWaitSeconds=900)
     starve(world)
     assert "it waits until 2026-01-01T12:15:00Z, the limit of spot.maxWaitSeconds." in world.job_condition("Running")[2]
@@ -301,7 +301,7 @@ def test_a_job_that_may_not_wait_longer_fails_as_spot_nodes_are_not_to_be_had() 
         "failure_class": "SpotUnavailable",
         "reason": "MaxWaitExceeded",
         "message": "Pod reviews-train-1-0 has found no spot node since 2026-01-01T12:00:00Z, and the 900 s of "
-        f"spot.maxWaitSeconds are over: {NOBODY}",
+        f"spot.maxWaitSeconds are over: {NO_SPOT_NODE}",
         "hint": "In a new job, set spot.fallbackToOnDemand or raise spot.maxWaitSeconds; check that spot.nodes in the "
         "operator's settings are the labels of this cluster's spot nodes.",
         "stage": "train",
@@ -333,16 +333,16 @@ def test_a_training_that_runs_when_the_longest_time_is_over_is_stopped() -> None
     # The world recreates pods when they start.
     world.now += timedelta(seconds=600)
     world.step()
-    told = failure(world)
-    assert (told.failure_class, told.reason) == ("DeadlineExceeded", "MaxWaitExceeded")
-    assert told.message == (
+    failure_status = failure(world)
+    assert (failure_status.failure_class, failure_status.reason) == ("DeadlineExceeded", "MaxWaitExceeded")
+    assert failure_status.message == (
         "900 s have passed since the training began (600 s of them in training), the limit of spot.maxWaitSeconds."
     )
     world.settle()
     assert list(world.children) == ["reviews-prepare-1"]
 
 
-def test_the_longest_run_is_summed_over_attempts_without_the_time_of_waiting() -> None:
+def test_longest_run_is_summed_over_attempts_without_waiting() -> None:
     world = prepared(maxRunSeconds=1000)
     starve(world)
     world.wait(3600)
@@ -415,7 +415,7 @@ def test_with_no_time_to_wait_the_fallback_comes_at_once() -> None:
     assert capacity(world)[2] == "onDemand"
 
 
-def test_what_earlier_attempts_have_trained_need_not_be_kept_in_reserve() -> None:
+def test_training_time_of_earlier_attempts_reduces_the_reserve() -> None:
     world = prepared(fallbackToOnDemand=True, maxWaitSeconds=4000, maxRunSeconds=3600)
     world.start()
     world.wait(1000)
@@ -475,7 +475,7 @@ def test_nodes_are_paid_while_images_are_pulled_and_nothing_runs_then() -> None:
     assert spot(world).ran_seconds == 60
 
 
-def test_without_a_price_for_spot_nodes_no_amount_is_told() -> None:
+def test_spot_nodes_without_a_price_have_no_amount() -> None:
     without = [{name: value for name, value in PRICES[0].items() if name != "spotPerHour"}]
     world = prepared(changes=settings_with(prices=without))
     world.start()
@@ -528,7 +528,7 @@ BOUNDS = st.fixed_dictionaries(
     bounds=BOUNDS,
     steps=st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.integers(0, 3)), max_size=25),
 )
-def test_whatever_happens_the_bounds_hold_and_the_job_ends(
+def test_bounds_hold_and_the_job_ends_under_random_actions(
     bounds: dict[str, Any], steps: list[tuple[str, int | None]]
 ) -> None:
     world = prepared(**bounds)

@@ -178,7 +178,7 @@ WAITS: dict[str, tuple[tuple[PodView, ...], Limits, PodWait | None]] = {
 
 
 @pytest.mark.parametrize(("pods", "limits", "expected"), WAITS.values(), ids=WAITS.keys())
-def test_what_an_attempt_waits_for(pods: tuple[PodView, ...], limits: Limits, expected: PodWait | None):
+def test_wait_of_an_attempt_follows_from_its_pods(pods: tuple[PodView, ...], limits: Limits, expected: PodWait | None):
     world = World()
     world.settle()
     (child,) = world.observed().children
@@ -203,6 +203,6 @@ def test_the_delay_is_bounded_however_often_a_stage_failed():
     assert [delay_seconds(limits, count) for count in (0, 1, 2, 6, 10_000)] == [10, 10, 20, 300, 300]
 
 
-def test_the_headline_is_the_first_metric_that_people_ask_for():
+def test_headline_is_the_first_known_metric():
     assert headline(_numbers({"loss": 0.25, "accuracy": 0.8765, "split": "test", "best": True})) == "accuracy 0.8765"
     assert headline({"rows": 5.0}) == ""

@@ -315,7 +315,7 @@ def test_equal_plans_give_equal_bytes_and_others_another_fingerprint():
     assert all(text.endswith("}\n") for text in files(one).values())
 
 
-def test_the_trainer_reads_back_what_was_planned():
+def test_trainer_reads_the_planned_job_back():
     from finetune_contract.trainer_job import TrainerJob
 
     result = planned({"zeroStage": 2}, arguments={"note": "ü {{ x }} $(Y)\n"})

@@ -156,7 +156,7 @@ def test_pods_of_an_indexed_job_meet_at_the_first_one_s_address():
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_another_attempt_is_another_set_of_objects_with_the_same_configuration(launcher: str):
+def test_another_attempt_has_other_objects_with_the_same_configuration(launcher: str):
     result, context = planned(spec_with(launcher=launcher, resources={"nodes": 2}))
     first, second = (stage(result, context, Attempt(Stage.TRAIN, number)) for number in (1, 2))
     assert len(first) >= 2
@@ -294,7 +294,7 @@ def test_user_text_arrives_byte_for_byte_also_through_yaml(capsys: pytest.Captur
 def test_a_folder_name_with_a_variable_in_it_is_the_folder_of_that_name():
     storage = {"workspace": "pvc://results/$(HOME)/$$", "cache": "pvc://results/$(PATH)"}
     pod = the_pod(rendered(spec_with(storage=storage)), "reviews-train-1")
-    command = [expanded(word) for word in pod["spec"]["containers"][0]["command"]]
+    command = [expanded(argument) for argument in pod["spec"]["containers"][0]["command"]]
     assert command[command.index("--workspace") + 1] == "/workspace/$(HOME)/$$"
     assert expanded(environment(pod)["HF_HOME"]) == "/cache/$(PATH)"
 
@@ -307,7 +307,7 @@ def test_every_value_of_every_template_goes_through_the_filter():
     assert [value for value in values if not re.fullmatch(r" [a-z_.]+ \| tojson ", value)] == []
 
 
-def test_a_value_that_a_template_needs_and_nobody_gave_is_an_error():
+def test_missing_value_of_a_template_is_an_error():
     with pytest.raises(UndefinedError, match="'data' is undefined"):
         document("configmap", metadata={})
 
@@ -364,7 +364,7 @@ def test_equal_input_gives_equal_output_and_holds_no_auto(launcher: str):
     assert re.findall(r'.{30}\bauto\b\\?".{10}', first) == []
 
 
-def test_the_hash_of_the_configuration_changes_with_it_and_with_nothing_else():
+def test_configuration_hash_changes_only_with_the_configuration():
     def hashes(**fields: Any) -> list[str]:
         return [pod["metadata"]["annotations"][HASH_ANNOTATION] for pod in all_pods(rendered(spec_with(**fields)))]
 
@@ -395,7 +395,7 @@ def test_the_hash_is_that_of_the_texts_that_the_trainer_reads():
 
 
 @pytest.mark.parametrize(
-    ("what", "fields", "starters"),
+    ("case", "fields", "starters"),
     [
         ("one process", {}, ["process", "process", "process", "process"]),
         ("several on one node", {"parallelism": {"strategy": "ddp"}}, ["process", "torchrun", "process", "process"]),
@@ -403,7 +403,7 @@ def test_the_hash_is_that_of_the_texts_that_the_trainer_reads():
     ],
 )
 @pytest.mark.parametrize("launcher", ["pytorchjob", "job"])
-def test_only_a_training_of_several_processes_needs_torchrun(what, fields, starters, launcher):
+def test_only_a_training_of_several_processes_needs_torchrun(case, fields, starters, launcher):
     pods = all_pods(rendered(spec_with(launcher=launcher, **fields)))
     assert [pod["spec"]["containers"][0]["command"][-1] for pod in pods] == starters
 
@@ -472,7 +472,7 @@ def test_claims_are_mounted_at_the_paths_of_job_json_in_their_stages():
         ({"predict": {"output": "pvc://out/..jsonl/.."}}, "spec.predict.output"),
     ],
 )
-def test_what_names_no_place_in_a_claim_is_refused_with_its_field(fields: dict[str, Any], path: str):
+def test_uri_outside_of_a_claim_is_refused_with_its_field(fields: dict[str, Any], path: str):
     with pytest.raises(PlanRefused) as refused:
         rendered(spec_with(**fields))
     found = [problem for problem in refused.value.problems if problem.path == path]
@@ -509,7 +509,7 @@ def test_what_names_no_place_in_a_claim_is_refused_with_its_field(fields: dict[s
         ),
     ],
 )
-def test_a_job_without_a_workspace_gets_a_claim_that_all_its_pods_can_attach(why, fields, defaults, expected):
+def test_default_claim_can_be_attached_by_all_pods_of_the_job(why, fields, defaults, expected):
     settings = Settings.model_validate_json(json.dumps({"defaults": defaults}))
     claim = of(rendered(spec_with(**fields), settings), "PersistentVolumeClaim", "reviews-workspace")["spec"]
     found = (claim["accessModes"], claim.get("storageClassName"), claim["resources"]["requests"]["storage"])
@@ -523,7 +523,7 @@ GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists"}
 
 
 @pytest.mark.parametrize(
-    ("what", "resources", "expected"),
+    ("case", "resources", "expected"),
     [
         (
             "CPU with sizes: every stage gets them",
@@ -552,7 +552,7 @@ GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists"}
         ),
     ],
 )
-def test_limits_are_those_of_the_job_and_gpus_only_where_something_computes(what, resources, expected):
+def test_stages_get_the_limits_of_the_job_and_gpus_only_to_compute(case, resources, expected):
     manifests = rendered(spec_with(resources=resources))
     pods = {name: the_pod(manifests, f"reviews-{name}-1")["spec"] for name in expected}
     containers = {name: pod["containers"][0]["resources"] for name, pod in pods.items()}
@@ -571,9 +571,9 @@ def test_the_memory_request_follows_from_the_plan_rounded_up():
     _, job = stage(result, context, Attempt(Stage.TRAIN))
     (pod,) = pod_templates(job)
     requests = pod["spec"]["containers"][0]["resources"]["requests"]
-    asked = int(requests["memory"].removesuffix("Mi")) << 20
+    requested = int(requests["memory"].removesuffix("Mi")) << 20
     assert set(requests) == {"memory"}
-    assert result.memory.host_bytes <= asked < result.memory.host_bytes + (128 << 20)
+    assert result.memory.host_bytes <= requested < result.memory.host_bytes + (128 << 20)
 
 
 @pytest.mark.parametrize(
@@ -635,7 +635,7 @@ def test_ranks_of_mpirun_get_the_variables_of_a_network_device() -> None:
     assert environment(launcher)["UCX_NET_DEVICES"] == "mlx5_0:1"
 
 
-def test_shared_memory_is_as_asked_or_grows_with_the_processes():
+def test_shared_memory_is_the_requested_or_grows_with_the_processes():
     def sizes(**resources: Any) -> list[str]:
         volumes = [pod["spec"]["volumes"] for pod in all_pods(rendered(spec_with(resources=resources)))]
         return [each["emptyDir"]["sizeLimit"] for some in volumes for each in some if each["name"] == "shared-memory"]
@@ -646,7 +646,7 @@ def test_shared_memory_is_as_asked_or_grows_with_the_processes():
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_pods_that_prepare_are_one_indexed_job_without_a_service_and_know_their_attempt(launcher: LauncherName):
+def test_preparing_pods_are_an_indexed_job_and_know_their_attempt(launcher: LauncherName):
     manifests = rendered(spec_with(preparation={"engine": "job", "workers": 5}, launcher=launcher))
     names = [each["metadata"]["name"] for each in manifests]  # type: ignore[index, call-overload]
     assert names.count("reviews-prepare-1") == 2, "a ConfigMap and a Job"
@@ -765,7 +765,7 @@ def test_only_pods_with_a_gpu_wait_for_its_product():
     assert [pod["spec"]["nodeSelector"] for pod in pods] == [{"zone": "a"}, product, product, product]
 
 
-def test_pods_prefer_nodes_on_which_nothing_broke_and_keep_the_user_s_own_terms():
+def test_pods_avoid_failed_nodes_and_keep_the_affinity_of_the_user():
     mine = {"weight": 1, "preference": {"matchExpressions": [{"key": "fast", "operator": "Exists"}]}}
     affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [mine]}, "podAffinity": {}}
     result, context = planned(spec_with(template={"affinity": affinity}))
@@ -875,14 +875,14 @@ def test_any_failed_pod_ends_an_indexed_job():
     }
 
 
-def test_what_cannot_be_rendered_is_refused_by_name():
+def test_unsupported_launcher_is_refused_by_name():
     result, context = planned(spec_with())
     for launcher in ("trainjob", "jobset", "local"):
         with pytest.raises(PlanRefused, match=rf"spec\.launcher.*{launcher}"):
             render(result.model_copy(update={"launcher": launcher}), context)
 
 
-def test_no_pod_gets_more_rights_than_restricted_allows_nor_a_token_of_the_api():
+def test_pods_meet_the_restricted_profile_and_have_no_api_token():
     for launcher in LAUNCHERS:
         for pod in all_pods(rendered(spec_with(launcher=launcher, resources={"nodes": 2, "gpusPerNode": 1}))):
             spec = pod["spec"]

@@ -169,7 +169,7 @@ def test_all_pods_of_the_training_and_no_others_are_kept_there(launcher: Launche
 
 
 @pytest.mark.parametrize("capacity", ["onDemand", None])
-def test_after_a_fallback_pods_may_run_anywhere_and_bear_no_taint_of_spot_nodes(capacity: Capacity | None) -> None:
+def test_pods_after_a_fallback_may_run_on_any_node(capacity: Capacity | None) -> None:
     (pod,) = pods(rendered(context(CLUSTER_SETTINGS, "job"), Attempt(Stage.TRAIN, 2, capacity=capacity)))
     assert ("affinity" in pod["spec"], "tolerations" in pod["spec"]) == (False, False)
     assert pod["metadata"]["labels"].get("finetune.dev/capacity") == capacity

@@ -36,57 +36,57 @@ FAILED = version(1, phase="Failed", conditions=[{"type": "Failed", "status": "Tr
                                                  "lastTransitionTime": "2026-01-01T12:00:00Z"}])  # fmt: skip
 
 
-class Told(Cluster):
+class ChangingCluster(Cluster):
     """Answers every read with the first state, and a watch with the changes."""
 
     def __init__(self, first: dict[str, Any], *changes: tuple[str, dict[str, Any]]) -> None:
         self.first, self.changes = first, changes
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     async def job(self, name: str) -> ClusterJob:
-        self.asked.append(f"get {name}")
+        self.requests.append(f"get {name}")
         return parse_job(self.first)
 
     async def jobs(self, everywhere: bool = False) -> tuple[ClusterJob, ...]:
-        self.asked.append("list")
+        self.requests.append("list")
         return (parse_job(self.first),)
 
     async def job_changes(self, job: ClusterJob) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        self.asked.append("watch")
+        self.requests.append("watch")
         for change in self.changes:
             yield change
         await asyncio.Event().wait()
 
     async def set_suspended(self, job: ClusterJob, suspended: bool, dry_run: bool = False) -> ClusterJob:
-        self.asked.append("suspend" if suspended else "resume")
+        self.requests.append("suspend" if suspended else "resume")
         return job
 
     async def create(self, manifest: dict[str, Any], dry_run: bool = False) -> ClusterJob:
-        self.asked.append("check" if dry_run else "create")
+        self.requests.append("check" if dry_run else "create")
         return parse_job(version(9, uid="2"))
 
     async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
-        self.asked.append("delete")
+        self.requests.append("delete")
 
 
-def restarted(cluster: Told) -> str:
+def restarted(cluster: ChangingCluster) -> str:
     return asyncio.run(asyncio.wait_for(restart(cluster, "reviews"), patient(60))).text
 
 
 def test_job_is_resumed_once_the_watch_reports_that_it_stopped():
-    cluster = Told(RUNNING, ("changed", SUSPENDING), ("changed", SUSPENDED))
+    cluster = ChangingCluster(RUNNING, ("changed", SUSPENDING), ("changed", SUSPENDED))
     assert restarted(cluster) == "starts another attempt from its last checkpoint"
-    assert cluster.asked == ["get reviews", "suspend", "get reviews", "watch", "resume"]
+    assert cluster.requests == ["get reviews", "suspend", "get reviews", "watch", "resume"]
 
 
 def test_ended_job_is_recreated_once_the_watch_reports_its_deletion():
-    cluster = Told(FAILED, ("deleted", FAILED))
+    cluster = ChangingCluster(FAILED, ("deleted", FAILED))
     assert restarted(cluster).startswith("runs from the beginning")
-    assert cluster.asked == ["get reviews", "check", "delete", "get reviews", "watch", "create"]
+    assert cluster.requests == ["get reviews", "check", "delete", "get reviews", "watch", "create"]
 
 
 def test_job_deleted_while_stopping_starts_no_other_attempt():
-    cluster = Told(RUNNING, ("deleted", RUNNING))
+    cluster = ChangingCluster(RUNNING, ("deleted", RUNNING))
     with pytest.raises(ClusterError, match="FineTuneJob reviews was deleted"):
         restarted(cluster)
-    assert cluster.asked[-1] == "resume"
+    assert cluster.requests[-1] == "resume"

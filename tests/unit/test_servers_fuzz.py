@@ -173,10 +173,10 @@ def request(method: str, path: str, headers: list[tuple[str, str]], body: bytes)
 
 # ------------------------------------------------------------------------------------------------------------ examples
 
-WORDS = st.text(max_size=20) | st.sampled_from([CANARY, "", "\0", "😀", "../..", "%00", "é" * 300])
+TEXTS = st.text(max_size=20) | st.sampled_from([CANARY, "", "\0", "😀", "../..", "%00", "é" * 300])
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4),
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=12,
 )
 DEEP = st.integers(1, 5000).map(lambda levels: b'{"a":' * levels + b"1" + b"}" * levels)
@@ -186,7 +186,7 @@ def shaped(model: Any) -> st.SearchStrategy[Any]:
     """Return values in the form of `model`, some of them replaced by others."""
     if isinstance(model, dict):
         whole = st.fixed_dictionaries({}, optional={name: shaped(value) for name, value in model.items()})
-        return whole | st.builds(lambda known, more: {**known, **more}, whole, st.dictionaries(WORDS, VALUES)) | VALUES
+        return whole | st.builds(lambda known, more: {**known, **more}, whole, st.dictionaries(TEXTS, VALUES)) | VALUES
     if isinstance(model, list):
         return st.lists(shaped(model[0]) if model else VALUES, max_size=5) | VALUES
     return st.just(model) | VALUES
@@ -197,10 +197,10 @@ def bodies(model: Any) -> st.SearchStrategy[bytes]:
     return st.just(json.dumps(model).encode()) | written | DEEP | st.binary(max_size=200)
 
 
-def damaged(whole: bytes, at: int, what: str, piece: bytes) -> bytes:
+def damaged(whole: bytes, at: int, kind: str, piece: bytes) -> bytes:
     """Return the bytes with one change."""
     place = at % (len(whole) + 1)
-    match what:
+    match kind:
         case "cut":
             return whole[:place]
         case "insert":
@@ -214,14 +214,14 @@ def damaged(whole: bytes, at: int, what: str, piece: bytes) -> bytes:
 
 
 def sendings(paths: list[str], model: Any) -> st.SearchStrategy[bytes]:
-    path = st.sampled_from(paths) | WORDS.map(lambda word: f"/{word}")
+    path = st.sampled_from(paths) | TEXTS.map(lambda text: f"/{text}")
     tokens = st.sampled_from([GOOD, CANARY, "a.b.c", "x" * 5000])
     header = (
         st.tuples(st.just("Authorization"), tokens.map(lambda token: f"Bearer {token}"))
         | st.tuples(st.sampled_from(["Content-Type", "Content-Encoding", "Transfer-Encoding", "Expect", "Cookie"]),
                     st.sampled_from(["application/json", "gzip", "chunked", "100-continue", CANARY, "a" * 9000]))
         | st.tuples(st.just("Content-Length"), st.sampled_from(["-1", "0", "99999999999", "1e3", CANARY]))
-        | st.tuples(WORDS, WORDS)
+        | st.tuples(TEXTS, TEXTS)
     )  # fmt: skip
     method = st.sampled_from(["POST", "GET", "HEAD", "PUT", "OPTIONS", "CONNECT", "TRACE", CANARY, ""])
     whole = st.builds(request, method, path, st.lists(header, max_size=4), bodies(model))
@@ -261,9 +261,7 @@ SERVERS: dict[str, tuple[Callable[[], Any], list[str], Any]] = {
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_whatever_is_sent_gets_an_answer_of_ours_and_the_next_one_is_heard(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_random_input_is_answered_and_the_next_request_is_served(name: str, caplog: pytest.LogCaptureFixture) -> None:
     server, paths, model = SERVERS[name]
     good = request("GET" if name == "endpoints" else "POST", paths[0], [("Authorization", f"Bearer {GOOD}")],
                    json.dumps(model).encode())  # fmt: skip
@@ -272,20 +270,20 @@ def test_whatever_is_sent_gets_an_answer_of_ours_and_the_next_one_is_heard(
         @examples(300)
         @given(sent=sendings(paths, model))
         def one(sent: bytes) -> None:
-            told = answer(port, sent)
-            statuses = [int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", told)]
+            response = answer(port, sent)
+            statuses = [int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", response)]
             # aiohttp takes a request line without a version for HTTP/0.9, and its answer repeats that.
-            assert told == b"" or told.startswith((b"HTTP/1.", b"HTTP/0.9 ")), told[:200]
-            assert set(statuses) <= ALLOWED, (sent[:500], told[:500])
+            assert response == b"" or response.startswith((b"HTTP/1.", b"HTTP/0.9 ")), response[:200]
+            assert set(statuses) <= ALLOWED, (sent[:500], response[:500])
             if name != "webhook":  # which reports faults of the user's own job
-                assert CANARY.encode() not in told, (sent[:500], told[:500])
+                assert CANARY.encode() not in response, (sent[:500], response[:500])
 
         one()
         assert answer(port, good, whole=True).startswith(b"HTTP/1.1 200"), (
             "an honest request is answered after all that"
         )
-    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.getMessage() for record in told if record.levelno >= logging.ERROR] == []
+    response = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.getMessage() for record in response if record.levelno >= logging.ERROR] == []
     assert [record.getMessage() for record in caplog.records if CANARY in record.getMessage()] == []
 
 
@@ -302,14 +300,14 @@ class Conversation:
 
     through: Literal["tls", "plain", "hello"]
     """`plain`: without TLS, whatever the server expects; `hello`: behind a damaged ClientHello."""
-    said: bytes
+    sent: bytes
     cuts: tuple[int, ...]
     """Offsets at which a piece ends."""
     end: End
 
     def pieces(self) -> list[bytes]:
-        places = sorted({cut % (len(self.said) + 1) for cut in self.cuts} | {0, len(self.said)})
-        return [self.said[start:end] for start, end in itertools.pairwise(places)]
+        places = sorted({cut % (len(self.sent) + 1) for cut in self.cuts} | {0, len(self.sent)})
+        return [self.sent[start:end] for start, end in itertools.pairwise(places)]
 
 
 def spoken(
@@ -377,7 +375,7 @@ def held(port: Port, talk: Conversation, tls: bool) -> bytes:
         connection: socket.socket = raw
         try:
             if tls and talk.through == "hello":
-                raw.sendall(greeting(talk.said[:40]))
+                raw.sendall(greeting(talk.sent[:40]))
             elif tls and talk.through == "tls":
                 connection = trusting().wrap_socket(raw, server_hostname="localhost")
             for piece in talk.pieces():
@@ -412,18 +410,18 @@ def test_a_conversation_that_goes_wrong_at_any_place_harms_no_other(
         @examples(100)
         @given(talk=conversations(paths, model))
         def one(talk: Conversation) -> None:
-            told = held(port, talk, tls)
+            response = held(port, talk, tls)
             # A connection without TLS gets an alert of TLS at most.
             if not tls or talk.through == "tls":
                 # aiohttp repeats the version of the request.
-                assert told == b"" or re.match(rb"HTTP/\d\.\d \d{3} ", told), told[:200]
-            statuses = {int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", told)}
-            assert statuses <= ALLOWED | {100}, (talk, told[:500])
+                assert response == b"" or re.match(rb"HTTP/\d\.\d \d{3} ", response), response[:200]
+            statuses = {int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", response)}
+            assert statuses <= ALLOWED | {100}, (talk, response[:500])
             if name != "webhook":
-                assert CANARY.encode() not in told, (talk, told[:500])
+                assert CANARY.encode() not in response, (talk, response[:500])
 
         one()
         assert held(port, honest, tls).startswith(b"HTTP/1.1 200"), "an honest request is answered after all that"
-    told = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert [record.getMessage() for record in told] == []
+    response = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [record.getMessage() for record in response] == []
     assert [record.getMessage() for record in caplog.records if CANARY in record.getMessage()] == []

@@ -48,7 +48,7 @@ class Watched:
         return validate_job(value, settings)
 
 
-def test_a_job_is_judged_in_another_thread_and_once_while_it_asks_for_the_same(released: threading.Event) -> None:
+def test_unchanged_job_is_validated_once_in_another_thread(released: threading.Event) -> None:
     watched = Watched(released)
 
     async def go() -> list[JobView]:

@@ -48,12 +48,12 @@ class Server:
     """Gives its answers one after the other, the last one for ever, and records the requests."""
 
     answers: list[Answer]
-    asked: list[tuple[str, str, Any]] = field(default_factory=list)
+    requests: list[tuple[str, str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.text()
-        self.asked.append((request.method, request.path_qs, json.loads(body) if body else None))
+        self.requests.append((request.method, request.path_qs, json.loads(body) if body else None))
         self.headers.append(dict(request.headers))
         code, answer, headers = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if code == 0:
@@ -153,8 +153,8 @@ def test_a_namespace_that_is_being_deleted_is_no_matter_of_rights():
     ],
 )
 def test_silent_webhook_is_distinguished_from_failing_api_server(code, message, kind):
-    told = {**status(code, "InternalError"), "message": f"Internal error occurred: {message}"}
-    assert type(error_of("create /x", code, json.dumps(told).encode())) is kind
+    body = {**status(code, "InternalError"), "message": f"Internal error occurred: {message}"}
+    assert type(error_of("create /x", code, json.dumps(body).encode())) is kind
 
 
 def test_an_answer_of_a_proxy_is_an_error_too():
@@ -176,7 +176,7 @@ def test_transient_errors_are_retried(first: int):
     ran = call(get, first, first, OK)
 
     assert ran.value == {"kind": "Job"}
-    assert len(ran.server.asked) == 3
+    assert len(ran.server.requests) == 3
     assert len(ran.slept) == 2
     assert FIRST_DELAY_SECONDS / 2 <= ran.slept[0] <= FIRST_DELAY_SECONDS
     assert FIRST_DELAY_SECONDS <= ran.slept[1] <= FIRST_DELAY_SECONDS * 2
@@ -190,7 +190,7 @@ def test_token_issuer_and_keys_are_read_only_from_the_api_server():
     ran = call(lambda kube: KubeKeys(kube).read_issuer(), ISSUER, KEYS)
 
     assert ran.value == (ISSUER[1], KEYS[1])
-    assert ran.server.asked == [
+    assert ran.server.requests == [
         ("GET", "/.well-known/openid-configuration", None),
         ("GET", "/openid/v1/jwks", None),
     ]
@@ -211,17 +211,17 @@ def test_unreadable_issuer_is_reported_with_a_hint(code: int, help: str):
             await KubeKeys(kube).read_issuer()
         return str(caught.value)
 
-    said = call(read, code).value
-    assert f"get /.well-known/openid-configuration: {code} Odd: because" in said
-    assert help in said
+    message = call(read, code).value
+    assert f"get /.well-known/openid-configuration: {code} Odd: because" in message
+    assert help in message
 
 
-def test_a_create_whose_connection_breaks_is_tried_again():
+def test_create_with_a_broken_connection_is_retried():
     manifest = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "demo"}}
     ran = call(lambda kube: kube.create(manifest, "team"), 0, 0, OK)
 
-    asked = ("POST", "/apis/batch/v1/namespaces/team/jobs?fieldManager=finetune-operator", manifest)
-    assert ran.server.asked == [asked, asked, asked]
+    request = ("POST", "/apis/batch/v1/namespaces/team/jobs?fieldManager=finetune-operator", manifest)
+    assert ran.server.requests == [request, request, request]
     assert len(ran.slept) == 2
 
 
@@ -231,7 +231,7 @@ def test_refusals_are_not_retried(code: int):
 
     assert ran.error is not None
     assert ran.error.code == code
-    assert len(ran.server.asked) == 1
+    assert len(ran.server.requests) == 1
 
 
 def test_retry_waits_as_long_as_retry_after():
@@ -244,7 +244,7 @@ def test_after_so_many_tries_it_is_an_error():
     ran = call(get, 503)
 
     assert isinstance(ran.error, UnavailableError)
-    assert len(ran.server.asked) == TRIES
+    assert len(ran.server.requests) == TRIES
 
 
 def test_end_of_an_outage_is_logged_once():
@@ -265,7 +265,7 @@ def test_a_list_is_read_in_pages_and_items_get_their_kind():
 
     named = {"apiVersion": "v1", "kind": "Pod"}
     assert ran.value == ([{**named, "metadata": {"name": "a"}}, {**named, "metadata": {"name": "b"}}], 7)
-    paths = [path for _, path, _ in ran.server.asked]
+    paths = [path for _, path, _ in ran.server.requests]
     assert paths == [
         "/api/v1/pods?limit=500&labelSelector=finetune.dev/job",
         "/api/v1/pods?limit=500&labelSelector=finetune.dev/job&continue=more/%3D",
@@ -308,7 +308,7 @@ def test_too_long_page_is_requested_in_smaller_pages(monkeypatch: pytest.MonkeyP
 
     items, version = ran.value
     assert ([item["metadata"]["name"] for item in items], version) == (["a", "b"], 7)
-    limits = [int(path.split("limit=")[1].split("&")[0]) for _, path, _ in ran.server.asked]
+    limits = [int(path.split("limit=")[1].split("&")[0]) for _, path, _ in ran.server.requests]
     assert limits == [500, 62, 7, 14, 1, 2]
 
 
@@ -318,14 +318,14 @@ def test_an_object_that_is_too_long_alone_is_an_error(monkeypatch: pytest.Monkey
     ran = call(lambda kube: kube.list_objects(POD), long)
 
     assert isinstance(ran.error, TooLongError)
-    assert len(ran.server.asked) == 4
+    assert len(ran.server.requests) == 4
 
 
 def test_a_delete_names_the_object_that_is_meant():
     ran = call(lambda kube: kube.delete(JOB, "team", "demo", "uid-1"), (200, status(200, "", ""), {}))
 
     assert ran.value is None
-    assert ran.server.asked == [
+    assert ran.server.requests == [
         (
             "DELETE",
             "/apis/batch/v1/namespaces/team/jobs/demo",
@@ -354,7 +354,7 @@ def test_a_status_is_applied_to_the_version_it_was_computed_from():
     ran = call(lambda kube: kube.apply_status("team", "demo", "uid-1", "42", {"phase": "Training"}), OK)
 
     metadata = {"name": "demo", "namespace": "team", "uid": "uid-1", "resourceVersion": "42"}
-    assert ran.server.asked == [
+    assert ran.server.requests == [
         (
             "PATCH",
             "/apis/finetune.dev/v1alpha1/namespaces/team/finetunejobs/demo/status"
@@ -382,7 +382,7 @@ def test_a_status_is_applied_to_the_version_it_was_computed_from():
 )
 def test_a_status_with_any_text_is_json_and_the_same_yaml(text: str):
     ran = call(lambda kube: kube.apply_status("team", "demo", "uid-1", "42", {"failure": {"logTail": text}}), OK)
-    assert ran.server.asked[0][2]["status"] == {"failure": {"logTail": text}}
+    assert ran.server.requests[0][2]["status"] == {"failure": {"logTail": text}}
     assert yaml.safe_load(as_yaml({"failure": {"logTail": text}})) == {"failure": {"logTail": text}}
     # The API server's parser, unlike this one, refuses halves of a pair.
     assert not re.search(r"(?<!\\)(\\\\)*\\ud[89a-f]", as_yaml({"logTail": text}))
@@ -395,15 +395,15 @@ def test_half_a_character_in_a_status_becomes_the_sign_for_a_broken_one():
 def test_the_same_event_has_the_same_name_and_a_later_one_another():
     involved = {"kind": "FineTuneJob", "namespace": "team", "name": "demo", "uid": "u"}
 
-    async def tell(kube: Kube) -> None:
+    async def record(kube: Kube) -> None:
         await kube.create_event(involved, "Normal", "Started", "a" * 2000, salt="1")
         await kube.create_event(involved, "Normal", "Started", "a" * 2000, salt="1")
         await kube.create_event(involved, "Normal", "Started", "a" * 2000, salt="2")
 
-    ran = call(tell, OK, (409, status(409, "AlreadyExists"), {}), OK)
+    ran = call(record, OK, (409, status(409, "AlreadyExists"), {}), OK)
 
     assert ran.error is None
-    bodies = [body for _, _, body in ran.server.asked]
+    bodies = [body for _, _, body in ran.server.requests]
     first, again, later = (body["metadata"]["name"] for body in bodies)
     assert first == again != later
     assert len(bodies[0]["message"]) == 1024
@@ -413,7 +413,7 @@ def test_log_request_is_limited_to_the_last_lines():
     ran = call(lambda kube: kube.pod_log("team", "demo-0", "pytorch"), (200, "x" * 5000 + "the cause\n", {}))
 
     assert ran.value == "x" * 5000 + "the cause\n"
-    ((_, path, _),) = ran.server.asked
+    ((_, path, _),) = ran.server.requests
     assert "tailLines=" in path
 
 
@@ -422,7 +422,7 @@ def test_a_log_that_cannot_be_had_is_empty_and_costs_one_request(code: int):
     ran = call(lambda kube: kube.pod_log("team", "demo-0", "pytorch"), code)
 
     assert ran.value == ""
-    assert len(ran.server.asked) == 1
+    assert len(ran.server.requests) == 1
 
 
 def test_launchers_are_those_that_the_server_serves():
@@ -430,11 +430,13 @@ def test_launchers_are_those_that_the_server_serves():
         return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}, {}
 
     absent = (404, status(404, "x"), {})
-    ask = call(lambda kube: kube.served_launchers(), served("pytorchjobs", "mpijobs"), absent, absent)
-    assert ask.value == ("pytorchjob", "job")
-    ask = call(lambda kube: kube.served_launchers(), served("tfjobs"), served("mpijobs"), served("sparkapplications"))
-    assert ask.value == ("mpijob", "job", "sparkapplication")
-    assert ask.server.asked[-1][1] == "/apis/sparkoperator.k8s.io/v1beta2"
+    result = call(lambda kube: kube.served_launchers(), served("pytorchjobs", "mpijobs"), absent, absent)
+    assert result.value == ("pytorchjob", "job")
+    result = call(
+        lambda kube: kube.served_launchers(), served("tfjobs"), served("mpijobs"), served("sparkapplications")
+    )
+    assert result.value == ("mpijob", "job", "sparkapplication")
+    assert result.server.requests[-1][1] == "/apis/sparkoperator.k8s.io/v1beta2"
 
 
 def test_kind_without_rights_is_refused_before_the_request():
@@ -445,24 +447,26 @@ def test_kind_without_rights_is_refused_before_the_request():
 # ------------------------------------------------------------------------------------------------------------- watches
 
 
-def told(kind: str, version: int, **more: Any) -> str:
+def event_line(kind: str, version: int, **more: Any) -> str:
     """Return one line of a watch."""
     return json.dumps({"type": kind, "object": {"metadata": {"resourceVersion": str(version)}, **more}}) + "\n"
 
 
 async def watched(kube: Kube) -> list[tuple[str, int]]:
-    heard = kube.watch(POD, 5, "team", labels="finetune.dev/job")
-    return [(event.type, event.version) async for event in heard]
+    events = kube.watch(POD, 5, "team", labels="finetune.dev/job")
+    return [(event.type, event.version) async for event in events]
 
 
 def test_watch_yields_events_with_the_version_to_resume_from():
-    long = told("MODIFIED", 8, spec={"text": "x" * 300_000})
-    ran = call(watched, (200, told("ADDED", 7) + long + told("DELETED", 9) + told("BOOKMARK", 12), {}))
+    long = event_line("MODIFIED", 8, spec={"text": "x" * 300_000})
+    ran = call(
+        watched, (200, event_line("ADDED", 7) + long + event_line("DELETED", 9) + event_line("BOOKMARK", 12), {})
+    )
 
     assert (ran.value, ran.error) == ([("ADDED", 7), ("MODIFIED", 8), ("DELETED", 9), ("BOOKMARK", 12)], None)
-    ((_, asked, _),) = ran.server.asked
-    assert asked.startswith("/api/v1/namespaces/team/pods?watch=true&allowWatchBookmarks=true&resourceVersion=5&")
-    assert "labelSelector=finetune.dev" in asked
+    ((_, query, _),) = ran.server.requests
+    assert query.startswith("/api/v1/namespaces/team/pods?watch=true&allowWatchBookmarks=true&resourceVersion=5&")
+    assert "labelSelector=finetune.dev" in query
 
 
 WATCH_ERRORS: dict[str, tuple[Answer, type[ApiError]]] = {

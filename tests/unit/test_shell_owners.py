@@ -180,7 +180,7 @@ def servers(owner: Owner | None = OF_THE_JOB) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("answer", ["found", "another", "of another deployment", "of nobody"])
-def test_a_server_is_the_jobs_own_when_its_replica_set_is_of_the_jobs_deployment(store: Store, answer: str):
+def test_server_belongs_to_the_job_of_its_replica_set_and_deployment(store: Store, answer: str):
     store.put(servers())
     store.put(pod("server", REPLICA_SET, stage="serve"))
     assert store.unresolved(ID) == {REPLICA_SET}
@@ -235,20 +235,20 @@ def test_kserve_servers_belong_to_the_job_in_any_order_of_arrival(store: Store, 
     assert (found.ref.name, found.replicas, found.available, found.has_deployment) == (SERVICE.name, 2, 2, True)
 
 
-def test_inference_service_that_the_job_does_not_control_serves_nothing_of_it(store: Store):
+def test_foreign_inference_service_does_not_serve_the_job(store: Store):
     store.put(service(owner=None))
     store.put(predictor())
     assert store.endpoints(ID) == ()
     assert foreign(store) == [SERVICE.name, PREDICTOR.name]
 
 
-def test_a_pod_that_claims_to_serve_by_its_labels_alone_is_not_the_jobs_own(store: Store):
+def test_pod_with_only_the_labels_of_a_server_is_foreign(store: Store):
     store.put(servers())
     store.put(pod("copy", None, stage="serve"))
     assert (pods(store), foreign(store)) == ([], ["copy"])
 
 
-def test_a_replica_set_is_asked_for_at_the_stage_that_serves_only(store: Store):
+def test_replica_set_is_resolved_only_for_the_serving_stage(store: Store):
     store.put(child())
     store.put(pod("copy", REPLICA_SET))
     assert store.unresolved(ID) == set()

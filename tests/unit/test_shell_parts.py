@@ -81,9 +81,9 @@ def test_the_progress_of_an_attempt_is_that_attempts_alone():
 
 def test_a_report_moves_when_its_mark_is_another_or_the_attempt_is():
     book, progress = ProgressBook(), ProgressStatus(step=1)
-    told = [(1, "a", 0), (1, "a", 5), (1, "b", 7), (1, "b", 9), (2, "b", 11), (1, "c", 13)]
+    reports = [(1, "a", 0), (1, "a", 5), (1, "b", 7), (1, "b", 9), (2, "b", 11), (1, "c", 13)]
     last_progress_at = []
-    for attempt, mark, second in told:
+    for attempt, mark, second in reports:
         book.note("uid", Stage.TRAIN, attempt, progress, mark, NOON + timedelta(seconds=second))
         at = book.last_progress_at("uid", Stage.TRAIN, attempt)
         last_progress_at.append(None if at is None else (at - NOON).seconds)
@@ -135,7 +135,7 @@ DEAF: dict[str, Callable[[OperatorState], object]] = {
 
 
 @pytest.mark.parametrize("case", DEAF)
-def test_reports_cannot_be_heard_when(case: str):
+def test_reports_are_incomplete_when(case: str):
     async def reconcile() -> tuple[datetime | None, datetime | None]:
         state = operator_state()
         before = state.reports_complete_since()
@@ -149,23 +149,23 @@ def test_reports_cannot_be_heard_when(case: str):
     assert after is None
 
 
-def test_the_fleet_is_what_the_store_holds_and_progress_is_what_moves():
+def test_fleet_is_read_from_the_store_and_progress_from_moving_reports():
     async def reconcile() -> tuple[Fleet, Fleet]:
         state = operator_state()
         view = OperatorView(state)
-        told = {
+        status_of_job = {
             **status_body(STATUS),
             "progress": {"samplesPerSecond": 8.0, "lastUpdateTime": stamp(datetime.now(UTC))},
         }
-        for number, status in enumerate(({}, told)):
+        for number, status in enumerate(({}, status_of_job)):
             metadata: dict[str, JsonValue] = {
                 "name": f"job-{number}", "namespace": "team", "uid": f"uid-{number}", "resourceVersion": "7",
                 "creationTimestamp": stamp(datetime.now(UTC)),
             }  # fmt: skip
             state.store.put({"kind": "FineTuneJob", "metadata": metadata, "spec": {}, "status": status})
-        told_long_ago = datetime.now(UTC) - timedelta(seconds=500)
+        long_ago = datetime.now(UTC) - timedelta(seconds=500)
         before = view.fleet()
-        state.progress.note("uid-1", Stage.TRAIN, 1, ProgressStatus(step=1), "the same", told_long_ago)
+        state.progress.note("uid-1", Stage.TRAIN, 1, ProgressStatus(step=1), "the same", long_ago)
         after = view.fleet()
         await state.kube.api.close()  # type: ignore[no-untyped-call]
         return before, after
@@ -202,14 +202,14 @@ def test_a_settings_file_without_settings_gives_the_defaults(tmp_path: Path, tex
     assert read_settings_file(file) == Settings()
 
 
-def test_all_that_is_wrong_with_a_settings_file_is_told(tmp_path: Path):
+def test_all_problems_of_a_settings_file_are_reported(tmp_path: Path):
     file = tmp_path / "settings.yaml"
     file.write_text("progres: {}\nlimits: {imagePullSeconds: 0}\nschemes: [http]\n")
 
     with pytest.raises(SettingsError) as raised:
         read_settings_file(file)
-    told = [problem.removeprefix(f"{file}: ").split()[0].rstrip(":") for problem in raised.value.problems]
-    assert sorted(told) == ["limits.imagePullSeconds", "progres", "schemes[0]"]
+    fields = [problem.removeprefix(f"{file}: ").split()[0].rstrip(":") for problem in raised.value.problems]
+    assert sorted(fields) == ["limits.imagePullSeconds", "progres", "schemes[0]"]
 
 
 def test_a_settings_file_is_checked_without_a_cluster(tmp_path: Path):

@@ -101,7 +101,7 @@ def phase(store: Store) -> str | None:
     return None if view is None else view.status.phase
 
 
-def test_what_was_put_is_found_by_job_and_by_name(store: Store):
+def test_stored_objects_are_found_by_job_and_name(store: Store):
     for raw in (job(1), child(2), pod(3)):
         store.put(raw)
 
@@ -126,20 +126,20 @@ def test_what_was_put_is_found_by_job_and_by_name(store: Store):
     ],
 )
 def test_the_newer_version_wins(store: Store, versions: list[tuple[int, str]], expected: str):
-    for version, told in versions:
-        store.put(job(version, phase=told))
+    for version, written in versions:
+        store.put(job(version, phase=written))
 
     assert phase(store) == expected
 
 
-def test_only_news_is_told_as_news(store: Store):
+def test_only_newer_versions_are_stored(store: Store):
     assert store.put(child(5)) is not None
     assert store.put(child(5)) is None
     assert store.put(child(4)) is None
     assert store.put(child(6)) is not None
 
 
-def test_a_late_answer_does_not_bring_back_what_was_deleted(store: Store):
+def test_late_answer_does_not_restore_a_deleted_object(store: Store):
     store.put(child(5))
     store.remove(child(8))
 
@@ -163,7 +163,7 @@ def test_an_object_that_comes_back_under_our_label_is_seen_again(store: Store):
     assert children(store) == [("demo-train-1", "child-1")]
 
 
-def test_the_end_of_an_earlier_object_does_not_remove_a_later_one_of_the_same_name(store: Store):
+def test_deletion_of_an_earlier_object_keeps_a_later_namesake(store: Store):
     store.put(child(5, uid="old"))
     store.put(child(9, uid="new"))
     store.remove(child(8, uid="old"))
@@ -203,7 +203,7 @@ def test_list_removes_missing_objects_and_returns_their_jobs(store: Store):
     assert len(store.pods(("team", "job-1"))) == 1
 
 
-def test_a_list_leaves_what_is_newer_than_the_list(store: Store):
+def test_list_keeps_objects_newer_than_itself(store: Store):
     store.put(child(30))
 
     assert replace_all(store, "Job", [], version=20) == set()
@@ -234,7 +234,7 @@ def test_a_list_of_one_job_removes_its_missing_pods_only(store: Store):
     assert len(children(store)) == 1
 
 
-def test_children_of_a_deleted_job_of_the_same_name_are_not_those_of_the_new_one(store: Store):
+def test_children_of_a_deleted_job_are_not_those_of_its_namesake(store: Store):
     store.put(child(5, job_uid="old"))
     store.put(job(9, uid="job-1"))
 
@@ -250,9 +250,7 @@ def test_a_changed_owner_label_moves_the_object(store: Store):
 
 
 @pytest.mark.parametrize("make", [child, pod])
-def test_an_object_of_another_namespace_is_none_of_the_jobs_whatever_its_labels_say(
-    store: Store, make: Callable[..., dict[str, Any]]
-):
+def test_object_of_another_namespace_is_foreign_for_any_labels(store: Store, make: Callable[..., dict[str, Any]]):
     store.put(job(1))
     store.put(child(2))
     foreign = make(3, uid="foreign")
@@ -322,7 +320,7 @@ def test_last_state_of_a_deleted_pod_is_retained_during_its_attempt(store: Store
     assert seen_of(store) == []
 
 
-def test_a_pod_that_a_list_does_not_name_any_more_is_kept_as_it_was_seen_last(store: Store):
+def test_pod_missing_in_a_list_keeps_its_last_state(store: Store):
     store.put(child(2))
     store.put(pod(3))
     replace_all(store, "Pod", [], version=9)
@@ -334,7 +332,7 @@ def test_a_pod_that_a_list_does_not_name_any_more_is_kept_as_it_was_seen_last(st
     [([pod(3)], "Failed"), ([child(2, attempt="2"), pod(3)], "Failed"), ([child(2), pod(3)], "Pending")],
     ids=["of no attempt", "of another attempt", "that never ran"],
 )
-def test_a_pod_that_has_no_say_is_not_kept(store: Store, before: list[dict[str, Any]], phase: str):
+def test_pod_without_influence_is_not_kept(store: Store, before: list[dict[str, Any]], phase: str):
     for raw in before:
         store.put(raw)
     store.remove(last_state(4, phase))

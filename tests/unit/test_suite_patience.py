@@ -81,7 +81,7 @@ def test_limits_of_tests_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("seconds", "factor", "limit"), [(240, 2, 480), (240, 10, 900), (1200, 2, 1200), (2400, 10, 2400)]
 )
-def test_a_wait_for_what_never_comes_has_an_end(
+def test_wait_without_success_ends_at_the_limit(
     monkeypatch: pytest.MonkeyPatch, seconds: float, factor: int, limit: float
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(factor))
@@ -108,6 +108,6 @@ def test_waiting_ends_with_the_first_true_value() -> None:
     assert wait_until(lambda: next(values), "something") == "here"
 
 
-def test_waiting_in_vain_says_for_what() -> None:
+def test_failed_wait_reports_its_condition() -> None:
     with pytest.raises(AssertionError, match=r"not within 0 s: 3 of 4 pods"):
         wait_until(lambda: False, lambda: "3 of 4 pods", 0)

@@ -129,8 +129,8 @@ def test_case(name):
     ids=["by default", "on request", "by its node id", "none are run to print the choice"],
 )
 def test_left_cases_run(arguments: list[str], end: str, tmp_path: Path) -> None:
-    said = run_pytest(tmp_path, {"test_program.py": PROGRAM}, arguments, end)
-    assert ("sample: 2 of 3 cases run, 1 are left" in said) == (arguments == ["--grids"])
+    output = run_pytest(tmp_path, {"test_program.py": PROGRAM}, arguments, end)
+    assert ("sample: 2 of 3 cases run, 1 are left" in output) == (arguments == ["--grids"])
 
 
 def run_pytest(folder: Path, files: dict[str, str], arguments: list[str], end: str) -> str:
@@ -158,12 +158,12 @@ MARKED = "import pytest\n\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n\n\n
         ("slow and not bare", "1 deselected, 1 error"),
     ],
 )
-def test_files_without_a_test_that_is_asked_for_are_not_imported(marks: str, end: str, tmp_path: Path) -> None:
+def test_files_without_a_selected_test_are_not_imported(marks: str, end: str, tmp_path: Path) -> None:
     files = {"test_marked.py": MARKED, "test_other.py": "raise AssertionError('imported')\n"}
     run_pytest(tmp_path, files, ["-m", marks], end)
 
 
-def test_markers_that_files_are_chosen_by_stand_in_the_files_of_their_tests() -> None:
+def test_selecting_markers_are_written_in_the_files_of_their_tests() -> None:
     written = re.compile(rf"mark\.({'|'.join(MARKERS)})\b")
     support = [file for file in TESTS.rglob("*.py") if not file.name.startswith("test_")]
     assert len(support) > 20

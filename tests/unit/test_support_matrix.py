@@ -27,7 +27,7 @@ def test_every_refusal_has_its_footnote_and_every_footnote_its_refusal() -> None
     assert marks == notes
 
 
-def test_a_cell_is_what_the_plan_answers() -> None:
+def test_cell_of_the_matrix_is_the_answer_of_the_plan() -> None:
     assert refusals(Combination("text-generation", "`tensor: 2`")) == ()
     assert [each.path for each in refusals(Combination("summarization", "`tensor: 2`"))] == ["spec.parallelism.tensor"]
     refused = {name for name in LAUNCHERS if refusals(Combination(launcher=name))}

@@ -54,8 +54,8 @@ class Key:
         written: dict[str, Any] = kind.to_jwk(self.private.public_key(), as_dict=True)
         return {**written, "kid": self.name, "use": "sig", "alg": self.algorithm}
 
-    def sign(self, said: Mapping[str, Any], **header: Any) -> str:
-        return jwt.encode(dict(said), self.private, self.algorithm, headers={"kid": self.name, **header})
+    def sign(self, payload: Mapping[str, Any], **header: Any) -> str:
+        return jwt.encode(dict(payload), self.private, self.algorithm, headers={"kid": self.name, **header})
 
     def pem(self) -> bytes:
         public: bytes = self.private.public_key().public_bytes(
@@ -80,7 +80,7 @@ CURVES = {
 def claims(**changes: Any) -> dict[str, Any]:
     """Return an API server's claims in the token of a pod; None removes a claim."""
     now = int(time.time())
-    said = {
+    payload = {
         "aud": [PROGRESS_AUDIENCE],
         "exp": now + 3600,
         "iat": now,
@@ -96,7 +96,7 @@ def claims(**changes: Any) -> dict[str, Any]:
         "sub": f"system:serviceaccount:{POD.namespace}:default",
         **changes,
     }
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in payload.items() if value is not None}
 
 
 def place(**changes: Any) -> dict[str, Any]:
@@ -253,7 +253,7 @@ USELESS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("case", USELESS)
-def test_keys_that_cannot_verify_are_passed_over_and_without_others_there_are_none(case: str) -> None:
+def test_unusable_keys_are_skipped_and_required_to_leave_one(case: str) -> None:
     described = {"issuer": ISSUER}
     assert set(IssuerKeys.of(described, {"keys": [*USELESS[case], OTHER.public()]}).keys) == {"rsa-2"}
     with pytest.raises(KeysUnavailableError, match="no supported key"):
@@ -302,7 +302,7 @@ def test_another_issuer_is_found_when_a_token_shows_it() -> None:
     assert asyncio.run(go()) == [POD, 2]
 
 
-def test_tokens_with_unknown_keys_do_not_have_the_keys_read_more_often_than_every_half_minute() -> None:
+def test_unknown_key_ids_refresh_the_keys_at_most_every_half_minute() -> None:
     async def go() -> list[Any]:
         issuer = Issuer()
         reviewer = issuer.reviewer()

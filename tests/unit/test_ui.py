@@ -26,7 +26,7 @@ from suite_plugins.patience import patient
 from ui_support import Client, history_lines, serving, write_run
 
 
-def words(html: str) -> str:
+def text_of(html: str) -> str:
     """Return the text of a page, in one line."""
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
 
@@ -223,11 +223,11 @@ def test_the_list_shows_the_runs_with_their_states(client: Client) -> None:
         "planned": "not started",
         "broken": "damaged",
     }
-    assert "accuracy 0.9125" in words(page)
+    assert "accuracy 0.9125" in text_of(page)
 
 
 def test_the_page_of_a_run_shows_metrics_gate_stages_curves_log_and_plan(client: Client) -> None:
-    text = words(client.page("run", "finished"))
+    text = text_of(client.page("run", "finished"))
     for part in (
         "finished succeeded",
         "accuracy 0.9125 0.5",
@@ -243,7 +243,7 @@ def test_the_page_of_a_run_shows_metrics_gate_stages_curves_log_and_plan(client:
 
 
 def test_failed_run_shows_cause_and_hint_and_interrupted_run_its_step(client: Client) -> None:
-    failed, stopped = words(client.page("run", "failed")), words(client.page("run", "stopped"))
+    failed, stopped = text_of(client.page("run", "failed")), text_of(client.page("run", "stopped"))
     assert "OutOfMemory (HostMemory) in train, rank 1, exit code 137 It took <all>. Take less." in failed
     assert "train failed" in failed
     assert "train stopped" in stopped
@@ -251,7 +251,7 @@ def test_failed_run_shows_cause_and_hint_and_interrupted_run_its_step(client: Cl
 
 
 def test_damaged_run_lists_its_unreadable_files(client: Client) -> None:
-    text = words(client.page("run", "broken"))
+    text = text_of(client.page("run", "broken"))
     assert "plan.json is damaged: it is not JSON." in text
     assert "failure.json cannot be read: it is not a regular file." in text
 
@@ -259,11 +259,11 @@ def test_damaged_run_lists_its_unreadable_files(client: Client) -> None:
 def test_compare_page_shows_runs_and_differing_settings(tmp_path: Path) -> None:
     write_run(tmp_path, "first")
     other = write_run(tmp_path, "second", spec={"training": {"learningRate": 0.001, "seed": 7}})
-    told = json.loads(other.metrics.read_text())
-    other.metrics.write_text(json.dumps({**told, "evaluate": {"accuracy": 0.5, "loss": 1e999, "f1": 10**400}}))
+    metrics = json.loads(other.metrics.read_text())
+    other.metrics.write_text(json.dumps({**metrics, "evaluate": {"accuracy": 0.5, "loss": 1e999, "f1": 10**400}}))
     with serving(tmp_path) as client:
         page = client.send("/compare?run=first&run=second&run=gone&run=first").text
-    text = words(page)
+    text = text_of(page)
     assert re.search(r'<td class="number best">0.9125</td><td class="number">0.5000</td>', page)
     assert "training.seed 42 7" in text
     assert "training.learningRate" in text
@@ -362,8 +362,8 @@ def test_secrets_are_hidden_in_every_page_and_log(tmp_path: Path) -> None:
     paths = write_run(tmp_path, "first", log=log)
     failure = {"class": "ProgramError", "reason": "X", "message": f"refused {token}", "stage": "train", "logTail": log}
     (paths.root / "failure.json").write_text(json.dumps(failure))
-    told = json.loads(paths.job.read_text()) | {"env": [{"name": "API_TOKEN", "value": "sesame-open"}]}
-    paths.job.write_text(json.dumps(told))
+    document = json.loads(paths.job.read_text()) | {"env": [{"name": "API_TOKEN", "value": "sesame-open"}]}
+    paths.job.write_text(json.dumps(document))
     (paths.logs / "predict.log").write_text("the program printed sesame-open\n")
     with serving(tmp_path) as client:
         shown = client.page("run", "first") + client.page("run", "first", "log", "train") + client.page()
@@ -455,7 +455,7 @@ def test_nothing_is_written(workspace: Path, client: Client) -> None:
 
 def test_a_workspace_that_is_not_there_is_an_empty_list_and_stays_away(tmp_path: Path) -> None:
     with serving(tmp_path / "runs") as client:
-        assert "There are no runs in" in words(client.page())
+        assert "There are no runs in" in text_of(client.page())
     assert not (tmp_path / "runs").exists()
 
 

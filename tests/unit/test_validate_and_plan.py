@@ -88,7 +88,7 @@ def node_decides(job: FineTuneJob, path: str) -> bool:
     return certain_processes(job.spec) is None and (resources.gpus_per_node == "auto" or spreads)
 
 
-def test_the_planner_takes_what_validate_accepts_unless_the_node_decides() -> None:
+def test_planner_accepts_valid_jobs_unless_the_node_decides() -> None:
     source, planned, left_to_nodes = random.Random(18), 0, 0
     for _ in range(DRAWN):
         job, problems = validate_job(document(drawn(source)), CLUSTER_SETTINGS)
@@ -106,7 +106,7 @@ def test_the_planner_takes_what_validate_accepts_unless_the_node_decides() -> No
     assert left_to_nodes
 
 
-TOLD: dict[str, tuple[dict[str, Any], str]] = {
+PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "a batch that 16 GPUs do not divide": (
         {"training": {"globalBatchSize": 100, "microBatchSize": 4}, "resources": {"nodes": 2, "gpusPerNode": 8}},
         "training.globalBatchSize",
@@ -131,9 +131,9 @@ TOLD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", TOLD)
+@pytest.mark.parametrize("case", PROBLEMS)
 def test_validate_and_plan_refuse_the_same_field(case: str) -> None:
-    spec, path = TOLD[case]
+    spec, path = PROBLEMS[case]
     job, problems = validate_job(document(spec), CLUSTER_SETTINGS)
     assert job is None
     assert [problem.path for problem in problems] == [f"spec.{path}"]
@@ -154,7 +154,7 @@ def test_validate_and_plan_refuse_the_same_field(case: str) -> None:
         ({"gpusPerNode": 8, "processesPerNode": 2}, {}, 2),
     ],
 )
-def test_ranks_are_certain_where_the_node_has_no_say(
+def test_number_of_ranks_is_known_where_no_node_decides(
     resources: dict[str, Any], parallelism: dict[str, Any], ranks: int | None
 ) -> None:
     spec = {"resources": resources, "parallelism": parallelism, "training": {"globalBatchSize": 96}}

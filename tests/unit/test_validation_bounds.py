@@ -114,8 +114,8 @@ LONG_TEXTS = {
     ids=[*WIDE, *LONG_TEXTS],
 )
 def test_a_job_that_is_too_large_is_refused_where_it_becomes_so(value: Any, rule: str) -> None:
-    asked = job(training={"epochs": 1, "globalBatchSize": 8, "arguments": {"x": value}})
-    read, (problem,) = validate_job(asked)
+    checked = job(training={"epochs": 1, "globalBatchSize": 8, "arguments": {"x": value}})
+    read, (problem,) = validate_job(checked)
     assert read is None
     assert rule in problem.rule
     assert problem.path.startswith("spec.training.arguments")

@@ -11,15 +11,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeGuard, TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from finetune_operator.api.foreign_names import find_value
-from finetune_operator.api.hints import NameHint, missing, unknown_name, wrong_value
-from finetune_operator.api.meant_values import plain_meaning
+from finetune_operator.api.hints import Around, NameHint, missing, unknown_name, wrong_value
+from finetune_operator.api.meant_columns import meant_task
+from finetune_operator.api.meant_uris import on_hub
+from finetune_operator.api.meant_values import named_settings, plain_meaning
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
-from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, find
+from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, accepts, find
 
 Path: TypeAlias = tuple[PathPart, ...]
 Model = TypeVar("Model", bound=BaseModel)
@@ -61,6 +63,8 @@ def read_fields(
     faults: dict[Path, Problem] = {}
     removed: set[Path] = set()
     corrected: set[Path] = set()
+    unwrapped: set[Path] = set()
+    """Objects that were written as lists: the problems of their fields are reported, too."""
     for _ in range(_DEEPEST):
         try:
             # JSON text, because pydantic's strict mode takes lists for tuples there only.
@@ -71,21 +75,35 @@ def read_fields(
                 (_document_path(shape, entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)
             ]
             parents = {path[:length] for path, _ in entries for length in range(len(path))}
+            # Names first: one that stands for a required field says so, and the field is not missing as well.
+            entries.sort(key=lambda entry: prefix == ("spec",) and entry[1] == "missing")
             for path, kind in entries:
                 # `auto` or an object: if a field of the object is wrong, the error that it is not `auto` is noise.
-                if path in parents:
+                if path in parents or (kind == "missing" and value_at(remainder, path) is not None):
                     continue
                 seen = value if value_at(value, path) is not None else remainder
-                if not any(path[:length] in faults for length in range(len(path) + 1)):
+                above = {path[:length] for length in range(len(path))}
+                if path not in faults and not above & faults.keys() - unwrapped:
                     faults[path] = _field_problem(shape, path, kind, seen, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
                     return Read(None, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
-                place, intended = _intended(shape, path, kind, seen, prefix, faults[path])
+                problem = faults.get(path)
+                if problem is None:  # It is below a faulty field, which is reported.
+                    removed.add(_remove(shape, remainder, path, placeholders or {}))
+                    continue
+                listed = isinstance(value_at(seen, path), list)
+                place, intended = _intended(shape, path, kind, seen, prefix, problem)
                 if place == path and path not in corrected and _set(remainder, path, intended):
                     corrected.add(path)
+                    unwrapped |= {path} if listed else set()
                     continue
+                settings = _settings(shape, path, kind, seen, prefix, problem)
+                settings += [] if place is None else [(place, intended)]
                 removed_path = _remove(shape, remainder, path, placeholders or {})
-                if place is None or not _put(remainder, place, intended):
+                written = [_put(remainder, field, setting) for field, setting in settings]
+                # A name that is simply left out is no reason to skip a rule on its object.
+                left_out = kind == "extra_forbidden" and re.fullmatch(r"leave it out(:.*)?", problem.hint)
+                if not any(written) and not left_out:
                     removed.add(removed_path)
     return Read(None, tuple(faults.values()), tuple(faults), frozenset(removed), frozenset(corrected))
 
@@ -138,7 +156,7 @@ def _field_problem(
         return _unknown(full, value, _name_hint(root, path, document, prefix))
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
-    rule, hint = wrong_value(shape, full, value, schemes)
+    rule, hint = wrong_value(shape, full, value, schemes, _around(path, document))
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
     return Problem(format_path(full), describe_value(value, full), rule, hint, reason=reason)
 
@@ -162,13 +180,9 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     """Find the hint for the unknown field at `path` of a document located at `prefix`."""
     parent = find(root, path[:-1])
     names = tuple(parent.body.fields) if parent and isinstance(parent.body, Fields) else ()
-    task = document.get("task") if isinstance(document, dict) else None
-    columns = value_at(document, ("dataset", "columns"))
-    if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
-        task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
     value = value_at(document, path)
-    data = value_at(document, ("dataset", "uri"))
-    hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), task=task, data=data)
+    around = _around(path, document)
+    hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), around=around)
     setting = _SETTING_HINT.fullmatch(hint.text)
     given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
     if setting is None or not isinstance(given, str) or given == "auto" or setting[2] == given:
@@ -180,6 +194,30 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
         )
     current = describe_value(given, path)
     return NameHint(f"leave it out: spec.{setting[1]} is already {current}; or replace that value")
+
+
+def _around(path: Path, document: JsonValue) -> Around:
+    """Return the fields of a spec on which the meaning of the field at `path` depends."""
+    task = document.get("task") if isinstance(document, dict) else None
+    columns = value_at(document, ("dataset", "columns"))
+    if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
+        task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
+    above = value_at(document, path[:-1])
+    data = value_at(document, ("dataset", "uri"))
+    return Around(meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document))
+
+
+def _processes(document: JsonValue) -> int | None:
+    """Return the number of training processes as far as a spec gives it; None: the plan decides."""
+    resources = value_at(document, ("resources",))
+    given = resources if isinstance(resources, dict) else {}
+    nodes, gpus, here = given.get("nodes", 1), given.get("gpusPerNode"), given.get("processesPerNode")
+    of_node = here if _is_count(here) else gpus
+    return nodes * of_node if _is_count(nodes) and _is_count(of_node) else None
+
+
+def _is_count(value: JsonValue) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def value_at(value: JsonValue, path: Path) -> JsonValue:
@@ -216,6 +254,23 @@ def _intended(
     hint = _name_hint(root, path, document, prefix)
     place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
     return (place, value) if place and find(root, place) is not None else (None, None)
+
+
+def _settings(
+    root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path, problem: Problem
+) -> list[tuple[Path, JsonValue]]:
+    """Return the fields and values that a hint asks to set instead of the field at `path`."""
+    if prefix != ("spec",) or any(isinstance(part, int) for part in path) or kind == "missing":
+        return []
+    unknown = kind == "extra_forbidden"
+    settings = _name_hint(root, path, document, prefix).settings if unknown else named_settings(problem.hint)
+    found = []
+    for field, value in settings.items():
+        place: Path = tuple(field.split(".")[1:])
+        shape = find(root, place)
+        if shape is not None and accepts(shape, value):
+            found.append((place, value))
+    return found
 
 
 def _set(document: JsonValue, path: Path, value: JsonValue) -> bool:

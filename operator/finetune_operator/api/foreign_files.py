@@ -6,7 +6,7 @@ fine beside a FineTuneJob; in a file without one, somebody mistook it for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
 
@@ -15,12 +15,12 @@ from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF,
 from finetune_operator.api.hints import (
     accepted_field_value,
     accepted_value,
-    as_uri,
     named_inside,
-    on_hub,
     place_of,
+    rows_of_a_step,
     shown_value,
 )
+from finetune_operator.api.meant_uris import as_uri, on_hub
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
@@ -30,7 +30,7 @@ DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
 ACCELERATE = "accelerate"
 _LEAST = 3
 """Minimum names of another tool that make a document its configuration; fewer are reported one by one."""
-_GLOBAL_BATCH, _MICRO_BATCH = "spec.training.globalBatchSize", "spec.training.microBatchSize"
+_GLOBAL_BATCH = "spec.training.globalBatchSize"
 _MOST = 32
 """Maximum number of names that a message translates."""
 _MARKS: Mapping[str, frozenset[str]] = {
@@ -66,11 +66,12 @@ _WORKLOADS = frozenset({
 def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
     """Return the one problem of a document that is, or whose spec is, another tool's configuration; else None."""
     spec = value.get("spec")
-    if (workspace := _workspace(value)) is not None:
-        return workspace
+    for path, inner in (("", value), ("spec", spec if isinstance(spec, dict) else {})):
+        if (workspace := _workspace(path, inner)) is not None:
+            return workspace
     for path, inner, known in (
         ("", value, DOCUMENT),
-        ("spec", spec if isinstance(spec, dict) else {}, tuple(_spec_fields())),
+        ("spec", spec if isinstance(spec, dict) else {}, tuple(spec_fields())),
     ):
         names = [name for name in inner if name not in known]
         tool = _tool(names)
@@ -79,7 +80,8 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
     return None
 
 
-def _spec_fields() -> Iterator[str]:
+def spec_fields() -> Iterator[str]:
+    """Yield the names of the fields of `spec`."""
     body = spec_shape().body
     assert isinstance(body, Fields)
     yield from body.fields
@@ -99,20 +101,21 @@ def _configuration_problem(
 ) -> Problem:
     fields: dict[str, list[str]] = {}
     values: dict[str, str] = {}
-    left_out = []
-    hub = _data_on_hub(spec)
+    left_out, hub = [], _data_on_hub(spec)
 
     def translate(name: str, field: str, accepted: str = "") -> None:
         if not field:
             left_out.append(name)
             return
         fields.setdefault(field, []).append(name)
-        values[field] = values.get(field) or accepted
+        values[field] = accepted if accepted.endswith(": qlora") else values.get(field) or accepted
 
     for name, value in spec.items():
         known = find_value(f"spec.{name}", value) if path else None
         for field, instead in known.instead.items() if known is not None else ():
             fields[field], values[field] = [name], f": {instead}"
+        if path and name not in given and isinstance(value, str) and name in _TEXTS:
+            translate(name, *_TEXTS[name](value))
         for inner, field, accepted in named_inside(name, name, value) if path and name not in given else ():
             if not field or not field.endswith(f".{inner}"):
                 translate(inner, field, accepted)
@@ -155,6 +158,24 @@ def _configuration_problem(
     )  # fmt: skip
 
 
+def _address_of(field: str) -> Callable[[str], tuple[str, str]]:
+    """Return a function that gives the field of an address, and the URI if the address is a path or a repository."""
+
+    def read(value: str) -> tuple[str, str]:
+        uri = as_uri(value) if "/" in value else None
+        return field, f": {uri}" if uri else ""
+
+    return read
+
+
+_TEXTS: Mapping[str, Callable[[str], tuple[str, str]]] = {
+    "model": _address_of("spec.model.uri"),
+    "dataset": _address_of("spec.dataset.uri"),
+    "template": lambda _: ("", ""),
+}
+"""Objects of ours that are text in other tools -> the field that it belongs to (empty: none), and the value."""
+
+
 def _data_on_hub(spec: Mapping[str, JsonValue]) -> bool:
     """Return True if the data set that another tool's configuration names is on the Hub."""
     for name, value in spec.items():
@@ -167,16 +188,9 @@ def _data_on_hub(spec: Mapping[str, JsonValue]) -> bool:
 
 def _rows_of_a_step(spec: Mapping[str, JsonValue]) -> str:
     """Compute the global batch from micro-batch, accumulation and processes, as far as they are given."""
-    counts: dict[str, int] = {}
     inner = [value for value in spec.values() if isinstance(value, dict)]
-    for name, value in ((name, value) for each in (spec, *inner) for name, value in each.items()):
-        row = find_name(name, "")
-        if row is not None and row.field in (_GLOBAL_BATCH, _MICRO_BATCH) and isinstance(value, int) and value > 0:
-            counts[row.field] = value
-    if len(counts) < 2:
-        return ""
-    rows = counts[_GLOBAL_BATCH] * counts[_MICRO_BATCH]
-    return f": {rows} ({counts[_MICRO_BATCH]} x {counts[_GLOBAL_BATCH]}) x the number of processes"
+    rows = rows_of_a_step({name: value for each in (*inner, spec) for name, value in each.items()}, None)[1]
+    return f": {rows}" if rows else ""
 
 
 def _alpaca_columns(spec: Mapping[str, JsonValue]) -> Sequence[tuple[str, str]]:
@@ -195,14 +209,17 @@ def _address(value: JsonValue) -> JsonValue:
     return value
 
 
-def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
-    """Return the problem of a KAITO Workspace, whose parts stand beside metadata; None for any other document."""
+def _workspace(path: str, value: Mapping[str, JsonValue]) -> Problem | None:
+    """Return the problem of a KAITO Workspace, whose parts stand beside metadata or below `spec`; None for any other
+    document.
+    """
     if not {"tuning", "resource"} <= set(value) and not {"inference", "resource"} <= set(value):
         return None
+    begin = "" if path else f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and "
+    begin += "" if path and "task" in value else f"{'begin with ' * bool(path)}spec.task, e.g. text-generation; then "
     return Problem(
-        "", None, f"this is a Workspace of KAITO, whose field names differ from those of a {KIND}",
-        f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task, e.g. text-generation; then "
-        "tuning.preset.name is spec.model.uri, with hf://organisation/ before it; tuning.method is "
+        path, None, f"this is a Workspace of KAITO, whose field names differ from those of a {KIND}",
+        f"{begin}tuning.preset.name is spec.model.uri, with hf://organisation/ before it; tuning.method is "
         "spec.model.adapter.method; tuning.input is "
         f"{_workspace_data(value)}; "
         "`spec.training: {}` trains; resource.count is spec.resources.nodes, and each node has "

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from pydantic import JsonValue
 
+from finetune_contract.metrics import LOWER_IS_BETTER
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 HF, AXOLOTL, FACTORY, DEEPSPEED, KUBERNETES = "Hugging Face", "axolotl", "LLaMA-Factory", "DeepSpeed", "Kubernetes"
@@ -45,6 +46,8 @@ class ForeignName:
     """Function that converts the given value into values by field path, if one field does not accept it unchanged;
     empty result: no conversion, and `field` and `hint` are the answer.
     """
+    writes_beside: Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]] | None = None
+    """Function like `writes` that also gets the object with the name, if the meaning depends on its other fields."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,75 @@ def _held_out(given: JsonValue) -> Mapping[str, JsonValue]:
     return {"spec.dataset.splits.train": f"train[:{kept}%]", "spec.dataset.splits.validation": f"train[{kept}%:]"}
 
 
+_DATA_FILE = re.compile(r"(?:file://)?(?P<folder>.*/)?(?P<stem>[^/]+?)\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?")
+"""Path of a file with rows."""
+_OTHER_FILES = re.compile(
+    r"(?:validation|valid|val|dev|eval|evaluation|test)(?:file|files|data|dataset|path|uri|set|csv)?"
+)
+"""Names of the files beside that of the train split, as `plain` writes them."""
+
+
+def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]]:
+    """Return a function that converts the file of a split into the folder of all files and the split's name there, and
+    a train file alone into its address.
+    """
+
+    def write(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        found = _DATA_FILE.fullmatch(given) if isinstance(given, str) else None
+        if found is None:
+            return {}
+        split: Mapping[str, JsonValue] = {f"{_SPLITS}{role}": found["stem"]}
+        if role != "train":
+            return split
+        if not any(_OTHER_FILES.fullmatch(plain(name)) for name in beside):
+            return {"spec.dataset.uri": f"file://{str(given).removeprefix('file://').removeprefix('./')}"}
+        folder = (found["folder"] or ".").removeprefix("./").removesuffix("/") or "/"
+        return {"spec.dataset.uri": f"file://{folder}", **split}
+
+    return write
+
+
+def _config_name(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Convert the name of a data set whose address stands beside it: it is that of its configuration."""
+    named = any(isinstance(beside.get(address), str) for address in ("uri", "path", "id", "repo", "repo_id"))
+    return {"spec.dataset.config": given} if named and isinstance(given, str) and "/" not in given else {}
+
+
+_GATE = "spec.evaluation.gate."
+_LIMITS = frozenset(
+    name.replace("_", "")
+    for name in (
+        "threshold", "min", "max", "at_least", "at_most", "lower_bound", "upper_bound", "min_value", "max_value",
+        "value", "minimum", "maximum", "target", "goal",
+    )
+)  # fmt: skip
+"""Names of the limit of a gate."""
+
+
+def _measured(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Convert one metric below `evaluation`: with a limit beside it, it is that of the gate."""
+    if not isinstance(given, str) or not given:
+        return {}
+    if any(plain(name) in _LIMITS for name in beside):
+        return {f"{_GATE}metric": given}
+    return {"spec.evaluation.metrics": [given]}
+
+
+def _limit(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Convert a limit whose side follows from the operator or the metric beside it."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return {}
+    named = next((beside[name] for name in ("metric", "name", "metric_name") if isinstance(beside.get(name), str)), "")
+    sign = next((str(beside[name]) for name in beside if plain(name) in _OPERATORS), "")
+    metric = plain(str(named)).removeprefix("eval")
+    lower = plain(sign) in ("lt", "lte", "le", "max", "below", "less") or sign.startswith("<")
+    lower = lower or (not sign and metric in {*map(plain, LOWER_IS_BETTER), "ppl"})
+    return {f"{_GATE}{'maximum' if lower else 'minimum'}": given}
+
+
+_OPERATORS = frozenset({"operator", "op", "comparison", "direction", "mode", "condition"})
+
+
 def _first_rows(given: JsonValue) -> Mapping[str, JsonValue]:
     whole = isinstance(given, int) and not isinstance(given, bool) and given > 0
     return {"spec.dataset.splits.train": f"train[:{given}]"} if whole else {}
@@ -109,6 +181,32 @@ def _tracked(tracker: str, variable: str) -> Callable[[JsonValue], Mapping[str, 
     return write
 
 
+_CLAIM_NAMES = frozenset({"pvc", "pvcname", "claim", "claimname", "persistentvolumeclaim", "volumeclaim"})
+_CLAIM_PATHS = frozenset({"path", "subpath", "folder", "dir", "directory", "file", "pathinclaim"})
+
+
+def _claim(block: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]]:
+    """Return a function that converts a claim, with a path beside it, into the URI of a block."""
+
+    def write(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        claim = next((each for name, each in beside.items() if plain(name) in _CLAIM_NAMES), None)
+        if not isinstance(claim, str) or not re.fullmatch(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?", claim):
+            return {}
+        path = next((each for name, each in beside.items() if plain(name) in _CLAIM_PATHS), "")
+        rest = str(path).strip("/")
+        return {f"spec.{block}.uri": f"pvc://{claim}/{rest}".rstrip("/")} if "://" not in rest else {}
+
+    return write
+
+
+def _duration(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert a duration of Composer: `3ep` are epochs, `1000ba` batches."""
+    found = re.fullmatch(r"([0-9]+)\s*(ep|ba)", given) if isinstance(given, str) else None
+    if found is None:
+        return {}
+    return {"spec.training.epochs" if found[2] == "ep" else "spec.training.maxSteps": int(found[1])}
+
+
 def _on_instances(given: JsonValue) -> Mapping[str, JsonValue]:
     return {"spec.template.nodeSelector": {_INSTANCE_TYPE: given}} if isinstance(given, str) and given else {}
 
@@ -128,7 +226,7 @@ NAMES: tuple[ForeignName, ...] = (
     # ---- model
     ForeignName(
         ("model_name_or_path", "base_model", "model_name", "model_id", "base_model_name_or_path", "pretrained_model",
-         "pretrained_model_name_or_path", "model_path"),
+         "pretrained_model_name_or_path", "model_path", "pretrained", "backbone"),
         EVERYBODY, "spec.model.uri", "hf:// before the name of a Hub repository, file:// before a path",
     ),
     ForeignName(
@@ -141,6 +239,7 @@ NAMES: tuple[ForeignName, ...] = (
         EVERYBODY, None, _TOKENIZER,
     ),
     ForeignName(("model_revision", "revision_of_model"), f"{HF}, {AXOLOTL}", "spec.model.revision"),
+    ForeignName(("branch", "tag", "commit", "version", "ref"), HF, "spec.model.revision", under=("model",)),
     ForeignName(
         ("adapter", "finetuning_type", "peft_type", "peft_method", "tuner_type"), EVERYBODY, "spec.model.adapter.method"
     ),
@@ -150,7 +249,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("qlora",), EVERYBODY, "spec.model.adapter.method", "beside it, r is rank, lora_alpha alpha", "qlora"),
     ForeignName(("use_dora", "peft_use_dora"), EVERYBODY, "spec.model.adapter.method", value="dora"),
-    ForeignName(("type", "name"), HF, "spec.model.adapter.method", under=("adapter",)),
+    ForeignName(("type", "name", "kind"), HF, "spec.model.adapter.method", under=("adapter",)),
+    ForeignName(("type", "kind"), HF, "spec.model.adapter.method", under=("peft", "lora", "qlora")),
     ForeignName(("lora_r", "lora_rank"), EVERYBODY, "spec.model.adapter.rank"),
     ForeignName(("r",), HF, "spec.model.adapter.rank", under=("adapter", "model")),
     ForeignName(("lora_alpha",), EVERYBODY, "spec.model.adapter.alpha"),
@@ -158,6 +258,10 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("lora_target_modules", "lora_target"), EVERYBODY, "spec.model.adapter.targetModules",
         "auto stands for all linear layers",
+    ),
+    ForeignName(
+        ("target", "targets", "modules"), HF, "spec.model.adapter.targetModules", "auto stands for all linear layers",
+        under=("adapter", "lora", "peft", "qlora", "lora_config", "peft_config"),
     ),
     ForeignName(("lora_target_linear",), AXOLOTL, "spec.model.adapter.targetModules", "which is the default", "auto"),
     ForeignName(
@@ -184,13 +288,35 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     # ---- data
     ForeignName(
-        ("dataset_name", "datasets", "dataset_path", "data_path", "data_files", "train_file", "train_data",
-         "train_dataset", "training_data", "dataset_dir", "data", "dataset_id"),
+        ("dataset_name", "datasets", "dataset_path", "data_path", "data_files", "dataset_dir", "data", "dataset_id"),
         EVERYBODY, "spec.dataset.uri", "hf:// before the name of a Hub repository, file:// before a path",
     ),
     ForeignName(
-        ("name", "path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
+        ("train_file", "train_data", "train_dataset", "training_data", "training_file", "train_path", "train_uri",
+         "train_csv", "train_set"),
+        EVERYBODY, "spec.dataset.uri",
+        "hf:// before the name of a Hub repository, file:// before a path", writes_beside=_data_file("train"),
+    ),
+    *(
+        ForeignName(
+            names, EVERYBODY, f"{_SPLITS}{role}", under=("dataset", "data_files", "files"),
+            writes_beside=_data_file(role),
+        )
+        for role, names in (
+            ("train", ("train", "training")),
+            ("validation", ("validation", "val", "valid", "dev", "eval")),
+            ("test", ("test", "testing")),
+        )
+    ),
+    ForeignName(
+        ("name",), EVERYBODY, "spec.dataset.uri",
+        "hf:// before the name of a Hub repository; the name of a configuration is spec.dataset.config",
+        under=("dataset",), writes_beside=_config_name,
+    ),
+    ForeignName(
+        ("path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
         "hf:// before the name of a Hub repository, file:// before a path", under=("dataset",),
+        writes_beside=_claim("dataset"),
     ),
     ForeignName(
         ("format", "data_format", "file_format"), EVERYBODY, None,
@@ -208,7 +334,9 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("test_split",), EVERYBODY, "spec.dataset.splits.test"),
     ForeignName(
-        ("uri", "file", "data", "data_file", "input", "inputs"), EVERYBODY, "spec.predict.dataset.uri",
+        ("uri", "file", "data", "data_file", "input", "inputs", "input_path", "input_file", "input_uri", "input_data",
+         "path"),
+        EVERYBODY, "spec.predict.dataset.uri",
         under=("predict",),
     ),
     ForeignName(
@@ -228,13 +356,18 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),
     ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are truncated to spec.preparation.maxLength"),
     ForeignName(
-        ("validation_file", "eval_dataset", "eval_file", "validation_data", "dev_file"), EVERYBODY,
+        ("validation_file", "eval_dataset", "eval_file", "validation_data", "dev_file", "eval_data", "eval_path",
+         "validation_path", "val_path", "val_file", "dev_path", "eval_set", "validation_set"),
+        EVERYBODY,
         "spec.dataset.splits.validation",
         "the file's name without its extension; spec.dataset.uri is the folder of all files", same=False,
+        writes_beside=_data_file("validation"),
     ),
     ForeignName(
-        ("test_file", "test_datasets", "test_dataset", "test_data"), EVERYBODY, "spec.dataset.splits.test",
+        ("test_file", "test_datasets", "test_dataset", "test_data", "test_path", "test_set"), EVERYBODY,
+        "spec.dataset.splits.test",
         "the file's name without its extension; spec.dataset.uri is the folder of all files", same=False,
+        writes_beside=_data_file("test"),
     ),
     ForeignName(
         ("val_set_size", "val_size", "validation_split_percentage", "test_size", "validation_size", "eval_size",
@@ -264,7 +397,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "block_size", "model_max_length", "seq_length",
          "seq_len", "max_source_length", "max_length", "max_input_length", "max_prompt_length", "max_len",
-         "context_length"),
+         "context_length", "max_position_embeddings", "context_window"),
         EVERYBODY, "spec.preparation.maxLength", "in tokens",
     ),
     ForeignName(("sample_packing", "pack_sequences"), f"{AXOLOTL}, {FACTORY}", "spec.preparation.packing"),
@@ -343,6 +476,14 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("optim", "optimizer_type", "optimizer_name"), EVERYBODY, "spec.training.optimizer"),
     ForeignName(("random_seed", "random_state", "data_seed"), EVERYBODY, "spec.training.seed"),
     ForeignName(("label_smoothing_factor",), HF, "spec.training.labelSmoothing"),
+    ForeignName(
+        ("monitor", "watch", "metric_name"), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.metric",
+        under=("earlyStopping", "early_stopping"),
+    ),
+    ForeignName(
+        ("mode", "direction"), HF, None, "leave it out: the metric determines it",
+        under=("earlyStopping", "early_stopping"),
+    ),
     ForeignName(("early_stopping_patience",), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.patience"),
     ForeignName(("metric_for_best_model",), EVERYBODY, "spec.training.earlyStopping.metric"),
     ForeignName(
@@ -418,13 +559,27 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("do_train",), f"{HF}, {FACTORY}", "spec.training", "{} takes the defaults", {}),
     ForeignName(("do_predict", "inference", "prediction"), f"{HF}, {FACTORY}", "spec.predict",
         "{} takes the defaults", {}),
+    ForeignName(
+        ("eval", "evaluate", "validate", "testing", "do_test"), f"{HF}, {AXOLOTL}", "spec.evaluation",
+        "{} takes the defaults", {}, under=("spec", ""),
+    ),
     ForeignName(("save_steps", "save_interval", "checkpoint_interval"), EVERYBODY, "spec.checkpoints.every.steps"),
+    ForeignName(
+        ("interval", "frequency", "save_every", "period", "save_interval", "checkpoint_every", "schedule"), EVERYBODY,
+        "spec.checkpoints.every", under=("checkpoints",),
+    ),
     ForeignName(
         ("save_strategy", "saves_per_epoch"), EVERYBODY, None,
         "leave it out: spec.checkpoints.every sets the interval, as auto, {steps: N} or {minutes: N}",
     ),
     ForeignName(
-        ("save_total_limit", "keep_last_n_checkpoints", "max_checkpoints"), EVERYBODY, "spec.checkpoints.keep"
+        ("save_total_limit", "keep_last_n_checkpoints", "max_checkpoints", "max_to_keep", "keep_last_n",
+         "keep_checkpoints"),
+        EVERYBODY, "spec.checkpoints.keep",
+    ),
+    ForeignName(
+        ("path", "dir", "directory", "folder", "location", "output", "storage"), EVERYBODY, None,
+        "leave it out: checkpoints are kept in spec.storage.workspace", under=("checkpoints",),
     ),
     ForeignName(
         ("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume"), EVERYBODY, "spec.checkpoints.resume",
@@ -456,19 +611,43 @@ NAMES: tuple[ForeignName, ...] = (
         ("compute_metrics", "eval_metric", "eval_metrics", "metric_name"), HF, "spec.evaluation.metrics",
         "a list", same=False,
     ),
-    ForeignName(("metric",), HF, "spec.evaluation.metrics", "a list", under=("evaluation",), same=False),
     ForeignName(
-        ("threshold", "min", "at_least", "lower_bound", "min_value", "value"), EVERYBODY,
-        "spec.evaluation.gate.minimum", under=("gate",),
+        ("metric",), HF, "spec.evaluation.metrics", "a list", under=("evaluation",), same=False,
+        writes_beside=_measured,
     ),
     ForeignName(
-        ("max", "at_most", "upper_bound", "max_value"), EVERYBODY, "spec.evaluation.gate.maximum", under=("gate",)
+        ("threshold", "value", "target", "goal"), EVERYBODY, "spec.evaluation.gate.minimum",
+        under=("gate", "evaluation"), writes_beside=_limit,
+    ),
+    ForeignName(
+        ("min", "at_least", "lower_bound", "min_value"), EVERYBODY, "spec.evaluation.gate.minimum",
+        under=("gate", "evaluation"),
+    ),
+    ForeignName(
+        ("max", "at_most", "upper_bound", "max_value"), EVERYBODY, "spec.evaluation.gate.maximum",
+        under=("gate", "evaluation"),
+    ),
+    ForeignName(
+        ("operator", "op", "comparison", "direction", "mode", "condition"), EVERYBODY, None,
+        "leave it out: minimum is a lower limit, maximum an upper one", under=("gate", "evaluation"),
+    ),
+    ForeignName(
+        ("name", "metric_name"), EVERYBODY, "spec.evaluation.gate.metric", under=("gate",),
+    ),
+    ForeignName(
+        ("every", "frequency", "interval", "strategy"), EVERYBODY, None, _DEFAULT_EVALUATION, under=("evaluation",),
+    ),
+    ForeignName(
+        ("batch_size", "batch", "per_device_batch_size", "max_batch_size"), EVERYBODY, None,
+        "leave it out: evaluate, predict and endpoints use the largest batch that fits the memory",
+        under=("predict", "evaluation", "endpoint"),
     ),
     ForeignName(("max_target_length", "max_gen_length", "max_tokens"), HF, "spec.generation.maxNewTokens"),
     ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are sampled", same=False),
     ForeignName(("top_k", "repetition_penalty"), HF, None,
         f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
-    ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output", same=False),
+    ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output",
+        "a .jsonl or .parquet file, or a folder, which ends in /", same=False),
     # ---- parallelism
     ForeignName(
         ("deepspeed", "ds_config", "deepspeed_config_file", "deepspeed_plugin"), f"{EVERYBODY}, {DEEPSPEED}",
@@ -563,7 +742,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("gpu_type", "gpu_product", "gpu_model", "gpu_name", "accelerator_type"),
-        KUBERNETES, "spec.resources.accelerator.product", "as in the node label nvidia.com/gpu.product", same=False,
+        KUBERNETES, "spec.resources.accelerator.product", "H100, or as in the node label nvidia.com/gpu.product",
     ),
     ForeignName(
         ("instance_type", "machine_type", "vm_size", "node_type"), KUBERNETES, "spec.template.nodeSelector",
@@ -581,7 +760,8 @@ NAMES: tuple[ForeignName, ...] = (
         "as {kubernetes.io/hostname: NAME}", same=False, under=("resources", "spec", "template"),
     ),
     ForeignName(
-        ("instance_count", "num_instances", "node_count", "machine_count"), KUBERNETES, "spec.resources.nodes"
+        ("instance_count", "num_instances", "node_count", "machine_count", "instances"), KUBERNETES,
+        "spec.resources.nodes",
     ),
     ForeignName(("count",), KUBERNETES, "spec.resources.nodes", under=("resources", "resource")),
     ForeignName(
@@ -595,7 +775,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("training_duration", "max_duration"), HF, "spec.training.epochs",
-        "3 for 3ep; a number of batches is spec.training.maxSteps", same=False,
+        "3 for 3ep; a number of batches is spec.training.maxSteps", same=False, writes=_duration,
     ),
     ForeignName(("train_data_path", "training_data_path"), HF, "spec.dataset.uri"),
     ForeignName(
@@ -608,9 +788,34 @@ NAMES: tuple[ForeignName, ...] = (
         ("class_weights", "class_weight", "loss_weights"), HF, None,
         "leave it out: all rows have the same weight; run a loss of your own with spec.training.script",
     ),
+    ForeignName(
+        ("repo", "repository", "url", "git_url", "git_repo", "repo_url", "uri", "source"), EVERYBODY,
+        "spec.training.script.git.url", under=("script",),
+    ),
+    ForeignName(
+        ("branch", "ref", "tag", "commit", "revision", "git_ref"), EVERYBODY, "spec.training.script.git.ref",
+        under=("script",),
+    ),
+    ForeignName(
+        ("file", "main", "entry", "script", "program", "command", "filename", "script_file"), EVERYBODY,
+        "spec.training.script.entryPoint", under=("script",),
+    ),
+    ForeignName(
+        ("args", "arguments", "params", "parameters", "hparams", "flags"), EVERYBODY,
+        "spec.training.script.hyperparameters", under=("script",),
+    ),
+    ForeignName(
+        ("branch", "revision", "tag", "commit", "version"), EVERYBODY, "spec.training.script.git.ref", under=("git",)
+    ),
+    ForeignName(("repo", "repository", "uri"), EVERYBODY, "spec.training.script.git.url", under=("git",)),
     ForeignName(("shm", "shm_size"), KUBERNETES, "spec.resources.sharedMemory"),
     ForeignName(
         ("container_image", "trainer_image", "docker_image", "image"), KUBERNETES, "spec.image"
+    ),
+    ForeignName(
+        ("image", "command", "args"), KUBERNETES, None,
+        "leave it out: the operator's image trains; a program of your own is spec.training.script",
+        under=("containers", "trainer", "init_containers"),
     ),
     ForeignName(
         ("command", "args", "entrypoint", "script"), KUBERNETES, "spec.training.script",
@@ -627,8 +832,8 @@ NAMES: tuple[ForeignName, ...] = (
         ("pytorch_replica_specs", "mpi_replica_specs", "tf_replica_specs", "trainer", "elastic_policy", "completions",
          "completion_mode", "replicated_jobs"),
         KUBERNETES, "spec.resources.nodes",
-        "the number of pods; GPUs of each are spec.resources.gpusPerNode, its image is spec.image, its nodeSelector "
-        "and tolerations go below spec.template", same=False,
+        "the number of pods; GPUs of each are spec.resources.gpusPerNode; nodeSelector and tolerations go below "
+        "spec.template", same=False,
     ),
     ForeignName(
         ("runtime_ref", "run_policies"), KUBERNETES, None,
@@ -649,6 +854,16 @@ NAMES: tuple[ForeignName, ...] = (
         ("backoff_limit", "max_retries", "retries", "backoff"), KUBERNETES, "spec.runPolicy.maxRestarts"
     ),
     ForeignName(("timeout", "timeout_seconds", "deadline"), KUBERNETES, "spec.runPolicy.activeDeadlineSeconds"),
+    ForeignName(
+        ("max_run", "max_run_seconds", "max_runtime_seconds", "max_runtime", "time_limit"), f"{HF}, {KUBERNETES}",
+        "spec.runPolicy.activeDeadlineSeconds", under=("", "spec", "training", "resources", "runPolicy"),
+    ),
+    ForeignName(("max_wait",), HF, "spec.spot.maxWaitSeconds"),
+    ForeignName(
+        ("use_spot_instances", "spot_instances", "use_spot", "spot_instance", "preemptible", "enable_spot",
+         "use_preemptible", "train_on_spot"),
+        f"{HF}, {KUBERNETES}", "spec.spot.enabled",
+    ),
     ForeignName(("ttl", "ttl_seconds"), KUBERNETES, "spec.runPolicy.ttlSecondsAfterFinished"),
     ForeignName(("priority", "priority_class"), KUBERNETES, "spec.runPolicy.priorityClassName"),
     ForeignName(
@@ -659,6 +874,21 @@ NAMES: tuple[ForeignName, ...] = (
         ("pvc", "pvc_name", "claim", "claim_name", "persistent_volume_claim", "volume_claim"), KUBERNETES,
         "spec.storage.workspace", "pvc:// before the claim's name",
     ),
+    *(
+        ForeignName(
+            ("pvc", "pvc_name", "claim", "claim_name", "persistent_volume_claim", "volume_claim"), KUBERNETES,
+            f"spec.{block}.uri", "pvc:// before the claim's name", under=(block,), writes_beside=_claim(block),
+        )
+        for block in ("model", "dataset")
+    ),
+    *(
+        ForeignName(
+            ("sub_path", "subpath", "path_in_claim", "mount_path"), KUBERNETES, f"spec.{block}.uri",
+            "pvc://claim/path", under=(block,), same=False,
+        )
+        for block in ("model", "dataset")
+    ),
+    ForeignName(("storage",), KUBERNETES, "spec.storage.size", under=("requests",)),
     ForeignName(("disk", "disk_size", "storage_size"), KUBERNETES, "spec.storage.size"),
     ForeignName(("pull_policy",), KUBERNETES, "spec.imagePullPolicy"),
     ForeignName(
@@ -672,13 +902,52 @@ NAMES: tuple[ForeignName, ...] = (
         ("secret", "secret_name", "secret_ref"), KUBERNETES, "spec.secrets.hubToken.name",
         "for a token of the Hub", same=False,
     ),
+    ForeignName(
+        ("secret_name", "secret"), KUBERNETES, "spec.secrets.hubToken.name", under=("hubToken",),
+    ),
+    ForeignName(
+        ("secret_key", "key_name", "entry", "field"), KUBERNETES, "spec.secrets.hubToken.key", under=("hubToken",),
+    ),
+    ForeignName(
+        ("huggingface", "hf", "hub", "hugging_face", "token", "hf_secret", "hub_secret"), KUBERNETES,
+        "spec.secrets.hubToken.name", under=("secrets",),
+    ),
+    ForeignName(
+        ("hf_token_secret", "hub_token_secret", "token_secret", "hf_token_secret_name",
+         "huggingface_secret"),
+        KUBERNETES, "spec.secrets.hubToken.name",
+    ),
+    ForeignName(
+        ("max_tokens", "tokens", "length", "token_limit"), HF, "spec.preparation.maxLength", "in tokens",
+        under=("preparation", "dataset", "model", "tokenizer", "preprocessing"),
+    ),
     ForeignName(("max_length",), HF, "spec.generation.maxNewTokens", "in tokens", under=("generation",)),
     ForeignName(("min_length", "min_new_tokens"), HF, None,
         "leave it out: spec.generation.maxNewTokens limits the output", under=("generation",)),
     ForeignName(("name", "namespace"), KUBERNETES, None, "move it below metadata", under=("", "spec")),
     ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),
     ForeignName(
-        ("serve", "serving", "inference_service", "deploy"), KUBERNETES, "spec.endpoint", same=False,
+        ("serve", "serving", "inference_service", "deploy", "deployment", "server", "inference_server"), KUBERNETES,
+        "spec.endpoint", same=False,
+    ),
+    ForeignName(
+        ("min_replicas", "min", "num_replicas", "initial_replicas"), KUBERNETES, "spec.endpoint.replicas",
+        under=("endpoint", "autoscaling"),
+    ),
+    ForeignName(("max",), KUBERNETES, "spec.endpoint.maxReplicas", under=("endpoint", "autoscaling")),
+    ForeignName(
+        ("port", "ports", "service_port", "host", "service_type", "ingress", "engine", "server"), KUBERNETES, None,
+        "leave it out: the operator writes the server and its Service; status.endpointUrl is the address",
+        under=("endpoint",),
+    ),
+    ForeignName(
+        ("timeout", "latency", "max_latency", "max_batch_delay"), EVERYBODY, "spec.endpoint.maxLatencyMilliseconds",
+        "in milliseconds", under=("endpoint",),
+    ),
+    ForeignName(
+        ("schedule", "cron", "cron_schedule", "cron_job", "start_at", "start_time"), KUBERNETES, None,
+        "leave it out: a job starts when it is created; a CronJob of Kubernetes that creates it can repeat it",
+        under=("", "spec", "runPolicy"),
     ),
     ForeignName(
         ("job_type", "kind_of_job", "trainer_type"), EVERYBODY, None, _NO_COUNTERPART,
@@ -691,7 +960,7 @@ _TASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "causal-lm", "clm", "lm", "language-modeling", "causal-language-modeling", "sft", "pt", "pretraining",
             "instruction-tuning", "instruct", "chat", "conversational", "completion", "generation",
-            "supervised-fine-tuning", "sft-trainer", "llm", "text-completion",
+            "supervised-fine-tuning", "sft-trainer", "llm", "text-completion", "chat-completion",
         ),
     ),
     (
@@ -839,6 +1108,7 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.checkpoints.resume", (True, "true", "always"), EVERYBODY, {"spec.checkpoints.resume": "auto"}),
     ForeignValue("spec.checkpoints.resume", (False, "false", "no"), EVERYBODY, {"spec.checkpoints.resume": "never"}),
     ForeignValue("spec.resources.gpusPerNode", ("all", "max"), HF, {"spec.resources.gpusPerNode": "auto"}),
+    ForeignValue("spec.resources.gpusPerNode", (True, "true", "yes"), HF, {"spec.resources.gpusPerNode": 1}),
     ForeignValue("spec.resources.gpusPerNode", ("none", "cpu", False), HF, {"spec.resources.gpusPerNode": 0}),
     ForeignValue("spec.resources.processesPerNode", ("gpu", "all"), HF, {"spec.resources.processesPerNode": "auto"}),
     *(
@@ -874,12 +1144,19 @@ def _values() -> Mapping[tuple[str, str], ForeignValue]:
     return {(row.field, plain(str(name))): row for row in VALUES for name in row.names}
 
 
-def written(row: ForeignName, given: JsonValue, *, hub: bool) -> Mapping[str, JsonValue]:
-    """Convert the value given under the name of a row into values by field; `hub`: the data are on the Hub, whose
-    splits have slices. Empty: it cannot be converted.
+def written(
+    row: ForeignName, given: JsonValue, *, hub: bool, beside: Mapping[str, JsonValue] = _NOTHING
+) -> Mapping[str, JsonValue]:
+    """Convert the value given under the name of a row into values by field.
+
+    `hub`: the data are on the Hub, whose splits have slices. `beside`: the object that contains the name. Empty result:
+    it cannot be converted.
     """
+    if row.writes_beside is not None and (found := row.writes_beside(given, beside)):
+        return found
     converted = row.writes(given) if row.writes is not None else {}
-    return {} if not hub and any(field.startswith(_SPLITS) for field in converted) else converted
+    sliced = any(field.startswith(_SPLITS) and "[" in str(value) for field, value in converted.items())
+    return {} if sliced and not hub else converted
 
 
 def find_name(name: str, parent: str) -> ForeignName | None:

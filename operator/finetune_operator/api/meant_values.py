@@ -6,6 +6,7 @@ A suggestion is always a value that the field accepts. Values of other tools by 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +20,47 @@ from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Sh
 
 _MINUS = re.compile("[\u2010-\u2015\u2212]")
 """Hyphens and dashes that word processors write for a minus sign."""
+_QUOTES = "\u201c\u201d\u201e\u2018\u2019\"'"
+"""Quotes of word processors, and quotes inside quotes."""
+_EQUALS = re.compile(r"([A-Za-z]\w*)\s*=\s*([^\s,;=]+)")
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
 _BOUND = re.compile(r"[<>]=?\s*(.+)")
 _MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", re.IGNORECASE)
+_POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*[*x\u00d7]\s*10\s*(?:\^|\*\*)\s*\(?(-?[0-9]+)\)?")
+"""Power of ten as in a paper: `2*10^-5`."""
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_COMMA = re.compile(r"[0-9]+,[0-9]+")
+_COUNTED = re.compile(
+    r"(?P<number>[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)\s*(?:x\s*)?"
+    r"(?:x|tokens?|epochs?|ep|steps?|rows?|examples?|samples?|sequences?|gpus?|nodes?|machines?|pods?|workers?|replicas?|"
+    r"process(?:es)?|layers?|stages?|beams?|checkpoints?|times|restarts?|retries|bits?)",
+    re.IGNORECASE,
+)
+"""Number with the unit that the field has anyway: `512 tokens`."""
+_LETTER_NUMBER = re.compile(r"[A-Za-z]{1,2}[ =:]?([0-9]+(?:\.[0-9]+)?)")
+"""Number behind the letter of a formula: `r16`."""
+_COMPARED = re.compile(
+    r"(?P<metric>[A-Za-z][\w/ +-]*?)\s*(?P<sign>>=|<=|=>|=<|==?|>|<|:|\u2265|\u2264)\s*"
+    r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<percent>%?)"
+)
+"""Condition on a metric: `accuracy >= 0.85`."""
+_GPUS = re.compile(
+    r"(?:(?P<before>[0-9]+)\s*(?:[x*\u00d7]\s*)?(?=[A-Za-z]))?(?P<product>[A-Za-z][\w -]*?)"
+    r"(?:\s*[x:*\u00d7]\s*(?P<after>[0-9]+))?"
+)
+"""Product of GPUs with their number before or behind it: `2x H100`, `A100-80GB:4`."""
+_GPU_WORD = re.compile(
+    r"\b(?:[ABHLTVP][0-9]{1,3}[A-Z]{0,2}|GH[0-9]{3}|GB[0-9]{3}|MI[0-9]{3}[A-Z]?|RTX|GTX|Tesla|NVIDIA)\b", re.IGNORECASE
+)
+_ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Name of a split -> its role."""
 _COUNT_OF = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s+([A-Za-z]+)")
 _SECONDS: Mapping[str, int] = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
@@ -62,6 +99,8 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
     match shape.body, value:
         case Number(), str():
             return _number(shape, leaf, value, shown)
+        case Number(integer=True, minimum=minimum), -1 if minimum is not None and minimum >= 0 and not shape.required:
+            return "leave it out to take the default"
         case Number(integer=True, minimum=minimum), int() if minimum is not None and value < minimum:
             return f"write {minimum:.0f}" + ("" if shape.required else ", or leave it out")
         case Boolean(), str() if value.lower() in _BOOLEAN_TEXTS:
@@ -93,6 +132,83 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
     return _choice_hint(shape, path, value, shown)
 
 
+def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
+    """Return the hint for GPUs, a gate, splits and labels in a common other form; None: it is none of them."""
+    leaf = path.rpartition(".")[2]
+    match leaf, shape.body, value:
+        case "gpusPerNode" | "accelerator", _, str():
+            return _gpus(value, leaf)
+        case "gate", Fields(), str() if found := _COMPARED.fullmatch(value.strip()):
+            number = float(found["number"]) / (100 if found["percent"] else 1)
+            limit = "maximum" if found["sign"] in ("<", "<=", "=<", "\u2264") else "minimum"
+            return f"write {{metric: {found['metric'].strip()}, {limit}: {number:g}}}"
+        case "splits", Fields(), list() if value and all(isinstance(each, str) for each in value):
+            roles = {_ROLES.get(plain(str(each)), ""): each for each in value}
+            named = ", ".join(f"{role}: {each}" for role, each in roles.items())
+            return f"write {{{named}}}" if "" not in roles and len(roles) == len(value) else None
+        case "secrets", Fields(), str() | [str()]:
+            name = value if isinstance(value, str) else str(value[0])
+            named = name if _SECRET_NAME.fullmatch(name) else "my-secret"
+            return f"write {{hubToken: {{name: {named}, key: token}}}}, with the names of your Secret and of its key"
+        case _, Fields(fields), str() if "=" in value and (given := _EQUALS.findall(value)):
+            if all(name in fields for name, _ in given):
+                return f"write {{{', '.join(f'{name}: {each}' for name, each in given)}}}: a colon after each name"
+        case "env", Items(), dict() if value and not any(isinstance(each, dict | list) for each in value.values()):
+            pairs = [{"name": name, "value": _as_text(each)} for name, each in value.items()]
+            return None if any(map(is_secret_name, value)) else f"write {json.dumps(pairs, ensure_ascii=False)}"
+        case "targetModules", Items(), str() if re.fullmatch(r"[\w.]+(?: [\w.]+)+", value):
+            return f"write {json.dumps(value.split())}"
+        case _, Fields(), [dict(), dict(), *_] if "uri" not in shape.body.fields:
+            return "write its fields below it, without the dashes"
+        case "labels", Map(), list() if value and all(isinstance(each, str) for each in value):
+            return f"write {json.dumps({str(at): each for at, each in enumerate(value)}, ensure_ascii=False)}"
+    return None
+
+
+def _gpus(value: str, leaf: str) -> str | None:
+    """Return the hint for a product of GPUs, with or without their number, in place of the field `leaf`."""
+    found = _GPUS.fullmatch(value.strip())
+    if found is None or not _GPU_WORD.search(found["product"]):
+        return None
+    product = found["product"].strip().replace(" ", "-")
+    count = found["before"] or found["after"]
+    if count is None and leaf == "accelerator":
+        return f"write {{product: {product}}}"
+    count = count or "1"
+    return f"set spec.resources.accelerator.product to {product} and spec.resources.gpusPerNode to {count}"
+
+
+_TO = re.compile(r"(spec(?:\.\w+)+) to (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[^\s,;]*[^\s,;.])")
+_IS = re.compile(r"(?:is|are) (spec(?:\.\w+)+): (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[^\s,;]*[^\s,;.])(?=$|[,;])")
+
+
+def named_settings(hint: str) -> Mapping[str, JsonValue]:
+    """Return the values by dotted path that a hint asks to set: `set A to 1 and B to 2`, `X is A: 1`. A hint with
+    alternatives names none.
+    """
+    if HIDDEN in hint or re.search(r"(?:, or|; or) (?:set|leave|replace)", hint):
+        return {}
+    found = [*_TO.findall(hint.partition(" (")[0] if hint.startswith("set ") else ""), *_IS.findall(hint)]
+    values: dict[str, JsonValue] = {}
+    for field, text in found:
+        try:
+            value: JsonValue = yaml.safe_load(text)
+        except yaml.YAMLError:
+            continue
+        values.setdefault(field, next(_whole(value), value) if isinstance(value, str) else value)
+    return values
+
+
+def _as_text(value: JsonValue) -> str:
+    """Return a scalar as the text of an environment variable."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def role_of(split: str) -> str:
+    """Return the role of a split with a common name; empty: the name has no role."""
+    return _ROLES.get(plain(split), "")
+
+
 def _listed(value: str) -> list[JsonValue]:
     """Return the items of a list that was written as text, with commas."""
     return [part for part in re.split(r"\s*,\s*", value.strip().strip("[]")) if part]
@@ -102,6 +218,8 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
     """Return the one value named by the hint for `value`, as in "write 28800" and "did you mean lora?"; None: it leaves
     a choice. Of a list in place of one text, return the first item, as an example of those that can be written.
     """
+    if isinstance(value, list) and isinstance(shape.body, Fields) and "without the" in hint:
+        return unwrapped(value)
     if isinstance(value, list) and value and isinstance(shape.body, Text):
         return value[0] if accepts(shape, value[0]) else None
     if HIDDEN in hint:
@@ -119,6 +237,17 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
     return next((each for each in readings if _takes(shape, each)), None)
 
 
+def unwrapped(value: JsonValue) -> JsonValue:
+    """Return the object whose fields are the items of a list; None: the items are no objects, or share a field."""
+    items = value if isinstance(value, list) else []
+    merged: dict[str, JsonValue] = {}
+    for item in items:
+        if not isinstance(item, dict) or merged.keys() & item.keys():
+            return None
+        merged |= item
+    return merged or None
+
+
 def _takes(shape: Shape, value: JsonValue) -> bool:
     """Return True if the field accepts the value; of an object each of its fields."""
     if not isinstance(shape.body, Fields) or not isinstance(value, dict):
@@ -129,7 +258,10 @@ def _takes(shape: Shape, value: JsonValue) -> bool:
 
 
 def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
-    text = _MINUS.sub("-", value.strip())
+    text = _MINUS.sub("-", value.strip().strip(_QUOTES).rstrip(",;"))
+    bound = shape.body if isinstance(shape.body, Number) else None
+    if bound and bound.minimum == 0 and not bound.exclusive_minimum and text.lower() in ("none", "never", "no", "off"):
+        return "write 0"
     for intended in _numbers(text, leaf):
         if accepts(shape, intended):
             return (
@@ -145,8 +277,20 @@ def _numbers(text: str, leaf: str) -> Iterator[float | int]:
         yield from _whole(text)
     if found := _BOUND.fullmatch(text):
         yield from _numbers(found[1], leaf)
+    if text.lower() in _NUMBERS:
+        yield _NUMBERS.index(text.lower())
     if found := _PERCENT.fullmatch(text):
         yield float(found[1]) / 100
+    if found := _POWER.fullmatch(text):
+        yield from _whole(f"{found[1]}e{found[2]}")
+    if _GROUPED.fullmatch(text):
+        yield int(text.replace(",", ""))
+    if _COMMA.fullmatch(text):
+        yield from _whole(text.replace(",", "."))
+    if "Seconds" not in leaf and (found := _COUNTED.fullmatch(text)):
+        yield from _whole(found["number"])
+    if found := _LETTER_NUMBER.fullmatch(text):
+        yield from _whole(found[1])
     if "Seconds" in leaf and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:
         yield round(float(found[1]) * _SECONDS[found[2].lower()])
     elif found := _MULTIPLE.fullmatch(text):

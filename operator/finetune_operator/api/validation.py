@@ -35,8 +35,11 @@ from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
-from finetune_operator.api.foreign_files import recognise
-from finetune_operator.api.hints import argument_name, hub_name_hint, owned_key
+from finetune_operator.api.foreign_files import DOCUMENT, recognise, spec_fields
+from finetune_operator.api.foreign_names import plain
+from finetune_operator.api.hints import argument_name, owned_key
+from finetune_operator.api.meant_uris import hub_name_hint
+from finetune_operator.api.meant_values import unwrapped
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import (
     HIDDEN,
@@ -50,7 +53,7 @@ from finetune_operator.api.problems import (
     describe_value,
     format_path,
 )
-from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules import RULES, SOMETHING_TO_DO
 from finetune_operator.api.rules.rule import Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import spec_shape
@@ -66,6 +69,7 @@ from finetune_operator.api.types import (
     FineTuneJob,
     FineTuneJobSpec,
     ObjectMeta,
+    TrainingSpec,
 )
 
 _HUB_TOKEN = re.compile(rf"\b{HUB_TOKEN_PATTERN}")
@@ -112,37 +116,34 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
                 "", describe_value(value), "a FineTuneJob must be an object", f"start with apiVersion: {API_VERSION}"
             )
         ]
-    if version := _other_version(value):
-        return None, [version]
     if exceeded := _exceeded_limit(value):
         return None, [exceeded]
     if other := recognise(value):
         return None, [*islice(_tokens(value, ()), MOST_PROBLEMS), other]
-    outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata")))
+    framed = _framed(value)
+    outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(framed.get("metadata"), value.get("name")))
     problems = list(islice(outside_spec, MOST_PROBLEMS))
-    spec_value = value.get("spec")
+    spec_value = framed.get("spec")
+    if spec_value is None:
+        # Fields of the spec beside `kind` are to be moved below it: they are checked there.
+        spec_value = {name: value[name] for name in spec_fields() if name in value}
+        if not spec_value:
+            hint = "write spec: with task and model.uri"
+            return None, [*problems, Problem("spec", None, "is required", hint, reason="Required")]
     if not isinstance(spec_value, dict):
-        if spec_value is None:
-            problems.append(
-                Problem("spec", None, "is required", "write spec: with task and model.uri", reason="Required")
-            )
-        else:
-            problems.append(
-                Problem(
-                    "spec",
-                    describe_value(spec_value),
-                    "must be an object",
-                    "write its fields below it" + (", without the dashes" if isinstance(spec_value, list) else ""),
-                )
-            )
-        return None, problems
+        dashes = ", without the dashes" if isinstance(spec_value, list) else ""
+        hint = f"write its fields below it{dashes}"
+        problems.append(Problem("spec", describe_value(spec_value), "must be an object", hint))
+        spec_value = unwrapped(spec_value)
+        if not isinstance(spec_value, dict):
+            return None, problems
     written = without_nulls(spec_value, spec_shape())
     read = read_fields(FineTuneJobSpec, spec_shape(), written, ("spec",), _PLACEHOLDERS, settings.schemes)
     spec = read.value
     problems.extend(read.problems)
     if spec is not None:
         problems.extend(_across_fields(spec, written, read.faults, read.gone, read.placed, settings))
-    problems = _one_per_field(_merge_followups(problems, read.placed))[:MOST_PROBLEMS]
+    problems = _one_method(_one_per_field(_merge_followups(problems, read.placed)))[:MOST_PROBLEMS]
     if problems or spec is None:
         return None, problems
     metadata = value["metadata"]
@@ -220,39 +221,50 @@ def _limit_problem(path: Path, rule: str, hint: str) -> Problem:
     return Problem(format_path(path), None, rule, hint)
 
 
-def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
-    """Return the problem of an unserved version of our group: its fields may differ, so nothing else is checked."""
-    version = value.get("apiVersion")
-    if isinstance(version, str) and version.startswith(f"{GROUP}/") and version != API_VERSION:
-        return Problem(
-            "apiVersion", describe_value(version), f"must be {API_VERSION}, the version that is served",
-            f"write apiVersion: {API_VERSION}", reason="NotSupported",
-        )  # fmt: skip
-    return None
-
-
 def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
     """Check apiVersion, kind, and fields beside them."""
+    framed = _framed(value)
     for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
-        given = value.get(field)
+        given = framed.get(field)
         if given is None or given == "":
             yield Problem(field, None, "is required", f"write {field}: {expected}", reason="Required")
+        elif field == "apiVersion" and isinstance(given, str) and given.startswith(f"{GROUP}/") and given != expected:
+            rule = f"must be {expected}, the version that is served"
+            yield Problem(field, describe_value(given), rule, f"write {field}: {expected}", reason="NotSupported")
         elif given != expected:
             yield Problem(field, describe_value(given), f"must be {expected}", f"write {field}: {expected}")
-    names = ("apiVersion", "kind", "metadata", "spec", "status")
     for name in value:
-        if name not in names:
-            yield unknown_field((name,), value[name], names, of_job=True)
+        if name not in DOCUMENT:
+            yield unknown_field((name,), value[name], DOCUMENT, of_job=True)
 
 
-def _metadata(metadata: JsonValue) -> Iterator[Problem]:
+def _framed(value: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return a document whose fields in another spelling, such as `Kind`, have their names, as their messages say."""
+    names = {plain(name): name for name in DOCUMENT}
+    return {**{names.get(plain(name), name): inner for name, inner in value.items()}, **value}
+
+
+_METADATA = (
+    "name", "namespace", "labels", "annotations", "generateName", "finalizers", "ownerReferences", "uid",
+    "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "selfLink",
+    "managedFields",
+)  # fmt: skip
+"""Fields of the API server's ObjectMeta; kubectl refuses any other."""
+
+
+def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
+    """Check the metadata; `beside`: a name that stands beside it, and is to be moved there."""
+    if metadata is None and isinstance(beside, str):
+        yield from _name(beside)
+        return
     if not isinstance(metadata, dict):
         yield Problem("metadata.name", None, "is required", "write metadata: {name: my-job}", reason="Required")
         return
     name = metadata.get("name")
     if name is None or name == "":
         hint = "; generateName works with kubectl create only" if metadata.get("generateName") else ""
-        yield Problem("metadata.name", None, "is required", f"give the job a name{hint}", reason="Required")
+        if not any(plain(each) == "name" for each in metadata if each != "name"):
+            yield Problem("metadata.name", None, "is required", f"give the job a name{hint}", reason="Required")
     elif not isinstance(name, str):
         yield quote(("metadata", "name"), name)
     else:
@@ -265,6 +277,9 @@ def _metadata(metadata: JsonValue) -> Iterator[Problem]:
             DNS_LABEL_RULE,
             "name an existing namespace, or leave it out",
         )
+    for other in metadata:
+        if other not in _METADATA:
+            yield unknown_field(("metadata", other), metadata[other], _METADATA, of_job=True)
     yield from _labels(metadata.get("labels"))
     annotations = metadata.get("annotations")
     if annotations is not None and not isinstance(annotations, dict):
@@ -324,23 +339,20 @@ def _across_fields(
     settings: Settings,
 ) -> Iterator[Problem]:
     """Check rules, missing support, settings and foreign vocabularies, except on fields that are faulty themselves."""
-    defaults = spec.model_dump(mode="json", by_alias=True)
     touched = {path[:length] for path in gone for length in range(len(path) + 1)}
     missing = unsupported(spec, settings.schemes)
     absent = {tuple(str(problem.path).split(".")[1:]) for problem in missing if problem.hint == "leave it out"}
+    if not SOMETHING_TO_DO.holds(spec) and not _reads(SOMETHING_TO_DO, gone, touched):
+        yield _broken(SOMETHING_TO_DO, spec, written)
+        if spec.dataset is not None:
+            # The hint is to train with the defaults: the other rules apply to that.
+            spec = spec.model_copy(update={"training": TrainingSpec()})
     settled = settle(spec).spec
     for rule in RULES:
         if (gone and _reads(rule, gone, touched)) or (absent and _reads(rule, absent, set())):
             continue
-        if not rule.holds(spec) or not rule.holds(settled):
-            path: Path = tuple(rule.path.split("."))
-            given = value_at(written, path)
-            if given is None:
-                given = value_at(defaults, path)
-            shown = None if given is None else describe_value(given, path)
-            advice = rule.advice(spec) if rule.advice else rule.hint
-            reason: Reason = "Required" if given is None else "Invalid"
-            yield Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
+        if rule is not SOMETHING_TO_DO and (not rule.holds(spec) or not rule.holds(settled)):
+            yield _broken(rule, spec, written)
     others = (
         *missing,
         *_hub_names(spec),
@@ -357,6 +369,18 @@ def _across_fields(
         ends = [at for at, letter in enumerate(problem.path) if letter in ".["]
         if not any(problem.path[:end] in faulty for end in (*ends, len(problem.path))):
             yield problem
+
+
+def _broken(rule: Rule, spec: FineTuneJobSpec, written: JsonValue) -> Problem:
+    """Return the problem of a spec that breaks a rule; `written` is its document."""
+    path: Path = tuple(rule.path.split("."))
+    given = value_at(written, path)
+    if given is None:
+        given = value_at(spec.model_dump(mode="json", by_alias=True), path)
+    shown = None if given is None else describe_value(given, path)
+    advice = rule.advice(spec) if rule.advice else rule.hint
+    reason: Reason = "Required" if given is None else "Invalid"
+    return Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
 
 
 def _reads(rule: Rule, gone: Set[Path], touched: Set[Path]) -> bool:
@@ -541,6 +565,16 @@ def _merge_followups(problems: Sequence[Problem], placed: Set[Path]) -> list[Pro
             at.setdefault(problem.path, len(joined))
             joined.append(problem)
     return joined
+
+
+_METHOD = re.compile(r"(spec\.model\.adapter\.method(?: to|:)) lora\b")
+
+
+def _one_method(problems: list[Problem]) -> list[Problem]:
+    """Name qlora in all hints if one of them does: LoRA over weights in 4 bits is one method, set in several names."""
+    if not any(re.search(r"adapter\.method(?: to|:) qlora\b", problem.hint) for problem in problems):
+        return problems
+    return [replace(problem, hint=_METHOD.sub(r"\1 qlora", problem.hint)) for problem in problems]
 
 
 def _one_per_field(problems: list[Problem]) -> list[Problem]:

@@ -144,6 +144,24 @@ _UNQUOTED = re.compile(r"\s*(?:- )?(\w+): ([@`%][\w@./:-]{1,60})\s*$")
 """A field whose value begins with a character that YAML keeps for itself."""
 
 
+_SLASHES = re.compile(r"^[ \t]*(?=//)", re.MULTILINE)
+"""Start of a comment as in other languages."""
+_NO_SPACE = re.compile(r"\s*(?:- )?(?P<name>[A-Za-z]\w*):(?P<value>[^\s:/'\"#][^\s:#]{0,60})\s*(?:#.*)?$")
+"""A field whose colon has no space after it, and no address."""
+
+
+def _without_space(text: str, line: int) -> tuple[int, str, str] | None:
+    """Return line, name and value of a field without the space after its colon, at a syntax error in `line` or on the
+    line before it; None: there is none.
+    """
+    lines = text.splitlines()
+    for at in (line, line - 1):
+        found = _NO_SPACE.match(lines[at]) if 0 <= at < len(lines) else None
+        if found is not None:
+            return at, found["name"], found["value"]
+    return None
+
+
 def _check_surrogates(text: str, position: Position) -> None:
     if _SURROGATE.search(text):
         raise RefusedError(
@@ -178,6 +196,13 @@ def compose_yaml(text: str, first_line: int) -> Node | None:
             if named[1] == "name":
                 name = re.sub(r"[^a-z0-9]+", "-", named[2].lower()).strip("-")
                 hint = f"write name: {name}: YAML reserves {named[2][0]}, and a name has a-z, 0-9 and -"
+        if mark is not None and (joined := _without_space(text, mark.line)) is not None:
+            line, name, value = joined
+            hint = f"put a space after the colon in line {first_line + line}: {name}: {value}"
+        comment = _SLASHES.search(text)
+        if comment is not None:
+            line = first_line + text.count("\n", 0, comment.start())
+            hint = f"remove the comment in line {line}: JSON has none, and YAML's begin with #"
         if "{{" in text:
             hint = "pass the output of `helm template` for this file: double braces are Helm syntax"
         raise RefusedError(_place(mark, first_line), rule, hint) from error

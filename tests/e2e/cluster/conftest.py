@@ -26,7 +26,9 @@ from cluster_support.control_plane import ROOT
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-tour", action="store_true", help="write docs/tour.svg from what the tour's commands say")
+    parser.addoption(
+        "--record-tour", action="store_true", help="write docs/tour.svg from the output of the tour's commands"
+    )
 
 
 TEST_SECONDS = 2400

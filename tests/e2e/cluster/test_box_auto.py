@@ -26,9 +26,7 @@ def refusal(status: Object) -> str | None:
 
 
 @pytest.mark.bare
-def test_auto_follows_what_the_cluster_serves_and_an_absent_launcher_is_told_with_what_to_install(
-    box: Box, team: Team
-) -> None:
+def test_auto_follows_the_served_launchers_and_refusal_names_the_missing(box: Box, team: Team) -> None:
     """The jobs are suspended: their plan is made again whenever other launchers are served."""
     box.own("a cluster without training operators")
     assert not box.controllers, "another test has installed training operators before"
@@ -37,9 +35,9 @@ def test_auto_follows_what_the_cluster_serves_and_an_absent_launcher_is_told_wit
     team.apply(wants_mpi, tiny_spec(launcher="mpijob", runPolicy=HELD))
 
     team.wait(auto, planned("job"), "planned for the Indexed Job")
-    told = team.wait(wants_mpi, refusal, "the refusal of a launcher that is not served")
-    assert "spec.launcher" in told
-    assert "install the MPI Operator, which serves MPIJob (kubeflow.org/v2beta1)" in told
+    refused = team.wait(wants_mpi, refusal, "the refusal of a launcher that is not served")
+    assert "spec.launcher" in refused
+    assert "install the MPI Operator, which serves MPIJob (kubeflow.org/v2beta1)" in refused
 
     box.install_controller("mpi-operator")
     team.wait(auto, planned("mpijob"), "planned for MPIJob after its operator came")

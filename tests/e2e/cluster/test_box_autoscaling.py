@@ -10,8 +10,8 @@ from threading import Event
 
 import pytest
 
-from box_support.asking import BACK_OFF, Answers, Client
 from box_support.box import Box
+from box_support.endpoint_client import BACK_OFF, Answers, Client
 from box_support.metrics_pod import custom_metrics
 from box_support.team import INPUTS, Team, tiny_spec
 from cluster_support.api_access import Object, path_of, wait_until
@@ -84,7 +84,7 @@ def _under_load(team: Team, name: str, reasons: list[str]) -> Scaled:
         return team.box.api.get(scaler)
 
     before = servers()
-    with client.asking(TEXT, back_off=BACK_OFF, each_seconds=QUIET_SECONDS) as steady:
+    with client.steady_requests(TEXT, back_off=BACK_OFF, each_seconds=QUIET_SECONDS) as steady:
         with _busy(client) as busy:
             wait_until(lambda: servers() == MOST, "the autoscaler adds servers", 300, shown)
             under_load, autoscaler = servers(), team.box.api.get(scaler)
@@ -100,7 +100,7 @@ def _busy(client: Client) -> Iterator[list[Future[int]]]:
     """Keep one request of each client in flight while the block runs; each future has a client's answered requests."""
     over = Event()
 
-    def ask() -> int:
+    def send() -> int:
         answered = 0
         while not over.is_set():
             client.label(TEXT)
@@ -108,7 +108,7 @@ def _busy(client: Client) -> Iterator[list[Future[int]]]:
         return answered
 
     with ThreadPoolExecutor(CLIENTS, "load") as pool:
-        futures = [pool.submit(ask) for _ in range(CLIENTS)]
+        futures = [pool.submit(send) for _ in range(CLIENTS)]
         try:
             yield futures
         finally:

@@ -41,7 +41,7 @@ def over(team: Team, training_operators: None, input_files: Path) -> Storm:
     try:
         made.rage()
     except BaseException:
-        print(made.tell())
+        print(made.describe())
         raise
     caught_up(team)
     return made
@@ -49,7 +49,7 @@ def over(team: Team, training_operators: None, input_files: Path) -> Storm:
 
 @pytest.fixture
 def storm(over: Storm) -> Storm:
-    print(over.tell())
+    print(over.describe())
     return over
 
 
@@ -57,7 +57,7 @@ def test_every_fault_was_made(storm: Storm) -> None:
     assert sorted(fault.number for fault in storm.done) == list(range(1, FAULTS + 1))
 
 
-def test_every_job_ends_as_what_was_done_to_it_explains(storm: Storm) -> None:
+def test_jobs_end_as_their_faults_explain(storm: Storm) -> None:
     assert list(checks.wrong_ends(storm)) == []
 
 
@@ -74,8 +74,8 @@ def test_results_of_jobs_that_succeeded_are_whole(storm: Storm) -> None:
     assert list(checks.broken_results(storm)) == []
 
 
-def test_events_tell_why_each_further_attempt_was_begun(storm: Storm) -> None:
-    assert list(checks.untold_restarts(storm)) == []
+def test_events_give_the_reason_of_each_further_attempt(storm: Storm) -> None:
+    assert list(checks.unreported_restarts(storm)) == []
 
 
 def test_nothing_is_left_behind(storm: Storm) -> None:

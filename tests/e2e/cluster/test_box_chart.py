@@ -112,7 +112,10 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
         team.apply(name, spec)
     for name in seen.names:
         wait_until(
-            lambda name=name: team.step(name), f"{name}: the first step", JOB_SECONDS, lambda name=name: team.tell(name)
+            lambda name=name: team.step(name),
+            f"{name}: the first step",
+            JOB_SECONDS,
+            lambda name=name: team.describe(name),
         )
     seen.pods = {name: [pod["metadata"]["uid"] for pod in team.pods(name, "train")] for name in seen.names}
 
@@ -144,7 +147,7 @@ def _take_over(box: Box) -> tuple[str, str]:
         now = faults.acting_operator(box)
         return now if now is not None and now != before else None
 
-    return before, wait_until(another, "another replica acts", tell=lambda: box.operator_log())
+    return before, wait_until(another, "another replica acts", detail=lambda: box.operator_log())
 
 
 def test_the_chart_installs_an_operator_that_trains(story: Story) -> None:
@@ -180,9 +183,9 @@ def test_another_replica_takes_over_and_nothing_is_made_twice(story: Story, box:
 
 
 def test_the_release_s_own_test_makes_a_job_and_sees_it_planned(story: Story, release: Release) -> None:
-    said = release.helm("test", RELEASE, "--logs", "--timeout", f"{patient(180):.0f}s")
-    assert "Phase:          Succeeded" in said
-    assert "\nPlanned: " in said
+    output = release.helm("test", RELEASE, "--logs", "--timeout", f"{patient(180):.0f}s")
+    assert "Phase:          Succeeded" in output
+    assert "\nPlanned: " in output
 
 
 def test_it_trains_a_tiny_job_where_the_values_have_one(
@@ -201,12 +204,12 @@ def test_it_trains_a_tiny_job_where_the_values_have_one(
     }
     (tmp_path / "values.yaml").write_text(yaml.safe_dump({"tests": tests}))
     release.helm("upgrade", RELEASE, str(CHART), "--reuse-values", "--values", str(tmp_path / "values.yaml"), "--wait")
-    said = release.helm("test", RELEASE, "--logs", "--timeout", f"{patient(360):.0f}s")
-    assert "\nSucceeded: " in said
+    output = release.helm("test", RELEASE, "--logs", "--timeout", f"{patient(360):.0f}s")
+    assert "\nSucceeded: " in output
     assert team.box.api.get(path_of(API_VERSION, PLURAL, team.namespace, "finetune-operator-test")) is None
 
 
-def test_the_api_server_asks_the_webhook_through_its_service(story: Story, release: Release, team: Team) -> None:
+def test_api_server_calls_the_webhook_through_its_service(story: Story, release: Release, team: Team) -> None:
     closed = ("--set", "webhook.enabled=true", "--set", "webhook.failurePolicy=Fail")
     release.helm("upgrade", RELEASE, str(CHART), "--reuse-values", *closed, "--wait")
     release.ready()
@@ -223,8 +226,8 @@ def test_the_api_server_asks_the_webhook_through_its_service(story: Story, relea
         # Nobody answers until the Service has the new replicas and the configuration their authority.
         return None if "failed calling webhook" in ran.stderr else ran.stderr
 
-    told = wait_until(refused, "the webhook answers", tell=lambda: release.box.operator_log())
-    assert "spec.training.script.git.url: is on a host that is not allowed" in told
+    error = wait_until(refused, "the webhook answers", detail=lambda: release.box.operator_log())
+    assert "spec.training.script.git.url: is on a host that is not allowed" in error
     team.apply(name, tiny_spec(runPolicy={"suspend": True}))
     team.delete(name)
     release.helm("upgrade", RELEASE, str(CHART), "--reuse-values", "--set", "webhook.enabled=false", "--wait")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from huggingface_hub import InferenceClient
 
-from box_support.asking import BACK_OFF, MANY_SECONDS, Answers, Client
 from box_support.box import Box
+from box_support.endpoint_client import BACK_OFF, MANY_SECONDS, Answers, Client
 from box_support.faults import kill_pod
 from box_support.team import INPUTS, Team, stage_of, tiny_spec
 from cluster_support.api_access import Object, path_of, wait_until
@@ -37,7 +37,7 @@ REVIEWS = [
     for line in (ROOT / "manifests/examples/data/product-reviews/test.jsonl").read_text(encoding="utf-8").splitlines()
 ][:40]
 TEXTS = [row["text"] for row in REVIEWS]
-LEAST_ASKED = 30
+LEAST_REQUESTS = 30
 """Requests before and after each change, so that both are seen."""
 TOKEN = "only-for-friends"
 
@@ -95,7 +95,7 @@ class Served:
                 and len(self.team.pods(self.name, "serve")) == servers
             )
 
-        wait_until(rolled, f"{self.name}: revision {revision} serves", 600, lambda: self.team.tell(self.name))
+        wait_until(rolled, f"{self.name}: revision {revision} serves", 600, lambda: self.team.describe(self.name))
 
     def roll_back(self, request: str) -> None:
         """Annotate the job as `finetune rollback` does."""
@@ -183,7 +183,7 @@ class Changed:
     rolled: set[str]
     rolled_at: float
     """Time at which the second revision served alone, on the monotonic clock."""
-    back_asked_at: float
+    rollback_at: float
     """Time of the rollback's request."""
     back_at: float
     """Time at which the revision of the rollback served alone."""
@@ -194,41 +194,41 @@ class Changed:
 @pytest.fixture(scope="module")
 def changed(served: Served) -> Changed:
     before = served.pods()
-    with Client(served.url).asking(TEXTS[0], each_seconds=MANY_SECONDS) as answers:
-        asked(answers, LEAST_ASKED)
+    with Client(served.url).steady_requests(TEXTS[0], each_seconds=MANY_SECONDS) as answers:
+        wait_for_answers(answers, LEAST_REQUESTS)
         served.change(1, 2, replicas=2)
         scaled = served.pods()
-        asked(answers, LEAST_ASKED)
+        wait_for_answers(answers, LEAST_REQUESTS)
         served.change(2, 2, maxQueue=200)
         rolled, rolled_at = served.pods(), time.monotonic()
-        asked(answers, LEAST_ASKED)
-        back_asked_at = time.monotonic()
+        wait_for_answers(answers, LEAST_REQUESTS)
+        rollback_at = time.monotonic()
         served.roll_back("2:1")
         served.change(3, 2)
         back_at = time.monotonic()
-        asked(answers, LEAST_ASKED)
+        wait_for_answers(answers, LEAST_REQUESTS)
     history = [(one["number"], one["state"], one.get("reason", "")) for one in served.revisions()["revisions"]]
-    return Changed(answers, before, scaled, rolled, rolled_at, back_asked_at, back_at, history)
+    return Changed(answers, before, scaled, rolled, rolled_at, rollback_at, back_at, history)
 
 
 @pytest.fixture(scope="module")
 def killed(served: Served, changed: Changed) -> Answers:
     """Answers to clients that retry while one of two servers is killed and starts again."""
     pod = min(served.pods())
-    with Client(served.url).asking(TEXTS[0], BACK_OFF) as answers:
-        asked(answers, LEAST_ASKED)
+    with Client(served.url).steady_requests(TEXTS[0], BACK_OFF) as answers:
+        wait_for_answers(answers, LEAST_REQUESTS)
         kill_pod(served.team, pod)
 
         def restarted() -> bool:
             (status,) = served.team.pod(pod)["status"]["containerStatuses"]
             return status["restartCount"] == 1 and status["ready"]
 
-        wait_until(restarted, f"{pod} is ready again", 300, lambda: served.team.tell(served.name))
-        asked(answers, LEAST_ASKED)
+        wait_until(restarted, f"{pod} is ready again", 300, lambda: served.team.describe(served.name))
+        wait_for_answers(answers, LEAST_REQUESTS)
     return answers
 
 
-def asked(answers: Answers, more: int) -> None:
+def wait_for_answers(answers: Answers, more: int) -> None:
     """Wait until that many more requests have ended."""
     until = answers.over + more
     wait_until(lambda: answers.over >= until, f"{more} more requests are answered or given up")
@@ -291,15 +291,15 @@ def test_no_request_fails_while_revisions_are_rolled_out_and_back(
     served: Served, changed: Changed, record_testsuite_property: Any
 ) -> None:
     answers = changed.answers
-    told = ", ".join(f"{len(by)} by revision {number}" for number, by in by_revision(answers).items())
-    record_testsuite_property("endpoint requests during rollouts", f"{told}, {len(answers.failed)} failed")
+    counts = ", ".join(f"{len(by)} by revision {number}" for number, by in by_revision(answers).items())
+    record_testsuite_property("endpoint requests during rollouts", f"{counts}, {len(answers.failed)} failed")
     assert len(changed.before) == 1
     assert len(changed.scaled) == 2
     assert changed.before < changed.scaled
     assert len(changed.rolled) == 2
     assert not changed.rolled & changed.scaled
     assert answers.failed == []
-    assert answers.sent >= 4 * LEAST_ASKED
+    assert answers.sent >= 4 * LEAST_REQUESTS
     assert answers.labels == {served.expected[0][0]: answers.sent}
 
 
@@ -312,7 +312,7 @@ def by_revision(answers: Answers) -> dict[int, list[float]]:
 
 
 def test_only_the_revision_that_serves_answers_once_it_has_taken_over(changed: Changed) -> None:
-    after = {by for began, by in changed.answers.revisions if changed.rolled_at <= began < changed.back_asked_at}
+    after = {by for began, by in changed.answers.revisions if changed.rolled_at <= began < changed.rollback_at}
     assert after == {2}
     assert {by for began, by in changed.answers.revisions if began >= changed.back_at} == {3}
     assert changed.history == [(1, "Ended", "Superseded"), (2, "Ended", "RolledBack"), (3, "Serving", "")]
@@ -321,8 +321,8 @@ def test_only_the_revision_that_serves_answers_once_it_has_taken_over(changed: C
 def test_clients_that_try_again_see_nothing_of_a_server_that_is_killed(
     served: Served, killed: Answers, record_testsuite_property: Any
 ) -> None:
-    told = f"{killed.sent} sent, {killed.retried} tried again, {len(killed.failed)} failed"
-    record_testsuite_property("endpoint requests during a kill", told)
+    counts = f"{killed.sent} sent, {killed.retried} tried again, {len(killed.failed)} failed"
+    record_testsuite_property("endpoint requests during a kill", counts)
     assert killed.failed == []
     assert killed.labels == {served.expected[0][0]: killed.sent}
 
@@ -338,7 +338,9 @@ def test_endpoint_that_is_removed_leaves_a_job_that_has_succeeded(served: Served
     assert JobPaths(served.team.results(served.name)).model.is_dir()
 
 
-def test_time_from_the_end_of_the_evaluation_to_ready_is_told(served: Served, record_testsuite_property: Any) -> None:
+def test_time_from_the_end_of_the_evaluation_to_ready_is_recorded(
+    served: Served, record_testsuite_property: Any
+) -> None:
     times = {name: moment(stage_of(served.status, name)["completionTime"]) for name in ("train", "evaluate")}
     ready = moment(condition(served.status, "Ready")["lastTransitionTime"])
     assert ready is not None

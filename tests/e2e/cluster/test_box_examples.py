@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from box_support.asking import Client
 from box_support.box import EXAMPLES_GIT_HOST, Box
+from box_support.endpoint_client import Client
 from box_support.git_pod import TEMPLATE as TRUSTING_THE_GIT_HOST
 from box_support.git_pod import git_pod
 from box_support.hub_pod import Hub
@@ -104,8 +104,8 @@ def held_then_started(team: Team, hub: Hub, name: str, document: Object) -> Obje
     team.apply_manifest(document)
 
     def planned(status: Object) -> Object | None:
-        told = {one["type"]: one["status"] for one in status.get("conditions", [])}
-        return status if status.get("phase") == "Suspended" and told.get("Planned") == "True" else None
+        conditions = {one["type"]: one["status"] for one in status.get("conditions", [])}
+        return status if status.get("phase") == "Suspended" and conditions.get("Planned") == "True" else None
 
     status = team.wait(name, planned, "suspended and planned")
     pods, children = team.pods(name), team.of_job(name, "batch/v1", "jobs")
@@ -127,13 +127,13 @@ def refused_then_taken(team: Team, hub: Hub, name: str, document: Object) -> Obj
     return {"failure": failure}
 
 
-def asked_then_deleted(team: Team, hub: Hub, name: str, document: Object) -> Object:
+def used_then_deleted(team: Team, hub: Hub, name: str, document: Object) -> Object:
     """`endpoint`: asked for a label once it is ready; servers run until they are deleted."""
     team.apply_manifest(document)
 
     def ready(status: Object) -> Object | None:
-        told = {one["type"]: one["status"] for one in status.get("conditions", [])}
-        return status if told.get("Ready") == "True" else None
+        conditions = {one["type"]: one["status"] for one in status.get("conditions", [])}
+        return status if conditions.get("Ready") == "True" else None
 
     status = team.wait(name, ready, "Ready")
     service = team.box.api.get(path_of("v1", "services", team.namespace, f"{name}-endpoint"))
@@ -150,7 +150,7 @@ def _secret(name: str, token: str) -> Object:
 RUNS: dict[str, Run] = {name: to_the_end for name in IN_CLUSTER if name not in TOUR + FITTED_LOCALLY} | {
     "suspended": held_then_started,
     "private-model": refused_then_taken,
-    "endpoint": asked_then_deleted,
+    "endpoint": used_then_deleted,
 }
 
 
@@ -217,9 +217,7 @@ def test_fsdp_is_in_effect_in_a_pytorchjob(runs: dict[str, Future[Ended]], team:
     assert (metrics["train"]["strategy"], metrics["train"]["world_size"]) == ("fsdp", 2)
 
 
-def test_the_plain_cluster_runs_an_indexed_job_and_a_service_though_training_operators_are_there(
-    runs: dict[str, Future[Ended]], team: Team
-) -> None:
+def test_plain_cluster_example_avoids_installed_training_operators(runs: dict[str, Future[Ended]], team: Team) -> None:
     ended = runs["plain-cluster"].result()
     assert stage_of(ended.status, "train")["child"]["kind"] == "Job"
     assert ended.status["plan"]["worldSize"] == 2
@@ -238,8 +236,8 @@ def test_two_processes_share_the_pod_of_the_cpu_example(runs: dict[str, Future[E
     ended = runs["cpu-only"].result()
     assert (ended.status["plan"]["strategy"], ended.status["plan"]["worldSize"]) == ("ddp", 2)
     (pod,) = team.pods(ended.name, "train")
-    asked = pod["spec"]["containers"][0]["resources"]
-    assert "nvidia.com/gpu" not in {**asked.get("requests", {}), **asked.get("limits", {})}
+    resources = pod["spec"]["containers"][0]["resources"]
+    assert "nvidia.com/gpu" not in {**resources.get("requests", {}), **resources.get("limits", {})}
 
 
 def test_lora_leaves_an_adapter_beside_the_whole_model(runs: dict[str, Future[Ended]], team: Team) -> None:
@@ -254,9 +252,7 @@ def test_lora_leaves_an_adapter_beside_the_whole_model(runs: dict[str, Future[En
     assert not [name for name, _ in model.named_parameters() if "lora" in name]
 
 
-def test_long_documents_are_tagged_word_by_word_with_the_optimizer_in_host_memory(
-    runs: dict[str, Future[Ended]], team: Team
-) -> None:
+def test_long_documents_get_a_tag_for_each_word_under_offload(runs: dict[str, Future[Ended]], team: Team) -> None:
     ended = runs["longformer-tokens"].result()
     metrics = _json(team.results(ended.name) / "metrics.json")
     assert metrics["train"]["strategy"] == "deepspeed-zero2+activation-checkpointing+optimizer-offload"
@@ -268,12 +264,12 @@ def test_long_documents_are_tagged_word_by_word_with_the_optimizer_in_host_memor
 
 def test_a_wrong_token_ends_the_private_example_before_anything_is_trained(runs: dict[str, Future[Ended]]) -> None:
     failure = runs["private-model"].result().seen["failure"]
-    told = {key: failure.get(key) for key in ("class", "reason", "stage", "attempt")}
-    assert told == {"class": "ModelError", "reason": "TokenRefused", "stage": "prepare", "attempt": 1}
+    found = {key: failure.get(key) for key in ("class", "reason", "stage", "attempt")}
+    assert found == {"class": "ModelError", "reason": "TokenRefused", "stage": "prepare", "attempt": 1}
     assert "secrets.hubToken" in failure["hint"]
 
 
-def test_the_commit_of_the_private_model_is_in_the_status_and_the_one_that_was_trained(
+def test_status_has_the_commit_of_the_private_model_that_was_trained(
     runs: dict[str, Future[Ended]], team: Team
 ) -> None:
     ended = runs["private-model"].result()
@@ -289,11 +285,11 @@ def test_the_commit_of_the_private_model_is_in_the_status_and_the_one_that_was_t
 def test_the_token_is_in_no_object_and_no_log(runs: dict[str, Future[Ended]], hub: Hub, box: Box, team: Team) -> None:
     runs["private-model"].result()
     kinds = "ftj,pods,jobs,configmaps,services,events,pytorchjobs,mpijobs,persistentvolumeclaims"
-    told = box.kubectl("get", kinds, "-n", team.namespace, "-o", "yaml") + box.operator_log(2000)
+    published = box.kubectl("get", kinds, "-n", team.namespace, "-o", "yaml") + box.operator_log(2000)
     for pod in box.api.items(f"/api/v1/namespaces/{team.namespace}/pods"):
-        told += box.cluster.kubectl("logs", "-n", team.namespace, pod["metadata"]["name"]).stdout
-    assert PRIVATE in told
-    assert hub.token not in told
+        published += box.cluster.kubectl("logs", "-n", team.namespace, pod["metadata"]["name"]).stdout
+    assert PRIVATE in published
+    assert hub.token not in published
 
 
 def test_the_own_program_is_the_one_of_a_commit_and_its_model_is_evaluated(

@@ -42,7 +42,7 @@ class Survived:
     """Step at which the API server went away."""
     after: int
     """Step at which it came back."""
-    told_again: Object
+    status_after: Object
     """The status that had this step, a later one, or the training's end."""
     pods: tuple[list[str], list[str]]
     """Uids of the training's pods before and after."""
@@ -55,7 +55,7 @@ def _kill_in(box: Box, team: Team, name: str, stage: str) -> list[str]:
     def runs() -> bool:
         return any(pod["status"].get("phase") == "Running" for pod in team.pods(name, stage))
 
-    wait_until(runs, f"{name}: a pod of {stage} runs", JOB_SECONDS, lambda: team.tell(name))
+    wait_until(runs, f"{name}: a pod of {stage} runs", JOB_SECONDS, lambda: team.describe(name))
     return wait_until(lambda: kill_operator(box), f"an operator runs while {name} is at {stage}")
 
 
@@ -78,7 +78,7 @@ def survived(box: Box, team: Team) -> Survived:
         ),
     )
     killed = {stage: _kill_in(box, team, name, stage) for stage in STAGES[:2]}
-    wait_until(lambda: team.step(name), f"{name}: the first step", JOB_SECONDS, lambda: team.tell(name))
+    wait_until(lambda: team.step(name), f"{name}: the first step", JOB_SECONDS, lambda: team.describe(name))
     # Finding the claim's folder needs the API server, which is about to go away.
     history, uids = JobPaths(team.results(name)).history, _uids(team, name)
     before, end = last_step(history), time.monotonic() + AWAY_SECONDS
@@ -90,18 +90,20 @@ def survived(box: Box, team: Team) -> Survived:
         )
         after = last_step(history)
 
-    def told() -> Object | None:
+    def reported() -> Object | None:
         status = team.status(name)
         # After the training, the next stage's progress replaces its own.
         there = status.get("progress", {}).get("step", 0) >= after
         return status if there or stage_of(status, "train").get("state") == "Succeeded" else None
 
-    told_again = wait_until(told, f"{name}: the status tells of step {after}", JOB_SECONDS, lambda: team.tell(name))
+    status_after = wait_until(
+        reported, f"{name}: the status tells of step {after}", JOB_SECONDS, lambda: team.describe(name)
+    )
     uids_after = _uids(team, name)
     killed |= {stage: _kill_in(box, team, name, stage) for stage in STAGES[2:]}
     ended = team.succeeds(name)
     caught_up(team)
-    return Survived(name, mark, killed, before, after, told_again, (uids, uids_after), ended)
+    return Survived(name, mark, killed, before, after, status_after, (uids, uids_after), ended)
 
 
 def test_all_stages_succeed_at_their_first_attempt(survived: Survived) -> None:
@@ -117,16 +119,16 @@ def test_the_operator_was_killed_in_each_stage_and_came_back(survived: Survived,
     hits = Counter(name for names in survived.killed.values() for name in names)
 
     def again() -> dict[str, int]:
-        told = {pod["metadata"]["name"]: pod["status"]["containerStatuses"] for pod in operator_pods(box)}
-        return {name: containers[0]["restartCount"] for name, containers in told.items()}
+        statuses = {pod["metadata"]["name"]: pod["status"]["containerStatuses"] for pod in operator_pods(box)}
+        return {name: containers[0]["restartCount"] for name, containers in statuses.items()}
 
     # The kubelet's back-off grows with each restart.
-    wait_until(lambda: hits <= Counter(again()), f"started again as often as killed: {hits}", tell=again)
+    wait_until(lambda: hits <= Counter(again()), f"started again as often as killed: {hits}", detail=again)
 
 
-def test_the_training_goes_on_without_an_api_server_and_the_status_catches_up(survived: Survived) -> None:
+def test_training_continues_during_an_api_server_outage(survived: Survived) -> None:
     assert survived.after - survived.before >= STEPS_MEANWHILE, "the training stood still"
-    train = stage_of(survived.told_again, "train")
+    train = stage_of(survived.status_after, "train")
     assert (train["attempt"], train["state"]) in [(1, "Running"), (1, "Succeeded")]
     assert survived.pods[0] == survived.pods[1]
 
@@ -137,7 +139,7 @@ def test_nothing_was_made_twice(survived: Survived, box: Box, team: Team) -> Non
         for entry in box.cluster.audit(survived.mark, USER)
         if entry["verb"] == "create" and entry["responseStatus"].get("code") == 201
     )
-    own = {what: count for what, count in made.items() if what[1].startswith(survived.name) and what[0] != "events"}
+    own = {key: count for key, count in made.items() if key[1].startswith(survived.name) and key[0] != "events"}
     assert set(own.values()) == {1}, own
     assert {name for resource, name in own if resource == "jobs"} == {f"{survived.name}-{stage}-1" for stage in STAGES}
     assert len(team.pods(survived.name)) == len(STAGES)

@@ -25,7 +25,7 @@ def failing(team: Team) -> tuple[Broken, Broken]:
 
 def test_a_rank_that_has_no_memory_left_goes_on_with_half_the_micro_batch(failing: tuple[Broken, Broken]) -> None:
     broken, after = failing
-    assert broken.told("class", "reason", "stage", "attempt", "rank", "pod", "node", "exitCode") == [
+    assert broken.failure_fields("class", "reason", "stage", "attempt", "rank", "pod", "node", "exitCode") == [
         "OutOfMemory", "OOMKilled", "train", 1, 1, broken.name(1), broken.node(1), 137,
     ]  # fmt: skip
     assert "memory" in broken.failure["hint"]
@@ -36,7 +36,7 @@ def test_a_rank_that_has_no_memory_left_goes_on_with_half_the_micro_batch(failin
     assert (sizes(after.status), 2 * 4 * 2) == ((2, 4, 2), 16)
 
 
-def test_a_rank_that_has_no_memory_left_costs_the_steps_since_the_last_checkpoint(
+def test_rank_out_of_memory_costs_the_steps_since_the_last_checkpoint(
     failing: tuple[Broken, Broken],
 ) -> None:
     broken, _ = failing
@@ -44,9 +44,9 @@ def test_a_rank_that_has_no_memory_left_costs_the_steps_since_the_last_checkpoin
     assert 0 <= broken.lost <= EVERY
 
 
-def test_an_error_in_one_rank_is_told_with_its_traceback_and_ends_the_job(failing: tuple[Broken, Broken]) -> None:
+def test_error_in_one_rank_is_reported_with_traceback_and_ends_the_job(failing: tuple[Broken, Broken]) -> None:
     _, broken = failing
-    assert broken.told("class", "reason", "stage", "attempt", "rank", "pod", "node", "exitCode") == [
+    assert broken.failure_fields("class", "reason", "stage", "attempt", "rank", "pod", "node", "exitCode") == [
         "ProgramError", "UnexpectedError", "train", 2, 1, broken.name(1), broken.node(1), 1,
     ]  # fmt: skip
     assert broken.failure["message"] == f"ValueError: {RAISED}"
@@ -59,7 +59,7 @@ def test_an_error_in_one_rank_is_told_with_its_traceback_and_ends_the_job(failin
 # ------------------------------------------------------------------------------------------------------------- storage
 
 
-def test_a_full_storage_ends_the_job_and_says_what_to_free(team: Team) -> None:
+def test_full_storage_ends_the_job_with_a_hint_to_free_space(team: Team) -> None:
     name, claim = team.new_name("full"), team.new_name("small")
     with small_claim(team, claim, MEGABYTES) as storage:
         team.apply(
@@ -77,8 +77,8 @@ def test_a_full_storage_ends_the_job_and_says_what_to_free(team: Team) -> None:
         (pod,) = team.pods(name, "train")
         storage.fill()
         failure = team.fails(name)
-    told = [failure.get(field) for field in ("class", "stage", "attempt", "rank", "pod", "node", "exitCode")]
-    assert told == ["StorageFull", "train", 1, 0, pod["metadata"]["name"], pod["spec"]["nodeName"], 16]
+    found = [failure.get(field) for field in ("class", "stage", "attempt", "rank", "pod", "node", "exitCode")]
+    assert found == ["StorageFull", "train", 1, 0, pod["metadata"]["name"], pod["spec"]["nodeName"], 16]
     assert "space" in failure["message"].lower()
     assert "checkpoints.keep" in failure["hint"]
     assert "StorageFull" in failure["logTail"]

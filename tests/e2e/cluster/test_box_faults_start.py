@@ -86,19 +86,19 @@ def ended(box: Box, team: Team) -> dict[str, Ended]:
         phases = []
         for row, name in names.items():
             status = team.status(name)
-            if (said := message_of(status, "Running")) and status.get("phase") != "Failed":
-                waiting[row].append(said)
+            if (message := message_of(status, "Running")) and status.get("phase") != "Failed":
+                waiting[row].append(message)
             phases.append(status.get("phase"))
         return set(phases) <= {"Failed", "Succeeded"}
 
     with pretended_gpu(box, box.nodes[0]):
         for row, name in names.items():
             team.apply(name, SPECS[row])
-        wait_until(watched, "all jobs have ended", JOB_SECONDS, lambda: "\n".join(map(team.tell, names.values())))
+        wait_until(watched, "all jobs have ended", JOB_SECONDS, lambda: "\n".join(map(team.describe, names.values())))
     return {row: Ended(name, "\n".join(waiting[row]), team.status(name)) for row, name in names.items()}
 
 
-def told(one: Ended, *fields: str) -> list[object]:
+def failure_fields(one: Ended, *fields: str) -> list[object]:
     return [one.failure.get(field) for field in fields]
 
 
@@ -114,10 +114,10 @@ def test_the_job_has_failed_and_nothing_was_tried_again(ended: dict[str, Ended],
     assert status["failure"]["hint"] in conditions["Failed"]["message"]
 
 
-def test_a_missing_column_is_told_by_prepare_with_those_that_there_are(ended: dict[str, Ended], team: Team) -> None:
+def test_missing_column_is_reported_by_prepare_with_existing_columns(ended: dict[str, Ended], team: Team) -> None:
     one = ended["a column that the data do not have"]
     (pod,) = team.pods(one.name, "prepare")
-    assert told(one, "class", "stage", "attempt", "rank", "exitCode", "pod", "node") == [
+    assert failure_fields(one, "class", "stage", "attempt", "rank", "exitCode", "pod", "node") == [
         "DataError", "prepare", 1, 0, 10, pod["metadata"]["name"], pod["spec"]["nodeName"],
     ]  # fmt: skip
     assert "sentence" in one.failure["message"]
@@ -125,20 +125,26 @@ def test_a_missing_column_is_told_by_prepare_with_those_that_there_are(ended: di
     assert "DataError" in one.failure["logTail"]
 
 
-def test_an_image_that_cannot_be_pulled_is_told_at_once_and_given_up_after_the_limit(ended: dict[str, Ended]) -> None:
+def test_unpullable_image_is_reported_at_once_and_fails_after_the_limit(ended: dict[str, Ended]) -> None:
     one = ended["an image that cannot be pulled"]
     assert ABSENT_IMAGE in one.waiting
-    assert told(one, "class", "stage", "attempt", "rank", "logTail") == ["ImagePull", "prepare", 1, None, None]
+    assert failure_fields(one, "class", "stage", "attempt", "rank", "logTail") == [
+        "ImagePull",
+        "prepare",
+        1,
+        None,
+        None,
+    ]
     assert one.failure["reason"] in ("ErrImagePull", "ImagePullBackOff")
     assert f"could not start for {LIMITS['imagePullSeconds']} s" in one.failure["message"]
     assert ABSENT_IMAGE in one.failure["message"]
     assert "spec.image" in one.failure["hint"]
 
 
-def test_a_missing_secret_is_told_at_once_and_given_up_after_the_limit(ended: dict[str, Ended]) -> None:
+def test_missing_secret_is_reported_at_once_and_fails_after_the_limit(ended: dict[str, Ended]) -> None:
     one = ended["a Secret that is not there"]
     assert "hub-tokens" in one.waiting
-    assert told(one, "class", "reason", "stage", "attempt", "logTail") == [
+    assert failure_fields(one, "class", "reason", "stage", "attempt", "logTail") == [
         "ContainerConfig", "CreateContainerConfigError", "prepare", 1, None,
     ]  # fmt: skip
     assert f"could not start for {LIMITS['containerConfigSeconds']} s" in one.failure["message"]
@@ -146,12 +152,12 @@ def test_a_missing_secret_is_told_at_once_and_given_up_after_the_limit(ended: di
     assert "Secret" in one.failure["hint"]
 
 
-def test_gpus_that_no_node_has_are_told_in_the_scheduler_s_words_and_given_up_after_the_limit(
+def test_absent_gpus_are_reported_unschedulable_and_fail_after_the_limit(
     ended: dict[str, Ended],
 ) -> None:
     one = ended["more GPUs than any node has"]
     assert f"Insufficient {GPU}" in one.waiting
-    assert told(one, "class", "reason", "stage", "attempt", "node", "logTail") == [
+    assert failure_fields(one, "class", "reason", "stage", "attempt", "node", "logTail") == [
         "Unschedulable", "Unschedulable", "train", 1, None, None,
     ]  # fmt: skip
     assert f"could not start for {LIMITS['unschedulableSeconds']} s" in one.failure["message"]
@@ -159,12 +165,10 @@ def test_gpus_that_no_node_has_are_told_in_the_scheduler_s_words_and_given_up_af
     assert "resources" in one.failure["hint"]
 
 
-def test_a_gpu_that_the_image_does_not_see_is_an_error_and_no_training_on_the_cpu(
-    ended: dict[str, Ended], team: Team
-) -> None:
+def test_gpu_invisible_to_the_image_fails_instead_of_training_on_the_cpu(ended: dict[str, Ended], team: Team) -> None:
     one = ended["a GPU that the image does not see"]
     (pod,) = team.pods(one.name, "train")
-    assert told(one, "class", "reason", "stage", "attempt", "rank", "exitCode", "pod", "node") == [
+    assert failure_fields(one, "class", "reason", "stage", "attempt", "rank", "exitCode", "pod", "node") == [
         "StrategyNotInEffect", "DeviceMissing", "train", 1, 0, 13, pod["metadata"]["name"], pod["spec"]["nodeName"],
     ]  # fmt: skip
     assert "sees 0 of them" in one.failure["message"]

@@ -53,9 +53,9 @@ def disturbed(team: Team) -> Ended:
     return Ended(job.name, broken, team.succeeds(job.name))
 
 
-def test_a_pod_deleted_by_hand_is_the_cause_and_the_attempt_goes_on_from_where_it_stopped(disturbed: Ended) -> None:
+def test_deleted_pod_is_the_cause_and_the_attempt_resumes_at_its_step(disturbed: Ended) -> None:
     broken, *_ = disturbed.broken
-    assert broken.told("class", "stage", "attempt", "pod", "node", "exitCode") == [
+    assert broken.failure_fields("class", "stage", "attempt", "pod", "node", "exitCode") == [
         "Preempted", "train", 1, broken.name(1), broken.node(1), 143,
     ]  # fmt: skip
     assert broken.failure["hint"]
@@ -67,11 +67,11 @@ def test_a_pod_deleted_by_hand_is_the_cause_and_the_attempt_goes_on_from_where_i
 @pytest.mark.parametrize(
     ("place", "rank", "reason"), [(1, 1, "DeletionByTaintManager"), (2, 0, "TerminationByKubelet")]
 )
-def test_a_preemption_names_the_pod_that_was_hit_and_at_most_one_step_is_lost(
+def test_preemption_names_the_evicted_pod_and_loses_at_most_one_step(
     disturbed: Ended, place: int, rank: int, reason: str
 ) -> None:
     broken = disturbed.broken[place]
-    assert broken.told("class", "reason", "stage", "attempt", "pod", "node", "exitCode") == [
+    assert broken.failure_fields("class", "reason", "stage", "attempt", "pod", "node", "exitCode") == [
         "NodeLost", reason, "train", place + 1, broken.name(rank), broken.node(rank), 143,
     ]  # fmt: skip
     assert broken.node(rank) in broken.failure["message"]
@@ -80,7 +80,7 @@ def test_a_preemption_names_the_pod_that_was_hit_and_at_most_one_step_is_lost(
     assert broken.lost <= 1
 
 
-def test_what_the_infrastructure_does_is_not_counted_and_changes_no_plan(disturbed: Ended, team: Team) -> None:
+def test_infrastructure_failures_are_not_counted_and_change_no_plan(disturbed: Ended, team: Team) -> None:
     status = disturbed.status
     assert (status["restarts"], status.get("countedRestarts", 0)) == (3, 0)
     assert "failure" not in status
@@ -107,7 +107,13 @@ def held_up(box: Box, team: Team) -> Ended:
 
 def test_a_rank_that_hangs_is_found_by_the_progress_that_stops(held_up: Ended) -> None:
     broken = held_up.broken[0]
-    assert broken.told("class", "reason", "stage", "attempt", "rank") == ["NoProgress", "Hung", "train", 1, None]
+    assert broken.failure_fields("class", "reason", "stage", "attempt", "rank") == [
+        "NoProgress",
+        "Hung",
+        "train",
+        1,
+        None,
+    ]
     assert f"no progress for {human_seconds(HANG_SECONDS)}" in broken.failure["message"]
     assert "progressDeadlineSeconds" in broken.failure["hint"]
     # Rank 1 is stopped and prints nothing; rank 0 prints where it waits for it.
@@ -116,9 +122,9 @@ def test_a_rank_that_hangs_is_found_by_the_progress_that_stops(held_up: Ended) -
     assert 0 <= broken.lost <= EVERY
 
 
-def test_an_object_that_somebody_deleted_is_made_anew_and_counted(held_up: Ended) -> None:
+def test_deleted_child_is_recreated_and_counted(held_up: Ended) -> None:
     broken = held_up.broken[1]
-    assert broken.told("class", "reason", "stage", "attempt", "rank", "pod") == [
+    assert broken.failure_fields("class", "reason", "stage", "attempt", "rank", "pod") == [
         "ChildDeleted", "ChildDeleted", "train", 2, None, None,
     ]  # fmt: skip
     assert f"Job {held_up.name}-train-2" in broken.failure["message"]
@@ -127,10 +133,16 @@ def test_an_object_that_somebody_deleted_is_made_anew_and_counted(held_up: Ended
     assert broken.lost <= 1
 
 
-def test_a_node_without_power_is_the_cause_and_the_training_goes_on_elsewhere(held_up: Ended, team: Team) -> None:
+def test_node_without_power_is_the_cause_and_training_moves_elsewhere(held_up: Ended, team: Team) -> None:
     broken, status = held_up.broken[2], held_up.status
     lost = broken.node(1)
-    assert broken.told("class", "stage", "attempt", "pod", "node") == ["NodeLost", "train", 3, broken.name(1), lost]
+    assert broken.failure_fields("class", "stage", "attempt", "pod", "node") == [
+        "NodeLost",
+        "train",
+        3,
+        broken.name(1),
+        lost,
+    ]
     assert lost in broken.failure["message"]
     assert broken.failure["hint"]
     assert 0 <= broken.lost <= EVERY

@@ -47,7 +47,7 @@ def running(status: Object) -> Object:
     return next((one for one in status.get("conditions", []) if one["type"] == "Running"), {})
 
 
-def test_half_of_a_gang_is_reported_and_leaves_its_node_and_the_whole_one_trains(
+def test_half_placed_gang_is_reported_and_releases_its_node(
     box: Box, team: Team, impatient: None, closed_node: str
 ) -> None:
     name = team.new_name("gang")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from box_support.asking import Client
 from box_support.box import Box
+from box_support.endpoint_client import Client
 from box_support.team import INPUTS, Team, stage_of, tiny_spec
 from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.control_plane import assets_folder
@@ -97,7 +97,7 @@ def test_our_service_and_that_of_kserve_lead_to_the_same_answer(served: Served) 
     assert served.answer == served.answer_by_kserve
 
 
-def test_kserve_makes_no_autoscaler_and_keeps_the_pod_as_it_was_asked_for(served: Served) -> None:
+def test_kserve_creates_no_autoscaler_and_keeps_the_pod_template(served: Served) -> None:
     predictor = f"{served.name}-endpoint-1-predictor"
     assert served.get("autoscaling/v2", "horizontalpodautoscalers", predictor) is None
     deployment = served.get("apps/v1", "deployments", predictor)
@@ -110,7 +110,7 @@ def test_kserve_makes_no_autoscaler_and_keeps_the_pod_as_it_was_asked_for(served
     assert generation == 1, "what KServe's webhooks change is not applied anew again and again"
 
 
-def test_more_servers_start_beside_the_first_and_a_deployment_takes_over_from_them(served: Served) -> None:
+def test_kserve_scales_up_and_a_deployment_takes_over(served: Served) -> None:
     team, name = served.team, served.name
     (first,) = (pod["metadata"]["name"] for pod in team.pods(name, "serve"))
     team.patch(name, {"endpoint": {"replicas": 2}})

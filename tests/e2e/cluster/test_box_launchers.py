@@ -69,7 +69,7 @@ def test_the_training_ran_as_its_kind_and_every_stage_succeeded(ended, launcher)
 
 
 @pytest.mark.parametrize("launcher", KINDS)
-def test_progress_loss_and_eta_are_told_while_it_trains(ended, launcher) -> None:  # type: ignore[no-untyped-def]
+def test_progress_loss_and_eta_are_reported_during_training(ended, launcher) -> None:  # type: ignore[no-untyped-def]
     _, _, (header, *lines) = ended[launcher]
     assert header[:6] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA"]
     training = [line for line in lines if line[1] == "Training" and len(line) >= 8]

@@ -54,21 +54,21 @@ def _row(number: int) -> Object:
     return {"id": f"r-{number:04}", "text": f"{number} {text}"}
 
 
-def test_pods_predict_the_same_rows_as_one_process_though_the_first_is_deleted(
+def test_pods_predict_the_rows_of_one_process_after_a_deleted_pod(
     box: Box, team: Team, files: Path, tmp_path: Path
 ) -> None:
     claim, name = team.new_name("to-predict"), team.new_name("by-pods")
     box.fill_claim(team.namespace, claim, files)
     # A preference that the scheduler respects whatever else runs on the nodes.
     apart = {"labelSelector": {"matchLabels": {JOB_LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
-    wish = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]}
+    preference = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]}
     team.apply(name, {
         "task": "text-classification",
         "model": {"uri": f"pvc://{claim}/model"},
         "predict": {"dataset": {"uri": f"pvc://{claim}/rows/*.jsonl"}, "workers": PODS, "idColumn": "id"},
         "resources": {"cpu": "1", "memory": "2Gi"},
         "storage": {"size": "1Gi"},
-        "template": {"affinity": {"podAntiAffinity": wish}},
+        "template": {"affinity": {"podAntiAffinity": preference}},
     })  # fmt: skip
 
     def works(status: Object) -> bool:
@@ -85,11 +85,11 @@ def test_pods_predict_the_same_rows_as_one_process_though_the_first_is_deleted(
     assert (stage["attempt"], stage["replacedPods"], status.get("restarts", 0)) == (1, 1, 0)
     progress = status["progress"]
     assert (progress["step"], progress["totalSteps"], progress["percent"]) == (ROWS, ROWS, 100)
-    told = wait_until(
+    events = wait_until(
         lambda: [event["message"] for event in team.events(name) if event["reason"] == "PodReplaced"], "it is told"
     )
-    assert len(told) == 1
-    assert pods["0"]["metadata"]["name"] in told[0]
+    assert len(events) == 1
+    assert pods["0"]["metadata"]["name"] in events[0]
     alone = finetune(
         "predict", str(files / "model"), str(files / "rows" / "*.jsonl"), "-o", "alone.jsonl", "--copy", "id",
         folder=tmp_path,

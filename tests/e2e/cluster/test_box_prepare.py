@@ -34,14 +34,12 @@ def fingerprint(team: Team) -> str:
     return found
 
 
-def test_pods_on_two_nodes_prepare_and_the_training_reads_what_they_have_made(
-    box: Box, team: Team, fingerprint: str
-) -> None:
+def test_pods_on_two_nodes_prepare_the_data_of_the_training(box: Box, team: Team, fingerprint: str) -> None:
     name = team.new_name("by-pods")
     # A preference that the scheduler respects whatever else runs on the nodes.
     apart = {"labelSelector": {"matchLabels": {JOB_LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
-    wish = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]}
-    team.apply(name, by_pods(template={"affinity": {"podAntiAffinity": wish}}))
+    preference = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]}
+    team.apply(name, by_pods(template={"affinity": {"podAntiAffinity": preference}}))
     status = team.succeeds(name)
     assert stage_of(status, "prepare")["attempt"] == 1
     assert status["artifacts"]["datasetFingerprint"] == fingerprint
@@ -56,12 +54,12 @@ def test_pods_on_two_nodes_prepare_and_the_training_reads_what_they_have_made(
 
 def _places(team: Team, stem: str) -> dict[str, str]:
     """Return pod -> node, of all pods ever whose names begin with `stem`."""
-    told = team.box.api.items(path_of("v1", "events", team.namespace), fieldSelector="reason=Scheduled")
-    messages = {event["involvedObject"]["name"]: event["message"] for event in told}
+    events = team.box.api.items(path_of("v1", "events", team.namespace), fieldSelector="reason=Scheduled")
+    messages = {event["involvedObject"]["name"]: event["message"] for event in events}
     return {pod: message.rpartition(" ")[2] for pod, message in messages.items() if pod.startswith(stem)}
 
 
-def test_a_wrong_column_is_told_by_the_pod_that_reads_and_the_others_end(team: Team) -> None:
+def test_wrong_column_is_reported_by_the_reading_pod_and_others_end(team: Team) -> None:
     name = team.new_name("wrong-column")
     team.apply(name, by_pods(dataset={"uri": f"pvc://{INPUTS}/tiny/data", "columns": {"text": "no_such_column"}}))
     failure = team.fails(name)

@@ -72,7 +72,7 @@ def programs(team: Team, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-def test_an_unchanged_trainer_program_is_told_of_live_goes_on_after_a_lost_pod_and_is_evaluated(
+def test_unchanged_trainer_program_reports_live_and_resumes(
     box: Box, team: Team, programs: None, tmp_path: Path
 ) -> None:
     box.own("taking a pod away")
@@ -92,7 +92,7 @@ def test_an_unchanged_trainer_program_is_told_of_live_goes_on_after_a_lost_pod_a
         team.apply(name, {**own_program(), "template": template, "evaluation": gate})
         team.wait_step(name, 50)
         # transformers' own callback reports the percentage, more than once.
-        wait_until(lambda: len(percentages()) >= 2, f"{name}: two percentages", tell=lambda: team.tell(name))
+        wait_until(lambda: len(percentages()) >= 2, f"{name}: two percentages", detail=lambda: team.describe(name))
         kill_pod(team, team.pods(name, "train", 1)[1]["metadata"]["name"])
         status = team.succeeds(name)
     assert any(float(line[4]) > 0 for line in training()), "and the loss"
@@ -128,7 +128,7 @@ def test_processes_of_a_program_find_each_other_by_any_launcher(
     assert status["artifacts"]["model"].endswith("/model")
 
 
-def test_an_exception_on_the_second_node_is_the_jobs_failure_with_its_line_and_rank(team: Team, programs: None) -> None:
+def test_exception_on_the_second_node_is_reported_with_line_and_rank(team: Team, programs: None) -> None:
     name = team.new_name("broken")
     team.apply(name, own_program(entryPoint="broken.py"))
     failure = team.fails(name)
@@ -141,9 +141,7 @@ def test_an_exception_on_the_second_node_is_the_jobs_failure_with_its_line_and_r
     assert "at broken.py, line 4: ValueError: row 17 has no label" in failure["message"]
 
 
-def test_an_entry_point_that_is_not_there_fails_before_any_training_and_says_what_is(
-    team: Team, programs: None
-) -> None:
+def test_missing_entry_point_fails_before_training_with_existing_files(team: Team, programs: None) -> None:
     name = team.new_name("misnamed")
     team.apply(name, own_program(entryPoint="trian.py"))
     failure = team.fails(name)

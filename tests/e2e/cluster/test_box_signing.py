@@ -111,13 +111,13 @@ def signed(box: Box, team: Team, training_operators: None) -> Signed:
         team.apply(name, spec)
 
         def held() -> list[Rank] | None:
-            assert stage_of(team.status(name), "train").get("attempt", 1) <= 1, team.tell(name)
+            assert stage_of(team.status(name), "train").get("attempt", 1) <= 1, team.describe(name)
             if team.step(name) < HOLDS_AT - 1:
                 return None
             found = [rank for pod in team.pods(name, "train", 1) for rank in ranks(team, pod["metadata"]["name"])]
             return found if len(found) == 2 else None
 
-        found = wait_until(held, f"both ranks of {name} wait", 600, lambda: team.tell(name))
+        found = wait_until(held, f"both ranks of {name} wait", 600, lambda: team.describe(name))
         environments = {one.rank: one.process.environ().get(ENV_CHECKPOINT_SECRET) for one in found}
         objects = objects_of(team)
         checkpoints = team.results(name) / "checkpoints"
@@ -135,7 +135,7 @@ def signed(box: Box, team: Team, training_operators: None) -> Signed:
     return Signed(name, key, failure, team.status(name), environments, command_lines, objects + objects_of(team), logs)
 
 
-def test_ranks_that_mpirun_starts_have_the_key_and_nobody_else_sees_it(signed: Signed, box: Box, team: Team) -> None:
+def test_only_ranks_started_by_mpirun_have_the_signing_key(signed: Signed, box: Box, team: Team) -> None:
     assert stage_of(signed.status, "train")["child"]["kind"] == "MPIJob"
     assert signed.environments == {0: signed.key, 1: signed.key}
     assert signed.command_lines == []

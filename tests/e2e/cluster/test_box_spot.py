@@ -36,9 +36,7 @@ def jobs(team: Team) -> tuple[str, str]:
     return patient, flexible
 
 
-def test_without_a_spot_node_a_training_waits_and_then_fails_or_goes_to_any_node(
-    jobs: tuple[str, str], team: Team
-) -> None:
+def test_training_without_a_spot_node_waits_then_fails_or_falls_back(jobs: tuple[str, str], team: Team) -> None:
     patient, flexible = jobs
     message = team.wait(patient, waits, "it waits for a spot node")
     assert "didn't match Pod's node affinity/selector" in message

@@ -27,7 +27,7 @@ import yaml
 from box_support.box import Box
 from box_support.hub_pod import Hub
 from box_support.team import RESTRICTED, TERMINAL, Team
-from box_support.terminal_picture import Excerpt, Said, terminal_svg
+from box_support.terminal_picture import CommandRun, Excerpt, terminal_svg
 from cluster_support.api_access import Object, wait_until
 from cluster_support.control_plane import ROOT
 from suite_plugins.patience import patient
@@ -90,30 +90,30 @@ def shell(box: Box, namespace: str, tmp_path_factory: pytest.TempPathFactory) ->
     team = Team(box, namespace)
 
     def run(line: str) -> str:
-        words = shlex.split(line)
+        arguments = shlex.split(line)
         if line == WATCH:
-            return watched(words, team, environment)
-        ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(300))
-        assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}\n{team.tell(JOB)}"
+            return watched(arguments, team, environment)
+        ran = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(300))
+        assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}\n{team.describe(JOB)}"
         return ran.stdout
 
     return run
 
 
-def watched(words: list[str], team: Team, environment: dict[str, str]) -> str:
+def watched(arguments: list[str], team: Team, environment: dict[str, str]) -> str:
     """Return the watch's output, ended as the reader would: when it shows that the job has ended."""
-    said: list[str] = []
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    output: list[str] = []
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            said.append(line)
+            output.append(line)
             if set(TERMINAL) & set(line.split()):
                 break
         process.terminate()
     team.succeeds(JOB)
     # Events follow the status, and the next line of the tour shows them.
     wait_until(lambda: "Succeeded" in [event["reason"] for event in team.events(JOB)], "the end is told in an event")
-    return "".join(said)
+    return "".join(output)
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +122,15 @@ def tour(shell: Callable[[str], str], request: pytest.FixtureRequest) -> dict[st
     session, began = [], time.monotonic()
     for line in LINES:
         if not line.startswith(BEFORE):
-            session.append(Said(line, shell(line)))
+            session.append(CommandRun(line, shell(line)))
             print(f"{time.monotonic() - began:6.1f} s  {line}")
     if request.config.getoption("--record-tour"):
-        shown = [(said, part) for said in session for start, part in SHOWN.items() if said.command.startswith(start)]
+        shown = [(run, part) for run in session for start, part in SHOWN.items() if run.command.startswith(start)]
         PICTURE.write_text(terminal_svg("finetune-operator", shown), encoding="utf-8")
-    return {said.command: said.output for said in session}
+    return {run.command: run.output for run in session}
 
 
-def said_by(tour: dict[str, str], start: str) -> str:
+def output_of(tour: dict[str, str], start: str) -> str:
     (output,) = (output for line, output in tour.items() if line.startswith(start))
     return output
 
@@ -141,37 +141,37 @@ def test_the_tour_is_there() -> None:
     assert [line for line in LINES if not line.startswith((*BEFORE, "helm ", "kubectl ", "finetune "))] == []
 
 
-def test_the_watch_tells_every_phase_and_how_far_it_is(tour: dict[str, str]) -> None:
-    header, *lines = [line.split() for line in said_by(tour, WATCH).splitlines()]
+def test_watch_shows_every_phase_and_the_progress(tour: dict[str, str]) -> None:
+    header, *lines = [line.split() for line in output_of(tour, WATCH).splitlines()]
     assert header[:8] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESTARTS"]
     phases = list(dict.fromkeys(line[1] for line in lines if len(line) > 2))
     assert phases[-5:] == ["Preparing", "Training", "Evaluating", "Predicting", "Succeeded"]
-    told = {int(line[3]) for line in lines if line[1] == "Training" and len(line) >= 8}
-    assert told - {0, 100}, lines
+    percentages = {int(line[3]) for line in lines if line[1] == "Training" and len(line) >= 8}
+    assert percentages - {0, 100}, lines
 
 
-def test_describe_tells_the_plan_with_its_reasons_and_what_happened(tour: dict[str, str]) -> None:
-    told = said_by(tour, "kubectl describe")
-    assert "strategy single: the cheapest one fits" in told
+def test_describe_shows_the_plan_with_reasons_and_events(tour: dict[str, str]) -> None:
+    text = output_of(tour, "kubectl describe")
+    assert "strategy single: the cheapest one fits" in text
     for reason in ("Planned", "StageSucceeded", "Succeeded"):
-        assert reason in told.partition("Events:")[2]
+        assert reason in text.partition("Events:")[2]
 
 
 def test_the_short_status_and_the_log_are_of_the_job(tour: dict[str, str]) -> None:
-    assert f"{JOB}  Succeeded" in said_by(tour, "finetune status")
-    assert said_by(tour, "kubectl logs -l").strip()
+    assert f"{JOB}  Succeeded" in output_of(tour, "finetune status")
+    assert output_of(tour, "kubectl logs -l").strip()
 
 
-def test_the_artifacts_are_where_the_status_says(tour: dict[str, str]) -> None:
-    artifacts = json.loads(said_by(tour, "kubectl get ftj quickstart-cluster -o"))
+def test_artifacts_are_at_the_places_in_the_status(tour: dict[str, str]) -> None:
+    artifacts = json.loads(output_of(tour, "kubectl get ftj quickstart-cluster -o"))
     assert artifacts["model"] == f"pvc://{JOB}-workspace/{JOB}/model"
     assert artifacts["predictions"] == f"pvc://{JOB}-workspace/{JOB}/predictions.jsonl"
     assert artifacts["metrics"]["accuracy"] >= 0.75
     assert re.fullmatch("[0-9a-f]{40}", artifacts["modelRevision"])
 
 
-def test_the_model_that_a_pod_loads_from_the_claim_tells_praise_from_complaint(tour: dict[str, str]) -> None:
-    labels = [line.split()[0] for line in said_by(tour, "kubectl logs job/use-model").splitlines()]
+def test_model_loaded_from_the_claim_classifies_praise_and_complaint(tour: dict[str, str]) -> None:
+    labels = [line.split()[0] for line in output_of(tour, "kubectl logs job/use-model").splitlines()]
     assert labels == ["positive", "negative"]
 
 
@@ -180,7 +180,7 @@ def test_nothing_is_left_behind(tour: dict[str, str], box: Box, namespace: str) 
         kinds = ("pods", "persistentvolumeclaims", "services")
         return [one for kind in kinds for one in box.api.items(f"/api/v1/namespaces/{namespace}/{kind}")]
 
-    wait_until(lambda: not left(), "everything of the tour is gone", tell=left)
+    wait_until(lambda: not left(), "everything of the tour is gone", detail=left)
 
 
 def test_the_picture_on_the_page_shows_commands_of_the_tour() -> None:

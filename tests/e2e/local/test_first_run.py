@@ -27,15 +27,15 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
 @pytest.mark.timeout(1800)
 def test_the_walk_ends_at_a_model_that_answers(steps: tuple[Path, list[Step]]) -> None:
     folder, walked = steps
-    runs = [step for step in walked if step.said.command == "finetune run job.yaml"]
-    assert [step.code for step in runs] == [GATE_NOT_MET, 0], [step.said.output[-2000:] for step in runs]
+    runs = [step for step in walked if step.run.command == "finetune run job.yaml"]
+    assert [step.code for step in runs] == [GATE_NOT_MET, 0], [step.run.output[-2000:] for step in runs]
     assert [step for step in walked if step.code and step not in runs] == []
-    first, second = (step.said.output for step in runs)
+    first, second = (step.run.output for step in runs)
     assert "0.99" in first
     assert "train     started" in first
     assert "train     started" not in second
     assert json.loads((folder / "runs/reviews/metrics.json").read_text())["evaluate"]["accuracy"] >= 0.8
-    answers = next(step.said.output for step in walked if step.said.command == "python ask.py")
+    answers = next(step.run.output for step in walked if step.run.command == "python ask.py")
     assert re.findall(r"^(positive|negative) [01]\.\d\d  ", answers, re.MULTILINE) == ["positive", "negative"]
 
 

@@ -66,7 +66,7 @@ def test_a_failed_way_is_reported_and_ends_with_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
-def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
+def test_gpu_check_without_a_gpu_prints_a_hint(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "gpu_check", "--out", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(TESTS)},

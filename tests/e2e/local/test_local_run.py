@@ -26,7 +26,7 @@ def last_step(job_folder: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-def files_below(folder: Path) -> set[str]:
+def files_under(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
@@ -77,7 +77,7 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
         "reports/train-0.json",
         "logs/train.log",
     }
-    written = files_below(folder)
+    written = files_under(folder)
     assert promised <= written, promised - written
     assert not {"deepspeed.json", "failure.json"} & written
     assert result["outcome"] == "succeeded"
@@ -138,8 +138,8 @@ def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any
     )
     assert [(row["row"] - 1, row["label"]) for row in found] == [(row["row"], row["label"]) for row in earlier]
     assert [row["score"] for row in found] == pytest.approx([row["score"] for row in earlier], abs=1e-5)
-    assert files_below(place.parent) == {"out.jsonl", "out.bad-rows.jsonl"}
-    for wrong, told in (
+    assert files_under(place.parent) == {"out.jsonl", "out.bad-rows.jsonl"}
+    for wrong, error in (
         (("predict", "nowhere", "new.jsonl", "-o", "x.jsonl"), "nowhere does not exist"),
         (("predict", str(whole), "nothing.jsonl", "-o", "x.jsonl"), "nothing.jsonl does not exist"),
         (("predict", str(whole), "none/*.jsonl", "-o", "x.jsonl"), "DATA: none/*.jsonl matches no file"),
@@ -148,7 +148,7 @@ def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any
     ):
         code, out, err = quick(*wrong)
         assert (code, out) == (2, "")
-        assert told in " ".join(err.split())
+        assert error in " ".join(err.split())
     assert not list(quick.folder.glob("*x.*"))
 
 
@@ -164,21 +164,21 @@ def test_the_same_job_again_keeps_every_stage_and_shows_the_result(
     assert weights(folder) == before
 
 
-def test_a_different_job_under_the_same_name_is_refused_with_what_differs(
+def test_different_job_under_the_same_name_is_refused_with_the_differences(
     finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
 ) -> None:
     folder, _, _ = undisturbed
-    before = files_below(folder)
+    before = files_under(folder)
     job = finetune.job("whole", **LONG | {"learningRate": 0.1})
     finetune.write("other.yaml", job)
     code, out, err = finetune("run", "other.yaml", "--no-measure")
     assert (code, out) == (1, "")
     assert "spec.training.learningRate was 0.0005 and is 0.1" in err
     assert "--restart" in err
-    assert files_below(folder) == before
+    assert files_under(folder) == before
 
 
-def test_restart_of_one_stage_keeps_the_others_and_moves_its_earlier_result_aside(
+def test_restart_of_one_stage_keeps_the_others_and_renames_its_results(
     quick: Any, undisturbed: tuple[Path, dict[str, Any], str]
 ) -> None:
     folder, _, _ = undisturbed
@@ -186,10 +186,10 @@ def test_restart_of_one_stage_keeps_the_others_and_moves_its_earlier_result_asid
     before = weights(folder)
     code, _, err = quick("run", "whole.yaml", "--no-measure", "--restart", "--stage", "predict")
     assert code == 0, err
-    aside = folder.with_name("whole.previous-1")
-    assert str(aside) in err
-    assert files_below(aside) == {"metrics.json", "predictions.jsonl", "state/predict.json"}
-    assert (aside / "predictions.jsonl").read_bytes() == predicted == (folder / "predictions.jsonl").read_bytes()
+    previous = folder.with_name("whole.previous-1")
+    assert str(previous) in err
+    assert files_under(previous) == {"metrics.json", "predictions.jsonl", "state/predict.json"}
+    assert (previous / "predictions.jsonl").read_bytes() == predicted == (folder / "predictions.jsonl").read_bytes()
     assert weights(folder) == before
 
 
@@ -230,8 +230,8 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     run = finetune.start("run", "disturbed.yaml", "--no-measure")
     # By its history, which has each step at once: the first progress may be reported when most steps are done.
     run.wait_until(lambda: (folder / "history.jsonl").exists() and (folder / "history.jsonl").read_text())
-    below = run.below()
-    for process in below:
+    descendants = run.descendants()
+    for process in descendants:
         process.suspend()
     code, _, err = finetune("run", "disturbed.yaml", "--no-measure")
     assert code == 1
@@ -239,10 +239,10 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
 
     run.process.send_signal(signal.SIGINT)
     # First the launcher, which forwards it, then the stage: it gets the signal before it makes another step.
-    for process in below[:2]:
+    for process in descendants[:2]:
         run.wait_until(lambda process=process: waits_for(process.pid, signal.SIGTERM))
         process.resume()
-    for process in below[2:]:
+    for process in descendants[2:]:
         process.resume()
     code, out, err = run.end()
     stopped_at = last_step(folder)
@@ -250,7 +250,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     assert "saving a checkpoint" in err
     assert "finetune run disturbed.yaml --workspace runs --no-measure --resume" in err
     assert 1 <= stopped_at < 320
-    wait_gone(below)
+    wait_gone(descendants)
     assert not (folder / "state/train.json").exists()
 
     code, _, err = finetune("run", "disturbed.yaml", "--no-measure", "--resume", "--stage", "train")
@@ -262,7 +262,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     assert (folder / "checkpoints").exists()
 
 
-def test_a_stage_whose_inputs_are_missing_names_the_stage_to_run_first(finetune: Any) -> None:
+def test_stage_with_missing_inputs_names_the_stage_to_run_first(finetune: Any) -> None:
     finetune.write("alone.yaml", finetune.job("alone"))
     code, out, err = finetune("run", "alone.yaml", "--no-measure", "--stage", "train")
     assert (code, out) == (1, "")
@@ -270,7 +270,7 @@ def test_a_stage_whose_inputs_are_missing_names_the_stage_to_run_first(finetune:
     assert not (finetune.folder / "runs/alone").exists()
 
 
-def test_a_failed_stage_says_class_message_way_out_and_log(quick: Any) -> None:
+def test_failed_stage_prints_class_message_hint_and_log(quick: Any) -> None:
     job = quick.job("wrong")
     job["spec"]["dataset"]["columns"] = {"text": "review"}
     quick.write("wrong.yaml", job)
@@ -284,7 +284,7 @@ def test_a_failed_stage_says_class_message_way_out_and_log(quick: Any) -> None:
     assert "review" in failure["message"]
     assert str(folder / "logs/prepare.log") in err
     assert (failure["class"], failure["stage"], failure["rank"], failure["exitCode"]) == ("DataError", "prepare", 0, 10)
-    assert not (folder / "state").exists() or files_below(folder / "state") == set()
+    assert not (folder / "state").exists() or files_under(folder / "state") == set()
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,9 @@ def two_processes(finetune: Any) -> Callable[[], tuple[Any, Path, list[psutil.Pr
         # Measured: the assumptions for an unread model may not fit beside the machine's other work.
         run = finetune.start("run", "pair.yaml")
         run.wait_until(lambda: last_step(folder) >= 3)
-        workers = sorted((p for p in run.below() if "RANK" in p.environ()), key=lambda p: int(p.environ()["RANK"]))
+        workers = sorted(
+            (p for p in run.descendants() if "RANK" in p.environ()), key=lambda p: int(p.environ()["RANK"])
+        )
         assert [worker.environ()["RANK"] for worker in workers] == ["0", "1"]
         return run, folder, workers
 
@@ -312,7 +314,7 @@ def two_processes(finetune: Any) -> Callable[[], tuple[Any, Path, list[psutil.Pr
 
 def test_a_killed_rank_is_named_with_its_signal_and_the_others_do_not_stay(two_processes: Any) -> None:
     run, folder, workers = two_processes()
-    below = run.below()
+    descendants = run.descendants()
     workers[1].kill()
     code, out, err = run.end()
     assert (code, out) == (1, "")
@@ -320,13 +322,13 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_others_do_not_stay(two_p
     assert "SIGKILL" in err
     assert (folder / "state/prepare.json").exists()
     assert not (folder / "state/train.json").exists()
-    wait_gone(below)
+    wait_gone(descendants)
 
 
 def test_no_process_outlives_a_command_that_was_killed_outright(two_processes: Any) -> None:
     run, _, workers = two_processes()
-    below = run.below()
-    assert set(workers) < set(below)
+    descendants = run.descendants()
+    assert set(workers) < set(descendants)
     run.process.kill()
     run.process.communicate()
-    wait_gone(below)
+    wait_gone(descendants)

@@ -65,8 +65,8 @@ def test_a_program_runs_is_kept_and_is_not_mixed_with_another(quick: Any, own: A
     failure = json.loads(out)["failure"]
     assert (code, failure["class"], failure["reason"]) == (1, "ProgramError", "ValueError"), err
     assert "at helper.py, line 1: ValueError: a broken release" in failure["message"]
-    aside = quick.folder / "runs/telltale.previous-1"
-    assert json.loads((aside / "code/code.json").read_text())["commit"] == commit
+    previous = quick.folder / "runs/telltale.previous-1"
+    assert json.loads((previous / "code/code.json").read_text())["commit"] == commit
 
 
 def test_a_host_that_the_settings_do_not_name_is_refused(quick: Any, own: Any) -> None:

@@ -135,5 +135,5 @@ def test_the_readme_lists_fields_and_launchers_without_behaviour() -> None:
     launchers: tuple[str, ...] = get_args(TrainingLauncher)
     without = {row.path for row in ROWS if not row.values and not row.schemes}
     without |= set(launchers) - set(served_words("launcher", launchers))
-    named = {word for word in re.findall(r"`([\w.]+)`", listed) if word != "NotYetSupported"}
+    named = {name for name in re.findall(r"`([\w.]+)`", listed) if name != "NotYetSupported"}
     assert named == without

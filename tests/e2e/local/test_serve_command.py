@@ -61,7 +61,7 @@ def free_port() -> int:
         return port
 
 
-def ask(port: int, path: str, body: object = None) -> tuple[int, Any]:
+def request(port: int, path: str, body: object = None) -> tuple[int, Any]:
     connection = HTTPConnection("127.0.0.1", port, timeout=patient(60))
     try:
         content = None if body is None else json.dumps(body)
@@ -75,7 +75,7 @@ def ask(port: int, path: str, body: object = None) -> tuple[int, Any]:
 def is_ready(process: subprocess.Popen[str], port: int) -> bool:
     assert process.poll() is None, process.communicate()
     try:
-        return ask(port, "/v2/health/ready")[0] == 200
+        return request(port, "/v2/health/ready")[0] == 200
     except OSError:
         return False
 
@@ -86,8 +86,8 @@ def test_run_is_served_with_the_answers_of_its_predictions_until_ctrl_c(shop: Sh
     process = shop.start("serve", "runs/small", "--port", str(port))
     try:
         wait_until(lambda: is_ready(process, port), "the server is ready")
-        code, found = ask(port, "/", {"inputs": [row["text"] for row in predicted]})
-        named = ask(port, "/v2/models/small")[1]["properties"]
+        code, found = request(port, "/", {"inputs": [row["text"] for row in predicted]})
+        named = request(port, "/v2/models/small")[1]["properties"]
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=patient(60))
     finally:

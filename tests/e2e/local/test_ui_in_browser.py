@@ -123,7 +123,7 @@ def test_choices_stay_while_the_list_is_renewed(page: Page, workspace: Path) -> 
     expect(page.get_by_label("Compare newer")).not_to_be_checked()
 
 
-def test_page_tells_when_the_server_is_gone(browser: Browser, workspace: Path) -> None:
+def test_page_reports_a_stopped_server(browser: Browser, workspace: Path) -> None:
     context = browser.new_context()
     page = context.new_page()
     with serving(workspace) as client:

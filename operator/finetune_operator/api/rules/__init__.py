@@ -16,7 +16,10 @@ from finetune_operator.api.rules import (
     resource_rules,
     training,
 )
+from finetune_operator.api.rules.data import SOMETHING_TO_DO
 from finetune_operator.api.rules.rule import Rule
+
+__all__ = ["RULES", "SOMETHING_TO_DO"]
 
 RULES: tuple[Rule, ...] = (
     *data.RULES,

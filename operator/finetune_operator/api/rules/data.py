@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from finetune_contract.choices import RUNG_TASKS, WRITING_TASKS, Task
-from finetune_operator.api.hints import column_of
+from finetune_operator.api.meant_columns import column_of
 from finetune_operator.api.problems import describe_value
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, ColumnsSpec, FineTuneJobSpec, GenerationSpec
@@ -238,6 +238,14 @@ def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
     )
 
 
+def _claim_advice(uri: str) -> str:
+    """Return the URI that claim and path with another separator mean, or where the name belongs."""
+    found = re.fullmatch(r"pvc://+([a-z0-9](?:[a-z0-9-]*[a-z0-9])?)[:/]+([\w./-]*)", uri)
+    if found is not None and _names_a_claim(meant := f"pvc://{found[1]}/{found[2]}".rstrip("/")):
+        return f"write {meant}"
+    return "write the claim's name after pvc://: lowercase letters, digits and -"
+
+
 def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | None]) -> Rule:
     """Return the rule that a `pvc://` URI names a claim of the job's namespace and a path in it."""
     return Rule(
@@ -248,6 +256,7 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
         holds=lambda spec: _names_a_claim(read(spec)),
         text="must be pvc://claim or pvc://claim/path, with a claim of the job's namespace and no .. in the path",
         hint="write the claim's name after pvc://: lowercase letters, digits and -",
+        advice=lambda spec: _claim_advice(read(spec) or ""),
     )
 
 
@@ -263,15 +272,17 @@ def _names_a_claim(uri: str | None) -> bool:
     return re.fullmatch(DNS_SUBDOMAIN_PATTERN, claim) is not None and ".." not in path.split("/") and "\n" not in path
 
 
+SOMETHING_TO_DO = Rule(
+    "something-to-do",
+    "training",
+    "has(self.training) || has(self.evaluation) || has(self.predict) || has(self.endpoint)",
+    lambda spec: any(part is not None for part in (spec.training, spec.evaluation, spec.predict, spec.endpoint)),
+    "at least one of spec.training, spec.evaluation and spec.predict is needed",
+    "write `training: {}` to train with the defaults",
+)
+
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "something-to-do",
-        "training",
-        "has(self.training) || has(self.evaluation) || has(self.predict) || has(self.endpoint)",
-        lambda spec: any(part is not None for part in (spec.training, spec.evaluation, spec.predict, spec.endpoint)),
-        "at least one of spec.training, spec.evaluation and spec.predict is needed",
-        "write `training: {}` to train with the defaults",
-    ),
+    SOMETHING_TO_DO,
     Rule(
         "training-needs-dataset",
         "dataset",

@@ -73,6 +73,8 @@ def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
     most = None if near is None else GREATEST.get(near)
     if most == 1 and gate.minimum is not None and 1 < gate.minimum <= 100:
         return f"{advice}; {near} is at most 1, so minimum is {gate.minimum / 100:g}"
+    if near in LOWER_IS_BETTER and gate.minimum is not None and gate.maximum is None:
+        return f"{advice}; {near} is better when lower: replace minimum with maximum"
     percent = [name for name in metrics_of(task) if GREATEST.get(name) == 100]
     return f"{advice}; {' and '.join(percent)} are at most 100" if percent and near is None else advice
 

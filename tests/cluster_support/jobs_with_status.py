@@ -126,9 +126,9 @@ class Jobs:
         manifest = {**JOB, "metadata": {"name": name, "namespace": self.namespace}}
         self.api.must("create", "-f", "-", stdin=json.dumps(manifest))
         if status is not None:
-            self.tell(name, status)
+            self.write_status(name, status)
 
-    def tell(self, name: str, status: dict[str, Any]) -> None:
+    def write_status(self, name: str, status: dict[str, Any]) -> None:
         """Write the status as the operator does: server-side apply of the subresource."""
         manifest = {**JOB, "metadata": {"name": name, "namespace": self.namespace}, "status": status}
         del manifest["spec"]

@@ -78,13 +78,13 @@ class Client:
         return str(reply.json()[0][0]["label"]), int(reply.headers["X-Endpoint-Revision"])
 
     @contextmanager
-    def asking(
+    def steady_requests(
         self, text: str, back_off: Sequence[float] = (), each_seconds: float = EACH_SECONDS
     ) -> Iterator[Answers]:
         """Send a request every `each_seconds` while the block runs; the answers are complete after it."""
         answers, over, lock = Answers(), Event(), Lock()
 
-        def ask() -> None:
+        def send_request() -> None:
             for wait in (*back_off, None):
                 began = time.monotonic()
                 try:
@@ -106,9 +106,9 @@ class Client:
             while not over.wait(each_seconds):
                 if answers.sent - answers.over < MOST_AT_ONCE:
                     answers.sent += 1
-                    pool.submit(ask)
+                    pool.submit(send_request)
 
-        with ThreadPoolExecutor(MOST_AT_ONCE, "asks") as pool:
+        with ThreadPoolExecutor(MOST_AT_ONCE, "requests") as pool:
             thread = Thread(target=send, args=(pool,), name="steady requests")
             thread.start()
             try:

@@ -1,0 +1,99 @@
+"""URIs of models and data sets behind addresses, paths and names in other forms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pydantic import JsonValue
+
+from finetune_contract.hub import is_hub_name
+from finetune_operator.api.problems import is_secret_name
+from finetune_operator.api.shapes import Shape, Text
+from finetune_operator.api.types import URI_PATTERN
+
+_HUB_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
+)
+_MISSPELT_HUB = re.compile(r"(?:hugging-?_?face|hub|hf):/{0,3}([^/:].*)", re.IGNORECASE)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_OWN_SCHEMES = ("hf", "file", "pkg", "pvc")
+_NAMED_BY = {
+    "hf://": "hf:// before the name of a Hub repository", "file://": "file:// before a path",
+    "pvc://": "pvc:// before the name of a claim",
+}  # fmt: skip
+_REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#&].*)?")
+CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
+_FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
+
+
+def on_hub(data: JsonValue) -> bool:
+    """Return True if data at this URI are read from the Hub, as far as its form shows."""
+    uri = data if isinstance(data, str) and "://" in data else as_uri(data)
+    return uri is not None and uri.startswith("hf://")
+
+
+def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
+    """Return the hint for a value that is no URI, in a field whose URIs begin with one of `prefixes`."""
+    uri = as_uri(value)
+    if uri is not None and uri.startswith(tuple(prefixes)):
+        return f"write {uri}"
+    if isinstance(value, str) and re.match(r"[A-Za-z]:[\\/]", value):
+        rest = value[2:].replace("\\", "/")
+        return f"write file:///mnt/{value[0].lower()}{rest} for WSL, or another path of this machine"
+    if isinstance(value, str) and (claim := re.fullmatch(r"pvc:/?([^/:].*)", value)) and "pvc://" in prefixes:
+        return f"write pvc://{claim[1]}"
+    if isinstance(value, str) and "pvc://" in prefixes and CLAIM.fullmatch(value):
+        return f"write pvc://{value}"
+    if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_SCHEMES:
+        return f"{found[1]}:// is not supported in this version: copy the data to one of these locations"
+    named = [_NAMED_BY[prefix] for prefix in prefixes if prefix in _NAMED_BY]
+    return f"write {', '.join(named)}" if named else f"begin it with {listed(prefixes)}"
+
+
+def as_uri(value: JsonValue) -> str | None:
+    """Return a Hub name, an address of the Hub or a path as a URI; None if it is ambiguous."""
+    if not isinstance(value, str) or is_secret_name(value):
+        return None
+    text = value.strip()
+    if address := _HUB_ADDRESS.fullmatch(text):
+        text = address[1]
+    elif misspelt := _MISSPELT_HUB.fullmatch(text):
+        text = misspelt[1].rstrip("/")
+    elif "://" in text or not text or re.match(r"[A-Za-z]:\\|pvc:", text):
+        return None
+    elif _FILE.fullmatch(text):
+        return f"file://{text.removeprefix('./')}"
+    return f"hf://{text}" if is_hub_name(text) else None
+
+
+def hub_name_hint(path: str, name: str) -> str:
+    """Return the hint for `hf://NAME` that is no repository: it holds an address, a configuration or a revision."""
+    nearest = as_uri(name.rstrip("/"))
+    if nearest and nearest.startswith("hf://"):
+        return f"write {nearest}"
+    data, owner = path.endswith("dataset.uri"), path.rpartition(".")[0]
+    if found := _REVISION.fullmatch(name):
+        repository, revision = found[1].rstrip("/"), found[2] or found[3]
+        if is_hub_name(repository):
+            return f"write hf://{repository}@{revision}" if data else (
+                f"set {path} to hf://{repository} and {owner}.revision to {revision}"
+            )  # fmt: skip
+    named, _, config = name.strip("/").partition(":")
+    if data and config and is_hub_name(named):
+        return f"set {path} to hf://{named} and {owner}.config to {config}"
+    *repository_parts, last = name.strip("/").split("/")
+    if data and len(repository_parts) == 2 and is_hub_name("/".join(repository_parts)) and not _FILE.fullmatch(last):
+        return f"set {path} to hf://{'/'.join(repository_parts)} and {owner}.config to {last}"
+    return (
+        "write hf://name or hf://organisation/name, each part of at most 96 letters, digits, -, _ and ., without -- "
+        "and .."
+    )
+
+
+def is_uri(shape: Shape) -> bool:
+    return isinstance(shape.body, Text) and shape.body.pattern == URI_PATTERN
+
+
+def listed(prefixes: Sequence[str]) -> str:
+    return f"{', '.join(prefixes[:-1])} or {prefixes[-1]}" if len(prefixes) > 1 else "".join(prefixes)
