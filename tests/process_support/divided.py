@@ -72,9 +72,7 @@ def divide(model: str, settings: dict[str, Any], config: dict[str, Any], out: st
         engine, *_ = deepspeed.initialize(model=whole, config=config, optimizer=optimizer)
     placed = Placed(whole, engine, engine.optimizer, size, torch.device("cpu"))
     strategy.assert_in_effect(placed)
-    state = strategy.model_state(placed)
-    if rank == 0:
-        torch.save(state, Path(out) / "state.pt")
+    strategy.write_weights(placed, Path(out) / "weights.safetensors")
     sizes = {
         "whole": 2 * sum(counts),
         "largest": 2 * max(counts),

@@ -18,15 +18,15 @@ SLOW_SECONDS = 1.2 * TIMEOUT_SECONDS
 
 def train(arguments: list[str]) -> None:
     """Run the stage; end the process with its exit code."""
-    import torch
-
     from finetune_trainer import distributed
     from finetune_trainer.__main__ import run
     from finetune_trainer.checkpoints import CheckpointStore
+    from finetune_trainer.strategies import full_state, shard_files
 
     distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
     if os.environ["RANK"] == "0":
-        for owner, name in ((CheckpointStore, "newest"), (CheckpointStore, "commit"), (torch, "load")):
+        owners = {"newest": CheckpointStore, "load_shards": full_state, "write_tensors": shard_files}
+        for name, owner in {**owners, "commit": CheckpointStore}.items():
             setattr(owner, name, _slowly(name, getattr(owner, name)))
     sys.stdout.flush()
     os._exit(run(arguments))

@@ -93,11 +93,11 @@ def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> N
         norms.append(strategy.clip_gradients(model, clip).item())
         optimizer.step()
         optimizer.zero_grad()
-    state = strategy.model_state(placed)
+    strategy.write_weights(placed, Path(out) / "weights.safetensors")
     folder = Path(out) / "checkpoint"
     folder.mkdir(exist_ok=True)
     strategy.save(placed, folder)
     if torch.distributed.get_rank() == 0:
-        torch.save((state, losses, norms), Path(out) / "result.pt")
+        torch.save((losses, norms), Path(out) / "result.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

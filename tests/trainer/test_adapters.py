@@ -68,9 +68,10 @@ def kept_weights(state: Path) -> set[str]:
     """Return the names of the weights in a checkpoint; in DeepSpeed's, of those beside its optimizer."""
     import torch
 
-    whole = state / "weights.pt"
-    if whole.exists():
-        return set(torch.load(whole, weights_only=True))
+    index = state / "index.json"
+    if index.exists():
+        names = json.loads(index.read_text(encoding="utf-8"))["tensors"]
+        return {name.removeprefix("weights/") for name in names if name.startswith("weights/")}
     first, *_ = sorted(state.glob("*/*model_states.pt"))
     return set(torch.load(first, weights_only=False)["module"])
 
@@ -456,10 +457,11 @@ def test_adapter_is_merged_only_into_the_weights_of_its_training(bench, tmp_path
 
 def test_best_evaluation_is_kept_and_stale_adapter_is_deleted(bench, tmp_path: Path):
     import torch
+    from safetensors.torch import load_file
 
     run = adapted_bench(bench, tmp_path / "w", early_stopping=EarlyStopping(patience=1))
     run.train_here()
-    best = torch.load(next((run.paths.checkpoints / "best").glob("step-*.pt")), weights_only=True)
+    best = load_file(next((run.paths.checkpoints / "best").glob("step-*.safetensors")))
     name = "bert.encoder.layer.0.attention.self.query.lora_B"
     written = tensors(run.paths.adapter, "adapter_model.safetensors")
     assert torch.equal(written[f"base_model.model.{name}.weight"], best[f"{name}.default.weight"])

@@ -20,7 +20,7 @@ from finetune_contract.trainer_job import CheckpointSchedule, EarlyStopping
 from finetune_trainer.checkpoints import MANIFEST, SIGNATURE, Checkpoint, CheckpointStore, Manifest, verify
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import entries_of
+from finetune_trainer.files import FileEntry, entries_of, entry_of
 from finetune_trainer.signing import Signer, signer_of
 from finetune_trainer.training.stopping import EarlyStopper
 
@@ -167,19 +167,24 @@ def test_a_file_that_changes_after_the_checkpoint_verified_is_not_read(change: s
 
 def test_replaced_best_weights_are_refused_as_the_result(tmp_path: Path):
     import torch
+    from safetensors.torch import save_file
 
     def stopper() -> EarlyStopper:
         return EarlyStopper(EarlyStopping(patience=1), tmp_path / "best", ProcessWorld(0, 1))
 
-    strategy = SimpleNamespace(model_state=lambda placed: {"weight": torch.ones(2)})
+    def write_weights(placed: object, path: Path) -> FileEntry:
+        save_file({"weight": torch.ones(2)}, path)
+        return entry_of(path)
+
+    strategy = SimpleNamespace(write_weights=write_weights)
     loop: Any = SimpleNamespace(parts=SimpleNamespace(strategy=strategy), placed=None)
     first = stopper()
     first.should_stop(3, {"loss": 0.5}, loop)
-    assert first.best_weights() == tmp_path / "best" / "step-3.pt"
+    assert first.best_weights() == tmp_path / "best" / "step-3.safetensors"
     resumed = stopper()
     resumed.restore(json.loads(json.dumps(first.state())))
     assert resumed.best_weights() == first.best_weights()
-    torch.save({"weight": torch.zeros(2)}, tmp_path / "best" / "step-3.pt")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "best" / "step-3.safetensors")
     with pytest.raises(StageError, match="has changed since it was written") as error:
         resumed.best_weights()
     assert error.value.reason == "BestWeightsChanged"

@@ -263,7 +263,7 @@ def test_early_stopping_by_an_error_keeps_the_smallest(model: Path, tmp_path: Pa
     trained(a_job(model, write_data(tmp_path / "data", "regression"), early_stopping=stopping), paths)
     errors = {line["step"]: line["eval_mse"] for line in read_lines(paths.history) if "eval_mse" in line}
     (kept,) = (paths.checkpoints / "best").iterdir()
-    assert kept.name == f"step-{min(errors, key=lambda step: errors[step])}.pt"
+    assert kept.name == f"step-{min(errors, key=lambda step: errors[step])}.safetensors"
 
 
 def test_float_labels_equal_to_the_ignored_index_count_as_rows() -> None:

@@ -69,7 +69,8 @@ def test_a_checkpoint_that_takes_long_puts_off_the_next(monkeypatch):
     monkeypatch.setattr("finetune_trainer.training.saving.time.monotonic", lambda: now)
     saver = RunSaver(
         cast(Any, None), CheckpointSchedule(every_steps=50, within_minutes=10, keep=1),
-        strategy=cast(Any, None), label="", world=cast(Any, None), data_rank=0, job={}, stopper=cast(Any, None), seed=0,
+        hashing=cast(Any, None), strategy=cast(Any, None), label="", world=cast(Any, None), data_rank=0, job={},
+        stopper=cast(Any, None), seed=0,
     )  # fmt: skip
     now = 3600.0  # the weights were loaded
     assert not saver.wants()
@@ -156,17 +157,17 @@ def test_early_stopping_keeps_best_weights_and_stays_stopped_on_resume(here, cap
     }, "the model's figures are those of its weights"
     card = (run.paths.model / "README.md").read_text()
     assert "| Optimizer steps | 24 (2.00 epochs) of 120 planned: stopped early; weights of step 12" in card
-    assert [path.name for path in best.iterdir()] == ["step-12.pt"]
+    assert [path.name for path in best.iterdir()] == ["step-12.safetensors"]
 
     run.train_here()
     assert len(run.losses()) == 24
 
     # As after a kill between a better evaluation and its checkpoint: the best weights are missing.
-    (best / "step-12.pt").rename(best / "step-36.pt")
+    (best / "step-12.safetensors").rename(best / "step-36.safetensors")
     run.train_here()
     assert "The best weights, of step 12, are missing" in caplog.text
     assert len(run.losses()) == 48
-    assert [path.name for path in best.iterdir()] == ["step-36.pt"]
+    assert [path.name for path in best.iterdir()] == ["step-36.safetensors"]
 
 
 def test_early_stopping_by_an_unmeasured_metric_is_refused_at_start(here):

@@ -184,7 +184,7 @@ def test_checkpoint_of_two_processes_resumes_in_one_and_another_strategy(bench, 
     assert interrupted(spread, 11, signal.SIGKILL, [0, 1]).exit_code != 0
     # A damaged file makes the newest checkpoint useless; the one before it is used, and the file is named.
     newest = run.paths.checkpoints / (run.paths.checkpoints / "latest").read_text().strip()
-    victim = newest / "state" / "weights.pt"
+    victim = newest / "state" / "shard-00001.safetensors"
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(bytes(content))
@@ -254,7 +254,7 @@ def test_work_of_rank_0_alone_may_outlast_the_collective_timeout(bench, tmp_path
     codes, output = fork_server().run({**case, **call})
     assert codes == [0, 0], output
     assert "Resuming from" in output
-    assert all(f"rank 0 alone: {step}" in output for step in ("newest", "load", "commit"))
+    assert all(f"rank 0 alone: {function}" in output for function in ("newest", "load_shards", "write_tensors", "commit"))
 
 
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):

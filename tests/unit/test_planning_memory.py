@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.facts import LinearWidths, ModelFacts
+from finetune_contract.plans import SAVED_PIECE_BYTES
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
 from finetune_operator.planning.memory import (
@@ -21,6 +22,7 @@ from finetune_operator.planning.memory import (
     activation_bytes_per_token,
     estimate,
     gathered_bytes,
+    largest_layer,
     model_states,
 )
 
@@ -397,29 +399,33 @@ def peak_bytes(compute: Callable[[], Any]) -> tuple[int, Any]:
     return counting.most, made
 
 
+PIECES = 4 * SAVED_PIECE_BYTES / 1_000_000_000
+"""Bytes that four processes write at a time, for each parameter of a model of 1,000,000,000."""
+
+
 @pytest.mark.parametrize(
     ("strategy", "width", "adapter", "per_parameter"),
     [
-        # AdamW's state and weights on rank 0; weights stay in their files while they are read.
-        pytest.param({"name": "ddp"}, 4, None, 12, id="ddp gathers a checkpoint"),
-        pytest.param({"name": "fsdp"}, 2, None, 12, id="fsdp gathers a checkpoint"),
+        # Weights stay in their files while they are read, and are written in pieces.
+        pytest.param({"name": "ddp"}, 4, None, PIECES, id="ddp writes a checkpoint in pieces"),
+        pytest.param({"name": "fsdp"}, 2, None, PIECES, id="fsdp writes a checkpoint in pieces"),
         pytest.param(
             {"name": "ddp", "tensor": 4}, 2, None, 4 * 4 + 4, id="each tensor rank reads 16-bit weights in fp32"
         ),
-        pytest.param(ZERO3, 2, None, 2, id="ZeRO-3 gathers 16-bit weights"),
-        pytest.param(ZERO3, 4, None, 2, id="ZeRO-3 gathers fp32 weights in bf16"),
-        pytest.param({**ZERO3, "offload_optimizer": "cpu"}, 4, None, 16 + 2, id="gathered beside what is offloaded"),
+        pytest.param(ZERO3, 2, None, 4 + PIECES, id="ZeRO-3 copies the master copy"),
+        pytest.param({"name": "deepspeed", "zero_stage": 0}, 2, None, 4 + PIECES, id="ZeRO-0 copies that of rank 0"),
+        pytest.param({**ZERO3, "offload_optimizer": "cpu"}, 4, None, 16 + PIECES, id="beside what is offloaded"),
         pytest.param(
             {"name": "fsdp", "offload_optimizer": "cpu", "offload_parameters": "cpu"},
             4,
             None,
-            16 + 12,
-            id="a checkpoint gathered beside what is offloaded",
+            16 + PIECES,
+            id="a checkpoint written beside what is offloaded",
         ),
         pytest.param(ZERO3, 4, LORA, 4, id="an adapter is merged in fp32"),
     ],
 )
-def test_host_memory_holds_read_weights_and_the_gathered_state(
+def test_host_memory_holds_weights_that_are_read_or_written(
     strategy: dict[str, Any], width: int, adapter: Adapter | None, per_parameter: float
 ):
     count = 1_000_000_000
@@ -430,12 +436,14 @@ def test_host_memory_holds_read_weights_and_the_gathered_state(
     assert (made.host_bytes - 4 * CPU_PROCESS_BYTES) / count == pytest.approx(per_parameter, rel=1e-3)
 
 
-def test_single_process_gathers_its_state_in_host_memory_for_checkpoints():
-    model = model_of(1_000_000_000)
-    made = estimate(work(model, Strategy(name="single")), 80 * GIB)
-    assert made.host_bytes - CPU_PROCESS_BYTES == 12 * model.parameters
-    smaller = estimate(work(model, Strategy(name="single"), optimizer="sgd"), 80 * GIB)
-    assert smaller.host_bytes - CPU_PROCESS_BYTES == 4 * model.parameters
+def test_host_memory_for_a_checkpoint_does_not_grow_with_the_model():
+    for count in (1_000_000_000, 70_000_000_000):
+        model = model_of(count)
+        made = estimate(work(model, Strategy(name="single")), 80 * GIB)
+        assert made.host_bytes - CPU_PROCESS_BYTES == 4 * largest_layer(model)
+        mixture = estimate(work(model.model_copy(update={"idle_parameters": 1}), Strategy(name="single")), 80 * GIB)
+        # Experts are merged when they are read, and divided when they are written.
+        assert mixture.host_bytes - CPU_PROCESS_BYTES == 4 * count
 
 
 def test_state_in_files_leaves_its_buffers_in_host_memory():

@@ -31,11 +31,11 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, other_settings
 from finetune_trainer.files import (
+    ALONE,
     EntryName,
     FileEntry,
+    FileHashing,
     difference,
-    entries_of,
-    first_difference,
     first_unlisted,
     write_atomically,
     write_synced,
@@ -92,16 +92,23 @@ class CheckpointPart:
         """Return `path` after verifying that file again, as time has passed since the checkpoint was verified. Raise
         StageError CHECKPOINT when it is not a file of the manifest, or no longer matches it. Reads the file once.
         """
-        entries = self.checkpoint.manifest.files
-        root = self.checkpoint.folder.absolute()
-        path = path.absolute()
-        name = str(path.relative_to(root)) if path.is_relative_to(root) else ""
-        if name not in entries:
-            raise _damaged(self.checkpoint.folder, path, "is not in its manifest")
-        different = difference(root, name, entries[name])
+        root, name = self.checkpoint.folder.absolute(), self._name(path)
+        different = difference(root, name, self.checkpoint.manifest.files[name])
         if different is not None:
             raise _damaged(self.checkpoint.folder, *different)
-        return path
+        return root / name
+
+    def listed(self, path: Path) -> Path:
+        """Return `path`; raise StageError CHECKPOINT when it is not a file of the manifest."""
+        return self.checkpoint.folder.absolute() / self._name(path)
+
+    def _name(self, path: Path) -> str:
+        """Return the name of `path` in the manifest; raise StageError CHECKPOINT when it has none."""
+        root, path = self.checkpoint.folder.absolute(), path.absolute()
+        name = str(path.relative_to(root)) if path.is_relative_to(root) else ""
+        if name not in self.checkpoint.manifest.files:
+            raise _damaged(self.checkpoint.folder, path, "is not in its manifest")
+        return name
 
 
 def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
@@ -136,11 +143,14 @@ class CheckpointStore:
     `begin`.
     """
 
-    def __init__(self, folder: Path, keep: int, signer: Signer | None = None) -> None:
-        """Create a store that signs with `signer` and requires its signature when it reads; None: neither."""
+    def __init__(self, folder: Path, keep: int, signer: Signer | None = None, hashing: FileHashing = ALONE) -> None:
+        """Create a store that signs with `signer` and requires its signature when it reads; None: neither. `hashing`
+        reads the files for their hashes.
+        """
         self._folder = folder
         self._keep = keep
         self._signer = signer
+        self._hashing = hashing
 
     def partial(self, step: int) -> Path:
         """Return the folder in which the checkpoint of `step` is written before `commit`."""
@@ -173,7 +183,7 @@ class CheckpointStore:
             job=job,
             job_digest=digest(job),
             written=time.time(),
-            files=entries_of(source),
+            files=self._hashing.entries_of(source),
         )
         text = manifest.to_json()
         write_synced(source / MANIFEST, text)
@@ -182,7 +192,7 @@ class CheckpointStore:
         if target.exists():
             shutil.rmtree(target)
         os.replace(source, target)
-        checkpoint = verify(target, self._signer)
+        checkpoint = verify(target, self._signer, self._hashing)
         write_atomically(self._folder / LATEST, target.name + "\n")
         self._prune(0 if first_of_run else self._keep - 1, newest=target)
         return checkpoint
@@ -219,7 +229,7 @@ class CheckpointStore:
         folders = self._folders()
         for folder in folders:
             try:
-                return verify(folder, self._signer)
+                return verify(folder, self._signer, self._hashing)
             except StageError as error:
                 log.warning("%s %s Trying the previous one.", error.message, "It is skipped.")
         if folders:
@@ -240,7 +250,7 @@ def refuse_other_job(checkpoint: Checkpoint, job: Mapping[str, Any]) -> None:
         raise other_settings(f"{checkpoint.folder} was", checkpoint.manifest.job, job)
 
 
-def verify(folder: Path, signer: Signer | None = None) -> Checkpoint:
+def verify(folder: Path, signer: Signer | None = None, hashing: FileHashing = ALONE) -> Checkpoint:
     """Return the checkpoint in `folder`. Raise StageError CHECKPOINT naming the first file that is missing, differs
     from the manifest, is not listed there or leads elsewhere; with `signer` also for a manifest without its signature.
     """
@@ -260,7 +270,7 @@ def verify(folder: Path, signer: Signer | None = None) -> Checkpoint:
     unlisted = first_unlisted(folder, {*manifest.files, MANIFEST, SIGNATURE})
     if unlisted is not None:
         raise _damaged(folder, unlisted, "is not in its manifest")
-    different = first_difference(folder, manifest.files)
+    different = hashing.first_difference(folder, manifest.files)
     if different is not None:
         raise _damaged(folder, *different)
     return Checkpoint(folder, manifest)

@@ -34,8 +34,8 @@ Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Time that a collective operation of the training waits for a lost process."""
 PATIENCE = timedelta(days=1)
-"""Time that processes wait at a barrier while one works alone: rank 0 writes, hashes and reads checkpoints, 12 bytes a
-parameter, which takes more than half an hour for tens of billions of them. A process that ends closes its connections,
+"""Time that processes wait for each other while they write, hash and read checkpoints, 12 bytes a parameter, which may
+take more than half an hour for tens of billions of them on a slow volume. A process that ends closes its connections,
 which ends the wait at once, and the operator finds one that hangs (`runPolicy.progressDeadlineSeconds`).
 """
 
@@ -284,6 +284,32 @@ def barrier() -> None:
 
     if torch.distributed.is_initialized():
         torch.distributed.barrier(group=_Barrier.group)
+
+
+def waiting_group() -> ProcessGroup | None:
+    """Return the group of all processes, in host memory and with `PATIENCE`; None without a process group."""
+    return _Barrier.group
+
+
+def patiently_gathered(mine: T) -> list[T]:
+    """Return `mine` of each process, by rank, also where some come much later. Every rank must call it."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine, group=_Barrier.group)
+    return everyone
+
+
+def patiently_shared(value: T | None) -> T:
+    """Return the `value` of rank 0, which may be long in coming; the others pass None. Every rank must call it."""
+    import torch
+
+    shared: list[Any] = [value]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(shared, src=0, group=_Barrier.group)
+    return shared[0]  # type: ignore[no-any-return]
 
 
 def gathered(mine: T) -> list[T]:

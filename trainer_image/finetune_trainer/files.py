@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Annotated, TypeAlias
+from typing import Annotated, Protocol, TypeAlias
 
 from pydantic import AfterValidator
 
@@ -44,6 +44,13 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_hashed(path: Path, text: str) -> FileEntry:
+    """Write a file as `write_synced`, and return its size and hash."""
+    write_synced(path, text)
+    content = text.encode()
+    return FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def write_atomically(path: Path, text: str, *, folder: bool = True) -> None:
@@ -147,7 +154,12 @@ def entries_of(folder: Path) -> dict[str, FileEntry]:
     """Return the entries of all files below `folder` by relative path, once they are on the disk. Raise OSError for a
     symbolic link or a device among them.
     """
-    return {str(path.relative_to(folder)): _entry(path) for path in _files_in(folder)}
+    return {name: entry_of(folder / name) for name in names_of(folder)}
+
+
+def names_of(folder: Path) -> list[str]:
+    """Return the relative paths of all files below `folder`. Raise OSError as `entries_of`."""
+    return [str(path.relative_to(folder)) for path in _files_in(folder)]
 
 
 def first_difference(folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, str] | None:
@@ -158,6 +170,31 @@ def first_difference(folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Pa
         (different for name, entry in entries.items() if (different := difference(folder, name, entry)) is not None),
         None,
     )
+
+
+class FileHashing(Protocol):
+    """Hashes the files of a folder: this process alone, or several at the same time."""
+
+    def entries_of(self, folder: Path) -> dict[str, FileEntry]:
+        """Return the result of the function of that name."""
+
+    def first_difference(self, folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, str] | None:
+        """Return the result of the function of that name."""
+
+
+class HashingAlone:
+    """This process hashes all files."""
+
+    def entries_of(self, folder: Path) -> dict[str, FileEntry]:
+        """Return the result of the function of that name."""
+        return entries_of(folder)
+
+    def first_difference(self, folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, str] | None:
+        """Return the result of the function of that name."""
+        return first_difference(folder, entries)
+
+
+ALONE = HashingAlone()
 
 
 def difference(folder: Path, name: str, entry: FileEntry) -> tuple[Path, str] | None:
@@ -205,7 +242,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
         yield path
 
 
-def _entry(path: Path) -> FileEntry:
+def entry_of(path: Path) -> FileEntry:
+    """Return the size and hash of a file, once it is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return FileEntry(size=path.stat().st_size, sha256=sha256_of(path))

@@ -25,6 +25,7 @@ from finetune_contract.plans import (
     CHUNKED_LOSS_FAMILIES,
     JUDGED_LOGITS,
     REQUESTED_LOGITS,
+    SAVED_PIECE_BYTES,
     loss_tokens,
 )
 from finetune_contract.trainer_job import Adapter, Strategy, World
@@ -402,16 +403,20 @@ def _spreading_bytes(work: Workload) -> int:
 
 
 def _saving_bytes(work: Workload) -> int:
-    """Return the host memory of a checkpoint, or of the trained model, on rank 0 beside offloaded state.
+    """Return the host memory of a checkpoint, or of the trained model, on a node beside offloaded state.
 
-    All strategies but deepspeed gather the full weights and optimizer state of trained parameters
-    (`finetune_trainer.strategies.full_state`). DeepSpeed's processes write their own shards; at the end the weights are
-    gathered, as wide as on the device. An adapter is merged into the model in fp32, which is loaded again for that.
+    Each process writes its own part, in pieces (`finetune_trainer.tensor_files`). DeepSpeed's have theirs in flat
+    buffers, of which torch.save copies a whole one from the device: the fp32 master copy. At the end the weights are
+    gathered one at a time into a file, which is mapped. Experts are divided in one piece for the model's own form of
+    files. An adapter is merged into the model in fp32, which is loaded again for that.
     """
-    trained = trained_parameters(work.model, work.adapter).trained
-    state = 0.0 if work.deepspeed else optimizer_state_bytes(work.optimizer, work.model.hidden_size)
-    merged = 0 if work.adapter is None else 4 * work.model.parameters
-    return max(int((work.weight_bytes + state) * trained), work.weight_bytes * trained + merged)
+    trained, processes = trained_parameters(work.model, work.adapter).trained, work.world.processes_per_node
+    checkpoint = SAVED_PIECE_BYTES * processes
+    if work.deepspeed and work.strategy.offload_optimizer == "none":
+        writers, shards = (processes, work.world.size) if work.strategy.zero_stage else (1, 1)
+        checkpoint += 4 * trained * writers // shards
+    whole = work.adapter is not None or work.model.idle_parameters
+    return max(checkpoint, 4 * (work.model.parameters if whole else largest_layer(work.model)))
 
 
 def _formula(per_parameter: str, count: int, ranks: int) -> str:
@@ -712,14 +717,6 @@ def _secondary(work: Workload) -> MemoryTerm | None:
     )
 
 
-def _checkpoint_copy(work: Workload) -> MemoryTerm | None:
-    """Return the full state that rank 0 gathers in host memory to write it, which on a CPU is the device's."""
-    if work.strategy.name != "fsdp" or work.world.device != "cpu":
-        return None
-    count = work.trained
-    return MemoryTerm(name="checkpoint", bytes=12 * count, formula=f"(weights 4 + states 8) x {count:,}, on rank 0")
-
-
 def reduce_bucket_elements(parameters: int) -> int:
     """Return the elements of DeepSpeed's reduce and all-gather buckets: at most those of the model."""
     return min(parameters, REDUCE_BUCKET_ELEMENTS)
@@ -801,7 +798,6 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
             _whole_gradients(work, moment),
             _secondary(work),
             _buffers(work) if moment != "load" else None,
-            _checkpoint_copy(work),
         )
         yield (*found, *(term for term in extras if term is not None))
 

@@ -29,6 +29,11 @@ large vocabulary. All of a micro-batch would be the largest part of a training's
 8,192 tokens of a vocabulary of 128,000.
 """
 
+SAVED_PIECE_BYTES = 64 << 20
+"""Most bytes of a tensor that a process copies from its device at a time to write them: large enough for the full speed
+of a disk and of PCIe.
+"""
+
 
 def loss_tokens(vocabulary_size: int) -> int:
     """Return the most tokens whose logits the loss of a decoder's training has at a time."""

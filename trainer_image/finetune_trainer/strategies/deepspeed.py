@@ -12,7 +12,7 @@ manifest lists; the rank that reads a file compares its hash first.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import FileEntry
 from finetune_trainer.strategies.strategy_protocol import (
     Placed,
     WeightsPlace,
@@ -235,34 +236,32 @@ class DeepSpeed:
         """Return an empty context: each backward pass tells the engine whether it is the last."""
         return nullcontext()
 
-    def model_state(self, placed: Placed) -> dict[str, Any]:
-        """Return all weights, or the trained ones, on rank 0, in the engine's precision; stage 3 gathers one parameter
-        at a time.
-        """
-        import deepspeed
+    def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
+        """Write the weights in the engine's precision; stage 3 gathers one parameter at a time."""
         import torch
 
-        main = torch.distributed.get_rank() == 0
-        state: dict[str, Any] = {}
-        tied = tied_names(placed.model)
+        from finetune_trainer.tensor_files import TensorForm, storage_order, write_gathered
+
+        tied, persistent = tied_names(placed.model), placed.model.state_dict().keys()
+        held: dict[str, torch.Tensor] = {
+            name: parameter
+            for name, parameter in placed.model.named_parameters(remove_duplicate=False)
+            if name not in tied and (parameter.requires_grad or not placed.adapted)
+        }
+        held |= {name: buffer for name, buffer in placed.model.named_buffers() if name in persistent}
+        forms = {
+            name: TensorForm(value.dtype, tuple(getattr(value, "ds_shape", value.shape)))
+            for name, value in held.items()
+        }
         # The last forward pass may have prefetched parameters of the next; those in flight cannot be gathered.
         placed.wrapped.empty_partition_cache()  # type: ignore[operator]
-        with torch.no_grad():
-            for name, parameter in placed.model.named_parameters(remove_duplicate=False):
-                if placed.adapted and not parameter.requires_grad:
-                    continue
-                with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                    if main and name not in tied:
-                        state[name] = parameter.detach().to("cpu", copy=True)
-        if not main:
-            return {}
-        persistent = placed.model.state_dict().keys()
-        state |= {name: buffer.cpu() for name, buffer in placed.model.named_buffers() if name in persistent}
-        return state
+        gathered = _gathered(held[name] for name in storage_order(forms))
+        return write_gathered(path, forms, gathered, main=torch.distributed.get_rank() == 0)
 
-    def save(self, placed: Placed, folder: Path) -> None:
-        """Have the engine write one folder with the shards of all ranks."""
+    def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
+        """Have the engine write one folder with the shards of all ranks, which it does not hash."""
         placed.wrapped.save_checkpoint(str(folder), exclude_frozen_parameters=placed.adapted)  # type: ignore[operator]
+        return {}
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Have the engine read its shards. Raise StageError CHECKPOINT if it does not find them, or for a file that
@@ -293,6 +292,16 @@ class DeepSpeed:
         if manifest_world_size != world_size:
             return f"it was written by {manifest_world_size} processes, and DeepSpeed's shards belong to that number"
         return None
+
+
+def _gathered(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield whole tensors, each of which is valid until the next."""
+    import deepspeed
+    import torch
+
+    for each in tensors:
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([each], enabled=hasattr(each, "ds_id")):
+            yield each.detach()
 
 
 def _leave_out_shared_memory_op() -> None:

@@ -1,8 +1,8 @@
 """Tensor and pipeline parallelism, with data-parallel replicas: one mesh of processes.
 
 Within a replica the processes read the same rows; between replicas gradients are averaged once a step, after the last
-micro-batch. Checkpoints have the form of `full_state.py`, whole and by parameter name, so that a run can continue from
-them with any mesh.
+micro-batch. Checkpoints have the form of `full_state.py`, by parameter name, so that a run can continue from them with
+any mesh.
 """
 
 from __future__ import annotations
@@ -20,11 +20,27 @@ from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoints import CheckpointPart
-from finetune_trainer.distributed import barrier
+from finetune_trainer.distributed import barrier, patiently_gathered
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
+from finetune_trainer.files import FileEntry
+from finetune_trainer.strategies.full_state import (
+    OPTIMIZER,
+    WEIGHTS,
+    FullState,
+    is_gathered,
+    load_shards,
+    stored_form,
+)
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
+from finetune_trainer.strategies.optimizer_state import (
+    NamedState,
+    load_named_state,
+    merged_groups,
+    named_state,
+    parameter_names,
+)
 from finetune_trainer.strategies.pipeline import Pipeline
+from finetune_trainer.strategies.shard_files import write_state
 from finetune_trainer.strategies.strategy_protocol import (
     Placed,
     ReplicaStep,
@@ -34,6 +50,7 @@ from finetune_trainer.strategies.strategy_protocol import (
     type_name,
 )
 from finetune_trainer.strategies.tensor import split_layers, split_weights, summed_weights, tensor_plan
+from finetune_trainer.tensor_files import TensorForm, storage_order, write_gathered
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -244,34 +261,33 @@ class ModelParallel(FullState):
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def model_state(self, placed: Placed) -> dict[str, Any]:
-        """Return all weights on rank 0, nothing on other ranks."""
-        state = self._gathered((name, value) for name, value in placed.model.state_dict().items())
-        for name, other in self._tied.items():
-            if other in state:
-                state[name] = state[other]
-        return state
+    def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
+        """Gather one weight after another, from its tensor ranks and its stage, and write them on rank 0."""
+        held = {name: value for name, value in placed.model.state_dict().items() if name not in self._tied}
+        mine = {name: TensorForm.of(value) for name, value in held.items()}
+        everyone = patiently_gathered((self._sends_state, mine))
+        senders = {name: rank for rank, (sends, forms) in reversed([*enumerate(everyone)]) if sends for name in forms}
+        forms = {name: everyone[rank][1][name] for name, rank in senders.items()}
+        gathered = self._gathered(held, forms, senders)
+        return write_gathered(path, forms, gathered, main=distributed.get_rank() == 0)
 
-    def _gathered(self, mine: Iterator[tuple[Any, torch.Tensor]]) -> dict[Any, Any]:
-        """Return the tensors of all stages, unsharded, on the CPU of rank 0. Every rank must call it."""
-        whole = {name: _whole(value) for name, value in mine}
-        if not self._sends_state:
-            whole = {}
-        if self.pipeline is None:
-            return whole if distributed.get_rank() == 0 else {}
-        shapes: list[Any] = [None] * self.shape.size
-        distributed.all_gather_object(shapes, {name: (tuple(v.shape), v.dtype) for name, v in whole.items()})
-        if distributed.get_rank() != 0:
-            for value in whole.values():
-                distributed.send(value, dst=0)
-            return {}
-        for rank, of_rank in enumerate(shapes):
-            for name, (shape, dtype) in of_rank.items():
-                if rank != 0:
-                    value = torch.empty(shape, dtype=dtype)
-                    distributed.recv(value, src=rank)
-                    whole.setdefault(name, value)
-        return whole
+    def _gathered(
+        self, held: Mapping[str, torch.Tensor], forms: Mapping[str, TensorForm], senders: Mapping[str, int]
+    ) -> Iterator[torch.Tensor]:
+        """Yield the unsharded tensors of all stages on rank 0, and what this process has on the others, in the storage
+        order of `forms`. Every rank must read them.
+        """
+        rank = distributed.get_rank()
+        for name in storage_order(forms):
+            whole = _whole(held[name]) if name in held else None
+            if rank == senders[name] != 0:
+                assert whole is not None
+                distributed.send(whole, dst=0)
+            if rank == 0 != senders[name]:
+                whole = torch.empty(forms[name].shape, dtype=forms[name].dtype)
+                distributed.recv(whole, src=senders[name])
+            if whole is not None:
+                yield whole
 
     @property
     def _sends_state(self) -> bool:
@@ -279,40 +295,36 @@ class ModelParallel(FullState):
         here = self.shape.coordinates(distributed.get_rank())
         return here[DATA] == 0 and here[TENSOR] == 0
 
-    def save(self, placed: Placed, folder: Path) -> None:
-        """Gather everything on rank 0, which writes it as the other strategies do."""
-        weights = self.model_state(placed)
-        names = {id(parameter): name for name, parameter in placed.model.named_parameters()}
-        optimizer = placed.optimizer
-        values = {
-            (names[id(parameter)], key): value
-            for parameter, entries in optimizer.state.items()
-            for key, value in entries.items()
-        }
-        tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
-        gathered = self._gathered(iter(tensors.items()))
-        groups = [
-            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        everyone: list[Any] = [None] * self.shape.size
-        distributed.all_gather_object(
-            everyone, (groups, {key: value for key, value in values.items() if key not in tensors})
+    def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
+        """Write the parts of this process; of what several have, a share."""
+        optimizer = named_state(placed.optimizer, parameter_names(placed.model))
+        everyone = patiently_gathered((optimizer.groups, optimizer.numbers))
+        merged = NamedState(
+            {(name, key): value for (name, key), value in optimizer.tensors.items() if name not in self._tied},
+            {
+                (name, key): value
+                for _, numbers in everyone
+                for (name, key), value in numbers.items()
+                if name not in self._tied
+            },
+            merged_groups([groups for groups, _ in everyone], self._tied),
         )
-        if distributed.get_rank() != 0:
-            return
-        for _, numbers in everyone:
-            gathered.update(numbers)
-        state: dict[str, dict[str, Any]] = {}
-        for (name, key), value in gathered.items():
-            if name not in self._tied:
-                state.setdefault(name, {})[key] = value
-        merged = merged_groups([each for each, _ in everyone], self._tied)
-        torch.save(weights, folder / WEIGHTS)
-        torch.save({"state": state, "param_groups": merged}, folder / OPTIMIZER)
+        weights = {name: value for name, value in placed.model.state_dict().items() if name not in self._tied}
+        return write_state(folder, *stored_form(weights, merged)).entries
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
-        """Read on rank 0, which sends the others their shares."""
+        """Read the parts that this process needs."""
+        parameters = {self._tied.get(name, name): value for name, value in parameter_names(placed.model).items()}
+        if is_gathered(part):
+            self._load_gathered(placed, part, parameters)
+        else:
+            weights = {self._tied.get(name, name): value for name, value in placed.model.state_dict().items()}
+            load_shards(placed.optimizer, weights, parameters, part)
+
+    def _load_gathered(
+        self, placed: Placed, part: CheckpointPart, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        """Read a checkpoint of an earlier release on rank 0, which sends the others their shares."""
         weights: dict[str, Any] = {}
         optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
         if distributed.get_rank() == 0:
@@ -332,17 +344,12 @@ class ModelParallel(FullState):
         ]
         distributed.broadcast_object_list(rest, src=0)
         groups, numbers = rest
-        parameters = {self._tied.get(name, name): value for name, value in placed.model.named_parameters()}
-        state: dict[str, dict[str, Any]] = {name: {} for name in parameters}
-        for (name, key), value in numbers.items():
-            if name in state:
-                state[name][key] = value
+        state: dict[tuple[str, str], torch.Tensor] = {}
         for (name, key), value in self._spread(tensors):
-            if name in state:
+            if name in parameters:
                 whole = value.shape == parameters[name].shape
-                state[name][key] = _like(value, parameters[name]) if whole else value
-        names = {id(value): name for name, value in parameters.items()}
-        _load_optimizer(placed.optimizer, names, state, groups)
+                state[name, key] = _like(value, parameters[name]) if whole else value
+        load_named_state(placed.optimizer, parameters, NamedState(state, numbers, groups))
 
     def _spread(self, tensors: Mapping[Any, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield the tensors of rank 0, one after another, on every rank's CPU."""
@@ -352,49 +359,6 @@ class ModelParallel(FullState):
             value = tensors[name].contiguous() if name in tensors else torch.empty(shape, dtype=dtype)
             distributed.broadcast(value, src=0)
             yield name, value
-
-
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    state: Mapping[str, Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Load the state of the parameters and the settings of their groups, which may be grouped otherwise.
-
-    `names`: id of a parameter -> its name in `state` and `groups`.
-    """
-    settings = {name: group for group in groups for name in group["params"]}
-    packed: dict[str, Any] = {"state": {}, "param_groups": []}
-    number = 0
-    for group in optimizer.param_groups:
-        own = [names[id(parameter)] for parameter in group["params"]]
-        theirs = settings[own[0]] if own else group
-        numbers = list(range(number, number + len(own)))
-        packed["param_groups"].append({**group, **theirs, "params": numbers})
-        packed["state"] |= {at: dict(state[name]) for at, name in zip(numbers, own, strict=True) if state[name]}
-        number += len(own)
-    optimizer.load_state_dict(packed)
-
-
-def merged_groups(everyone: Sequence[Sequence[Mapping[str, Any]]], tied: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Merge the parameter groups of all processes: one group for equal settings, each name once.
-
-    `tied`: the second names of tied weights.
-    """
-    merged: list[dict[str, Any]] = []
-    seen: set[str] = set()
-    for group in (group for groups in everyone for group in groups):
-        names = [name for name in group["params"] if name not in tied and name not in seen]
-        seen.update(names)
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for other in merged:
-            if all(other.get(key) == value for key, value in settings.items()):
-                other["params"] += names
-                break
-        else:
-            merged.append({**settings, "params": names})
-    return [group for group in merged if group["params"]]
 
 
 def refuse_broken_passes(training: Training) -> None:

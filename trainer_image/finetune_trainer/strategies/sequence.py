@@ -30,6 +30,7 @@ from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import FileEntry
 from finetune_trainer.strategies.mesh import SEQUENCE, MeshShape
 from finetune_trainer.strategies.strategy_protocol import (
     HEADS,
@@ -128,13 +129,13 @@ class SequenceParallel:
         """Return the context of the strategy around it."""
         return self._inner.accumulating(placed)
 
-    def model_state(self, placed: Placed) -> dict[str, Any]:
-        """Return the state from the strategy around it."""
-        return self._inner.model_state(placed)
+    def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
+        """Write as the strategy around it."""
+        return self._inner.write_weights(placed, path)
 
-    def save(self, placed: Placed, folder: Path) -> None:
+    def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
         """Save as the strategy around it: the state does not depend on the slices."""
-        self._inner.save(placed, folder)
+        return self._inner.save(placed, folder)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Load as the strategy around it."""

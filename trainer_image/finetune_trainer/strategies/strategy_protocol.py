@@ -17,6 +17,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import FileEntry
 
 if TYPE_CHECKING:
     import torch
@@ -101,13 +102,15 @@ class Strategy(Protocol):
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
         """Return the context of every micro-batch of a step but the last: gradients need not be exchanged in it."""
 
-    def model_state(self, placed: Placed) -> dict[str, Any]:
-        """Return all weights (of an adapted model only the trained ones), unsharded, on the CPU of rank 0; empty on
-        other ranks. Every rank must call it.
+    def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
+        """Write all weights (of an adapted model only the trained ones), unsharded and tied ones once, into a file of
+        safetensors on rank 0, which returns its entry. They are gathered one at a time. Every rank must call it.
         """
 
-    def save(self, placed: Placed, folder: Path) -> None:
-        """Write weights and optimizer state below `folder`, which exists. Every rank must call it."""
+    def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
+        """Write weights and optimizer state below `folder`, which exists. Return the files that this process wrote and
+        hashed meanwhile, by their names below `folder`; others hash the rest. Every rank must call it.
+        """
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Read the files written by `save`. Every rank must call it."""

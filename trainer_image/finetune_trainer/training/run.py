@@ -41,6 +41,7 @@ from finetune_trainer.models import load_tokenizer, pinned, position_limit, weig
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
 from finetune_trainer.signing import signer_of
+from finetune_trainer.spread_hashing import SpreadHashing
 from finetune_trainer.stage_console import quiet_transformers
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.stored_weights import as_stored, in_training_type, narrow_weights
@@ -49,6 +50,7 @@ from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.strategy_protocol import Strategy, tied_names
 from finetune_trainer.tasks.task_protocol import TaskModule, compared
 from finetune_trainer.tasks.task_registry import task_of
+from finetune_trainer.tensor_files import mapped_tensors
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.chunked_loss import chunk_loss
 from finetune_trainer.training.dealing import Deal
@@ -205,12 +207,12 @@ def train(
 
     clock.enter("finish")
     give_back_freed_memory()
-    state = strategy.model_state(loop.placed)
-    peaks = gathered(peak_memory(training.world.device, loop.placed, memory_before))
-    if not world.is_main:
-        return Outcome({}, {}, run.prepared.facts.fingerprint)
-    shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have synchronised in `gathered`
-    _publish(run, start, loop.placed.model, state, stopper.best_weights())
+    with _trained_weights(run, loop, stopper) as weights:
+        peaks = gathered(peak_memory(training.world.device, loop.placed, memory_before))
+        if not world.is_main:
+            return Outcome({}, {}, run.prepared.facts.fingerprint)
+        shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have synchronised in `gathered`
+        _publish(run, start, loop.placed.model, weights)
     spent, seconds = clock.lap(), time.monotonic() - started
     observer.on_pause(loop.state.global_step, spent)
     lines = history.read()
@@ -322,12 +324,29 @@ def _validation_tokens(model: PreTrainedModel, rows: int, length: int) -> int:
     return min(tokens, max(length, REQUESTED_LOGITS // vocabulary))
 
 
-def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str, Any], best: Path | None) -> None:
-    """Write `model/`, and `adapter/` of an adapted model. `best`: the file with the weights of the best evaluation,
-    which replace the last ones.
+@contextmanager
+def _trained_weights(run: _Run, loop: TrainingLoop, stopper: EarlyStopper | NeverStop) -> Iterator[Path]:
+    """Yield the path of a file that rank 0 has: the weights of the best evaluation, or the last ones, in a file that is
+    deleted in the end. In host memory they would take as much as the model.
     """
-    if best is not None:
-        state = torch.load(best, weights_only=True)
+    path = run.paths.model.with_name(f"{run.paths.model.name}.weights")
+    if stopper.best_step is not None:
+        # Rank 0 alone knows the hash.
+        yield (stopper.best_weights() if run.world.is_main else None) or path
+        return
+    try:
+        with storage_errors_named(path, "gathering the trained weights"):
+            run.strategy.write_weights(loop.placed, path)
+        yield path
+    finally:
+        if run.world.is_main:
+            path.unlink(missing_ok=True)
+
+
+def _publish(run: _Run, start: _Start, trained: PreTrainedModel, weights: Path) -> None:
+    """Write `model/`, and `adapter/` of an adapted model. `weights`: the file with the trained weights."""
+    earlier = weights.suffix == ".pt"  # best weights that an earlier release kept
+    state = torch.load(weights, weights_only=True, mmap=True) if earlier else mapped_tensors(weights)
     # Gathered from shards, a shared weight would appear under each of its names.
     tied = tied_names(trained)
     state = {name: weight for name, weight in state.items() if name not in tied}
@@ -528,9 +547,11 @@ def _saver(run: _Run, start: _Start, stopper: EarlyStopper | NeverStop) -> RunSa
     if start.adapted is not None:
         settings["frozen_weights"] = start.adapted.base  # they are not in the checkpoint
     signer = signer_of(run.job.name, checkpoints, os.environ)
+    hashing = SpreadHashing(run.world.size)
     return RunSaver(
-        CheckpointStore(run.paths.checkpoints, checkpoints.keep, signer),
+        CheckpointStore(run.paths.checkpoints, checkpoints.keep, signer, hashing),
         checkpoints,
+        hashing=hashing,
         strategy=run.strategy,
         label=run.training.strategy.checkpoint_form,
         world=run.world,

@@ -15,8 +15,9 @@ import torch
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule
 from finetune_trainer.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
-from finetune_trainer.distributed import ProcessWorld, barrier
+from finetune_trainer.distributed import ProcessWorld, barrier, patiently_gathered, patiently_shared
 from finetune_trainer.failures import StageError
+from finetune_trainer.spread_hashing import SpreadHashing, work_of_rank_0
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.strategies.strategy_protocol import Strategy
 
@@ -50,6 +51,7 @@ class RunSaver:
         store: CheckpointStore,
         schedule: CheckpointSchedule,
         *,
+        hashing: SpreadHashing,
         strategy: Strategy,
         label: str,
         world: ProcessWorld,
@@ -59,6 +61,8 @@ class RunSaver:
         seed: int,
     ) -> None:
         self._store = store
+        self._hashing = hashing
+        """Hashing of `store`, which all ranks take part in."""
         self._schedule = schedule
         self._strategy = strategy
         self._label = label
@@ -76,19 +80,16 @@ class RunSaver:
 
     def find(self) -> Path | None:
         """Return the checkpoint to resume from, the same on every rank; None to start at step 0."""
-        found: list[Any] = [None, None]
-        if self._schedule.resume and self._world.is_main:
-            try:
-                found[0] = self._store.newest()
-            except StageError as error:
-                found[1] = error.message, error.reason, error.hint
-        if torch.distributed.is_initialized():
-            barrier()  # rank 0 hashes the checkpoints that it finds
-            torch.distributed.broadcast_object_list(found, src=0)
-        if found[1] is not None:
-            message, reason, hint = found[1]
-            raise StageError(FailureClass.CHECKPOINT, reason, message, hint)
-        self._source = found[0]
+        mine: tuple[Checkpoint | None, tuple[str, str, str] | None] = None, None
+        with work_of_rank_0(self._world.rank, self._hashing) as main:
+            if main and self._schedule.resume:
+                try:
+                    mine = self._store.newest(), None
+                except StageError as error:
+                    mine = None, (error.reason, error.message, error.hint)
+        self._source, failure = patiently_shared(mine)
+        if failure is not None:
+            raise StageError(FailureClass.CHECKPOINT, *failure)
         if self._source is None:
             return None
         refuse_other_job(self._source, self._job)
@@ -152,21 +153,22 @@ class RunSaver:
             self._store.begin(step)
             (folder / _STATE).mkdir()
         barrier()
-        self._strategy.save(loop.placed, folder / _STATE)
+        written = self._strategy.save(loop.placed, folder / _STATE)
         torch.save(random_state(), folder / _random_name(self._world.rank))
         if main:
             torch.save(loop.engine.schedule.state_dict(), folder / _SCHEDULER)
             (folder / _STOPPING).write_text(json.dumps(self._stopper.state()), encoding="utf-8")
             loop.state.save_to_json(str(folder / _TRAINER_STATE))
-        barrier()
-        if main:
-            self._store.commit(
-                step,
-                strategy=self._label,
-                world_size=self._world.size,
-                job=self._job,
-                first_of_run=self._source is None and not self._saved_any,
-            )
+        self._hashing.wrote(patiently_gathered({f"{_STATE}/{name}": entry for name, entry in written.items()}))
+        with work_of_rank_0(self._world.rank, self._hashing):
+            if main:
+                self._store.commit(
+                    step,
+                    strategy=self._label,
+                    world_size=self._world.size,
+                    job=self._job,
+                    first_of_run=self._source is None and not self._saved_any,
+                )
         barrier()
 
     def resume(self, loop: TrainingLoop) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import LOWER_IS_BETTER
 from finetune_contract.trainer_job import EarlyStopping
@@ -78,9 +76,7 @@ class EarlyStopper:
             self._without_improvement += 1
             return self.stopped
         self._best, self._best_step, self._without_improvement = metrics[name], step, 0
-        state = loop.parts.strategy.model_state(loop.placed)
-        if self._world.is_main:
-            self._write(state)
+        self._write(loop)
         barrier()
         return False
 
@@ -89,18 +85,22 @@ class EarlyStopper:
         """Return whether the patience is used up."""
         return self._without_improvement >= self._settings.patience
 
-    def _write(self, state: dict[str, Any]) -> None:
+    def _write(self, loop: TrainingLoop) -> None:
         """Write the new weights, then delete the others: a run that is killed here still has its best weights."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(self._best_step)
+        path = self._folder / f"step-{self._best_step}.safetensors"
         partial = path.with_suffix(".partial")
+        if self._world.is_main:
+            self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            with storage_errors_named(partial, "keeping the best weights", _bytes_of(state)):
-                torch.save(state, partial)
-                self._best_sha256 = sha256_of(partial)
-                os.replace(partial, path)
+            with storage_errors_named(partial, "keeping the best weights"):
+                entry = loop.parts.strategy.write_weights(loop.placed, partial)
+            if entry is None:
+                return
+            self._best_sha256 = entry.sha256
+            os.replace(partial, path)
         finally:
-            partial.unlink(missing_ok=True)
+            if self._world.is_main:
+                partial.unlink(missing_ok=True)
         for other in self._folder.iterdir():
             if other != path:
                 other.unlink()
@@ -111,7 +111,9 @@ class EarlyStopper:
         return None if self._best is None else self._best_step
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step}.pt"
+        """Return the file with the weights of `step`; earlier releases wrote torch's."""
+        earlier = self._folder / f"step-{step}.pt"
+        return earlier if earlier.exists() else self._folder / f"step-{step}.safetensors"
 
     def best_weights(self) -> Path | None:
         """Return the file with the best weights; None when nothing was evaluated. For rank 0, as the others keep no
@@ -148,7 +150,3 @@ class EarlyStopper:
         self._best, self._best_step = state["best"], state["best_step"]
         self._best_sha256 = state.get("best_sha256")  # earlier releases kept none
         self._without_improvement = state["without_improvement"]
-
-
-def _bytes_of(state: dict[str, Any]) -> int:
-    return sum(each.numel() * each.element_size() for each in state.values() if isinstance(each, torch.Tensor))

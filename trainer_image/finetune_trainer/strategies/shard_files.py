@@ -1,0 +1,404 @@
+"""State in shards: each process writes its part into a file of its own, and reads the parts that it needs.
+
+torch.distributed.checkpoint (DCP) plans which process writes which part (one of those that have a copy) and which parts
+it reads, for any number of processes and any division. This module is the storage below it. DCP's own storage is not
+used: it unpickles `.metadata` and all values that are not tensors, which runs any code that a file names, and its
+writer for safetensors puts a process's whole part into host memory, twice. Here tensors are in files of safetensors,
+which hold numbers only, and are written in pieces; all else is JSON. An index says where each part of a tensor is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.futures import Future
+
+from finetune_contract.contract_models import Message
+from finetune_contract.layout import FailureClass
+from finetune_trainer.checkpoints import CheckpointPart
+from finetune_trainer.distributed import waiting_group
+from finetune_trainer.failures import StageError
+from finetune_trainer.files import EntryName, FileEntry, write_hashed
+from finetune_trainer.tensor_files import TensorForm, storage_order, type_name_of, type_of_name, write_tensors
+
+INDEX = "index.json"
+"""File that lists all tensors of the state, and in which files their parts are."""
+
+
+class StoredPart(Message):
+    """A part of a tensor, a block of it in all its dimensions."""
+
+    file: EntryName
+    """Path relative to the index."""
+    name: str
+    """Name of the part in that file."""
+    offsets: tuple[int, ...]
+    """First index of the part in each dimension of the tensor."""
+    sizes: tuple[int, ...]
+
+
+class StoredTensor(Message):
+    """A tensor in parts that cover it."""
+
+    dtype: str
+    """safetensors' name of the type."""
+    shape: tuple[int, ...]
+    parts: tuple[StoredPart, ...]
+
+    @property
+    def form(self) -> TensorForm:
+        """Type and shape of the whole. Raise ValueError for an unknown type."""
+        return TensorForm(type_of_name(self.dtype), self.shape)
+
+
+class StateIndex(Message):
+    """Content of a folder with state in shards."""
+
+    tensors: dict[str, StoredTensor]
+    rest: dict[str, Any]
+    """Values that are not tensors, as JSON."""
+
+
+@dataclass(frozen=True)
+class WrittenState:
+    """Files that this process wrote into the folder."""
+
+    entries: Mapping[str, FileEntry]
+    """Name -> size and hash, taken while it was written."""
+
+
+def write_state(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> WrittenState:
+    """Write the state of all processes into `folder`, and return the files of this one. Every rank must call it.
+
+    A name stands for the same tensor on all processes, of which each has all or a part. `rest`, of rank 0, must be
+    JSON. Raise the error of the first process that has one, on all of them.
+    """
+    writer = _ShardWriter(folder, rest)
+    with _own_errors():
+        save(
+            {name: _checkpointable(tensor) for name, tensor in tensors.items()},
+            storage_writer=writer,
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+            process_group=waiting_group(),
+            no_dist=not torch.distributed.is_initialized(),
+        )
+    return WrittenState(writer.entries)
+
+
+def read_index(part: CheckpointPart) -> StateIndex:
+    """Return the index of the state in that folder. Raise StageError CHECKPOINT if there is none that can be read."""
+    path = part.folder / INDEX
+    try:
+        index = StateIndex.model_validate_json(part.checked(path).read_bytes())
+        for tensor in index.tensors.values():
+            assert tensor.form.shape == tensor.shape
+        return index
+    except (ValidationError, ValueError, OSError) as error:
+        raise _unreadable(path, "cannot be read") from error
+
+
+def read_state(part: CheckpointPart, index: StateIndex, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill `tensors` in place, each process what it has of them. Every rank must call it, also with other names.
+
+    Raise StageError CHECKPOINT for a tensor that the state does not have in that shape, or does not have wholly.
+    """
+    for name, tensor in tensors.items():
+        _expect_stored(part, index, name, tuple(tensor.shape))
+    with _own_errors(), torch.no_grad():
+        load(
+            {name: _checkpointable(tensor) for name, tensor in tensors.items()},
+            storage_reader=_ShardReader(part, index),
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            process_group=waiting_group(),
+            no_dist=not torch.distributed.is_initialized(),
+        )
+
+
+def _checkpointable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in a form whose parts DCP knows. A process has several parts of a packed matrix, one of each of
+    the matrices side by side, for which DCP computes wrong places (torch 2.15).
+    """
+    if not isinstance(tensor, DTensor) or not any(isinstance(each, _StridedShard) for each in tensor.placements):
+        return tensor
+    (placement,) = tensor.placements
+    assert isinstance(placement, _StridedShard)
+    given: Any = tensor.detach()
+    dimension, packed = placement.dim % tensor.dim(), placement.split_factor
+    local = given.to_local()
+    local = local.view_as(local)  # DCP finds the places as attributes, which the model's own tensor must not get
+    processes, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    stride, width = tensor.shape[dimension] // packed, local.shape[dimension] // packed
+    if width * processes * packed != tensor.shape[dimension]:
+        raise ValueError(f"{tuple(tensor.shape)} of {packed} matrices is not divided evenly among {processes}.")
+
+    def at(offset: int) -> tuple[int, ...]:
+        return tuple(offset if each == dimension else 0 for each in range(tensor.dim()))
+
+    local.global_shape = tuple(tensor.shape)
+    local.global_offsets = tuple(at(number * stride + rank * width) for number in range(packed))
+    local.local_offsets = tuple(at(number * width) for number in range(packed))
+    local.local_sizes = (tuple(width if each == dimension else size for each, size in enumerate(local.shape)),) * packed
+    return local  # type: ignore[no-any-return]
+
+
+def read_whole(part: CheckpointPart, index: StateIndex, name: str) -> torch.Tensor:
+    """Return a tensor in host memory, put together from its parts. Raise StageError CHECKPOINT as `read_state`."""
+    form = index.tensors[name].form
+    _expect_stored(part, index, name, form.shape)
+    whole = torch.empty(form.shape, dtype=form.dtype)
+    for each in index.tensors[name].parts:
+        with _opened(part, each.file) as file:
+            value = file.get_tensor(each.name)
+            target = whole[tuple(slice(at, at + size) for at, size in zip(each.offsets, each.sizes, strict=True))]
+            if value.shape != target.shape:
+                raise _unreadable(part.folder / each.file, f"holds {name} in another shape")
+            target.copy_(value)
+    return whole
+
+
+def _expect_stored(part: CheckpointPart, index: StateIndex, name: str, shape: tuple[int, ...]) -> None:
+    stored = index.tensors.get(name)
+    if stored is None:
+        raise _unreadable(part.folder / INDEX, f"lacks {name}")
+    if stored.shape != shape:
+        raise _unreadable(part.folder / INDEX, f"has {name} in shape {stored.shape}, needed is {shape}")
+    if sum(math.prod(each.sizes) for each in stored.parts) != math.prod(shape):
+        raise _unreadable(part.folder / INDEX, f"lacks parts of {name}")
+
+
+def _unreadable(path: Path, problem: str) -> StageError:
+    message = f"The state of the checkpoint is not usable: {path} {problem}."
+    return StageError(
+        FailureClass.CHECKPOINT, "UnreadableState", message, "Delete this checkpoint to use an older one."
+    )
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise the error that a process had, in place of DCP's, which is no `Exception`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as failed:
+        rank = min(failed.failures)
+        error, _ = failed.failures[rank]
+        raise error from failed
+
+
+@contextmanager
+def _opened(part: CheckpointPart, name: str) -> Iterator[Any]:
+    """Open a file of tensors, which must be one that the manifest lists."""
+    path = part.listed(part.folder / name)
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise _unreadable(path, f"cannot be read: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- storage
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of a part."""
+
+    file: str
+    name: str
+
+
+@dataclass
+class _ShardWriter(StorageWriter):
+    """DCP's storage while it writes."""
+
+    folder: Path
+    rest: Mapping[str, Any]
+    entries: dict[str, FileEntry] = field(default_factory=dict)
+    _rank: int = 0
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: the folder is a new one."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return True; there is no choice of storage."""
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return None."""
+        return None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Remember the rank, which is in the name of the file."""
+        self._rank = kwargs.get("rank", 0)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what is not a tensor."""
+        for item in plan.items:
+            if item.tensor_data is None:
+                raise TypeError(f"{item.index.fqn} is not a tensor.")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the parts of this process, one piece of one tensor after another."""
+        name = f"shard-{self._rank:05}.safetensors"
+        items = _by_part_name(plan)
+        forms = {part: TensorForm(_properties(item).dtype, tuple(_chunk(item).sizes)) for part, item in items.items()}
+        if items:
+            values = (planner.resolve_data(items[part]) for part in storage_order(forms))
+            self.entries[name] = write_tensors(self.folder / name, forms, values)  # type: ignore[arg-type]
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(
+            [WriteResult(item.index, forms[part].size, _Place(name, part)) for part, item in items.items()]
+        )
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, on rank 0."""
+        parts: dict[str, list[StoredPart]] = defaultdict(list)
+        chunks = {
+            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+            for chunk in tensor.chunks
+            if math.prod(chunk.sizes)
+        }
+        for result in (each for of_rank in results for each in of_rank):
+            assert result.index.offset is not None
+            offsets = tuple(result.index.offset)
+            sizes = chunks[result.index.fqn, offsets]
+            place: _Place = result.storage_data
+            parts[result.index.fqn].append(StoredPart(file=place.file, name=place.name, offsets=offsets, sizes=sizes))
+        tensors = {
+            name: StoredTensor(
+                dtype=type_name_of(tensor.properties.dtype), shape=tuple(tensor.size), parts=tuple(parts[name])
+            )
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+        rest = json.loads(json.dumps(self.rest))
+        index = StateIndex(tensors=tensors, rest=rest)
+        self.entries[INDEX] = write_hashed(self.folder / INDEX, index.model_dump_json(by_alias=True))
+
+
+def _by_part_name(plan: SavePlan) -> dict[str, WriteItem]:
+    """Return the parts that a process writes by their names in its file: the tensor's, and a number if it has several.
+    Parts without elements, of tensors with fewer rows than processes, are left out.
+    """
+    items: dict[str, WriteItem] = {}
+    for item in plan.items:
+        if math.prod(_chunk(item).sizes):
+            # The index is DCP's hint, the number of the part among those of this process.
+            hint = item.index.index or 0
+            items[f"{item.index.fqn}#{hint}" if hint else item.index.fqn] = item
+    return items
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _properties(item: WriteItem) -> TensorProperties:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties
+
+
+@dataclass
+class _ShardReader(StorageReader):
+    """DCP's storage while it reads."""
+
+    part: CheckpointPart
+    index: StateIndex
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return True; there is no choice of storage."""
+        return True
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """Return the index in DCP's form."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=tensor.form.dtype),
+                    size=torch.Size(tensor.shape),
+                    chunks=[ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.parts],
+                )
+                for name, tensor in self.index.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Do nothing: the index is read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the parts that the plan names into their tensors, file after file."""
+        places = {
+            MetadataIndex(name, each.offsets): _Place(each.file, each.name)
+            for name, tensor in self.index.tensors.items()
+            for each in tensor.parts
+        }
+        wanted: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            wanted[places[item.storage_index].file].append(item)
+        for name, items in sorted(wanted.items()):
+            with _opened(self.part, name) as file:
+                for item in items:
+                    self._copy(file, places[item.storage_index].name, item, planner.resolve_tensor(item).detach())
+        read: Future[None] = Future()
+        read.set_result(None)
+        return read
+
+    def _copy(self, file: Any, name: str, item: ReadItem, target: torch.Tensor) -> None:
+        if target.dim():
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            value = file.get_slice(name)[tuple(slice(at, at + length) for at, length in ranges)]
+        else:
+            value = file.get_tensor(name)
+        if value.shape != target.shape:
+            raise _unreadable(self.part.folder / INDEX, f"has parts of {name} in another shape than their files")
+        target.copy_(value)
