@@ -17,11 +17,9 @@ from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.memory import optimizer_state_bytes, weight_bytes
 
 DIGEST_BYTES = 1e9
-"""Bytes that rank 0 reads in a second for their sha256: 0.4 GB/s without the CPU's instructions for it, 1 to 2 with
+"""Bytes that a process reads in a second for their sha256: 0.4 GB/s without the CPU's instructions for it, 1 to 2 with
 them (`openssl speed sha256`).
 """
-DIGESTS = 2
-"""Times that a checkpoint's files are read: for the manifest, and to check them (`CheckpointStore.commit`)."""
 CHECKPOINTS, VALIDATION = "checkpoints", "validation"
 
 
@@ -79,10 +77,10 @@ def checkpoint_bytes(draft: Draft, strategy: Strategy) -> int:
 
 
 def _save_seconds(draft: Draft, strategy: Strategy) -> float:
-    """Return the time of one checkpoint: DeepSpeed's nodes write at once, else rank 0 writes, which then reads all."""
-    size, writers = checkpoint_bytes(draft, strategy), decided(draft.world).nodes if strategy.name == "deepspeed" else 1
+    """Return the time of one checkpoint: all processes write their parts at once, and read them for their sha256."""
+    size, world = checkpoint_bytes(draft, strategy), decided(draft.world)
     rate = draft.settings.planning.save_megabytes_per_second * 1e6
-    return size / (rate * writers) + DIGESTS * size / DIGEST_BYTES
+    return size / (rate * world.nodes) + size / (DIGEST_BYTES * world.size)
 
 
 def checkpoint_count(schedule: CheckpointSchedule, steps: int, step_seconds: float, save_seconds: float) -> int:
