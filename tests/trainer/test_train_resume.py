@@ -254,7 +254,8 @@ def test_work_of_rank_0_alone_may_outlast_the_collective_timeout(bench, tmp_path
     codes, output = fork_server().run({**case, **call})
     assert codes == [0, 0], output
     assert "Resuming from" in output
-    assert all(f"rank 0 alone: {function}" in output for function in ("newest", "load_shards", "write_tensors", "commit"))
+    calls = ("newest", "load_shards", "write_tensors", "commit")
+    assert all(f"rank 0 alone: {name}" in output for name in calls)
 
 
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):

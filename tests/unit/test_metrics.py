@@ -178,10 +178,10 @@ def test_a_job_on_gpus_is_counted_from_its_creation_to_its_end() -> None:
         'finetune_running_node_seconds_total{capacity="any",stage="evaluate"}': 20,
         'finetune_running_node_seconds_total{capacity="any",stage="predict"}': 20,
         'finetune_gpu_seconds_total{capacity="any",stage="train"}': 400,
-        'finetune_gpu_seconds_total{capacity="any",stage="evaluate"}': 20,
-        'finetune_gpu_seconds_total{capacity="any",stage="predict"}': 20,
-        # 60 s of a CPU node, 200 of a GPU node, and 40 of half of one.
-        'finetune_cost_total{currency="EUR"}': pytest.approx(0.06 + 2.0 + 0.2),
+        'finetune_gpu_seconds_total{capacity="any",stage="evaluate"}': 40,
+        'finetune_gpu_seconds_total{capacity="any",stage="predict"}': 40,
+        # 60 s of a CPU node, and 240 of GPU nodes.
+        'finetune_cost_total{currency="EUR"}': pytest.approx(0.06 + 2.0 + 0.4),
         "finetune_estimate_ratio_count": 1,
     }
 

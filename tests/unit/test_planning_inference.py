@@ -1,29 +1,35 @@
-"""Evaluation and prediction are one process with the whole model: one that does not fit in fp32 computes in bf16, and
-one that does not fit so is left out or refused.
+"""Evaluation and prediction run processes with a whole model each: one that does not fit a GPU in fp32 computes in
+bf16, one that does not fit so has its layers on several GPUs, and one that no pod holds is left out or refused.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from finetune_contract.choices import InferencePrecision, Stage, Task
-from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
+from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.launchers.launcher_rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.inference import devices_of_model
 from finetune_operator.planning.memory import inference_bytes
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
+from finetune_operator.planning.summary import summarise
+from finetune_operator.reconcile.planned import plan_status
 from planning_support.cases import BERT, job
 
 NODE = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=2Ti")
 
 
-def planned(model: str, **spec: Any) -> JobPlan:
+def planned(model: str, hardware: HardwareFacts = NODE, **spec: Any) -> JobPlan:
     """Plan a model that has not been read, on nodes of eight GPUs."""
     whole = {
         "task": "text-generation",
@@ -33,7 +39,7 @@ def planned(model: str, **spec: Any) -> JobPlan:
         "parallelism": {"tensor": 8, "activationCheckpointing": "full"},
         "resources": {"nodes": 1, "gpusPerNode": 8},
     }
-    return plan(job({**whole, **spec}), Facts(hardware=NODE), CLUSTER_SETTINGS)
+    return plan(job({**whole, **spec}), Facts(hardware=hardware), CLUSTER_SETTINGS)
 
 
 def llama(h: int, layers: int, heads: int, key_value: int, inner: int, vocabulary: int) -> ModelFacts:
@@ -142,15 +148,119 @@ def test_model_that_fits_one_gpu_is_evaluated_after_any_training():
     assert precisions(made) == ("fp32", None)
 
 
-def test_default_evaluation_is_omitted_if_no_gpu_holds_the_model():
+def test_default_evaluation_is_omitted_if_no_pod_holds_the_model():
     pipelined = {"parallelism": {"tensor": 8, "pipeline": {"degree": 16}, "activationCheckpointing": "full"}}
-    made = planned("gpt2-175b", resources={"nodes": 16, "gpusPerNode": 8}, **pipelined)
+    smaller = parse_hardware("gpu=A100-40GB,gpus=8,cpu=96,hostMemory=2Ti")
+    made = planned("gpt2-175b", smaller, resources={"nodes": 16, "gpusPerNode": 8}, **pipelined)
     assert made.stages == (Stage.PREPARE, Stage.TRAIN)
     assert precisions(made) == (None, None)
-    assert (
-        "no evaluation at the end: one process with the whole model does it, which takes 696.9 GiB of 79.6 GiB in fp32 "
-        "and 349.0 GiB in bf16; the training measures its loss"
-    ) in made.reasons
+    (left_out,) = [reason for reason in made.reasons if reason.startswith("no evaluation at the end")]
+    assert left_out == (
+        "no evaluation at the end: one process on all 8 GPUs of a pod takes 101.6 GiB of 40.0 GiB of each in fp32 and "
+        "51.3 GiB in bf16; the training measures its loss"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ processes of a pod
+
+
+@pytest.mark.parametrize(
+    ("least", "devices", "chosen"), [(1, 8, 1), (2, 8, 2), (3, 8, 4), (5, 8, 8), (8, 8, 8), (9, 8, None), (2, 6, 2)]
+)
+def test_model_gets_the_fewest_devices_that_hold_it(least: int, devices: int, chosen: int | None):
+    assert devices_of_model(lambda count: count >= least, devices) == chosen
+
+
+def on_eight(gpu: str, shape: ModelFacts, data: DataFacts | None = None, local: bool = False, **spec: Any) -> JobPlan:
+    """Plan to evaluate and to predict on nodes of eight GPUs."""
+    whole = {**WRITES, "training": None, "parallelism": None, "model": {"uri": "hf://org/llama"}, "predict": {}}
+    whole |= {"evaluation": {}, "resources": {"gpusPerNode": 8}}
+    facts = Facts(hardware=parse_hardware(f"gpu={gpu},gpus=8,cpu=96,hostMemory=2Ti"), model=shape, data=data)
+    return plan(job({**whole, **spec}), replace(facts, local=local), CLUSTER_SETTINGS)
+
+
+def pods(made: JobPlan) -> list[tuple[int, int]]:
+    """Return processes and devices of each for the pods that evaluate and predict."""
+    found = [made.trainer.inference(stage) for stage in (Stage.EVALUATE, Stage.PREDICT)]
+    return [(each.processes, each.devices_per_process) for each in found]
+
+
+SPREAD: dict[str, tuple[dict[str, Any], tuple[int, int], tuple[int, int]]] = {
+    "8B in 80 GB": ({"gpu": "H100", "shape": LLAMA_8B}, (8, 1), (8, 1)),
+    "70B in 80 GB": ({"gpu": "H100", "shape": LLAMA_70B}, (4, 2), (4, 2)),
+    "70B in 40 GB": ({"gpu": "A100-40GB", "shape": LLAMA_70B}, (2, 4), (2, 4)),
+    "8B in 16 GB without units for bf16": ({"gpu": "T4", "shape": LLAMA_8B}, (2, 4), (2, 4)),
+    "8B, by 3 pods": ({"gpu": "H100", "shape": LLAMA_8B, "predict": {"workers": 3}}, (8, 1), (1, 1)),
+    "70B, by 3 pods": ({"gpu": "H100", "shape": LLAMA_70B, "predict": {"workers": 3}}, (4, 2), (1, 2)),
+    "on this machine": ({"gpu": "H100", "shape": LLAMA_8B, "local": True}, (8, 1), (8, 1)),
+    "on the CPU": ({"gpu": "H100", "shape": LLAMA_3B, "resources": {"gpusPerNode": 0}}, (1, 1), (1, 1)),
+    "on one GPU": ({"gpu": "H100", "shape": LLAMA_8B, "resources": {"gpusPerNode": 1}}, (1, 1), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("case", SPREAD)
+def test_pod_runs_as_many_processes_as_its_gpus_hold_models(case: str):
+    given, evaluates, predicts = SPREAD[case]
+    assert pods(on_eight(**given)) == [evaluates, predicts]
+
+
+def test_plan_names_processes_and_gpus_of_a_large_model():
+    made = on_eight("H100", LLAMA_70B)
+    assert precisions(made) == ("bf16", "bf16")
+    assert "evaluation by 4 processes, one for each group of 2 GPUs of a pod: they share the rows" in made.reasons
+    (placed,) = [reason for reason in made.reasons if "places the layers" in reason]
+    assert re.fullmatch(
+        r"a process that evaluates or predicts places the layers of its model on 2 GPUs: on one it takes [\d.]+ GiB of "
+        r"79.6 GiB, on 2 at most [\d.]+ GiB of each",
+        placed,
+    )
+    shown = {row.label: row.value for section in summarise(made) for row in section.rows}
+    assert (shown["evaluate"], shown["predict"]) == ("4 processes x 2 GPUs", "4 processes x 2 GPUs")
+    *_, evaluate, predict = plan_lines(plan_status(made))
+    assert (evaluate, predict) == ("evaluate: 4 processes x 2 GPUs", "predict: 4 processes x 2 GPUs")
+
+
+def test_workers_by_themselves_are_as_many_as_groups_of_gpus():
+    made = on_eight("H100", LLAMA_70B, predict={"workers": "auto"}, resources={"nodes": 2, "gpusPerNode": 8})
+    assert made.predict_workers == 8
+    assert any("one for each group of 2 GPUs that spec.resources asks for" in reason for reason in made.reasons)
+
+
+def test_few_rows_are_left_to_fewer_processes():
+    few = BEGUN.model_copy(update={"splits": {"test": SplitFacts(rows=100, tokens=50_000, longest=512)}})
+    assert pods(on_eight("H100", LLAMA_8B, few))[0] == (1, 1)
+    many = BEGUN.model_copy(update={"splits": {"test": SplitFacts(rows=2_000_000, tokens=1_000_000_000, longest=512)}})
+    assert pods(on_eight("H100", LLAMA_8B, many))[0] == (8, 1)
+
+
+def test_program_model_is_evaluated_by_one_process():
+    script = {"git": {"url": "https://github.com/org/x", "ref": "main"}, "entryPoint": "train.py"}
+    made = on_eight("H100", LLAMA_8B, training={"script": script})
+    assert pods(made) == [(1, 1), (1, 1)]
+
+
+def test_model_that_no_pod_holds_is_refused_with_its_size():
+    with pytest.raises(PlanRefused) as refused:
+        on_eight("T4", LLAMA_70B)
+    rules = {each.path: each.rule for each in refused.value.problems}
+    assert set(rules) == {"spec.evaluation", "spec.predict"}
+    assert re.fullmatch(
+        r"does not fit: one process on all 8 GPUs of a pod takes [\d.]+ GiB of 1\d.\d GiB of each in fp32, and T4 does "
+        r"not compute in bf16",
+        rules["spec.evaluation"],
+    )
+
+
+def test_layers_on_several_gpus_take_their_share_and_one_unit_more():
+    def takes(devices: int, cached: int = 0) -> int:
+        return inference_bytes(
+            LLAMA_70B, "text-generation", "bf16", tokens=4096, length=512, cached=cached, devices=devices
+        )
+
+    weights = 2 * LLAMA_70B.parameters
+    unit = 2 * 5 * max(LLAMA_70B.embedding_parameters, LLAMA_70B.block_parameters) // 4
+    assert takes(1) - takes(4) == pytest.approx(weights - weights / 4 - unit, rel=1e-6)
+    assert takes(1, 10**6) - takes(4, 10**6) > takes(1) - takes(4), "keys and values are with their layers"
 
 
 REFUSED: dict[str, tuple[str, ModelFacts, str, str]] = {
@@ -237,7 +347,7 @@ def shared(workers: object, *, rows: int | None = None, local: bool = False, **s
         ("auto", {"resources": {"nodes": 3, "gpusPerNode": 0}}, 3, "one for each node that spec.resources asks for"),
         ("auto", {"rows": 1_000}, 1, "all rows take one pod less than a second"),
         ("auto", {"rows": 1_000_000_000}, 16, "one for each GPU that spec.resources asks for"),
-        ("auto", {"local": True}, 1, "prediction by 1 process: one process of this machine predicts"),
+        ("auto", {"local": True}, 1, "prediction without pods: this machine predicts alone"),
         (4, {"local": True}, 1, "spec.predict.workers and spec.predict.engine hold in one"),
     ],
 )  # fmt: skip
@@ -246,7 +356,8 @@ def test_workers_are_as_many_as_have_work_and_nodes(
 ) -> None:
     made = shared(workers, **options)
     assert made.predict_workers == count
-    workers_reasons = [reason for reason in made.reasons if reason.startswith("prediction by")]
+    pattern = r"prediction (by \d+ pods?|without pods)\b"
+    workers_reasons = [reason for reason in made.reasons if re.match(pattern, reason)]
     assert len(workers_reasons) == (why is not None)
     assert why is None or why in workers_reasons[0]
 

@@ -541,13 +541,13 @@ GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists"}
             },
         ),
         (
-            "eight GPUs with sizes: inference takes one GPU and no whole node",
+            "eight GPUs with sizes: inference uses all of them",
             {**WHOLE_NODE, "gpusPerNode": 8},
             {
                 "prepare": {},
                 "train": WHOLE_NODE | {"nvidia.com/gpu": "8"},
-                "evaluate": {"nvidia.com/gpu": "1"},
-                "predict": {"nvidia.com/gpu": "1"},
+                "evaluate": WHOLE_NODE | {"nvidia.com/gpu": "8"},
+                "predict": WHOLE_NODE | {"nvidia.com/gpu": "8"},
             },
         ),
     ],
@@ -563,6 +563,20 @@ def test_stages_get_the_limits_of_the_job_and_gpus_only_to_compute(case, resourc
         assert pods[name].get("tolerations", []) == ([GPU_TAINT] if on_gpu else [])
         env = {each["name"]: each["value"] for each in pods[name]["containers"][0]["env"]}
         assert ("DS_ACCELERATOR" in env, env.get("CUDA_VISIBLE_DEVICES")) == ((False, None) if on_gpu else (True, ""))
+
+
+def test_each_of_several_pods_that_predict_takes_the_gpus_of_one_model():
+    manifests = rendered(spec_with(resources={**WHOLE_NODE, "gpusPerNode": 8}, predict={"workers": 3}))
+    limits = the_pod(manifests, "reviews-predict-1")["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == {"nvidia.com/gpu": "1"}, "and no whole node"
+
+
+def test_pod_that_evaluates_starts_its_processes_by_torchrun():
+    manifests = rendered(spec_with(resources={"gpusPerNode": 8}))
+    for name in ("evaluate", "predict"):
+        pod = the_pod(manifests, f"reviews-{name}-1")
+        assert pod["spec"]["containers"][0]["command"][-2:] == ["--with", "torchrun"]
+        assert not [key for key in environment(pod) if key.startswith("PET_")]
 
 
 def test_the_memory_request_follows_from_the_plan_rounded_up():

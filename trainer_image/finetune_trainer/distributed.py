@@ -323,6 +323,18 @@ def gathered(mine: T) -> list[T]:
     return everyone
 
 
+def gathered_on_first(mine: T) -> list[T] | None:
+    """Return `mine` of each process, by rank, on rank 0; None on the others. Every rank must call it."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return [mine]
+    first = torch.distributed.get_rank() == 0
+    everyone: list[Any] | None = [None] * torch.distributed.get_world_size() if first else None
+    torch.distributed.gather_object(mine, everyone)
+    return everyone
+
+
 def summed(mine: Sequence[float]) -> list[float]:
     """Return each number summed over all processes. Every rank must call it.
 

@@ -35,11 +35,14 @@ def read_job(path: Path) -> TrainerJob:
 
 def world_of(job: TrainerJob, stage: str) -> World:
     """Return the processes of `stage`, for a launcher of several; raise StageError CONFIG for a one-process stage."""
+    settings = {Stage.EVALUATE: job.evaluation, Stage.PREDICT: job.predict}.get(Stage(stage))
+    if settings is not None and settings.processes > 1:
+        return World(nodes=1, processes_per_node=settings.processes, device=settings.device, threads_per_process=1)
     if stage != Stage.TRAIN or job.world is None:
         raise StageError(
             FailureClass.CONFIG,
             "OneProcessOnly",
-            f"Stage {stage} of job {job.name} runs in one process; torchrun and mpirun are for training.",
+            f"Stage {stage} of job {job.name} runs in one process; torchrun and mpirun are for several.",
             "Use --with process.",
         )
     return job.world

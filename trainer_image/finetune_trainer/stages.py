@@ -14,7 +14,7 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.layout import JobPaths
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import Communication, MeasuredFacts
-from finetune_contract.trainer_job import Script, TrainerJob, Training
+from finetune_contract.trainer_job import Evaluation, Prediction, Script, TrainerJob, Training
 from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.progress import ProgressSink
@@ -221,20 +221,30 @@ def _run_script(given: StageInput, script: Script) -> StageResult:
 def _evaluate(given: StageInput) -> StageResult:
     from finetune_trainer.inference.evaluate import evaluate
 
+    _settle_gpus(given, given.job.evaluation)
     collection.begin_with_models()
     job = _inference_job(given)
-    return StageResult(evaluate(job, given.paths, given.progress), {"metrics": given.paths.metrics.name})
+    sections = evaluate(job, given.paths, given.progress, given.world)
+    return StageResult(sections, {"metrics": given.paths.metrics.name})
 
 
 def _predict(given: StageInput) -> StageResult:
     from finetune_trainer.inference.predict import predict
     from finetune_trainer.inference.prediction_spark import predict_by_spark
 
+    _settle_gpus(given, given.job.predict)
     collection.begin_with_models()
     job = _inference_job(given)
     if job.predict is not None and job.predict.engine == "spark":
         return StageResult(predict_by_spark(job, given.paths, given.progress), {})
     return StageResult(predict(job, given.paths, given.progress, given.world, os.environ), {})
+
+
+def _settle_gpus(given: StageInput, settings: Evaluation | Prediction | None) -> None:
+    from finetune_trainer.inference.pod_processes import settle_gpus
+
+    if settings is not None:
+        settle_gpus(given.world, settings, settings.device)
 
 
 def _inference_job(given: StageInput) -> TrainerJob:

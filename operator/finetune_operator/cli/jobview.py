@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from finetune_contract.choices import Stage
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.api.types import (
@@ -29,6 +30,7 @@ from finetune_operator.api.types import (
 from finetune_operator.cli.cluster_jobs import ClusterJob, JobEvent
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
+from finetune_operator.planning.summary import processes_text
 from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.results import CHECKPOINT_BYTES
 from finetune_operator.reconcile.spot import words
@@ -267,8 +269,8 @@ STALE_SECONDS = 60
 """Seconds after which progress is shown with its age: pods report every few seconds."""
 
 
-def plan_lines(plan: PlanStatus) -> tuple[str, str]:
-    """Return the plan in two lines."""
+def plan_lines(plan: PlanStatus) -> tuple[str, ...]:
+    """Return the plan in two lines, and one for each stage that evaluates or predicts on several GPUs."""
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     first = f"{plan.strategy} by {plan.launcher}, {processes}{words(plan.capacity)}"
     if plan.micro_batch_size is not None and plan.gradient_accumulation is not None:
@@ -282,7 +284,12 @@ def plan_lines(plan: PlanStatus) -> tuple[str, str]:
         known.append(f"training expected to take {human_seconds(plan.estimated.duration_seconds)}")
     if plan.estimated.cost is not None:
         known.append(f"{plan.estimated.cost:,.2f} {plan.estimated.currency or ''}".rstrip())
-    return first, ", ".join(known) or "memory and time are not known yet"
+    spread = []
+    for each in plan.inference:
+        pods = plan.predict_workers or 1 if each.stage == Stage.PREDICT else 1
+        shared = f"{pods} pods, each " if pods > 1 else ""
+        spread.append(f"{each.stage}: {shared}{processes_text(each.processes, each.gpus_per_process)}")
+    return first, ", ".join(known) or "memory and time are not known yet", *spread
 
 
 def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Condition, ...]:

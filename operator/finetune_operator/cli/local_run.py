@@ -38,7 +38,7 @@ from finetune_operator.cli.console import err, note, note_misfits
 from finetune_operator.cli.display import Display, Shown, Tail, latest
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.local_files import write_atomically
-from finetune_operator.cli.local_stage import Interrupts, StageProcess, failure_of, stage_command
+from finetune_operator.cli.local_stage import Interrupts, StageProcess, failure_of, processes_of, stage_command
 from finetune_operator.cli.measure import TRAINER, Measured, free_part, measure, own_hardware, trainer_is_installed
 from finetune_operator.cli.workspace import (
     AFTER_TRAINING,
@@ -380,7 +380,7 @@ class _Run:
 
     def _environment(self, stage: Stage, progress: Path) -> dict[str, str]:
         world = self._result.plan.trainer.world
-        threads = usable_cores()
+        threads = max(1, usable_cores() // processes_of(stage, self._result.plan))
         if stage is Stage.TRAIN and world is not None:
             threads = world.threads_per_process
         return trainer_environment(

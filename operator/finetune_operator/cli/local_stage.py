@@ -32,12 +32,19 @@ LOG_BYTES = 4096
 
 
 def stage_command(stage: Stage, paths: JobPaths, planned: JobPlan) -> list[str]:
-    """Return the command line of a stage: its launcher, with torchrun for a training of several processes."""
-    world = planned.trainer.world
-    starter: Starter = "torchrun" if stage is Stage.TRAIN and world is not None and world.size > 1 else "process"
+    """Return the command line of a stage: its launcher, with torchrun for several processes."""
+    starter: Starter = "torchrun" if processes_of(stage, planned) > 1 else "process"
     deepspeed = str(paths.deepspeed) if stage is Stage.TRAIN and paths.deepspeed.exists() else None
     arguments = launch_arguments(stage, str(paths.job), str(paths.root.parent), starter, deepspeed)
     return [sys.executable, "-m", TRAINER, *arguments, "--attached"]
+
+
+def processes_of(stage: Stage, planned: JobPlan) -> int:
+    """Return the processes that run `stage`."""
+    world = planned.trainer.world
+    if stage is Stage.TRAIN and world is not None:
+        return world.size
+    return planned.trainer.inference(stage).processes
 
 
 class StageProcess:

@@ -111,8 +111,14 @@ class Draft:
     predict_engine: Literal["job", "spark"] = "job"
     """Engine of predict's workers."""
     inference_precision: InferencePrecision = "fp32"
+    inference_devices: int = 1
+    """Devices that hold the model of one process that evaluates or predicts."""
+    evaluate_processes: int = 1
+    """Processes of the pod that evaluates."""
     predict_workers: int = 1
-    """Processes that share the rows to predict."""
+    """Pods that share the rows to predict."""
+    predict_processes: int = 1
+    """Processes of the pod that predicts; 1 with several pods."""
     predict_optimization: Optimization = "none"
     serve_optimization: Optimization = "none"
     servers: Servers | None = None

@@ -1,10 +1,15 @@
-"""Inference of evaluation, prediction and serving: batch size, precision, workers, and the check that the model fits.
-Each process holds the whole model on its device, regardless of the training's parallelism.
+"""Inference of evaluation, prediction and serving: batch size, precision, processes, workers, and the check that the
+model fits.
+
+Each process has the whole model, regardless of the training's parallelism. It is on one device; where it does not fit
+one, evaluation and prediction place its layers on several GPUs of the pod. The pod runs as many processes as its
+devices hold models. A server has one device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from finetune_contract.choices import LANGUAGE_TASKS, RUNG_TASKS, WRITING_TASKS, InferencePrecision, Stage
@@ -33,11 +38,14 @@ UNREAD_SLACK = 1.25
 batch that does not fit after all is halved.
 """
 ONE_PROCESS_HERE = (
-    "one process of this machine predicts, as there are no pods without a cluster; spec.predict.workers and "
+    "this machine predicts alone, as there are no pods without a cluster; spec.predict.workers and "
     "spec.predict.engine hold in one"
 )
 WORKER_SECONDS = 300
 """Least seconds of work for a worker with `predict.workers: auto`: a pod starts and loads a model in 20 to 60 s."""
+PROCESS_SECONDS = 60
+"""Least seconds of work for each of several processes of a pod: a process loads libraries and a model in about as many.
+"""
 CPU_BATCH_TOKENS = 2_048
 """Padded tokens of one batch on CPU; larger ones gain nothing and exceed the caches; see `batch.CPU_TOKENS`."""
 
@@ -53,18 +61,30 @@ def inference_tokens(draft: Draft) -> int:
     return max(tokens, draft.length_limit)
 
 
-def choose_inference(draft: Draft) -> Draft:
-    """Choose fp32 if it fits, else bf16 if the GPU has units for it and it fits. If neither fits, an evaluation that
-    was not requested is left out, and `check_inference` refuses requested stages.
+def devices_of_model(fits: Callable[[int], bool], devices: int) -> int | None:
+    """Return the devices for one model: the least number of which `fits` is true, raised until as many models on as
+    many devices each use most of `devices`. None if it does not fit all `devices` together.
+    """
+    least = next((count for count in range(1, devices + 1) if fits(count)), None)
+    return None if least is None else devices // (devices // least)
 
-    The stages of a running job stay as they are: prepare's measurements change only their precision.
+
+def choose_inference(draft: Draft) -> Draft:
+    """Choose precision and devices of one process: fp32 on one device if that fits, else bf16 on one if the GPU has
+    units for it, else the fewest GPUs of a pod that hold the model together. If they do not, an evaluation that was not
+    requested is left out, and `check_inference` refuses requested stages.
+
+    The stages of a running job stay as they are: prepare's measurements change only their precision and devices.
     """
     if not {Stage.EVALUATE, Stage.PREDICT, Stage.SERVE} & set(draft.stages):
         return draft
     need = _need(draft)
     if need.fits(wide=True):
         return draft
-    if need.narrow is not None and (need.fits() or not _is_known(draft)):
+    several = _pod_devices(draft) if {Stage.EVALUATE, Stage.PREDICT} & set(draft.stages) else 1
+    spread = devices_of_model(lambda count: _need(draft, count).fits(), several)
+    known = _is_known(draft)
+    if need.narrow is not None and (spread is not None or not known):
         names = {Stage.EVALUATE: "evaluation", Stage.PREDICT: "prediction", Stage.SERVE: "servers"}
         what = [name for stage, name in names.items() if stage in draft.stages]
         draft = replace(draft, inference_precision="bf16").because(
@@ -72,9 +92,16 @@ def choose_inference(draft: Draft) -> Draft:
             f"takes {human_bytes(need.wide)} of {human_bytes(need.there)} "
             f"({human_bytes(4 * draft.model.parameters)} for its weights), in bf16 {human_bytes(need.narrow)}"
         )
-    lacking = _is_known(draft) and not need.fits()
-    if not lacking or Stage.EVALUATE not in draft.stages or draft.spec.evaluation is not None:
+    devices = several if spread is None else spread
+    if devices > 1 and (spread is not None or not known):
+        draft = replace(draft, inference_devices=devices).because(
+            f"a process that evaluates or predicts places the layers of its model on {devices} GPUs: on one it takes "
+            f"{human_bytes(need.least)} of {human_bytes(need.there)}, on {devices} at most "
+            f"{human_bytes(_need(draft, devices).least)} of each"
+        )
+    if spread is not None or not known or Stage.EVALUATE not in draft.stages or draft.spec.evaluation is not None:
         return draft
+    need = _need(draft, several)
     left = tuple(stage for stage in draft.stages if stage is not Stage.EVALUATE)
     return replace(draft, stages=left).because(
         f"no evaluation at the end: {need.rule(draft)}; the training measures its loss"
@@ -93,7 +120,7 @@ def choose_workers(draft: Draft) -> Draft:
     if asked == 1:
         return draft
     if draft.local:
-        return draft.because(f"prediction by 1 process: {ONE_PROCESS_HERE}")
+        return draft.because(f"prediction without pods: {ONE_PROCESS_HERE}")
     if draft.script is not None and asked != "auto":
         return draft.refusing(
             ("predict", "workers"),
@@ -111,6 +138,42 @@ def choose_workers(draft: Draft) -> Draft:
     return replace(draft, predict_workers=count).because(
         f"prediction by {count} pod{'s' * (count > 1)} (spec.predict.workers is auto): {why}"
     )
+
+
+def choose_processes(draft: Draft) -> Draft:
+    """Choose the processes of one pod that evaluates or predicts. It makes no difference to the result.
+
+    One for each GPU of a pod, or for each group of GPUs that holds a model, but no more than have `PROCESS_SECONDS` of
+    work each, if the rows are known. Of several pods that predict, each has one process.
+    """
+    there = _pod_devices(draft) // draft.inference_devices
+    if there == 1 or draft.script is not None:
+        return draft
+    if Stage.EVALUATE in draft.stages:
+        count = _enough_processes(there, _seconds_to_evaluate(draft))
+        draft = replace(draft, evaluate_processes=count).because(_processes_reason("evaluation", draft, there, count))
+    if Stage.PREDICT in draft.stages and draft.predict_workers == 1:
+        count = _enough_processes(there, _seconds_to_predict(draft))
+        draft = replace(draft, predict_processes=count).because(_processes_reason("prediction", draft, there, count))
+    return draft
+
+
+def _enough_processes(there: int, seconds: float | None) -> int:
+    return there if seconds is None else min(there, max(1, math.ceil(seconds / PROCESS_SECONDS)))
+
+
+def _processes_reason(what: str, draft: Draft, there: int, count: int) -> str:
+    devices = draft.inference_devices
+    each = "GPU" if devices == 1 else f"group of {devices} GPUs"
+    text = f"{what} by {count} process{'es' * (count > 1)}"
+    if count == there:
+        return f"{text}, one for each {each} of a pod: they share the rows"
+    return f"{text}, and not {there}, one for each {each}: each has at least {PROCESS_SECONDS} s of work"
+
+
+def _pod_devices(draft: Draft) -> int:
+    """Return the devices of one pod that its processes can divide."""
+    return 1 if draft.inference_device == "cpu" else max(1, draft.gpus_per_node)
 
 
 def choose_optimization(draft: Draft) -> Draft:
@@ -148,8 +211,9 @@ def _automatic_workers(draft: Draft) -> tuple[int, str]:
     if draft.script is not None:
         return 1, "the rows for a program's model are prepared by the stage that predicts"
     nodes, gpus = draft.spec.resources.nodes, draft.gpus_per_node
-    there = nodes * max(1, gpus)
-    kind = "GPU" if gpus else "node"
+    devices = draft.inference_devices
+    there = nodes * max(1, gpus // devices)
+    kind = "node" if not gpus else "GPU" if devices == 1 else f"group of {devices} GPUs"
     found = [(there, f"one for each {kind} that spec.resources asks for")]
     most = draft.settings.allow.max_workers
     if most is not None:
@@ -168,7 +232,19 @@ def _seconds_to_predict(draft: Draft) -> float | None:
     generated text is not known.
     """
     predict = decided(draft.spec.predict)
-    if predict.dataset is not None or draft.data is None or draft.spec.task in WRITING_TASKS:
+    return None if predict.dataset is not None or draft.spec.task in WRITING_TASKS else _seconds_of_rows(draft)
+
+
+def _seconds_to_evaluate(draft: Draft) -> float | None:
+    """Return the same for an evaluation, in which a task with comparison has a second model answer the rows."""
+    writes = draft.spec.task in ("summarization", "translation")
+    seconds = None if writes else _seconds_of_rows(draft)
+    return seconds if seconds is None or not draft.compares else 2 * seconds
+
+
+def _seconds_of_rows(draft: Draft) -> float | None:
+    """Return the seconds that one process takes to read all rows of the split that is evaluated and predicted."""
+    if draft.data is None:
         return None
     split = draft.data.splits.get("test") or draft.data.splits.get("validation")
     if split is None or not split.rows:
@@ -187,11 +263,11 @@ def check_inference(draft: Draft) -> Draft:
     paths = [path for path, given in asked.items() if given is not None and (path != "endpoint" or not draft.local)]
     if not paths or not _is_known(draft):
         return draft
-    need = _need(draft)
-    room = need if draft.model_known else replace(need, there=int(UNREAD_SLACK * need.there))
-    if room.fits():
-        return draft
     for path in paths:
+        need = _need(draft, 1 if path == "endpoint" else _pod_devices(draft))
+        room = need if draft.model_known else replace(need, there=int(UNREAD_SLACK * need.there))
+        if room.fits():
+            continue
         hint = f"leave it out, or use {need.enough(draft)}"
         draft = draft.refusing((path,), None, f"does not fit: {need.rule(draft)}", hint, "NotSupported")
     return draft
@@ -215,15 +291,25 @@ class _Need:
     narrow: int | None
     """Bytes in bf16; None if the device does not compute in it."""
     there: int
+    devices: int = 1
+    """Devices that hold the model; the bytes are those of each."""
+
+    @property
+    def least(self) -> int:
+        """Return the bytes in the precision that takes fewer."""
+        return self.wide if self.narrow is None else min(self.wide, self.narrow)
 
     def fits(self, *, wide: bool = False) -> bool:
         """Return whether it fits; `wide`: in fp32."""
-        return min(self.wide, self.wide if wide or self.narrow is None else self.narrow) <= self.there
+        return (self.wide if wide else self.least) <= self.there
 
     def rule(self, draft: Draft) -> str:
         """Describe the needed and the available memory."""
         of = human_bytes(self.there)
-        rule = f"one process with the whole model does it, which takes {human_bytes(self.wide)} of {of} in fp32"
+        who = "one process with the whole model does it, which"
+        if self.devices > 1:
+            who, of = f"one process on all {self.devices} GPUs of a pod", f"{of} of each"
+        rule = f"{who} takes {human_bytes(self.wide)} of {of} in fp32"
         if self.narrow is not None:
             return f"{rule} and {human_bytes(self.narrow)} in bf16"
         if draft.inference_device == "cpu":
@@ -236,22 +322,24 @@ class _Need:
             return f"nodes with more than {human_bytes(self.wide)} of memory"
         if self.narrow is not None:
             return f"devices of more than {human_bytes(self.narrow)}"
-        narrow = human_bytes(_takes(draft, "bf16"))
+        narrow = human_bytes(_takes(draft, "bf16", self.devices))
         return f"devices of more than {human_bytes(self.wide)}, or of {narrow} that compute in bf16"
 
 
-def _need(draft: Draft) -> _Need:
+def _need(draft: Draft, devices: int = 1) -> _Need:
     if draft.inference_device == "cpu":
         return _Need(_takes(draft, "fp32"), None, draft.hardware.memory_bytes)
     gpu = decided(draft.hardware.gpu)
-    return _Need(_takes(draft, "fp32"), _takes(draft, "bf16") if gpu.bf16 else None, gpu.memory_bytes)
+    narrow = _takes(draft, "bf16", devices) if gpu.bf16 else None
+    return _Need(_takes(draft, "fp32", devices), narrow, gpu.memory_bytes, devices)
 
 
-def _takes(draft: Draft, precision: InferencePrecision) -> int:
-    """Return the bytes of the device's memory that one process takes."""
+def _takes(draft: Draft, precision: InferencePrecision, devices: int = 1) -> int:
+    """Return the bytes that one process takes of each of its devices."""
     task, sequences, generation = draft.spec.task, draft.lengths.sequences, draft.spec.generation
     # A batch has at least one row.
     tokens, cached = max(inference_tokens(draft), sequences * draft.length_limit), 0
     if task in WRITING_TASKS:
         cached = max(tokens, (draft.length_limit + generation.max_new_tokens) * generation.num_beams)
-    return inference_bytes(draft.model, task, precision, tokens=tokens, length=draft.length_limit, cached=cached)
+    length = draft.length_limit
+    return inference_bytes(draft.model, task, precision, tokens=tokens, length=length, cached=cached, devices=devices)

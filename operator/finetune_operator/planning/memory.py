@@ -879,10 +879,21 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
 
 
 def inference_bytes(
-    model: ModelFacts, task: Task, precision: InferencePrecision, *, tokens: int, length: int, cached: int
+    model: ModelFacts,
+    task: Task,
+    precision: InferencePrecision,
+    *,
+    tokens: int,
+    length: int,
+    cached: int,
+    devices: int = 1,
 ) -> int:
-    """Return the GPU memory of one process with the whole model on batches of `tokens` padded tokens, in rows of
-    `length`; `cached`: tokens whose keys and values are in the cache while it generates.
+    """Return the memory that one process with the whole model takes of each of its GPUs, on batches of `tokens` padded
+    tokens, in rows of `length`; `cached`: tokens whose keys and values are in the cache while it generates.
+
+    Over several `devices` each GPU has whole layers with their keys and values. transformers fills a GPU up to its
+    share and 1.25 times the largest unit, a block or the embeddings (`get_balanced_memory` in its
+    `integrations/accelerate.py`).
 
     Activations are those of one layer at a time, at most as many as training saves. Logits are there in full, and twice
     if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time,
@@ -909,6 +920,10 @@ def inference_bytes(
             min(logits, 2 * REQUESTED_LOGITS) if task in ("text-generation", "preference-tuning") else copies * logits
         )
         judged = width * there + (width + 8) * min(logits, JUDGED_LOGITS)
-    kept = cached * 2 * model.layers * model.key_value_width * width
+    layers = -(-model.layers // devices)
+    kept = cached * 2 * layers * model.key_value_width * width
     passing = tokens * activation_bytes_per_token(work) + max(judged, kept)
-    return width * model.parameters + int((1 + ALLOCATOR_SHARE) * passing) + CUDA_CONTEXT_BYTES
+    held = model.parameters
+    if devices > 1:
+        held = min(held, -(-held // devices) + 5 * largest_layer(model) // 4)
+    return width * held + int((1 + ALLOCATOR_SHARE) * passing) + CUDA_CONTEXT_BYTES

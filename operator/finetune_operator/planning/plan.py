@@ -56,6 +56,7 @@ from finetune_operator.planning.inference import (
     check_inference,
     choose_inference,
     choose_optimization,
+    choose_processes,
     choose_workers,
     inference_tokens,
 )
@@ -115,6 +116,7 @@ def _plan(draft: Draft) -> JobPlan:
         choose_inference,
         choose_workers,
         choose_predict_engine,
+        choose_processes,
         choose_optimization,
         choose_servers,
         check_place,
@@ -530,6 +532,8 @@ def _evaluation(draft: Draft) -> Evaluation | None:
     if asked is not None and asked.gate is not None:
         gate = Gate(metric=asked.gate.metric, minimum=asked.gate.minimum, maximum=asked.gate.maximum)
     return Evaluation(
+        processes=draft.evaluate_processes,
+        devices_per_process=draft.inference_devices,
         metrics=metrics,
         gate=gate,
         device=draft.inference_device,
@@ -547,6 +551,8 @@ def _prediction(draft: Draft) -> Prediction | None:
     if asked is None:
         return None
     return Prediction(
+        processes=draft.predict_processes,
+        devices_per_process=draft.inference_devices,
         dataset=predicted_source(draft.spec),
         output=asked.output,
         columns=asked.columns,

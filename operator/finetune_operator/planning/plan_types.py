@@ -220,6 +220,11 @@ class JobPlan(Message):
         """Return the processes that share the rows to predict; 1 without prediction."""
         return 1 if self.trainer.predict is None else self.trainer.predict.workers
 
+    @property
+    def on_several_devices(self) -> tuple[Stage, ...]:
+        """Return the stages whose pods evaluate or predict on several devices, or by several processes."""
+        return tuple(stage for stage in self.stages if self.trainer.inference(stage).devices > 1)
+
     def engine_of(self, stage: Stage) -> Literal["local", "job", "spark"]:
         """Return the engine of a stage that distributes its rows; `local` for any other stage."""
         if stage is Stage.PREPARE:

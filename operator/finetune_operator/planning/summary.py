@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from finetune_contract.choices import Stage
 from finetune_contract.trainer_job import Adapter, Training
 from finetune_operator.api.quantities import human_bytes, human_count, human_seconds
 from finetune_operator.planning.adapter_sizes import trained_parameters
@@ -67,7 +68,16 @@ def _stage_rows(plan: JobPlan) -> tuple[Row, ...]:
         processes = f"{world.size} = {world.nodes} node{'s' * (world.nodes > 1)} x {world.processes_per_node}"
         threads = f"{world.threads_per_process} thread{'s' * (world.threads_per_process > 1)} each"
         rows += [Row("strategy", plan.strategy), Row("processes", processes, f"{world.device}, {threads}")]
+    for stage in plan.on_several_devices:
+        pod, pods = trainer.inference(stage), plan.predict_workers if stage is Stage.PREDICT else 1
+        shared = f"{pods} pods, each " if pods > 1 else ""
+        rows.append(Row(stage.value, shared + processes_text(pod.processes, pod.devices_per_process)))
     return tuple(rows)
+
+
+def processes_text(processes: int, devices: int) -> str:
+    """Describe the processes of a pod that evaluates or predicts, e.g. `2 processes x 4 GPUs`."""
+    return f"{processes} process{'es' * (processes > 1)} x {devices} GPU{'s' * (devices > 1)}"
 
 
 def _rows_note(plan: JobPlan) -> str:

@@ -92,7 +92,7 @@ def usage_added(job: JobView, after: FineTuneJobStatus) -> Usage | None:
         capacity=stage.capacity or "any",
         node_seconds=held,
         running_node_seconds=max(0.0, now.node_seconds - then.node_seconds),
-        gpu_seconds=0.0 if job.job is None else held * gpus(job.job.spec, kind),
+        gpu_seconds=0.0 if job.job is None else held * gpus(job.job.spec, job.status.plan, kind),
         currency=now.currency,
         cost=_increase(then.amount, now.amount),
         saved=_increase(then.saved, now.saved),

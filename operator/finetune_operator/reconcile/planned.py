@@ -19,7 +19,14 @@ from finetune_contract.report import MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_bytes
-from finetune_operator.api.types import AdaptationStatus, EstimateStatus, MeasuredStatus, PlanStatus, StageStatus
+from finetune_operator.api.types import (
+    AdaptationStatus,
+    EstimateStatus,
+    InferenceStatus,
+    MeasuredStatus,
+    PlanStatus,
+    StageStatus,
+)
 from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
@@ -205,6 +212,7 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
         if training is None or training.strategy.replica_ranks == 1
         else training.batch.data_parallel,
         predict_workers=job_plan.predict_workers if job_plan.predict_workers > 1 else None,
+        inference=tuple(_inference_status(job_plan, stage) for stage in job_plan.on_several_devices),
         memory_per_device=terms,
         estimated=EstimateStatus(
             duration_seconds=job_plan.estimate.seconds,
@@ -226,6 +234,11 @@ def _product(job_plan: JobPlan) -> str | None:
     if world is None:
         return None
     return "cpu" if world.device == "cpu" or gpu is None else gpu.product
+
+
+def _inference_status(job_plan: JobPlan, stage: Stage) -> InferenceStatus:
+    pod = job_plan.trainer.inference(stage)
+    return InferenceStatus(stage=stage, processes=pod.processes, gpus_per_process=pod.devices_per_process)
 
 
 def _planned_for(device: PlannedDevice | None) -> str | None:

@@ -137,10 +137,12 @@ def nodes(spec: FineTuneJobSpec, plan: PlanStatus | None, stage: Stage) -> int:
             return 1
 
 
-def gpus(spec: FineTuneJobSpec, stage: Stage) -> int:
+def gpus(spec: FineTuneJobSpec, plan: PlanStatus | None, stage: Stage) -> int:
     """Return the GPUs that a pod of `stage` takes; 0 if the job leaves their number open."""
     gpus_per_node = spec.resources.gpus_per_node
-    return gpus_of_stage(stage, 0 if gpus_per_node == "auto" else gpus_per_node)
+    inference = () if plan is None else plan.inference
+    planned = next((each.processes * each.gpus_per_process for each in inference if each.stage == stage), 1)
+    return gpus_of_stage(stage, 0 if gpus_per_node == "auto" else gpus_per_node, planned)
 
 
 def cost_after(
@@ -156,7 +158,7 @@ def cost_after(
     held = seconds_since(stage.nodes_since, ended) * pods
     if not held:
         return before
-    price, counted = _price(spec, settings, kind), before.amount if before.billable_seconds else 0.0
+    price, counted = _price(spec, status.plan, settings, kind), before.amount if before.billable_seconds else 0.0
     per_hour = None if price is None else price.spot if stage.capacity == "spot" else price.ordinary
     amount, saved = None, None
     if price is not None and per_hour is not None and counted is not None:
@@ -183,8 +185,8 @@ class PodPrice:
     """Price on spot nodes; None: there is none for nodes of this kind."""
 
 
-def _price(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> PodPrice | None:
-    """Return the price of a node, or of the share of it that goes with one of its GPUs in inference."""
+def _price(spec: FineTuneJobSpec, plan: PlanStatus | None, settings: Settings, stage: Stage) -> PodPrice | None:
+    """Return the price of a node, or of the share of it that goes with the pod's GPUs in inference."""
     gpus_per_node = spec.resources.gpus_per_node
     if gpus_per_node == "auto":
         return None
@@ -193,7 +195,7 @@ def _price(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> PodPrice 
     product = spec.resources.accelerator.product
     if product is None:
         return None
-    taken = gpus(spec, stage)
+    taken = gpus(spec, plan, stage)
     node = find_price(settings, product, taken)
     return _share(node, 1.0) or _share(find_price(settings, product, gpus_per_node), taken / gpus_per_node)
 

@@ -37,18 +37,22 @@ def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:
 
 def stage_gpus(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> int:
     """Return the GPUs of one pod of `stage`."""
-    return gpus_of_stage(stage, node_gpus(plan, spec))
+    return gpus_of_stage(stage, node_gpus(plan, spec), plan.trainer.inference(stage).devices)
 
 
-def gpus_of_stage(stage: Stage, of_node: int) -> int:
-    """Return the GPUs of one pod of `stage`: `of_node` to train, none to prepare, at most 1 for inference."""
+def gpus_of_stage(stage: Stage, of_node: int, planned: int) -> int:
+    """Return the GPUs of one pod of `stage`: `of_node` to train, none to prepare, at most 1 to serve, and to evaluate
+    or predict as many as `planned`.
+    """
     match stage:
         case Stage.PREPARE:
             return 0
         case Stage.TRAIN:
             return of_node
-        case _:
+        case Stage.SERVE:
             return min(1, of_node)
+        case Stage.EVALUATE | Stage.PREDICT:
+            return min(planned, of_node)
 
 
 def stage_device(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> Device:
@@ -101,7 +105,9 @@ def _expected_bytes(plan: JobPlan, stage: Stage) -> int:
     if stage is Stage.PREPARE:
         # One process reads; each pod of an Indexed Job has one process that tokenises.
         return (1 + plan.trainer.preparation.workers // plan.trainer.preparation.pods) * CPU_PROCESS_BYTES
-    return inference_bytes(plan.model.parameters)
+    pod = plan.trainer.inference(stage)
+    # A model on several GPUs is read layer by layer, into the memory of each.
+    return pod.processes * inference_bytes(plan.model.parameters // pod.devices_per_process)
 
 
 def shared_memory(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> str:

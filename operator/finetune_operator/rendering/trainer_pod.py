@@ -193,6 +193,8 @@ class StagePods:
         world = self.plan.trainer.world
         if self.shares_rows:
             return "index"
+        if self.plan.trainer.inference(self.stage).processes > 1:
+            return "torchrun"
         if self.stage is not Stage.TRAIN or world is None:
             return "process"
         starter = launcher(self.plan.launcher).starter
@@ -308,8 +310,8 @@ def _stacks(pods: StagePods) -> dict[str, str]:
 
 
 def _rendezvous(pods: StagePods) -> dict[str, str]:
-    """Return the variables of torchrun's rendezvous."""
-    if pods.starter != "torchrun":
+    """Return the variables of torchrun's rendezvous; none for a pod that evaluates or predicts."""
+    if pods.starter != "torchrun" or pods.stage is not Stage.TRAIN:
         return {}
     suffix = launcher(pods.plan.launcher).first_host
     host = "127.0.0.1" if pods.service is None else f"{pods.name}-0.{pods.service}"

@@ -24,6 +24,7 @@ from finetune_contract.choices import (
     RankOrder,
     SchedulerName,
     Sharding,
+    Stage,
     StrategyName,
     Task,
     Transport,
@@ -353,7 +354,25 @@ _InferencePrecision: TypeAlias = Annotated[InferencePrecision, Field(exclude_if=
 """Precision, omitted if fp32: images that do not know the field read such jobs, and compute in fp32."""
 
 
-class Evaluation(Order):
+_SomeProcesses: TypeAlias = Annotated[int, Field(ge=1, exclude_if=lambda count: count == 1)]
+"""Number of processes or devices, omitted if 1: images that do not know the field read such jobs."""
+
+
+class InferenceProcesses(Order):
+    """Use of a pod's devices for inference: `processes`, each with a whole model on its own devices."""
+
+    processes: _SomeProcesses = 1
+    """Processes of one pod that share the rows."""
+    devices_per_process: _SomeProcesses = 1
+    """GPUs that hold the layers of one process's model, each GPU a part of them."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of one pod."""
+        return self.processes * self.devices_per_process
+
+
+class Evaluation(InferenceProcesses):
     """Measurements on the test split (on validation if there is no test split)."""
 
     metrics: tuple[str, ...] | None = None
@@ -384,7 +403,7 @@ class Preference(Order):
     """Penalty for diverging from the model before training: the larger, the closer it stays."""
 
 
-class Prediction(Order):
+class Prediction(InferenceProcesses):
     """Batch inference over the predict data set, or over the test split when `dataset` is None."""
 
     dataset: DataSource | None = None
@@ -399,7 +418,7 @@ class Prediction(Order):
     id_column: Annotated[str | None, Field(exclude_if=lambda column: column is None)] = None
     """Input column that identifies a row, written as `id`."""
     workers: Annotated[int, Field(ge=1, exclude_if=lambda workers: workers == 1)] = 1
-    """Processes that share the rows; 1: one process."""
+    """Pods that share the rows, or Spark's driver and executors; 1: one pod."""
     engine: Annotated[Literal["job", "spark"], Field(exclude_if=lambda engine: engine == "job")] = "job"
     """Kind of workers: pods of an Indexed Job, or Spark's driver and its executors."""
     max_bad_rows: int = Field(default=0, ge=0)
@@ -474,6 +493,17 @@ class TrainerJob(Order):
     """Seed of the rows that are set aside for validation; with training it equals `training.seed`."""
 
     @model_validator(mode="after")
+    def _one_way_to_spread(self) -> TrainerJob:
+        for settings in (self.evaluation, self.predict):
+            if settings is not None and settings.device == "cpu" and settings.devices_per_process > 1:
+                raise ValueError("devices_per_process is for GPUs: a process on the CPU has one device")
+            if settings is not None and settings.processes > 1 and self.script is not None:
+                raise ValueError("processes is 1 with script: the stage prepares rows for the program's model first")
+        if self.predict is not None and self.predict.processes > 1 and self.predict.workers > 1:
+            raise ValueError("processes is for one pod: with several workers, each has one process")
+        return self
+
+    @model_validator(mode="after")
     def _one_way_to_train(self) -> TrainerJob:
         if self.training is not None and self.script is not None:
             raise ValueError("training and script exclude each other")
@@ -489,3 +519,8 @@ class TrainerJob(Order):
         """Processes of the train stage; None: nothing is trained."""
         trains = self.training or self.script
         return None if trains is None else trains.world
+
+    def inference(self, stage: Stage) -> InferenceProcesses:
+        """Return the processes of one pod of `stage`; one on one device for all but evaluate and predict."""
+        settings = {Stage.EVALUATE: self.evaluation, Stage.PREDICT: self.predict}.get(stage)
+        return InferenceProcesses() if settings is None else settings

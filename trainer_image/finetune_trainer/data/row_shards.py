@@ -57,6 +57,8 @@ SHARDS = 256
 """Number of shards of smaller data, between these bounds: so many workers can share them."""
 _ROWS = 4096
 """Limit of a shard's rows where the format has rows and no lines."""
+_LEAST_ROWS = 256
+"""Least rows of a shard of prepared rows: a few batches. Generation takes seconds for each, so workers need many."""
 
 
 @dataclass(frozen=True)
@@ -281,8 +283,9 @@ def _of_dataset(rows: datasets.Dataset, origin: str) -> Iterator[RowShard]:
     def taken(start: int, stop: int) -> ShardRows:
         return rows_of_table(arrow_table(rows.select(range(start, stop))))
 
-    for start in range(0, len(rows), _ROWS):
-        stop = min(start + _ROWS, len(rows))
+    step = min(_ROWS, max(_LEAST_ROWS, -(-len(rows) // SHARDS)))
+    for start in range(0, len(rows), step):
+        stop = min(start + step, len(rows))
         yield RowShard(ShardKey(0, start), origin, stop - start, partial(taken, start, stop))
 
 

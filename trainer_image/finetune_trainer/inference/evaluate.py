@@ -10,7 +10,9 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import Gate, TrainerJob
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
+from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.pod_processes import BatchShare, evaluation_share
 from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.progress import ProgressSink
@@ -22,31 +24,27 @@ from finetune_trainer.tasks.task_registry import task_of
 _SAMPLES = 20
 
 
-def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
-    """Write `evaluate` and `majority` into metrics.json and return both.
+def evaluate(
+    job: TrainerJob,
+    paths: JobPaths,
+    progress: ProgressSink,
+    world: ProcessWorld = ProcessWorld(),  # noqa: B008  # frozen
+) -> dict[str, Any]:
+    """Write `evaluate` and `majority` into metrics.json and return both; nothing in a process that does not lead.
 
     StageError DATA `NoLabels` without labelled rows, CONFIG `UnknownMetric`, STRATEGY_NOT_IN_EFFECT `DeviceMissing`,
-    GATE_NOT_MET after the metrics are written.
+    WORLD_SIZE, GATE_NOT_MET after the metrics are written.
     """
     task = task_of(job)
     prepared = PreparedData.open(paths)
     split = labelled_split(task, prepared)
     wanted = _wanted(job, task.metrics[prepared.facts.label_form])
     means = Means.of(job.evaluation)
-    answers_by = partial(
-        answers_of,
-        Stage.EVALUATE,
-        job,
-        split=split,
-        device=means.device,
-        batch_tokens=means.batch_tokens,
-        progress=progress,
-    )
-    # One model at a time.
-    reference = answers_by(reference_model(job, task, means.precision)) if compared(task) else None
-    answers = answers_by(model_to_use(job, paths, prepared, means.precision))
-    if reference is not None:
-        answers = [{**answer, **_of_reference(base)} for answer, base in zip(answers, reference, strict=True)]
+    share = evaluation_share(world, job.inference(Stage.EVALUATE))
+    answers = _answers(job, paths, prepared, split, share, progress)
+    share.end()
+    if answers is None:
+        return {}
     measured = task.score(answers, split)
     baseline = task.baseline(split)
     sections: dict[str, Any] = {
@@ -67,6 +65,38 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     if job.evaluation and job.evaluation.gate:
         _check_gate(job.evaluation.gate, measured, split.role)
     return sections
+
+
+def _answers(
+    job: TrainerJob,
+    paths: JobPaths,
+    prepared: PreparedData,
+    split: PreparedSplit,
+    share: BatchShare,
+    progress: ProgressSink,
+) -> list[Answer] | None:
+    """Return the answers of all processes, with those of the model before training if the task compares them; None if
+    this process does not lead.
+    """
+    task, means = task_of(job), Means.of(job.evaluation)
+    answers_by = partial(
+        answers_of,
+        Stage.EVALUATE,
+        job,
+        split=split,
+        device=means.device,
+        batch_tokens=means.batch_tokens,
+        progress=progress,
+        share=share,
+    )
+    reference: list[Answer] | None = None
+    if compared(task):  # one model at a time
+        reference = share.gathered(answers_by(reference_model(job, task, means.precision, means.devices)))
+    model = model_to_use(job, paths, prepared, means.precision, means.devices)
+    answers = share.gathered(answers_by(model))
+    if answers is None or reference is None:
+        return answers
+    return [{**answer, **_of_reference(base)} for answer, base in zip(answers, reference, strict=True)]
 
 
 def _of_reference(answer: Answer) -> Answer:

@@ -50,7 +50,7 @@ from finetune_trainer.tasks.task_registry import task_of
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the parts' format; raise it when parts change."""
 _PARTS = "predictions.parts"
 _OVER = "predictions.over-"
@@ -408,13 +408,14 @@ def _answer(
 def _answerer(given: _PredictionInputs, parts: Parts, sharing: Sharing, paths: JobPaths) -> Answerer:
     import torch
 
-    means = {name: value for name, value in asdict(given.means).items() if not callable(value)}
+    # The bytes of the output do not depend on the GPUs of a model.
+    means = {name: value for name, value in asdict(given.means).items() if name != "devices"}
 
     job, task = given.job, task_of(given.job)
-    model, _ = used_model(job, paths, given.means.precision)
+    model, _ = used_model(job, paths, given.means.precision, given.means.devices)
     labels = labels_of_model(job, task, model.config)
     answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.requested)
-    workers = 1 if job.predict is None else job.predict.workers
+    workers = 1 if job.predict is None else job.predict.workers * job.predict.processes
     source = given.source
     rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
 

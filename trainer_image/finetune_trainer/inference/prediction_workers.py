@@ -1,5 +1,5 @@
 """Workers that answer the shards of one set of rows together: the pods of an Indexed Job, which share only the job's
-folder.
+folder, or the processes of one pod.
 
 Each worker lists the shards by itself and takes every `count`-th of them. It claims a shard by a file that only one
 worker can create, so there is no central list. A worker without shards of its own takes those that others have not
@@ -156,13 +156,14 @@ class Worker:
 
         StageError WORLD_SIZE, or CONFIG if the attempt has no name.
         """
-        planned = 1 if job.predict is None else job.predict.workers
+        planned = 1 if job.predict is None else job.predict.workers * job.predict.processes
         if world.size != planned:
             raise StageError(
                 FailureClass.WORLD_SIZE,
                 "WorldSizeMismatch",
-                f"{world.size} workers run stage predict, and the plan has {planned} (predict.workers).",
-                "Run the stage as an Indexed Job with predict.workers completions, or leave predict.workers out.",
+                f"{world.size} workers run stage predict, and the plan has {planned} (predict.workers x "
+                "predict.processes).",
+                "Run the stage as an Indexed Job with predict.workers completions, or by torchrun with processes.",
             )
         if planned == 1:
             return None
@@ -558,8 +559,8 @@ class OtherFailedError(StageError):
         super().__init__(
             FailureClass.COLLECTIVE,
             "PodFailed",
-            f"Pod {index} of {worker.count} of stage predict failed ({failure.reason}): {failure.message}",
-            f"See the report of pod {index} for the first cause.",
+            f"Worker {index} of {worker.count} of stage predict failed ({failure.reason}): {failure.message}",
+            f"See the report of worker {index} for the first cause.",
         )
         self.failure = failure
 

@@ -17,6 +17,14 @@ from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
+from finetune_trainer.inference.pod_processes import (
+    ALL_BATCHES,
+    BatchShare,
+    is_placed,
+    placement,
+    places,
+    refuse_host_memory,
+)
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, labels_of
@@ -41,11 +49,15 @@ class Means:
     batch_tokens: int = 8192
     """Padded tokens of a batch; some 100 MB of activations for a small encoder."""
     precision: InferencePrecision = "fp32"
+    devices: int = 1
+    """GPUs that hold the model's layers; results do not depend on it."""
 
     @classmethod
     def of(cls, settings: Evaluation | Prediction | None) -> Means:
         """Return the settings of the job."""
-        return cls() if settings is None else cls(settings.device, settings.batch_tokens, settings.precision)
+        if settings is None:
+            return cls()
+        return cls(settings.device, settings.batch_tokens, settings.precision, settings.devices_per_process)
 
     @property
     def entry(self) -> dict[str, str]:
@@ -54,14 +66,15 @@ class Means:
 
 
 def model_to_use(
-    job: TrainerJob, paths: JobPaths, prepared: PreparedData, precision: InferencePrecision
+    job: TrainerJob, paths: JobPaths, prepared: PreparedData, precision: InferencePrecision, devices: int = 1
 ) -> PreTrainedModel:
-    """Return the model that the job trained, or `model.uri` if it trains nothing; in `precision`.
+    """Return the model that the job trained, or `model.uri` if it trains nothing; in `precision`, with its layers on
+    `devices` GPUs if they are several.
 
     StageError MODEL `ModelNotTrained` if training has not ended with a model, `LabelsChanged` if the model was trained
     for other labels than those of the prepared data.
     """
-    model, name = used_model(job, paths, precision)
+    model, name = used_model(job, paths, precision, devices)
     labels = task_of(job).model_labels(model.config)
     if labels != labels_of(prepared.facts):
         raise StageError(
@@ -74,7 +87,9 @@ def model_to_use(
     return model
 
 
-def used_model(job: TrainerJob, paths: JobPaths, precision: InferencePrecision) -> tuple[PreTrainedModel, str]:
+def used_model(
+    job: TrainerJob, paths: JobPaths, precision: InferencePrecision, devices: int = 1
+) -> tuple[PreTrainedModel, str]:
     """Return the model of `model_to_use` with any labels, and its name."""
     task = task_of(job)
     if job.training is None:
@@ -89,7 +104,7 @@ def used_model(job: TrainerJob, paths: JobPaths, precision: InferencePrecision) 
             )
         name = str(paths.model)
         arguments = {"trust_remote_code": job.model.trust_remote_code, "local_files_only": True}
-    return _loaded(task, job, name, arguments, precision), name
+    return _loaded(task, job, name, arguments, precision, devices), name
 
 
 def weights_version(job: TrainerJob, paths: JobPaths) -> object:
@@ -102,8 +117,10 @@ def weights_version(job: TrainerJob, paths: JobPaths) -> object:
     return [[str(path.relative_to(folder)), (at := path.stat()).st_size, at.st_mtime_ns] for path in files]
 
 
-def reference_model(job: TrainerJob, task: TaskModule, precision: InferencePrecision) -> PreTrainedModel:
-    """Return the model that the job started from, in `precision`; StageError CONFIG if it trains none."""
+def reference_model(
+    job: TrainerJob, task: TaskModule, precision: InferencePrecision, devices: int = 1
+) -> PreTrainedModel:
+    """Return the model that the job started from, like `model_to_use`; StageError CONFIG if it trains none."""
     if job.training is None:
         raise StageError(
             FailureClass.CONFIG,
@@ -114,15 +131,26 @@ def reference_model(job: TrainerJob, task: TaskModule, precision: InferencePreci
         )
     began_with, _ = pinned(job)
     name, arguments = resolve_model(began_with.model.uri, began_with.model.revision, job.model.trust_remote_code)
-    return _loaded(task, began_with, name, arguments, precision)
+    return _loaded(task, began_with, name, arguments, precision, devices)
 
 
 def _loaded(
-    task: TaskModule, job: TrainerJob, name: str, arguments: Mapping[str, Any], precision: InferencePrecision
+    task: TaskModule,
+    job: TrainerJob,
+    name: str,
+    arguments: Mapping[str, Any],
+    precision: InferencePrecision,
+    devices: int,
 ) -> PreTrainedModel:
     import torch
 
-    model = task.load_model(job, name, arguments, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+    if devices > 1:
+        refuse_missing_gpu(index=devices - 1)  # the last one
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = task.load_model(job, name, {**arguments, **placement(devices)}, dtype)
+    if devices > 1:
+        refuse_host_memory(model)
+        log.info("The layers of %s are on %d GPUs.", name, len(places(model)))
     if precision != "fp32":
         log.info("%s computes in %s.", name, precision)
     return model
@@ -141,9 +169,11 @@ def answers_of(
     forward: ForwardPass | None = None,
     seed: int | None = None,
     settled: bool = False,
+    share: BatchShare = ALL_BATCHES,
 ) -> list[Answer]:
-    """Return one answer for each feature of the split, in order; the answer of each row's last feature has the text
-    that the model writes. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` requires.
+    """Return one answer for each feature of the split, in order, empty for those outside of `share`; the answer of each
+    row's last feature has the text that the model writes. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the
+    GPU that `device` requires.
 
     `batch_tokens` bounds the padded tokens of a batch; batches that exceed the GPU's memory are halved until they fit,
     and a single row that does not fit is StageError OUT_OF_MEMORY. The model keeps its dtype; `progress` counts
@@ -160,16 +190,20 @@ def answers_of(
     result: list[Answer] = [{}] * len(split.position)
     rounds = _rounds(stage, job, model, split, batch_tokens, tokenizer, forward)
     total = sum(len(wanted) for _, batches in rounds for wanted in batches)
-    done = 0
+    rounds = [(answering, share.of(batches)) for answering, batches in rounds]
+    own, done = sum(len(wanted) for _, batches in rounds for wanted in batches), 0
     try:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            _seed(job.seed if seed is None else seed, device)
+            begin = job.seed if seed is None else seed
+            _seed(begin, device)
+            # The answers to a batch of an evaluation do not depend on the batches before, which others may have.
+            seeded = partial(_seed_batch, begin, device) if stage == Stage.EVALUATE else None
             for answering, batches in rounds:
-                for wanted, answers in _answered_batches(answering, batches, split):
+                for wanted, answers in _answered_batches(answering, batches, split, seeded):
                     for at, answer in zip(wanted, answers, strict=True):
                         result[at] = {**result[at], **answer}
                     done += len(wanted)
-                    progress.update(done, total)
+                    progress.update(round(done * total / own), total)
     finally:
         if was_training:
             model.train()
@@ -187,14 +221,21 @@ def _seed(seed: int, device: Device) -> None:
         torch.manual_seed(seed)
 
 
+def _seed_batch(seed: int, device: Device, wanted: NDArray[np.int64]) -> None:
+    _seed(seed + int(wanted[0]), device)
+
+
 def settle(model: PreTrainedModel, device: Device) -> None:
-    """Move the model to `device`, in evaluation mode; StageError `DeviceMissing` without the requested GPU."""
+    """Move the model to `device`, in evaluation mode; StageError `DeviceMissing` without the requested GPU. A model
+    with its layers on several GPUs stays there.
+    """
     from torch import nn
 
     if device == "cuda":
         refuse_missing_gpu()
     module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
-    module.to(device)
+    if not is_placed(model):
+        module.to(device)
     module.eval()
 
 
@@ -206,11 +247,11 @@ def _rounds(
     batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None,
     forward: ForwardPass | None,
-) -> list[tuple[_Answering, list[NDArray[np.int64]]]]:
+) -> list[tuple[_Answering, Sequence[NDArray[np.int64]]]]:
     """Return functions with their batches: a forward pass over all features, unless writing suffices; and writing."""
     task, lengths = task_of(job), split.data.lengths(split.role)
     writer = task.writer if task.writer is not None and stage in task.writer.stages else None
-    rounds: list[tuple[_Answering, list[NDArray[np.int64]]]] = []
+    rounds: list[tuple[_Answering, Sequence[NDArray[np.int64]]]] = []
     if writer is None or stage == Stage.EVALUATE:
         batches = inference_batches(task.widths(split.data, split.role), batch_tokens=batch_tokens)
         rounds.append((_reading(task, model, forward, split.data.pad_token_id), batches))
@@ -224,10 +265,13 @@ def _rounds(
 
 
 def _answered_batches(
-    answering: _Answering, batches: Sequence[NDArray[np.int64]], split: PreparedSplit
+    answering: _Answering,
+    batches: Sequence[NDArray[np.int64]],
+    split: PreparedSplit,
+    begin: Callable[[NDArray[np.int64]], None] | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:
-    """Yield each batch with its answers. Batches have about as many padded tokens each, so if one does not fit, those
-    after it are halved too.
+    """Yield each batch with its answers, and call `begin` before each. Batches have about as many padded tokens each,
+    so if one does not fit, those after it are halved too.
     """
     import numpy as np
     import torch
@@ -235,6 +279,8 @@ def _answered_batches(
     waiting = deque(batches)
     while waiting:
         wanted, answers = waiting.popleft(), None
+        if begin is not None:
+            begin(wanted)
         try:
             answers = answering(split.data.features(split.role, wanted))
         except torch.OutOfMemoryError as error:

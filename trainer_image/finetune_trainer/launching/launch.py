@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import ENV_INDEX, ENV_NCCL, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
+from finetune_contract.layout import ENV_ATTEMPT, ENV_INDEX, ENV_NCCL, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
 from finetune_trainer.launching.child_supervisor import MARGIN_SECONDS, ChildSupervisor, End, grace_seconds
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ def _index(arguments: argparse.Namespace) -> Ranks:
 
 def _torchrun(arguments: argparse.Namespace) -> Ranks:
     """Run torch's elastic agent, which starts this pod's ranks, as many as the job has."""
+    # Ranks that predict together share files, which have to differ from those of an earlier attempt.
+    os.environ.setdefault(ENV_ATTEMPT, uuid.uuid4().hex)
     with _scratch() as scratch:
         agent_report = scratch / "agent.json"
         command = [sys.executable, "-m", "finetune_trainer.launching.elastic"]
@@ -204,7 +207,6 @@ def _mpirun(arguments: argparse.Namespace) -> Ranks:
     """Run mpirun, which starts the ranks of all pods, and read all their reports."""
     import shutil
     import socket
-    import uuid
 
     from finetune_trainer.jobs import read_job, world_of
     from finetune_trainer.launching import mpi

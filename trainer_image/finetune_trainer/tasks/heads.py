@@ -94,10 +94,14 @@ class HeadModels:
         self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any], dtype: torch.dtype
     ) -> PreTrainedModel:
         """Load a model; refuse a checkpoint whose head is missing: its answers would be random."""
+        import torch
+
         try:
             model, info = self._class().from_pretrained(
                 name_or_path, dtype=dtype, output_loading_info=True, **arguments
             )
+        except torch.OutOfMemoryError:
+            raise  # not a fault of the files, as other RuntimeErrors are
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise load_error(job.model, error, part="weights") from error
         if info["missing_keys"]:

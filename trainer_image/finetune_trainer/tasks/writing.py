@@ -193,6 +193,8 @@ def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tenso
     if labels.shape[1] * of_place <= REQUESTED_LOGITS or body is model or "logits_to_keep" not in takes:
         return None
     (places,) = torch.where((labels != NOT_LEARNT).any(0))
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        places = places.cpu()  # the hidden states may be on another GPU than the labels
     return torch.split(places, max(1, REQUESTED_LOGITS // of_place))
 
 

@@ -67,6 +67,7 @@ from finetune_operator.api.types.job_status import (
     EstimateStatus,
     FailureStatus,
     FineTuneJobStatus,
+    InferenceStatus,
     MeasuredStatus,
     Phase,
     PlanCheckStatus,

@@ -124,6 +124,14 @@ class EstimateStatus(StatusModel):
     )
 
 
+class InferenceStatus(StatusModel):
+    """GPUs of a stage that evaluates or predicts."""
+
+    stage: str = Field(description="Stage.")
+    processes: int = Field(ge=1, description="Processes of one pod that share the rows.")
+    gpus_per_process: int = Field(ge=1, description="GPUs that hold the model of one process.")
+
+
 class PlanStatus(StatusModel):
     """Resolved plan; it contains no auto."""
 
@@ -161,6 +169,9 @@ class PlanStatus(StatusModel):
     )
     predict_workers: int | None = Field(
         default=None, ge=1, description="Pods that share the rows to predict. Unset if one pod predicts."
+    )
+    inference: tuple[InferenceStatus, ...] = Field(
+        default=(), max_length=2, description="Stages whose pods evaluate or predict on several GPUs."
     )
     device: str | None = Field(
         default=None,

@@ -91,9 +91,10 @@ class PredictSpec(SpecModel):
     )
     workers: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
-        description="Number of pods that share the rows and the workspace, each with a copy of the model and one GPU "
-        "if the job has any. auto: at most the GPUs of resources (or its nodes, without GPUs), and fewer "
-        "if each would have only a few minutes of work. Defaults to 1.",
+        description="Number of pods that share the rows and the workspace, each with a copy of the model, on one GPU "
+        "or as many as hold it if the job has any. auto: at most the GPUs of resources (or its nodes, "
+        "without GPUs), and fewer if each would have only a few minutes of work. Defaults to 1, a pod that uses all "
+        "GPUs of a node.",
     )
     engine: Literal["job", "spark"] = Field(
         default="job",
