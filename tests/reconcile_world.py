@@ -22,6 +22,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
 from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.plan_types import LearnedRatios
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
@@ -127,6 +128,8 @@ class World:
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
+    learned: tuple[LearnedRatios, ...] = ()
+    """Ratios of the namespace's finished jobs."""
     progress: ProgressStatus | None = None
     last_progress_at: datetime | None = None
     reports_complete_since: datetime | None = None
@@ -170,7 +173,7 @@ class World:
         children = tuple(view for raw in self.children.values() if (view := child_view(raw)) is not None)
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
         seen = Observed(
-            children, pods, self.progress, served=self.served, refusals=self.refusals,
+            children, pods, self.progress, served=self.served, refusals=self.refusals, learned=self.learned,
             last_progress_at=self.last_progress_at, reports_complete_since=self.reports_complete_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}

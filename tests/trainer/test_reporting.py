@@ -16,6 +16,7 @@ import browser
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, check_plan
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
@@ -219,6 +220,23 @@ def test_report_shows_the_share_of_each_part_and_unmeasured_parts(paths):
         if tag == "rect" and "part" in (attributes["class"] or "")
     ]
     assert sum(bar) == pytest.approx(100)
+
+
+def test_report_compares_the_plan_with_the_measurements(paths):
+    planned = PlannedTraining(memory_bytes=2 << 30, memory_terms={"process": 1 << 30}, step_seconds=0.5)
+    terms = {"process": 3 << 29}
+    measured = MeasuredTraining(memory_bytes=5 << 29, memory_terms=terms, step_seconds=0.25, steps=3)
+    check = check_plan(planned, measured).model_dump(mode="json", exclude_none=True)
+    merge_metrics(paths, {"train": {**METRICS["train"], "measured": measured.model_dump(), "plan_check": check}})
+    text = " ".join(the_report(paths).text.split())
+    expected = "memory of the fullest device2.00 GiB2.50 GiB1.25 of it process1.50 time of a step500 ms250 ms0.50"
+    found = text[text.index("Plan and measurement") :].replace("of it", " of it").replace("time of a", " time of a")
+    assert expected in " ".join(found.split())
+    assert "plan check" not in text.lower()
+
+
+def test_report_without_a_plan_has_no_comparison(paths):
+    assert "Plan and measurement" not in the_report(paths).text
 
 
 @pytest.mark.parametrize(

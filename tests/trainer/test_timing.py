@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
-from finetune_contract.report import TimeSplit
+from finetune_contract.plan_check import MeasuredTraining
+from finetune_contract.report import TimeSplit, TrainerReport
 from finetune_contract.trainer_job import Batch, CheckpointSchedule, Strategy
 from finetune_trainer.training import timing
 from finetune_trainer.training.order import EpochOrder
@@ -128,6 +131,35 @@ def assert_divided(run, ended, parts: set[str], mixed: set[str]) -> None:
     # The operator's part of the report stays small and flat.
     train_metrics = ended.reports[0].metrics["train"]
     assert found.keys() - train_metrics.keys() == {"time", "peak_memory_bytes_by_rank"}
+    assert_measured(run, ended)
+
+
+def assert_measured(run, ended) -> None:
+    """Check the median step and the memory of the fullest process, which the report carries to the operator."""
+    report, found = ended.reports[0], metrics(run)
+    measured = MeasuredTraining.model_validate(report.metrics["train"]["measured"])
+    assert len(report.to_termination_message()) < 2500
+    assert TrainerReport.model_validate_json(report.to_termination_message()).metrics == report.metrics
+    lines = [line for line in map(json.loads, run.paths.history.read_text().splitlines()) if "loss" in line]
+    assert measured.steps == len(lines)
+    between = {"start", "evaluation", "checkpoint", "finish"}
+    steps = [sum(seconds for part, seconds in line["seconds"].items() if part not in between) for line in lines]
+    assert measured.step_seconds == pytest.approx(median(steps), abs=1e-5)
+    assert 0 < measured.step_parts["optimizer"] < measured.step_seconds
+    assert measured.memory_bytes == found["peak_memory_bytes"]
+    terms = measured.memory_terms
+    assert terms["process"] + terms["training"] == measured.memory_bytes
+    weights = sum(tensor.numel() for tensor in load_file(run.paths.model / "model.safetensors").values())
+    strategy = run.job.training.strategy
+    copies = 12 if strategy.name == "deepspeed" and strategy.zero_stage else 8  # a master copy, and two moments
+    divided = {"fsdp": (2, 2), "deepspeed": (1 + (strategy.zero_stage == 3), 1 + bool(strategy.zero_stage))}
+    of_weights, of_states = divided.get(strategy.name, (1, 1))
+    of_weights *= strategy.model_ranks
+    of_states *= strategy.model_ranks
+    # Vectors are not split, and shards are padded to a multiple of the ranks.
+    near = 0.35 if strategy.model_ranks > 1 else 0.02
+    assert terms["parameters"] == pytest.approx(4 * weights / of_weights, rel=near)
+    assert terms["optimizer state"] == pytest.approx(copies * weights / of_states, rel=near)
 
 
 @pytest.mark.slow

@@ -105,8 +105,11 @@ def test_run_with_saved_last_step_publishes_its_model_without_more_steps(here):
     again = json.loads(run.paths.metrics.read_text())["train"]
     # Time adds up: the second attempt has started and written the model, too.
     assert again["time"]["parts"]["start"] > metrics["time"]["parts"]["start"]
-    varying = dict.fromkeys(("seconds", "time", "peak_memory_bytes", "peak_memory_bytes_by_rank"))
+    varying = dict.fromkeys(("seconds", "time", "peak_memory_bytes", "peak_memory_bytes_by_rank", "measured"))
     assert {**again, **varying} == {**metrics, **varying}
+    # Its steps are those of the first attempt.
+    assert metrics["measured"]["steps"] == metrics["steps"]
+    assert (again["measured"]["steps"], again["measured"]["step_seconds"]) == (0, None)
     assert again["eval_accuracy"] > 0
 
 

@@ -15,7 +15,7 @@ spec:
   task: text-generation
   model: {uri: hf://meta-llama/Llama-3.1-8B}
   dataset: {uri: hf://org/books}
-  training: {globalBatchSize: 64, maxSteps: 100}
+  training: {globalBatchSize: 64, maxSteps: 20000}
   resources: {gpusPerNode: 8}
 """
 PRICES = """\
@@ -68,7 +68,8 @@ def test_hardware_that_does_not_do_is_a_row_with_the_reason(tmp_path: Path) -> N
 
 
 def test_a_job_without_a_training_has_nothing_to_compare(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB.replace("training: {globalBatchSize: 64, maxSteps: 100}", "evaluation: {}"))
+    text = JOB.replace("training: {globalBatchSize: 64, maxSteps: 20000}", "evaluation: {}")
+    (tmp_path / "job.yaml").write_text(text)
     ran = finetune("plan", "job.yaml", "--cluster", "--alternatives", "--hardware", NODES[0], folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (0, "first: nothing to compare, as no built-in training runs\n")
 

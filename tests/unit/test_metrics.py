@@ -449,7 +449,7 @@ def test_documented_metrics_match_the_exposed_ones() -> None:
         assert all(values[-1] == OTHER for values in row.labels.values())
         assert set(row.labels) <= {
             "phase", "stage", "capacity", "outcome", "cause", "currency", "verb", "resource", "code", "reason",
-            "server",
+            "server", "strategy", "figure",
         }  # fmt: skip
 
 

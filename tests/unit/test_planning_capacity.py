@@ -102,7 +102,11 @@ def test_the_estimate_names_both_prices() -> None:
     prices = Settings.model_validate({"prices": ({"product": "cpu", "gpus": 0, "perHour": 4.0, "spotPerHour": 1.0},)})
     on_demand, spot = planned(settings=prices), planned(settings=prices, spot=SPOT)
     assert on_demand.estimate.cost is not None
-    assert spot.estimate.cost == pytest.approx(on_demand.estimate.cost / 4)
+    # Spot nodes save more often.
+    assert on_demand.estimate.seconds is not None
+    assert spot.estimate.seconds is not None
+    longer = spot.estimate.seconds / on_demand.estimate.seconds
+    assert spot.estimate.cost == pytest.approx(longer * on_demand.estimate.cost / 4)
     assert spot.estimate.basis.endswith("1 node at 1 USD spot an hour instead of 4 on demand")
 
 

@@ -63,7 +63,7 @@ def test_a_token_passes_the_experts_that_are_chosen_for_it() -> None:
 def step_of(
     hardware: str, settings: Settings = CLUSTER_SETTINGS, network: str = "rdma", **training: object
 ) -> tuple[str, float, str]:
-    """Return precision, seconds and basis of a plan for two nodes, whose model is divided by ZeRO-3."""
+    """Return precision, time of a step and basis of a plan for two nodes, whose model is divided by ZeRO-3."""
     spec = {
         "task": "text-generation",
         "model": {"uri": "hf://meta-llama/Llama-3.2-1B"},
@@ -74,8 +74,8 @@ def step_of(
     }
     made = plan(job(spec), Facts(hardware=parse_hardware(hardware, settings.hardware)), settings)
     assert made.trainer.training is not None
-    assert made.estimate.seconds is not None
-    return made.trainer.training.precision, made.estimate.seconds, made.estimate.basis
+    assert made.estimate.step_seconds is not None
+    return made.trainer.training.precision, made.estimate.step_seconds, made.estimate.basis
 
 
 def test_a_slow_network_makes_a_training_over_nodes_longer():

@@ -147,6 +147,10 @@ def test_without_training_the_plan_has_no_training_numbers():
         "cost": None,
         "currency": None,
         "basis": "nothing is trained",
+        "step_seconds": None,
+        "step_parts": {},
+        "time_factor": None,
+        "pauses": {},
     }
     assert result.trainer.evaluation is not None
     assert result.trainer.evaluation.model_dump() == {
@@ -514,7 +518,7 @@ def test_fp8_is_estimated_faster_than_bf16_only_when_compiled():
     def seconds(precision: str, **arguments: Any) -> float:
         spec = in_fp8(training={"precision": precision, "arguments": arguments, "globalBatchSize": 64}) | SEQUENCE
         spec["parallelism"] = {"strategy": "fsdp", "activationCheckpointing": "full"}
-        made = planned(spec, hardware=EIGHT_H100, model=gpt(4096, 32, 32), data=None).estimate.seconds
+        made = planned(spec, hardware=EIGHT_H100, model=gpt(4096, 32, 32), data=None).estimate.step_seconds
         assert made is not None
         return made
 
@@ -1118,15 +1122,23 @@ def test_time_and_cost_follow_from_operations_and_prices():
     found = re.fullmatch(
         rf"{re.escape(f'{flops:.3g}')} operations for 8,192,000 tokens on 16 processes at [0-9]+% of H100's 989 "
         r"TFLOP/s in bf16; a step takes ([0-9.]+) ms: computation [0-9]+%, communication [0-9]+%, optimizer [0-9]+%; "
-        r"loading, saving and evaluation not counted; 2 nodes at 98.32 USD an hour",
+        r"with 1 checkpoint of [0-9]+ s; loading and the final evaluation are not counted; "
+        r"2 nodes at 98.32 USD an hour",
         result.estimate.basis,
     )
     assert found is not None, result.estimate.basis
-    assert float(found[1]) == pytest.approx(seconds, rel=0.05)
+    estimate = result.estimate
+    assert estimate.step_seconds is not None
+    assert float(found[1]) == pytest.approx(1000 * estimate.step_seconds, rel=0.05)
+    assert sum(estimate.step_parts.values()) == pytest.approx(estimate.step_seconds)
+    assert seconds == pytest.approx(1000 * estimate.step_seconds + estimate.pauses["checkpoints"])
     spot = planned(
         spec | {"spot": {"enabled": True}}, PRICES, model=BERT, hardware=EIGHT_H100, data=rows(64_000, 128, 128)
     )
-    assert spot.estimate.cost == pytest.approx(seconds / 3600 * 2 * 40.0)
+    assert spot.estimate.seconds == pytest.approx(
+        1000 * estimate.step_seconds
+    )  # too short for a checkpoint by the clock
+    assert spot.estimate.cost == pytest.approx(spot.estimate.seconds / 3600 * 2 * 40.0)
 
 
 def test_without_a_price_or_a_speed_there_is_no_number():

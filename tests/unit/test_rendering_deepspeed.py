@@ -18,7 +18,7 @@ from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
-from finetune_operator.rendering.contract import files, fingerprint
+from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files, fingerprint
 from finetune_operator.rendering.deepspeed_config import deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.merging import merge
 from suite_plugins.patience import patient
@@ -61,7 +61,7 @@ def planned(parallelism: dict[str, Any], hardware: HardwareFacts = CPU, **traini
 def test_only_deepspeed_has_a_configuration(strategy):
     parallelism = {"strategy": strategy}
     assert deepspeed_config(planned(parallelism)) is None
-    assert list(files(planned(parallelism))) == ["job.json"]
+    assert list(files(planned(parallelism))) == ["job.json", "estimate.json"]
 
 
 def test_zero_2_on_cpu():
@@ -289,7 +289,7 @@ def test_transformers_finds_no_difference_to_its_own_arguments(tmp_path):
         ),
         planned({"strategy": "deepspeed", "zeroStage": 2}, parse_hardware("gpu=T4,gpus=1"), precision="fp16"),
     ]
-    questions = [[json.loads(text) for text in files(each).values()] for each in plans]
+    questions = [[json.loads(files(each)[name]) for name in (JOB_FILE, DEEPSPEED_FILE)] for each in plans]
     # In a process of its own: a DeepSpeed configuration is global state that would reach other tests.
     ran = subprocess.run(
         [sys.executable, "-c", TRAINING_ARGUMENTS],

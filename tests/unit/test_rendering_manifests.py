@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
 from finetune_contract.choices import Stage
+from finetune_contract.plan_check import PlannedTraining
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJob
@@ -379,10 +380,16 @@ def test_the_hash_is_that_of_the_texts_that_the_trainer_reads():
     config, job = stage(result, context, Attempt(Stage.TRAIN))
     data: Any = config["data"]
     assert data == {**stage_files(result, context, Stage.TRAIN), "ca.crt": "CERTIFICATE\n"}
-    assert set(data) == {"job.json", "deepspeed.json", "ca.crt"}
+    assert set(data) == {"job.json", "deepspeed.json", "estimate.json", "ca.crt"}
     (pod,) = pod_templates(job)
     texts = {name: text for name, text in data.items() if name != "ca.crt"}
     assert pod["metadata"]["annotations"][HASH_ANNOTATION] == fingerprint(texts)
+    # An operator that estimates otherwise replaces no pods.
+    assert fingerprint({**texts, "estimate.json": "{}"}) == fingerprint(texts)
+    planned_memory = PlannedTraining.model_validate_json(data["estimate.json"]).memory_bytes
+    assert result.memory is not None
+    assert planned_memory == result.memory.total_bytes
+    assert "estimate.json" not in stage_files(result, context, Stage.EVALUATE)
     assert json.loads(data["job.json"])["run"] == "uid-1"
     assert config["immutable"] is True
 

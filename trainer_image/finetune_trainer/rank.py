@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import EXIT_OK, FailureClass, JobPaths
+from finetune_contract.layout import ESTIMATE_FILE, EXIT_OK, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer import collection, runs
@@ -95,7 +95,8 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             return _report_again(done, world)
         paths.root.mkdir(parents=True, exist_ok=True)
         with storage_errors_named(paths.root, f"stage {stage}", shared=True):
-            order = StageInput(job, paths, progress, world, arguments.deepspeed, interruption, findings)
+            estimate = arguments.job.with_name(ESTIMATE_FILE)
+            order = StageInput(job, paths, progress, world, arguments.deepspeed, interruption, findings, estimate)
             result = STAGES[stage](order)
         interruption.defer()
         progress.close()

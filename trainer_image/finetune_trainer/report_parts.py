@@ -17,6 +17,7 @@ from finetune_contract.choices import Stage, Task
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_contract.layout import JobPaths
 from finetune_contract.metrics import METRICS
+from finetune_contract.plan_check import PlanCheck, human_step
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import Gate, TrainerJob
 
@@ -232,6 +233,25 @@ def cost_shown(job: TrainerJob, plan: Mapping[str, Any], paths: JobPaths) -> Cos
     amount = f"{node_total / 3600 * per_hour:,.2f} {currency}".strip()
     note = f"{amount} at {per_hour:,.2f} {currency} per node-hour, the price in the plan."
     return Cost(tuple(rows), note, ("Cost", amount, f"{_duration(node_total)} of nodes"))
+
+
+def check_rows(train: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return estimate, planned and measured value and their ratio, with the ratios of parts below; none without a plan.
+
+    `train`: that section of metrics.json.
+    """
+    if "plan_check" not in train:
+        return []
+    check = PlanCheck.model_validate(train["plan_check"])
+    rows: list[tuple[str, str, str, str]] = []
+    for name, found, text in (
+        ("memory of the fullest device", check.memory, human_bytes),
+        ("time of a step", check.step_time, human_step),
+    ):
+        if found is not None:
+            rows.append((name, text(found.planned), text(found.measured), f"{found.ratio:.2f}"))
+            rows += [(f"of it {term}", "", "", f"{ratio:.2f}") for term, ratio in found.terms.items()]
+    return rows
 
 
 def _stage_seconds(paths: JobPaths, stage: Stage) -> float | None:

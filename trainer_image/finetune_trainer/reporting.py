@@ -363,6 +363,7 @@ def write_report(
             reasons=[str(reason) for reason in plan.get("reasons", ())],
             assumptions=[str(assumption) for assumption in plan.get("assumptions", ())],
             memory=_memory_rows(plan),
+            check=parts.check_rows(metrics.get("train", {})),
             ways=_read_json(paths.optimization),
             rungs=_rung_rows(_read_json(paths.optimization)),
             environment=_environment_rows(_read_json(paths.environment) or {}),
@@ -428,7 +429,7 @@ def _worst_metric(rung: Mapping[str, Any]) -> str:
     return f"{rung['metric']} {worse:.4f} worse" if worse > 0 else "none worse"
 
 
-_DETAILS = frozenset({"time", "peak_memory_bytes_by_rank"})
+_DETAILS = frozenset({"time", "peak_memory_bytes_by_rank", "measured", "plan_check"})
 """Keys of the train section that have tables of their own."""
 
 

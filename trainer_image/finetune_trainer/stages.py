@@ -47,6 +47,8 @@ class StageInput:
     deepspeed: Path | None
     interruption: Interruption
     findings: Findings = field(default_factory=Findings)
+    estimate: Path | None = None
+    """File with the plan's estimates (`PlannedTraining`); None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def _train(given: StageInput) -> StageResult:
         if transports:
             communication = measured_transports(training.world, given.world.rank)
             refuse_sockets(communication, training.world.network)
-    from finetune_trainer.training.run import read_deepspeed_config, train
+    from finetune_trainer.training.run import read_deepspeed_config, read_estimate, train
 
     collection.begin_with_models()
     config = read_deepspeed_config(given.deepspeed)
@@ -176,6 +178,7 @@ def _train(given: StageInput) -> StageResult:
         world=given.world,
         deepspeed=config,
         interruption=given.interruption,
+        planned=read_estimate(given.estimate),
         devices=given.findings.devices,
         communication=communication,
     )

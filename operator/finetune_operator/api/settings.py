@@ -541,6 +541,16 @@ class Planning(SpecModel):
         "fragments of memory cannot be used. A job that fits only without it runs, and its plan shows that. "
         "Default 0.06.",
     )
+    save_megabytes_per_second: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        default=200.0,
+        description="Rate at which a node writes checkpoints to the workspace, in MB/s; plans count the time of saving "
+        "with it. Network disks of clouds take 125 to 280 by default. Default 200.",
+    )
+    learn_from_jobs: bool = Field(
+        default=False,
+        description="Whether the operator corrects the estimates of a job by finished jobs of its namespace with the "
+        "same model, strategy and device: the time of a step in both directions, memory upwards only. Default false.",
+    )
 
 
 class Settings(SpecModel):

@@ -31,6 +31,7 @@ from finetune_operator.cli.cluster_jobs import ClusterJob, JobEvent
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
 from finetune_operator.planning.summary import processes_text
+from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.results import CHECKPOINT_BYTES
 from finetune_operator.reconcile.spot import words
 from finetune_operator.reconcile.status_times import moment
@@ -180,7 +181,7 @@ def device_text(status: FineTuneJobStatus) -> str | None:
 
 
 def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
-    """Return the job's GPUs, artefacts, metrics and cost, as label and value."""
+    """Return the job's GPUs, artefacts, metrics, cost and the comparison with its plan, as label and value."""
     artifacts, cost = job.status.artifacts, job.status.cost
     device = device_text(job.status)
     rows = [] if device is None else [("device", device)]
@@ -196,6 +197,8 @@ def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
             rows.append(("endpoint", artifacts.endpoint_url))
     if cost is not None and cost.amount is not None:
         rows.append(("cost", f"{cost.amount:,.2f} {cost.currency or ''}".rstrip() + _saved(cost)))
+    if job.status.plan_check is not None:
+        rows.append(("plan check", " ".join(plan_check_of(job.status.plan_check).sentences())))
     return rows
 
 

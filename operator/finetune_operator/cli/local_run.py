@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune_contract.choices import Device, Stage
-from finetune_contract.layout import DEFAULT_GRACE_SECONDS, ENV_GRACE_SECONDS, ENV_REPORT, FailureClass, JobPaths
+from finetune_contract.layout import (
+    DEFAULT_GRACE_SECONDS,
+    ENV_GRACE_SECONDS,
+    ENV_REPORT,
+    ESTIMATE_FILE,
+    FailureClass,
+    JobPaths,
+)
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
@@ -243,10 +250,11 @@ def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> No
     """Write the plan and the contract's files, each atomically."""
     write_atomically(paths.plan, planned.to_json())
     write_atomically(paths.root / JOB_FILE, contract[JOB_FILE])
-    if DEEPSPEED_FILE in contract:
-        write_atomically(paths.root / DEEPSPEED_FILE, contract[DEEPSPEED_FILE])
-    else:
-        paths.deepspeed.unlink(missing_ok=True)
+    for name in (DEEPSPEED_FILE, ESTIMATE_FILE):
+        if name in contract:
+            write_atomically(paths.root / name, contract[name])
+        else:
+            (paths.root / name).unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- stages

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from finetune_contract.plan_check import PlanCheck
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.console import print_trimmed
@@ -63,6 +64,8 @@ def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("speed", f"{train['samples_per_second']:,.1f} samples/s"))
     if train.get("peak_memory_bytes") is not None:
         rows.append(("peak memory", f"{human_bytes(int(train['peak_memory_bytes']))} in one process"))
+    if train.get("plan_check") is not None:
+        rows.append(("plan check", " ".join(PlanCheck.model_validate(train["plan_check"]).sentences())))
     processes = train.get("world_size", data["worldSize"])
     rows.append(
         ("strategy", f"{train.get('strategy', data['strategy'])}, {processes} process{'es' * (processes != 1)}")

@@ -21,6 +21,8 @@ from finetune_operator.planning.assumed_facts import UNKNOWN_GPU
 from finetune_operator.planning.devices import GpuModel, find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.gpu_table import CARD_HOST
+from finetune_operator.planning.learned import time_factor
+from finetune_operator.planning.pauses import pauses
 from finetune_operator.planning.plan_types import Estimate
 from finetune_operator.planning.step_time import Machine, StepTime, StepWork, matrix_parameters, time_of_step
 
@@ -177,13 +179,24 @@ def estimate_training(draft: Draft) -> Estimate:
         flops += forward_flops(draft.model, once, draft.lengths.typical, tied_head(draft))
     basis = f"{flops:.3g} operations for {tokens:,.0f} tokens on {world.size} process{'es' if world.size > 1 else ''} "
     time = step_time(draft, strategy, batch)
+    step_tokens = batch.global_batch_size * draft.lengths.row
     if time is None:
-        seconds = flops / (cpu_flops(world.threads_per_process) * world.size)
+        rate = cpu_flops(world.threads_per_process) * world.size
+        seconds, step = flops / rate, trained / rate / steps.total
+        passing = forward_flops(draft.model, step_tokens, draft.lengths.typical, tied_head(draft)) / rate
         at = f"{CPU_UTILISATION:.0%} of {world.threads_per_process} x {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s"
     else:
+        step, passing = time.total, time.computing / (4 if recompute else 3)
         seconds = steps.total * (time.total + time.computing * (flops / trained - 1))
         at = _gpu_basis(draft, time, trained / steps.total)
-    return _with_cost(draft, seconds, f"{basis}at {at}; loading, saving and evaluation not counted")
+    factor = time_factor(draft, strategy)
+    learned = "" if factor is None else f"; times {factor:.2f}, from finished jobs"
+    seconds, step = seconds * (factor or 1), step * (factor or 1)
+    paused = pauses(draft, step, passing / step_tokens)
+    estimate = _with_cost(draft, seconds + sum(paused.parts.values()), f"{basis}at {at}{learned}; {paused.words}")
+    step_parts = {} if time is None else {name: part * (factor or 1) for name, part in time.parts() if part}
+    found = {"step_seconds": step, "step_parts": step_parts, "pauses": dict(paused.parts), "time_factor": factor}
+    return estimate.model_copy(update=found)
 
 
 def step_duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.planning.plan_types import (
     Adaptation,
     EndpointRuntime,
+    LearnedRatios,
     MemoryEstimate,
     NetworkPlan,
     NodesNetwork,
@@ -102,6 +103,8 @@ class Draft:
     """True to refuse a job that does not fit by the known facts, even if prepare could still measure less."""
     data: DataFacts | None
     lengths: Lengths
+    learned: tuple[LearnedRatios, ...] = ()
+    """Ratios of finished jobs, which correct the estimates."""
     stages: tuple[Stage, ...] = ()
     engine: Literal["local", "job", "spark"] = "local"
     """Engine of prepare."""

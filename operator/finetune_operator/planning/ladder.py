@@ -18,6 +18,7 @@ from finetune_operator.planning import memory
 from finetune_operator.planning.combination_checks import decided_choices
 from finetune_operator.planning.cost import machine_of
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.learned import corrected_memory
 from finetune_operator.planning.model_parallel_plan import filled, spread
 from finetune_operator.planning.plan_types import MemoryEstimate
 
@@ -108,7 +109,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         whole_logits=needs_whole_logits(draft.training.arguments, draft.training.label_smoothing),
         accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
     )
-    return memory.estimate(work, draft.device_bytes)
+    return corrected_memory(draft, strategy, memory.estimate(work, draft.device_bytes))
 
 
 def fit_at(draft: Draft, rung: Strategy, micro: int) -> Fit:

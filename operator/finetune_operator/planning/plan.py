@@ -60,6 +60,7 @@ from finetune_operator.planning.inference import (
     choose_workers,
     inference_tokens,
 )
+from finetune_operator.planning.learned import correction_reasons
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.network_choice import choose_network
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
@@ -248,6 +249,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         as_known=as_known,
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
+        learned=facts.learned,
         reasons=reasons,
         assumptions=tuple(assumptions),
     )
@@ -610,6 +612,7 @@ def _finish(draft: Draft) -> JobPlan:
             f"inference batches of {inference_tokens(draft):,} padded tokens: rows of like length together, "
             "as many as fit in that"
         )
+    draft = correction_reasons(draft)
     estimate = estimate_training(draft) if draft.loops else Estimate(basis=_no_estimate(draft))
     if problems := cost_problems(draft, estimate):
         raise PlanRefused(problems)

@@ -58,6 +58,20 @@ class NodesFacts(Message):
     """Their network devices; None if there are no such nodes."""
 
 
+class LearnedRatios(Message):
+    """Measured over planned values of finished jobs with the same model, strategy and device: medians."""
+
+    model_type: str
+    parameters: int
+    strategy: str
+    """Label of the strategy."""
+    device: str
+    """Product of the GPU, or `cpu`."""
+    jobs: int = Field(ge=1)
+    step_time: float | None = Field(default=None, gt=0)
+    memory: float | None = Field(default=None, gt=0)
+
+
 @dataclass(frozen=True)
 class Facts:
     """Known facts; the plan replaces None by an assumption and lists it."""
@@ -67,6 +81,8 @@ class Facts:
     hardware: HardwareFacts | None = None
     nodes: NodesFacts | None = None
     """GPUs by the labels of the cluster's nodes; None if the nodes were not read."""
+    learned: tuple[LearnedRatios, ...] = ()
+    """Ratios of finished jobs that correct the estimates; none unless the settings allow it."""
     devices: tuple[DeviceFacts, ...] = ()
     """GPUs that earlier attempts of the training measured where labels and tables left them unknown."""
     model_revision: str | None = None
@@ -130,6 +146,14 @@ class Estimate(Message):
     currency: str | None = None
     basis: str
     """Basis of the estimate, in a sentence."""
+    step_seconds: float | None = None
+    """Time of an optimizer step."""
+    step_parts: dict[str, float] = Field(default_factory=dict)
+    """Seconds of each part of a step; empty on CPUs, where the plan knows only the sum."""
+    time_factor: float | None = None
+    """Factor that finished jobs have put on the time of a step; None: none."""
+    pauses: dict[str, float] = Field(default_factory=dict)
+    """Part of `seconds` between steps: of all checkpoints, and of all validations."""
 
 
 class Servers(Message):

@@ -148,4 +148,9 @@ def _endpoint(plan: JobPlan) -> tuple[Row, ...]:
 def _estimate(estimate: Estimate) -> tuple[Row, ...]:
     time = "unknown" if estimate.seconds is None else human_seconds(estimate.seconds)
     cost = "unknown" if estimate.cost is None else f"{estimate.cost:,.2f} {estimate.currency}"
-    return (Row("time", time, estimate.basis), Row("cost", cost))
+    pauses = tuple(
+        Row(name, human_seconds(seconds), f"{seconds / estimate.seconds:.0%} of the time, between steps")
+        for name, seconds in estimate.pauses.items()
+        if estimate.seconds and seconds >= 1
+    )
+    return (Row("time", time, estimate.basis), *pauses, Row("cost", cost))

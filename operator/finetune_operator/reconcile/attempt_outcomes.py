@@ -16,6 +16,7 @@ from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Limits
 from finetune_operator.api.types import FailureStatus, StageStatus
 from finetune_operator.planning.plan_types import PlanRefused
+from finetune_operator.reconcile.plan_checks import PLAN_INACCURATE, plan_check
 from finetune_operator.reconcile.planned import (
     NoReasonToReplan,
     NothingLeftToAdapt,
@@ -68,9 +69,18 @@ def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerRe
     state = state.with_event(
         "StageSucceeded", f"Stage {stage.name} succeeded{duration}{f': {figure}' if figure else ''}."
     )
+    if kind is Stage.TRAIN:
+        state = _with_plan_check(state, stage, report)
     if report.measured is None:
         return state
     return _replanned(state.with_status(measured=measured_status(report.measured, state.status.measured)), done)
+
+
+def _with_plan_check(state: ReconcileState, stage: StageStatus, report: TrainerReport) -> ReconcileState:
+    """Compare the plan with the measurements of its training, and add an event if an estimate was off."""
+    check = plan_check(state.status.plan, stage, report)
+    state = state.with_status(plan_check=check)
+    return state if check is None or not check.message else state.with_event(PLAN_INACCURATE, check.message)
 
 
 def _replanned(state: ReconcileState, stage: StageStatus) -> ReconcileState:

@@ -34,6 +34,7 @@ from finetune_operator.reconcile.planned import (
     plan_sentence,
     plan_status,
     problems_text,
+    with_learned,
     with_nodes,
 )
 from finetune_operator.reconcile.reconcile_state import ReconcileState, Stalled, reference
@@ -169,7 +170,7 @@ def plan_ahead(state: ReconcileState) -> ReconcileState:
         stages = tuple(sorted(state.status.stages, key=lambda one: order.index(one.name)))
         return without_servers(state.with_status(stages=with_serve_stage(state, stages)))
     if not state.started:
-        state = with_nodes(state)
+        state = with_learned(with_nodes(state))
     try:
         job_plan = plan_now(state)
     except PlanRefused as problems:

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.types import CostStatus, FineTuneJobStatus, StageStatus
+from finetune_operator.api.types import ComparisonStatus, CostStatus, FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.decide import MANAGER
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.results import gpus
@@ -26,6 +26,10 @@ minutes.
 
 CapacityLabel: TypeAlias = Literal["spot", "onDemand", "any"]
 """`any`: the job does not ask for spot nodes."""
+
+
+PlanFigure: TypeAlias = Literal["memory", "step_time"]
+"""Estimates of a plan that trainings measure."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,18 @@ def estimate_ratio(job: JobView, after: FineTuneJobStatus) -> float | None:
     if not expected or began is None or over is None:
         return None
     return max(0.0, (over - began).total_seconds()) / expected
+
+
+def plan_ratios(job: JobView, after: FineTuneJobStatus) -> tuple[tuple[str, PlanFigure, float], ...]:
+    """Return strategy, figure, and measured / planned of each estimate that this status is the first to compare."""
+    check = after.plan_check
+    if check is None or job.status.plan_check is not None:
+        return ()
+    strategy = check.strategy.partition("+")[0]
+    if strategy.startswith("fsdp-"):
+        strategy = "fsdp"  # in whatever way it shards
+    found: dict[PlanFigure, ComparisonStatus | None] = {"memory": check.memory, "step_time": check.step_time}
+    return tuple((strategy, name, each.ratio) for name, each in found.items() if each is not None)
 
 
 def _increase(then: float | None, now: float | None) -> float:

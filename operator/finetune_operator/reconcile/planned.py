@@ -32,7 +32,16 @@ from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.gpu_nodes import facts_of_nodes
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Adaptation, EndpointRuntime, Facts, JobPlan, NodesFacts, PlanRefused
+from finetune_operator.planning.plan_types import (
+    Adaptation,
+    EndpointRuntime,
+    Facts,
+    JobPlan,
+    LearnedRatios,
+    NodesFacts,
+    PlanRefused,
+)
+from finetune_operator.reconcile.plan_checks import TOTAL
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
@@ -80,6 +89,7 @@ def _facts(state: ReconcileState) -> Facts:
         model=_read(ModelFacts, measured.model),
         data=_read(DataFacts, measured.data),
         nodes=_read(NodesFacts, measured.nodes),
+        learned=tuple(one for raw in measured.learned if (one := _read(LearnedRatios, raw)) is not None),
         devices=_replanned_for(measured),
         model_revision=None if state.status.artifacts is None else state.status.artifacts.model_revision,
         served=_launchers(state),
@@ -154,8 +164,19 @@ def with_nodes(state: ReconcileState) -> ReconcileState:
     return state.with_status(measured=(before or MeasuredStatus()).model_copy(update={"nodes": kept}))
 
 
+def with_learned(state: ReconcileState) -> ReconcileState:
+    """Store the ratios of finished jobs until the first stage begins: plans of later stages use the same ones, so that
+    the end of another job changes nothing that runs.
+    """
+    before = state.status.measured or MeasuredStatus()
+    kept = tuple(one.model_dump(mode="json", by_alias=True, exclude_none=True) for one in state.observed.learned)
+    if kept == before.learned:
+        return state
+    return state.with_status(measured=before.model_copy(update={"learned": kept}))
+
+
 def measured_status(measured: MeasuredFacts, before: MeasuredStatus | None = None) -> MeasuredStatus:
-    """Return the measurements as the status holds them, beside the facts of nodes and GPUs."""
+    """Return the measurements as the status holds them, beside the facts of nodes, GPUs and finished jobs."""
     model = None if measured.model is None else _dumped(measured.model)
     data = None if measured.data is None else _dumped(measured.data)
     return (before or MeasuredStatus()).model_copy(update={"model": model, "data": data})
@@ -177,13 +198,14 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
     """Return the part of a plan that the status shows."""
     training, world, memory = job_plan.trainer.training, job_plan.trainer.world, job_plan.memory
     undecided = None if job_plan.trainer.script is not None else 1
-    terms = {} if memory is None else {term.name: term.bytes for term in memory.terms} | {"total": memory.total_bytes}
+    terms = {} if memory is None else {term.name: term.bytes for term in memory.terms} | {TOTAL: memory.total_bytes}
     return PlanStatus(
         strategy=job_plan.strategy,
         launcher=job_plan.launcher,
         capacity=job_plan.capacity,
         network=None if job_plan.network is None else job_plan.network.transport,
         world_size=1 if world is None else world.size,
+        product=_product(job_plan),
         micro_batch_size=undecided if training is None else training.batch.micro_batch_size,
         gradient_accumulation=undecided if training is None else training.batch.gradient_accumulation,
         data_parallel=None
@@ -193,11 +215,25 @@ def plan_status(job_plan: JobPlan) -> PlanStatus:
         inference=tuple(_inference_status(job_plan, stage) for stage in job_plan.on_several_devices),
         memory_per_device=terms,
         estimated=EstimateStatus(
-            duration_seconds=job_plan.estimate.seconds, cost=job_plan.estimate.cost, currency=job_plan.estimate.currency
+            duration_seconds=job_plan.estimate.seconds,
+            cost=job_plan.estimate.cost,
+            currency=job_plan.estimate.currency,
+            step_seconds=job_plan.estimate.step_seconds,
+            step_parts=job_plan.estimate.step_parts,
+            pauses=job_plan.estimate.pauses,
+            time_factor=job_plan.estimate.time_factor,
         ),
         device=_planned_for(job_plan.trainer.device),
         reasons=(*job_plan.reasons, *job_plan.assumptions)[:MOST_REASONS],
     )
+
+
+def _product(job_plan: JobPlan) -> str | None:
+    """Return the product of the training's GPU, or `cpu`; None if nothing is trained."""
+    world, gpu = job_plan.trainer.world, job_plan.hardware.gpu
+    if world is None:
+        return None
+    return "cpu" if world.device == "cpu" or gpu is None else gpu.product
 
 
 def _inference_status(job_plan: JobPlan, stage: Stage) -> InferenceStatus:

@@ -16,7 +16,7 @@ from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus
 from finetune_operator.launchers.kinds.launcher_status import ChildState
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.planning.gpu_nodes import Node
-from finetune_operator.planning.plan_types import EndpointRuntime
+from finetune_operator.planning.plan_types import EndpointRuntime, LearnedRatios
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import Manifest
 
@@ -243,6 +243,8 @@ class Observed:
     """Launchers whose kinds the API server serves, as `planning.plan_types.Facts.served` takes them."""
     nodes: NodesRead | None = None
     """The cluster's nodes; None: they were not requested."""
+    learned: tuple[LearnedRatios, ...] = ()
+    """Ratios of the namespace's finished jobs; none unless the settings allow it."""
     refusals: tuple[Refusal, ...] = ()
     """Refusals while the decision before this one was carried out."""
     pods_before: tuple[PodView, ...] = ()

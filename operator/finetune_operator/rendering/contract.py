@@ -10,7 +10,9 @@ import json
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Stage
+from finetune_contract.layout import ESTIMATE_FILE
 from finetune_operator.planning.plan_types import JobPlan
+from finetune_operator.planning.planned_figures import planned_training
 from finetune_operator.rendering.claims import with_mounted_paths
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from finetune_operator.rendering.render_types import RenderContext
@@ -22,8 +24,13 @@ Starter: TypeAlias = Literal["process", "index", "torchrun", "mpirun"]
 
 
 def files(plan: JobPlan) -> dict[str, str]:
-    """Return texts by file name, for a run on this machine; `deepspeed.json` only if the plan trains with DeepSpeed."""
+    """Return texts by file name, for a run on this machine; `deepspeed.json` only if the plan trains with DeepSpeed,
+    `estimate.json` only if it has estimates of the training.
+    """
     texts = {JOB_FILE: plan.trainer.to_json()}
+    estimated = planned_training(plan)
+    if estimated is not None:
+        texts[ESTIMATE_FILE] = estimated.to_json()
     config = deepspeed_config(plan)
     if config is not None:
         texts[DEEPSPEED_FILE] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -32,7 +39,7 @@ def files(plan: JobPlan) -> dict[str, str]:
 
 def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str, str]:
     """Return the files for the pods of one stage: claims are paths there, the job has an identity, and only training
-    reads `deepspeed.json`.
+    reads `deepspeed.json` and `estimate.json`.
     """
     run = None if context.owner is None else context.owner.uid
     # Other stages get no `serving`, so that an endpoint can change while an attempt runs.
@@ -43,6 +50,7 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
     texts = files(plan.model_copy(update={"trainer": trainer}))
     if stage is not Stage.TRAIN:
         texts.pop(DEEPSPEED_FILE, None)
+        texts.pop(ESTIMATE_FILE, None)
     return texts
 
 
@@ -60,8 +68,11 @@ def launch_arguments(
 
 
 def fingerprint(texts: dict[str, str]) -> str:
-    """Return the sha256 of names and texts, in the order of the names, in hexadecimal."""
+    """Return the sha256 of names and texts, in the order of the names, in hexadecimal.
+
+    Estimates are left out: they change with prices and with the operator's version, and nothing that runs with them.
+    """
     digest = hashlib.sha256()
-    for name in sorted(texts):
+    for name in sorted(texts.keys() - {ESTIMATE_FILE}):
         digest.update(f"{name}\0{len(texts[name].encode())}\0{texts[name]}".encode())
     return digest.hexdigest()

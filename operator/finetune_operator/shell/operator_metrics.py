@@ -24,10 +24,19 @@ from prometheus_client import Gauge, ProcessCollector, generate_latest
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
+from finetune_contract.plan_check import OFF_SHARE
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
 from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, LAUNCHER_RESOURCES, OPENID, RESOURCES
-from finetune_operator.reconcile.fleet_metrics import CapacityLabel, Fleet, estimate_ratio, usage_added, wait_seconds
+from finetune_operator.reconcile.fleet_metrics import (
+    CapacityLabel,
+    Fleet,
+    PlanFigure,
+    estimate_ratio,
+    plan_ratios,
+    usage_added,
+    wait_seconds,
+)
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status import ended
@@ -57,11 +66,14 @@ NO_CAUSE = "none"
 _PHASES: tuple[str, ...] = get_args(Phase)
 _STAGES = tuple(stage.value for stage in Stage)
 _CAPACITIES: tuple[str, ...] = get_args(CapacityLabel)
+_STRATEGIES = ("single", "ddp", "fsdp", *(f"deepspeed-zero{stage}" for stage in range(4)))
 _CAUSES = (*(cause.value for cause in FailureClass), *(cause.value for cause in OperatorCause))
 _STAGE_BUCKETS = (10, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86_400, 3 * 86_400)
 """Seconds: a check of some rows takes half a minute, a training run days, and a wait for a full cluster as long."""
 _RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 """Seconds: one reconcile takes a millisecond of computing and a few requests."""
+_PLAN_RATIO_BUCKETS = (0.5, 1 - OFF_SHARE, 1, 1 + OFF_SHARE, 2)
+"""Few, as there is a series of each for every strategy: half, right to 15 %, and double."""
 _RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 """An estimate leaves out loading and saving, and knows the speed only within a factor of two."""
 
@@ -169,6 +181,14 @@ class _JobSums:
             "Duration of a training divided by the plan's estimate, for trainings that succeeded in one attempt.",
             _RATIO_BUCKETS,
         )
+        self._plan_ratios = families.histogram(
+            "finetune_plan_ratio",
+            "Measured value divided by the plan's estimate, for trainings that succeeded: peak memory of the fullest "
+            "device, and median time of a step.",
+            _PLAN_RATIO_BUCKETS,
+            strategy=_STRATEGIES,
+            figure=get_args(PlanFigure),
+        )
         for family in (self._node_seconds, self._running_node_seconds, self._gpu_seconds, self._cost, self._saved):
             family.show()
 
@@ -185,6 +205,8 @@ class _JobSums:
             self._wait.of().observe(waited)
         if (ratio := estimate_ratio(job, after)) is not None:
             self._estimates.of().observe(ratio)
+        for strategy, figure, measured in plan_ratios(job, after):
+            self._plan_ratios.of(strategy, figure).observe(measured)
         taken = (0 if after.spot is None else after.spot.preemptions) - (
             0 if before.spot is None else before.spot.preemptions
         )

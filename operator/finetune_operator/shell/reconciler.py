@@ -49,8 +49,11 @@ from finetune_operator.kubernetes_api.resources import (
     resource_of,
 )
 from finetune_operator.planning.names import JobNames
+from finetune_operator.planning.plan_types import LearnedRatios
 from finetune_operator.reconcile.autoscaling import autoscaler_view, has_autoscaler, is_due
+from finetune_operator.reconcile.learning import learned_from
 from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
+from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
     AutoscalerView,
@@ -319,10 +322,19 @@ class Reconciler:
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
             nodes=self._nodes.answer,
+            learned=self._learned(job),
             refusals=memory.refusals,
             last_progress_at=None if attempt is None else progress.last_progress_at(*attempt),
             reports_complete_since=self._state.reports_complete_since(),
         )
+
+    def _learned(self, job: JobView) -> tuple[LearnedRatios, ...]:
+        """Return the ratios of the namespace's finished jobs, until the job has started, if the settings allow it."""
+        if not self._state.settings.planning.learn_from_jobs or has_started(job.status):
+            return ()
+        keys = (key for key in self._state.store.jobs() if key.namespace == job.namespace)
+        views = (self._state.store.job(key) for key in keys)
+        return learned_from(view.status for view in views if view is not None)
 
     async def _read_logs(self, key: JobKey, memory: JobMemory) -> None:
         job = self._state.store.job(key)
@@ -677,6 +689,9 @@ def _is_of_earlier_job(found: Mapping[str, JsonValue], job: JobView) -> bool:
 
 
 def _log_transition(key: JobKey, old: FineTuneJobStatus, new: FineTuneJobStatus) -> None:
+    check = new.plan_check
+    if check is not None and old.plan_check is None:
+        log.info("%s: %s", key, " ".join(plan_check_of(check).sentences()))
     if new.phase != old.phase:
         detail = f": {new.failure.failure_class}: {new.failure.reason}" if new.failure and new.phase == "Failed" else ""
         log.info("%s: %s -> %s%s", key, old.phase or "new", new.phase, detail)

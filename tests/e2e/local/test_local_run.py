@@ -58,6 +58,7 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
     promised = {
         "job.json",
         "plan.json",
+        "estimate.json",
         "inputs.json",
         "metrics.json",
         "history.jsonl",
@@ -94,6 +95,29 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
     assert "of checkpoints because all stages have succeeded; to keep them, set spec.checkpoints.afterSuccess" in err
     assert not (folder / "checkpoints").exists()
     assert "\x1b" not in err
+
+
+def test_run_compares_its_plan_with_the_measurements(undisturbed: tuple[Path, dict[str, Any], str]) -> None:
+    folder, result, _ = undisturbed
+    plan, train = json.loads((folder / "plan.json").read_text()), result["metrics"]["train"]
+    check, measured = train["plan_check"], train["measured"]
+    memory, step = check["memory"], check["step_time"]
+    assert memory["planned"] == plan["memory"]["totalBytes"]
+    assert memory["measured"] == measured["memory_bytes"] == train["peak_memory_bytes"]
+    assert memory["ratio"] == pytest.approx(memory["measured"] / memory["planned"], abs=1e-4)
+    planned = {term["name"]: term["bytes"] for term in plan["memory"]["terms"]}
+    for name in ("parameters", "optimizer state"):  # of the model that the plan assumes, as it was not measured
+        assert memory["terms"][name] == pytest.approx(measured["memory_terms"][name] / planned[name], abs=1e-4)
+    assert 2 * measured["memory_terms"]["parameters"] == pytest.approx(
+        measured["memory_terms"]["optimizer state"], rel=0.01
+    )
+    assert measured["memory_terms"]["parameters"] == pytest.approx(
+        (folder / "model/model.safetensors").stat().st_size, rel=0.1
+    )
+    assert step["planned"] == plan["estimate"]["stepSeconds"]
+    assert step["measured"] == measured["step_seconds"]
+    assert measured["steps"] == train["steps"] == 320
+    assert "Plan and measurement" in (folder / "report.html").read_text()
 
 
 def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any, quick: Any) -> None:

@@ -71,6 +71,9 @@ SCRIPT_VARIABLES: dict[str, str] = {
 """Environment of a user's own training program, in addition to torchrun's variables."""
 
 DEFAULT_REPORT_PATH = "/dev/termination-log"
+ESTIMATE_FILE = "estimate.json"
+"""File beside job.json with the estimates of its plan (`plan_check.PlannedTraining`)."""
+
 REPORT_LIMIT_BYTES = 4096
 """Size of a termination message that the kubelet keeps; a report stays below it."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, get_args
 
 from finetune_contract.report import TimePart
 from finetune_trainer.files import write_atomically
@@ -41,6 +43,19 @@ class History:
             except ValueError:
                 break  # The process ended while it wrote this one; nothing can follow.
         return lines
+
+
+BETWEEN_STEPS: frozenset[TimePart] = frozenset({"start", "evaluation", "checkpoint", "finish"})
+"""Parts of a training's time that are no part of a step."""
+
+
+@dataclass(frozen=True)
+class MedianStep:
+    """Median time of steps, and of each part of them."""
+
+    steps: int = 0
+    seconds: float | None = None
+    parts: dict[TimePart, float] = field(default_factory=dict)
 
 
 class RunFigures:
@@ -101,6 +116,18 @@ class RunFigures:
             for part, seconds in line.get("seconds", {}).items():
                 parts[part] = parts.get(part, 0.0) + seconds
         return parts
+
+    def median_step(self) -> MedianStep:
+        """Return the median seconds of a step and of its parts; a part that a step lacks took no time in it."""
+        steps = [
+            {part: seconds for part, seconds in line["seconds"].items() if part not in BETWEEN_STEPS}
+            for line in self._steps_with("seconds")
+        ]
+        if not steps:
+            return MedianStep()
+        known = [part for part in get_args(TimePart) if any(part in step for step in steps)]
+        parts = {part: round(median(step.get(part, 0.0) for step in steps), 6) for part in known}
+        return MedianStep(len(steps), round(median(sum(step.values()) for step in steps), 6), parts)
 
     def validation(self, step: int | None = None) -> dict[str, float]:
         """Return the evaluation during training after `step`, None: the last one, with the names of the history

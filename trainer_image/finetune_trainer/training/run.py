@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,12 +16,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.arguments import compiles, groups_by_length
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, check_plan
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_contract.report import Communication
 from finetune_contract.trainer_job import TrainerJob, Training
@@ -57,6 +58,7 @@ from finetune_trainer.training.dropout import share_random_bits
 from finetune_trainer.training.history import History, RunFigures
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
+from finetune_trainer.training.measured_run import PeakMemory, peak_memory, resident_peak
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from finetune_trainer.training.reference_answers import KeptReference, NoReference, Reference, ReferenceAnswers
 from finetune_trainer.training.run_observers import RunObserver, SilentObserver
@@ -98,6 +100,19 @@ def read_deepspeed_config(path: Path | None) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise StageError(FailureClass.CONFIG, "DeepSpeedConfig", f"{path} holds no JSON object.", "Plan again.")
     return config
+
+
+def read_estimate(path: Path | None) -> PlannedTraining | None:
+    """Parse estimate.json; None without the file, as older operators write none. A file that cannot be read only costs
+    the comparison, which a warning reports.
+    """
+    if path is None or not path.exists():
+        return None
+    try:
+        return PlannedTraining.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        log.warning("The plan is not compared with the training: %s cannot be read: %s", path, error)
+        return None
 
 
 @dataclass(frozen=True)
@@ -148,12 +163,14 @@ def train(
     world: ProcessWorld,
     deepspeed: Mapping[str, Any] | None,
     interruption: Interruption,
+    planned: PlannedTraining | None = None,
     devices: MeasuredDevices | None = None,
     communication: Communication | None = None,
     fp8_without_units: bool = False,
 ) -> Outcome:
     """Train the job's model; on rank 0 write `model/`, `history.jsonl` and the train section of metrics.json.
 
+    `planned`: the plan's estimates, which metrics.json compares with the measurements.
     `devices`: the measured GPUs, for metrics.json; None on a CPU.
     `communication`: transports between the processes, for metrics.json.
     `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
@@ -163,6 +180,7 @@ def train(
     clock = PartClock(moments_of(training.world.device))
     quiet_transformers()
     strategy = strategy_for(training, deepspeed, paths.offload)
+    memory_before = resident_peak()
     _refuse_fp8(training, without_units=fp8_without_units)
     run = _Run(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
     _refuse_smoothing(job, training, run.task, run.prepared)
@@ -190,16 +208,18 @@ def train(
     clock.enter("finish")
     give_back_freed_memory()
     with _trained_weights(run, loop, stopper) as weights:
-        peaks = _peak_memory_bytes(training)
+        peaks = gathered(peak_memory(training.world.device, loop.placed, memory_before))
         if not world.is_main:
             return Outcome({}, {}, run.prepared.facts.fingerprint)
-        shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have synchronised in _peak_memory_bytes
+        shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have synchronised in `gathered`
         _publish(run, start, loop.placed.model, weights)
     spent, seconds = clock.lap(), time.monotonic() - started
     observer.on_pause(loop.state.global_step, spent)
-    measured = {"peak_memory_bytes": max(peaks), "seconds": seconds, "steps": loop.state.global_step}
+    lines = history.read()
+    measurements = _Measurements(_measured(lines, saver.first_step, strategy, peaks), planned)
+    done = {"seconds": seconds, "steps": loop.state.global_step}
     surroundings = _surroundings(devices, communication)
-    return _outcome(run, RunFigures(history.read()), measured, peaks, stopper, clock, surroundings)
+    return _outcome(run, RunFigures(lines), done, peaks, measurements, stopper, clock, surroundings)
 
 
 def _surroundings(devices: MeasuredDevices | None, communication: Communication | None) -> dict[str, Any]:
@@ -344,11 +364,48 @@ def _publish(run: _Run, start: _Start, trained: PreTrainedModel, weights: Path) 
             share(folder)
 
 
+@dataclass(frozen=True)
+class _Measurements:
+    """Measurements of an attempt, and the estimates of its plan."""
+
+    measured: MeasuredTraining
+    planned: PlannedTraining | None
+
+    def check(self) -> dict[str, Any]:
+        """Return the entry of metrics.json that compares both, and log what was off; empty without a plan."""
+        if self.planned is None:
+            return {}
+        check = check_plan(self.planned, self.measured)
+        for sentence in check.off():
+            log.warning("%s", sentence)
+        return {"plan_check": check.model_dump(mode="json", exclude_none=True)}
+
+
+def _measured(
+    lines: Sequence[Mapping[str, Any]], first_step: int, strategy: Strategy, peaks: list[PeakMemory]
+) -> MeasuredTraining:
+    """Return the measurements of an attempt that began after `first_step`: time of its steps by the history's lines,
+    and memory of its fullest process.
+    """
+    of_attempt = RunFigures([line for line in lines if line["step"] > first_step])
+    fullest = max(peaks, key=lambda peak: peak.device)
+    step = of_attempt.median_step()
+    return MeasuredTraining(
+        steps=step.steps,
+        memory_bytes=fullest.device,
+        memory_terms=fullest.terms,
+        step_seconds=step.seconds,
+        step_parts=step.parts,
+        with_communication=tuple(part for part in strategy.communicates_in if part in step.parts),
+    )
+
+
 def _outcome(
     run: _Run,
     run_figures: RunFigures,
-    measured: Mapping[str, Any],
-    peaks: list[int],
+    done: Mapping[str, Any],
+    peaks: list[PeakMemory],
+    measurements: _Measurements,
     stopper: EarlyStopper | NeverStop,
     clock: PartClock,
     surroundings: Mapping[str, Any],
@@ -359,7 +416,9 @@ def _outcome(
     figures = {
         **run_figures.losses(),
         **run_figures.rates(),
-        **measured,
+        "peak_memory_bytes": max(peak.allocated for peak in peaks),
+        **done,
+        "measured": measurements.measured.model_dump(mode="json"),
         "strategy": training.strategy.label,
         "world_size": run.world.size,
         **({"checkpoint_bytes": kept} if kept else {}),
@@ -367,8 +426,9 @@ def _outcome(
         **run_figures.validation(stopper.best_step),
     }
     details = {
-        "peak_memory_bytes_by_rank": peaks,
+        "peak_memory_bytes_by_rank": [peak.allocated for peak in peaks],
         "time": time_split(run_figures.seconds(), run.strategy, clock).model_dump(mode="json"),
+        **measurements.check(),
         **surroundings,
     }
     write_environment(paths, training_environment(training.world))
@@ -542,12 +602,3 @@ def _published(paths: JobPaths, size: int) -> Iterator[tuple[Path, Path]]:
         if written.exists():
             os.replace(written, folder)
         shutil.rmtree(former, ignore_errors=True)
-
-
-def _peak_memory_bytes(training: Training) -> list[int]:
-    """Return each process's peak memory, by rank: of its GPU, or its resident set on CPU. Every rank must call it."""
-    # ru_maxrss counts kibibytes on Linux.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if training.world.device == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    return gathered(peak)

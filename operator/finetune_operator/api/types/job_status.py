@@ -110,6 +110,18 @@ class EstimateStatus(StatusModel):
     duration_seconds: float | None = Field(default=None, ge=0, description="Training time in seconds.")
     cost: float | None = Field(default=None, ge=0, description="Cost of the training in `currency`.")
     currency: str | None = Field(default=None, description="ISO 4217 code of the currency.")
+    step_seconds: float | None = Field(default=None, ge=0, description="Time of an optimizer step in seconds.")
+    step_parts: dict[str, float] = Field(
+        default_factory=dict, description="Seconds of each part of a step. Empty on CPUs, where only the sum is known."
+    )
+    time_factor: float | None = Field(
+        default=None, gt=0, description="Factor on the time of a step, learned from finished jobs. Unset without one."
+    )
+    pauses: dict[str, float] = Field(
+        default_factory=dict,
+        description="Part of durationSeconds between steps, in seconds: checkpoints, and validation once the data are "
+        "prepared.",
+    )
 
 
 class InferenceStatus(StatusModel):
@@ -134,6 +146,9 @@ class PlanStatus(StatusModel):
         "has one node, or no GPUs.",
     )
     world_size: int = Field(ge=1, description="Training processes over all nodes.")
+    product: str | None = Field(
+        default=None, description="Product of the GPU that the plan counts with, or `cpu`. Unset if nothing is trained."
+    )
     micro_batch_size: int | None = Field(
         default=None, ge=1, description="Rows per process and forward pass. Unset if a script decides."
     )
@@ -168,6 +183,37 @@ class PlanStatus(StatusModel):
     )
 
 
+class ComparisonStatus(StatusModel):
+    """Estimate and its measurement."""
+
+    planned: float = Field(ge=0, description="Value in the plan.")
+    measured: float = Field(ge=0, description="Measured value, in the same unit.")
+    ratio: float = Field(ge=0, description="Measured divided by planned: above 1 the estimate was too low.")
+    terms: dict[str, float] = Field(
+        default_factory=dict, description="Ratio of each part that is both planned and measured."
+    )
+
+
+class PlanCheckStatus(StatusModel):
+    """Estimates of the plan that the training ran, compared with its measurements."""
+
+    strategy: str = Field(description="Parallelism strategy of the training.")
+    attempt: int = Field(ge=0, description="Attempt at the training that was measured.")
+    device: str | None = Field(default=None, description="Product of the GPU in the plan, or `cpu`.")
+    memory: ComparisonStatus | None = Field(
+        default=None,
+        description="Peak memory of the fullest device in bytes; on CPU that of a process. Unset if it is not known.",
+    )
+    step_time: ComparisonStatus | None = Field(
+        default=None,
+        description="Median time of an optimizer step in seconds, without evaluation and checkpoints. Unset if it is "
+        "not known.",
+    )
+    message: str = Field(
+        default="", max_length=1024, description="Sentences about estimates that were wrong by more than 15 %."
+    )
+
+
 class AdaptationStatus(StatusModel):
     """Changes of the plan after failures."""
 
@@ -192,6 +238,12 @@ class MeasuredStatus(StatusModel):
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
     nodes: dict[str, JsonValue] | None = Field(
         default=None, description="GPUs of the cluster's nodes, read before the first stage started."
+    )
+    learned: tuple[dict[str, JsonValue], ...] = Field(
+        default=(),
+        max_length=64,
+        description="Medians of measured over planned values of finished jobs in the namespace, read before the first "
+        "stage started, if the operator's settings allow it.",
     )
     device: dict[str, JsonValue] | None = Field(
         default=None,
@@ -385,6 +437,9 @@ class FineTuneJobStatus(StatusModel):
     )
     completion_time: str | None = Field(
         default=None, description="Time at which the job succeeded or failed, RFC 3339."
+    )
+    plan_check: PlanCheckStatus | None = Field(
+        default=None, description="Comparison of the plan with the finished training. Unset before."
     )
     adaptation: AdaptationStatus | None = Field(default=None, description="Changes of the plan after failures.")
     measured: MeasuredStatus | None = Field(

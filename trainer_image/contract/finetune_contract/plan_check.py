@@ -1,0 +1,172 @@
+"""Comparison of a plan's estimates with the measurements of the training that it planned.
+
+The trainer compares for its report, the operator for the job's status and metrics, and the `finetune` command for its
+output; all with `check_plan`. A ratio is measured / planned: above 1 the plan was too low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from finetune_contract.contract_models import Message
+from finetune_contract.report import TimePart
+
+OFF_SHARE = 0.15
+"""Difference between measured and planned, as a fraction of planned, above which an estimate counts as off."""
+PROCESS, ALLOCATOR = "process", "allocator"
+"""Terms of a plan's memory that are no tensors: what a process takes before it has any, and losses of the allocator."""
+TENSORS, TRAINING = "tensors", "training"
+"""Sums of a plan's memory terms that can be measured: all but `PROCESS` and `ALLOCATOR`, and all but `PROCESS`."""
+OPTIMIZER: Literal["optimizer"] = "optimizer"
+PASSES = "passes"
+"""Parts of a step that can be measured: the update of weights, and all else that a plan counts."""
+_PASS_PARTS: tuple[TimePart, ...] = ("forward", "backward", "forward_backward", "communication")
+
+
+class PlannedTraining(Message):
+    """Estimates of the plan that an attempt runs; the content of `estimate.json`."""
+
+    memory_bytes: int | None = Field(default=None, ge=0)
+    """Memory of one device; of one process on CPU."""
+    memory_terms: dict[str, int] = Field(default_factory=dict)
+    """Bytes of each term of the memory."""
+    step_seconds: float | None = Field(default=None, ge=0)
+    """Time of an optimizer step."""
+    step_parts: dict[str, float] = Field(default_factory=dict)
+    """Seconds of each part of a step; empty where the plan knows only the sum."""
+
+
+class MeasuredTraining(Message):
+    """Measurements of one attempt at a training, of all of its processes."""
+
+    steps: int = Field(default=0, ge=0)
+    """Steps that the time is the median of; those of earlier attempts do not count."""
+    memory_bytes: int = Field(ge=0)
+    """Peak memory of the fullest device, of which torch reserves a part; on CPU the peak resident set of a process."""
+    memory_terms: dict[str, int] = Field(default_factory=dict)
+    """Bytes of the parts of `memory_bytes` that can be measured apart; they overlap."""
+    step_seconds: float | None = Field(default=None, ge=0)
+    """Median time of an optimizer step on rank 0; without evaluation and checkpoints."""
+    step_parts: dict[TimePart, float] = Field(default_factory=dict)
+    """Median seconds of each part of a step."""
+    with_communication: tuple[TimePart, ...] = ()
+    """Parts whose communication cannot be separated from their computation."""
+
+
+class Comparison(Message):
+    """One estimate and its measurement."""
+
+    planned: float = Field(gt=0)
+    measured: float = Field(ge=0)
+    ratio: float = Field(ge=0)
+    """`measured` / `planned`."""
+    terms: dict[str, float] = Field(default_factory=dict)
+    """Ratio of each term that is both planned and measured."""
+
+    @property
+    def off(self) -> bool:
+        """True if the estimate was wrong by more than `OFF_SHARE`."""
+        return abs(self.ratio - 1) > OFF_SHARE
+
+
+class PlanCheck(Message):
+    """Estimates of a plan against what its training measured. None: not estimated, or not measured."""
+
+    memory: Comparison | None = None
+    """Bytes of one device."""
+    step_time: Comparison | None = None
+    """Seconds of one optimizer step."""
+
+    def off(self) -> tuple[str, ...]:
+        """Return a sentence for each estimate that was off."""
+        return tuple(text for text, found in self._sentences() if found.off)
+
+    def sentences(self) -> tuple[str, ...]:
+        """Return a sentence for each estimate."""
+        return tuple(text for text, _ in self._sentences())
+
+    def _sentences(self) -> tuple[tuple[str, Comparison], ...]:
+        found = []
+        if (memory := self.memory) is not None:
+            amounts = f"{_bytes(memory.planned)} planned, {_bytes(memory.measured)} measured per device"
+            found.append((f"Plan's memory was {deviation(memory.ratio)}: {amounts}.", memory))
+        if (step := self.step_time) is not None:
+            amounts = f"{human_step(step.planned)} planned, {human_step(step.measured)} measured"
+            found.append((f"Plan's time of a step was {deviation(step.ratio)}: {amounts}.", step))
+        return tuple(found)
+
+
+def deviation(ratio: float) -> str:
+    """Describe an estimate by measured / planned: `24 % too low`; the percentage is that of the planned value."""
+    percent = round(100 * abs(ratio - 1))
+    if not percent:
+        return "right to 1 %"
+    if ratio >= 2:
+        return f"too low by a factor of {ratio:.3g}"
+    return f"{percent} % too {'low' if ratio > 1 else 'high'}"
+
+
+def check_plan(planned: PlannedTraining, measured: MeasuredTraining) -> PlanCheck:
+    """Compare the estimates of a plan with the measurements of its training; nothing for an attempt without a step of
+    its own, which only wrote the model of an earlier one.
+    """
+    if not measured.steps:
+        return PlanCheck()
+    return PlanCheck(
+        memory=_compared(
+            planned.memory_bytes, measured.memory_bytes, _memory_groups(planned), dict(measured.memory_terms)
+        ),
+        step_time=_compared(
+            planned.step_seconds, measured.step_seconds, _planned_parts(planned), _measured_parts(measured)
+        ),
+    )
+
+
+def _compared(
+    planned: float | None,
+    measured: float | None,
+    planned_terms: Mapping[str, float],
+    measured_terms: Mapping[str, float],
+) -> Comparison | None:
+    if not planned or measured is None:
+        return None
+    terms = {
+        name: round(value / planned_terms[name], 4) for name, value in measured_terms.items() if planned_terms.get(name)
+    }
+    return Comparison(planned=planned, measured=measured, ratio=round(measured / planned, 4), terms=terms)
+
+
+def _memory_groups(planned: PlannedTraining) -> dict[str, float]:
+    """Return the plan's terms with their sums that can be measured."""
+    terms, total = planned.memory_terms, planned.memory_bytes or 0
+    process, allocator = terms.get(PROCESS, 0), terms.get(ALLOCATOR, 0)
+    return {**terms, TENSORS: total - process - allocator, TRAINING: total - process}
+
+
+def _planned_parts(planned: PlannedTraining) -> dict[str, float]:
+    if not planned.step_parts:
+        return {}
+    stepping = planned.step_parts.get(OPTIMIZER, 0.0)
+    return {PASSES: sum(planned.step_parts.values()) - stepping, OPTIMIZER: stepping}
+
+
+def _measured_parts(measured: MeasuredTraining) -> dict[str, float]:
+    """Return the parts by the plan's names; none where the optimizer's part holds communication, which a plan counts
+    beside it.
+    """
+    parts = measured.step_parts
+    if not parts or OPTIMIZER in measured.with_communication:
+        return {}
+    return {PASSES: sum(parts.get(name, 0.0) for name in _PASS_PARTS), OPTIMIZER: parts.get(OPTIMIZER, 0.0)}
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def human_step(seconds: float) -> str:
+    """Format the time of a step in seconds, below one in milliseconds."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
