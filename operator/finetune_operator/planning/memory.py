@@ -290,9 +290,6 @@ def _torch_states(work: Workload) -> ModelStates:
             optimizer_formula=_formula(f"{state:.3g}", count, divided),
         )
     part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
-    if work.strategy.tensor > 1 and work.strategy.pipeline is not None:
-        # Layers are split before the stages are cut, and the shards of other stages stay on the device.
-        sizes = (4 * work.model.parameters // work.strategy.tensor, *sizes[1:])
     if work.strategy.tensor > 1:
         # torch computes the gradient of embeddings that are split over the vocabulary whole, and sums it up so.
         count += work.model.embedding_parameters - work.model.embedding_parameters // work.strategy.tensor
@@ -945,11 +942,16 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
 
 def _converted(work: Workload) -> Iterator[MemoryTerm]:
     """Yield the weights beside those that stay while a process converts them on its device, one after the other in the
-    type of its file, and before FSDP shards the last ones, embeddings and head.
+    type of its file, and before FSDP shards the last ones, embeddings and head; of split layers in stages, the shards
+    of other stages, as layers are split before stages are cut.
     """
-    if work.world.device == "cpu" or work.deepspeed or work.strategy.model_ranks > 1:
+    model, strategy = work.model, work.strategy
+    if strategy.tensor > 1 and strategy.pipeline is not None:
+        others = max(0, 4 * model.parameters // strategy.tensor - 4 * work.held)
+        words = f"4 x {model.parameters:,} / {strategy.tensor} of all stages, less those that stay"
+        yield MemoryTerm(name="conversion", bytes=others, formula=words)
+    if work.world.device == "cpu" or work.deepspeed or strategy.model_ranks > 1:
         return
-    model = work.model
     largest = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
     width = min(4, -(-model.parameter_bytes // model.parameters))
     size, words = width * largest, f"{width} x {largest:,} of the largest weight"
