@@ -98,7 +98,9 @@ def passes(setting: Setting) -> dict[int, float]:
             {"degree": setting.degree, "micro_batches": count, "schedule": setting.schedule}
         )
         mesh = MeshShape(data=1, pipeline=setting.degree).build("cpu")
-        pipelines[count] = Pipeline(model_for(setting), settings, mesh[PIPELINE])
+        model = model_for(setting)
+        pipelines[count] = Pipeline(model, settings, mesh[PIPELINE])
+        pipelines[count].build_stages(model)
     ids = torch.randint(1, 1000, (ROWS, LENGTH))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(ROWS, dtype=torch.long)}
     taken: dict[int, list[float]] = {count: [] for count in pipelines}

@@ -942,16 +942,11 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
 
 def _converted(work: Workload) -> Iterator[MemoryTerm]:
     """Yield the weights beside those that stay while a process converts them on its device, one after the other in the
-    type of its file, and before FSDP shards the last ones, embeddings and head; of split layers in stages, the shards
-    of other stages, as layers are split before stages are cut.
+    type of its file, and before FSDP shards the last ones, embeddings and head.
     """
-    model, strategy = work.model, work.strategy
-    if strategy.tensor > 1 and strategy.pipeline is not None:
-        others = max(0, 4 * model.parameters // strategy.tensor - 4 * work.held)
-        words = f"4 x {model.parameters:,} / {strategy.tensor} of all stages, less those that stay"
-        yield MemoryTerm(name="conversion", bytes=others, formula=words)
-    if work.world.device == "cpu" or work.deepspeed or strategy.model_ranks > 1:
+    if work.world.device == "cpu" or work.deepspeed or work.strategy.model_ranks > 1:
         return
+    model = work.model
     largest = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
     width = min(4, -(-model.parameter_bytes // model.parameters))
     size, words = width * largest, f"{width} x {largest:,} of the largest weight"

@@ -99,7 +99,7 @@ def evaluation_share(world: ProcessWorld, pod: InferenceProcesses) -> BatchShare
             FailureClass.WORLD_SIZE,
             "WorldSizeMismatch",
             f"{world.size} processes run stage evaluate (started by {world.launcher}), and the plan has "
-            f"{pod.processes} (evaluation.processes).",
+            f"{pod.processes} (processes of the evaluation in job.json).",
             "Start the stage with --with torchrun for several processes, and with --with process for one.",
         )
     if world.size == 1:

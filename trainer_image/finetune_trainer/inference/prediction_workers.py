@@ -162,7 +162,7 @@ class Worker:
                 FailureClass.WORLD_SIZE,
                 "WorldSizeMismatch",
                 f"{world.size} workers run stage predict, and the plan has {planned} (predict.workers x "
-                "predict.processes).",
+                "processes of a pod).",
                 "Run the stage as an Indexed Job with predict.workers completions, or by torchrun with processes.",
             )
         if planned == 1:

@@ -7,7 +7,6 @@ any mesh.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,13 @@ from finetune_trainer.strategies.strategy_protocol import (
     tied_names,
     type_name,
 )
-from finetune_trainer.strategies.tensor import split_layers, split_weights, summed_weights, tensor_plan
+from finetune_trainer.strategies.tensor import (
+    of_kept_layers,
+    split_layers,
+    split_weights,
+    summed_weights,
+    tensor_plan,
+)
 from finetune_trainer.tensor_files import TensorForm, storage_order, write_gathered
 
 if TYPE_CHECKING:
@@ -111,20 +116,23 @@ class ModelParallel(FullState):
     # ---------------------------------------------------------------------------------------------------------- set-up
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Split the layers, then remove those of other stages; the model's output must stay the same."""
+        """Remove the layers of other stages, then split the others, which puts them on the device; the model's output
+        must stay the same.
+        """
         self._mesh = self.shape.build(self._device)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._tied = tied_names(model)
         expected = _probe(model)
         if self.shape.tensor > 1:
             self._plan = tensor_plan(model, self.shape.tensor)
-            split_layers(model, self._mesh[TENSOR], self._plan)
         if self._settings.pipeline is not None:
             self.pipeline = Pipeline(model, self._settings.pipeline, self._mesh[PIPELINE])
             self._tied_groups = self._make_tied_groups()
+        if self.shape.tensor > 1:
+            split_layers(model, self._mesh[TENSOR], of_kept_layers(self._plan, model))
+        if self.pipeline is not None:
+            self.pipeline.build_stages(model)
             model.forward = self.pipeline.evaluate
-            # Split layers are in reference cycles with their hooks: those of other stages would stay on the device.
-            gc.collect()
         model.to(self._device)  # type: ignore[arg-type]
         self._expect_same_answers(model, expected)
         if self.pipeline is not None:

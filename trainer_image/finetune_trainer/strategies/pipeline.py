@@ -84,6 +84,7 @@ class Pipeline:
     """Stages of this process, and the passes through them."""
 
     def __init__(self, model: PreTrainedModel, settings: PipelineSettings, mesh: DeviceMesh) -> None:
+        """Cut `model` into stages, and remove those of other processes from it."""
         self._settings = settings
         self._group = mesh.get_group()
         self._rank: int = mesh.get_local_rank()
@@ -94,16 +95,20 @@ class Pipeline:
         self.width: int = model.config.get_text_config().hidden_size
         self._sent = model.dtype
         self._schedules: dict[tuple[int, int], Any] = {}
+        self._stages: dict[int, _Stage] = {}
+        keep_stages(model, self.layout, self.cuts, self.own)
+
+    def build_stages(self, model: PreTrainedModel) -> None:
+        """Build the stages of this process from what is left of `model`, once its layers are split."""
         self._stages = {
             stage: _Stage(
                 shell_of(model, self.layout, self.cuts[stage], self.cuts[stage + 1]),
                 first=stage == 0,
-                last=stage == settings.stages - 1,
+                last=stage == self._settings.stages - 1,
                 dtype=model.dtype,
             )
             for stage in self.own
         }
-        keep_stages(model, self.layout, self.cuts, self.own)
 
     def compute_in(self, precision: Precision) -> None:
         """Switch from fp32 to `precision`: bf16 by autocast, with hidden states and their gradients sent in bf16."""

@@ -7,6 +7,7 @@ degree does not divide. Modules outside the plan (norms, the task's head) are wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from finetune_contract.layout import FailureClass
@@ -50,6 +51,17 @@ def tensor_plan(model: PreTrainedModel, degree: int) -> dict[str, str]:
     refuse_uneven("parallelism.tensor", degree, heads | conv1d_widths(model))
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=degree, tp_plan=own or None))
     return dict(plan)
+
+
+def of_kept_layers(plan: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
+    """Return the part of `plan` for the modules that a process of a pipeline has: those of other stages are removed, or
+    replaced by a PassThrough.
+    """
+    from finetune_trainer.strategies.model_layout import PassThrough
+
+    there = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
+    there |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: style for name, style in plan.items() if name in there}
 
 
 def split_weights(plan: dict[str, str]) -> list[str]:
