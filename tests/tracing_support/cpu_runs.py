@@ -290,12 +290,12 @@ def main() -> None:
     parser.add_argument("--measure", type=Path)
     parser.add_argument("--missing", action="store_true", help="measure only cases without a kept run")
     parser.add_argument("names", nargs="*")
-    asked = parser.parse_args()
-    cases = [case for case in CASES if not asked.names or any(name in case.name for name in asked.names)]
-    if asked.measure is not None:
-        there = kept_runs() if asked.missing else {}
+    options = parser.parse_args()
+    cases = [case for case in CASES if not options.names or any(name in case.name for name in options.names)]
+    if options.measure is not None:
+        there = kept_runs() if options.missing else {}
         for case in (each for each in cases if each.name not in there):
-            keep(case, measure(case, asked.measure.resolve()))
+            keep(case, measure(case, options.measure.resolve()))
             print(case.name, flush=True)
     print(table())
 

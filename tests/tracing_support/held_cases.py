@@ -380,9 +380,12 @@ def _zero(stage: int, checkpointing: str = "none") -> dict[str, Any]:
     return {"strategy": _strategy("deepspeed", checkpointing, zero_stage=stage)}
 
 
-def _pipeline(degree: int, rank: int, *, tensor: int = 1, schedule: str = "1f1b", passes: int = 8) -> dict[str, Any]:
+def _pipeline(
+    degree: int, rank: int, checkpointing: str = "none", *, tensor: int = 1, schedule: str = "1f1b", passes: int = 8
+) -> dict[str, Any]:
     made = Pipeline(degree=degree, micro_batches=passes, schedule=schedule)  # type: ignore[arg-type]
-    return {"strategy": _strategy("ddp", pipeline=made, tensor=tensor), "rank": rank, "accumulation": passes}
+    strategy = _strategy("ddp", checkpointing, pipeline=made, tensor=tensor)
+    return {"strategy": strategy, "rank": rank, "accumulation": passes}
 
 
 def _lora(rank: int = 16, method: str = "lora", dropout: float = 0.0) -> dict[str, Any]:
@@ -424,6 +427,7 @@ HELD_CASES = (
     _decoder("llama 70B LoRA fsdp full", LLAMA_70B, _fsdp("full"), _lora(), tokens=4096),
     _decoder("llama ZeRO-1 selective 16k", WIDTH, _zero(1, "selective"), tokens=16384),
     _decoder("llama pipeline first", WIDTH, _pipeline(4, 0), layers=8, held=False),
+    _decoder("llama pipeline full", WIDTH, _pipeline(4, 0, "full"), layers=8, held=False),
     _decoder("llama pipeline last", WIDTH, _pipeline(4, 7), layers=8, held=False),
     _decoder("llama gpipe first", WIDTH, _pipeline(2, 0, schedule="gpipe", passes=4), layers=4, held=False),
     _decoder("llama pipeline tensor", WIDTH, _pipeline(2, 1, tensor=4, passes=4), layers=4, held=False),

@@ -63,7 +63,7 @@ def test_selective_checkpointing_repeats_all_but_products_with_weights(tiny_mode
         assert (none[name], selective[name] > 0, full[name] > 0) == (0, True, True), name
 
 
-def test_selective_repetition_may_gather_weights_that_forward_pass_had_prefetched():
+def test_selective_repetition_may_gather_weights_prefetched_before():
     import torch
     from torch.utils.checkpoint import checkpoint
 

@@ -111,7 +111,7 @@ def test_memory_is_never_corrected_downwards():
     assert planned(ratios(memory=0.6)).memory == planned().memory
 
 
-def test_correction_of_memory_counts_for_what_fits():
+def test_forms_fit_with_their_corrected_memory():
     hardware = parse_hardware("gpu=H100,gpus=8,memory=40Gi,hostMemory=1Ti", CLUSTER_SETTINGS.hardware)
     plain = planned(hardware=hardware)
     learned = planned(ratios(memory=2.0), hardware=hardware)
@@ -185,7 +185,7 @@ def test_jobs_of_another_kind_are_groups_of_their_own():
     ],
     ids=["not compared", "not measured", "still running", "facts of an older operator"],
 )
-def test_jobs_that_say_nothing_are_left_out(changes: dict[str, Any]):
+def test_jobs_without_measurements_are_left_out(changes: dict[str, Any]):
     assert learned_from([finished(1.0, **changes)] * 4) == ()
 
 
@@ -202,7 +202,7 @@ def test_a_correction_is_not_corrected_again():
 # ------------------------------------------------------------------------------------------------------------ operator
 
 
-def test_plan_keeps_what_it_learned_once_the_job_has_started():
+def test_plan_keeps_its_corrections_once_the_job_has_started():
     world = World()
     world.settle()
     first = world.job().status.plan

@@ -719,19 +719,18 @@ def test_model_that_fits_nowhere_is_refused_with_arithmetic_and_hints():
     assert problems == [
         (
             "spec.resources",
-            '"8 x 40.0 GiB"',
-            "does not fit: needs 342.1 GiB a GPU, and there are 40.0 GiB (deepspeed-zero3+activation-checkpointing "
-            "with micro-batch 1, optimizer state 243.9 GiB + gradients 44.4 GiB + parameters 40.7 GiB + gathered "
-            "blocks 6.8 GiB + the rest); rows of 512 tokens are assumed; "
-            "ddp+tensor8+activation-checkpointing with micro-batch 1 needs 384.1 GiB a GPU, and there are 40.0 GiB; "
-            "ddp+tensor4+pipeline2-1f1b+activation-checkpointing with micro-batch 1 needs 510.1 GiB a GPU, and there "
-            "are 40.0 GiB; deepspeed-zero3+sequence2+activation-checkpointing with micro-batch 1 needs 342.1 GiB a "
-            "GPU, and there are 40.0 GiB",
+            None,
+            "does not fit: needs 2.6 TiB of host memory a node, and there are 1.1 TiB "
+            "(fsdp+selective-activation-checkpointing+optimizer-offload+parameter-offload); rows of 512 tokens are "
+            "assumed; ddp+tensor8+activation-checkpointing with micro-batch 1 needs 384.1 GiB a GPU, and there are "
+            "40.0 GiB; ddp+tensor4+pipeline2-1f1b+activation-checkpointing with micro-batch 1 needs 384.6 GiB a GPU, "
+            "and there are 40.0 GiB; fsdp+sequence8+optimizer-offload+parameter-offload needs 2.6 TiB of host memory a "
+            "node, and there are 1.1 TiB",
             "set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme and "
             "parallelism.offload.parameters to nvme (22.9 GiB of 40.0 GiB a GPU, and 2.9 TiB of disk a node); or set "
             "model.adapter.method to lora, which trains a small part of the weights (deepspeed-zero3+"
             "activation-checkpointing+optimizer-offload+parameter-offload, 23.6 GiB of 40.0 GiB a GPU); or "
-            "use 4 nodes (32 GPUs in all), or devices of at least 342.1 GiB, or a smaller "
+            "use 4 nodes (32 GPUs in all), or nodes with at least 2.6 TiB of memory, or a smaller "
             "preparation.maxLength or model",
         )
     ]

@@ -302,7 +302,7 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
     "packs": (
         Long(EIGHT_BILLION, "gpu=A100-40GB,gpus=8,cpu=128,hostMemory=1Ti", 131072, {"dataset": {"uri": "hf://o/d"}}),
         "deepspeed-zero3+sequence8+activation-checkpointing+optimizer-offload+parameter-offload with micro-batch 1 "
-        "needs 47.0 GiB a GPU, and there are 40.0 GiB",
+        "needs 47.8 GiB a GPU, and there are 40.0 GiB",
         "set parallelism.sequence to 8 (36.0 GiB of 40.0 GiB a GPU, where rows are not packed)",
     ),
     "a degree of tensor parallelism": (

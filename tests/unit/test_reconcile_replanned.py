@@ -150,9 +150,10 @@ def test_later_stages_use_the_measured_gpu():
 
 
 def test_new_plan_finds_room_for_an_evaluation_or_none_any_more():
-    llama = {"task": "text-generation", "model": {"uri": "hf://meta-llama/Llama-3.1-8B"}, "predict": None}
+    model = {"uri": "hf://meta-llama/Llama-3.1-8B", "adapter": {"method": "qlora"}}
+    llama = {"task": "text-generation", "model": model, "predict": None}
     rows = MEASURED.model_copy(update={"model": None})
-    world = World(spec={**SPEC, **llama, "resources": {"gpusPerNode": 8, "memory": "1Ti"}})
+    world = World(spec={**SPEC, **llama, "resources": {"gpusPerNode": 1, "memory": "1Ti"}})
     world.spec = {name: value for name, value in world.spec.items() if value is not None}
     world.settle()
     world.succeed(measured=rows)

@@ -902,9 +902,10 @@ def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
     elif work.strategy.model_ranks > 1:
         count = min(count, work.held)
     cached = moment == "forward" and work.adapter is None
-    if work.strategy.activation_checkpointing != "none" and not cached:
-        count = min(count, max(0, count - head) // work.layers if moment == "layers" else head)
+    if work.strategy.activation_checkpointing != "none":
         at_once = 1
+        if not cached:
+            count = min(count, max(0, count - head) // work.layers if moment == "layers" else head)
     # Each micro-batch of a pipeline casts the weights again.
     words = f"2 x {count:,} weights of linear layers" + (f" x {at_once:.3g} micro-batches" if at_once != 1 else "")
     return MemoryTerm(name="autocast copies", bytes=int(2 * count * at_once), formula=words)

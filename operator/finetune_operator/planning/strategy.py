@@ -355,9 +355,15 @@ def _why_whole(draft: Draft) -> Iterator[str]:
 
 
 def _most_frugal(draft: Draft) -> Fit:
-    """Return the rung that needs the least on the device, at the smallest micro-batch that the spec allows."""
+    """Return the rung that is closest to fit, at the smallest micro-batch that the spec allows: of those that fit the
+    device, the one that needs the least host memory, which is easier to add; else the one that needs the least on the
+    device.
+    """
     micro = micro_batches(draft)[-1]
     tried = [fit_at(draft, rung, micro) for rung in rungs(draft, draft.spec.parallelism)]
+    on_device = [fit for fit in tried if fit.memory.total_bytes <= fit.memory.capacity_bytes]
+    if on_device and decided(draft.world).device == "cuda":
+        return min(on_device, key=lambda fit: fit.memory.host_bytes)
     on_host = [fit for fit in tried if fit.memory.host_bytes <= draft.hardware.memory_bytes]
     return min(on_host or tried, key=lambda fit: fit.memory.total_bytes)
 
