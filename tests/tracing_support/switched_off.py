@@ -175,7 +175,7 @@ ROWS = (
         ("torch.nn.init:_no_grad_trunc_normal_",),
         "draws the first weights of some families",
         "draws none",
-        "it draws again while the device reports outliers, for ever",
+        "it draws again as long as the device reports outliers, and that never ends",
         lambda tensor, *_, **__: tensor,
     ),
     SwitchedOff(
