@@ -198,7 +198,8 @@ def test_plan_for_several_kinds_has_the_least_memory_and_units_of_all():
     device = device_of(both)
     assert (device.memory_bytes, device.bf16) == (slice_of.memory_bytes, False)
     assert both.trainer.training is not None
-    assert [plan_change(device, measured(each), both.trainer.training.precision) for each in (T4, slice_of)] == [None] * 2
+    precision = both.trainer.training.precision
+    assert [plan_change(device, measured(each), precision) for each in (T4, slice_of)] == [None, None]
 
 
 LARGE: dict[str, Any] = {

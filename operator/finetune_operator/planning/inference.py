@@ -155,8 +155,8 @@ def choose_processes(draft: Draft) -> Draft:
     there = min(groups, max(1, draft.hardware.memory_bytes // each))
     if there < groups:
         draft = draft.because(
-            f"the host memory holds {there} inference process{'es' * (there > 1)} of a pod, not {groups}: each takes up "
-            f"to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)} while it loads its model"
+            f"the host memory holds {there} inference process{'es' * (there > 1)} of a pod, not {groups}: each takes "
+            f"up to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)} while it loads its model"
         )
     if Stage.EVALUATE in draft.stages:
         count = _enough_processes(there, _seconds_to_evaluate(draft))
