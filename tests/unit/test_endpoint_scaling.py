@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.network_types import Peer
-from finetune_operator.api.settings import Network, Settings
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Network, Settings
 from finetune_operator.api.settings_check import check_settings
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan_types import Facts
 from finetune_operator.reconcile.autoscaling import INACTIVE_SECONDS, autoscaler_view, has_autoscaler, is_due
-from finetune_operator.rendering.endpoint_objects import REQUESTS_IN_FLIGHT
+from finetune_operator.rendering.endpoint_objects import REQUESTS_IN_FLIGHT, revision_digest
+from finetune_operator.rendering.render_types import RenderContext
 from finetune_trainer.serving.serving_metrics import ServingMetrics
+from planning_support.cases import job
 from reconcile_world import SPEC, World
 
 SCALED = {"maxReplicas": 3, "targetRequestsInFlight": 8}
@@ -162,3 +166,24 @@ def test_autoscaler_is_read_again_at_intervals() -> None:
     assert is_due(float("inf"), None)
     assert [is_due(age, None) for age in (10, 60)] == [False, True]
     assert [is_due(age, active) for age in (60, 599, 600)] == [False, True, True]
+
+
+def test_processes_of_other_stages_replace_no_servers() -> None:
+    spec = {"resources": {"nodes": 2, "gpusPerNode": 4, "network": "rdma"}, "endpoint": {}, "predict": {}}
+    planned = plan(job(spec), Facts(), CLUSTER_SETTINGS)
+    evaluation, predict, training = planned.trainer.evaluation, planned.trainer.predict, planned.trainer.training
+    assert evaluation is not None
+    assert predict is not None
+    assert training is not None
+    assert (evaluation.processes, predict.processes, training.world.network) == (4, 4, "rdma")
+    before = planned.trainer.model_copy(
+        update={
+            "evaluation": evaluation.model_copy(update={"processes": 1}),
+            "predict": predict.model_copy(update={"processes": 1}),
+            "training": training.model_copy(update={"world": training.world.model_copy(update={"network": None})}),
+        }
+    )
+    context = RenderContext("team", job(spec).spec, CLUSTER_SETTINGS, None)
+    assert revision_digest(planned, context) == revision_digest(
+        planned.model_copy(update={"trainer": before}), context
+    )

@@ -192,6 +192,16 @@ def test_plan_is_for_the_weakest_of_several_measured_kinds():
     assert any("the weakest of 2 kinds: measured" in each for each in both.assumptions)
 
 
+def test_plan_for_several_kinds_has_the_least_memory_and_units_of_all():
+    slice_of = DeviceFacts(product="NVIDIA A100 MIG 1g.10gb", memory_bytes=9_984 * MIB, bf16=True, capability="8.0")
+    both = made({"model": {"uri": "hf://google-bert/bert-base-uncased"}}, devices=(T4, slice_of))
+    device = device_of(both)
+    assert (device.memory_bytes, device.bf16) == (slice_of.memory_bytes, False)
+    assert both.trainer.training is not None
+    precision = both.trainer.training.precision
+    assert [plan_change(device, measured(each), precision) for each in (T4, slice_of)] == [None, None]
+
+
 LARGE: dict[str, Any] = {
     "model": {"uri": "hf://openai-community/gpt2-xl"},
     "task": "text-generation",

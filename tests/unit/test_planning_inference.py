@@ -233,6 +233,14 @@ def test_few_rows_are_left_to_fewer_processes():
     assert pods(on_eight("H100", LLAMA_8B, many))[0] == (8, 1)
 
 
+@pytest.mark.parametrize(("memory", "processes"), [("64Gi", 1), ("200Gi", 3), ("1Ti", 8)])
+def test_pod_runs_no_more_processes_than_its_host_memory_holds(memory: str, processes: int):
+    made = on_eight("H100", LLAMA_8B, resources={"gpusPerNode": 8, "memory": memory})
+    assert pods(made) == [(processes, 1)] * 2
+    held = [reason for reason in made.reasons if reason.startswith("the host memory holds ")]
+    assert len(held) == (processes < 8)
+
+
 def test_program_model_is_evaluated_by_one_process():
     script = {"git": {"url": "https://github.com/org/x", "ref": "main"}, "entryPoint": "train.py"}
     made = on_eight("H100", LLAMA_8B, training={"script": script})

@@ -220,6 +220,8 @@ def test_nodes_facts_of_an_earlier_operator_are_read():
     ("devices", "path"),
     [
         ([{"resource": "a.com/b", "env": {"NOT-A-NAME": "1"}}], "network.devices[0].env.NOT-A-NAME"),
+        ([{"resource": "a.com/b", "hugePages": "5Mi"}], "network.devices[0].hugePages"),
+        ([{"resource": "a.com/b", "hugePages": "0"}], "network.devices[0].hugePages"),
         ([{"resource": "a.com/b"}, {"resource": "a.com/b"}], "network.devices[1]"),
         ([{"resource": "nameless"}], "network.devices[0].resource"),
     ],

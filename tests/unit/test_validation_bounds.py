@@ -142,3 +142,46 @@ def test_a_token_is_hidden_wherever_it_begins(text: str) -> None:
     assert HIDDEN in shown
     assert "eyJhb" not in shown
     assert "c2ln" not in shown
+
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"foo": {"train_uri": TOKEN}},
+        {"foo": {"mlflow_tracking_uri": f"https://user:{TOKEN[3:]}@host/x"}},
+        {"template": {"env": {"DATABASE": f"https://user:{TOKEN[3:]}@host/x", "OTHER": TOKEN}}},
+    ],
+    ids=["in an unknown object", "in a converted URI", "in a list written for the user"],
+)
+def test_hints_repeat_no_credentials_of_the_job(spec: dict[str, Any]) -> None:
+    _, problems = validate_job(job(**spec))
+    assert problems
+    assert not [problem for problem in problems if TOKEN[3:] in problem.hint]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"mlflow_tracking_uri": "x" * 3000},
+        {"template": {"env": {"A": "y " * 1500}}},
+        {"evaluation": {"metric": "m" * 3000}},
+        {"endpoint": {"token": {"secretKeyRef": {"name": "a", "key": "b" * 3000}}}},
+    ],
+)
+def test_hints_cut_long_values_of_the_job(spec: dict[str, Any]) -> None:
+    _, problems = validate_job(job(**spec))
+    assert problems
+    assert max(len(problem.hint) for problem in problems) <= 1000
+
+
+@pytest.mark.parametrize("number", [1e308, -1e308, 10**400], ids=["float", "negative", "integer"])
+@pytest.mark.parametrize(
+    "spec", [("runPolicy", "timeoutMinutes"), ("checkpoints", "minutes"), ("training", "eval_size")]
+)
+def test_number_too_large_for_any_field_is_refused(spec: tuple[str, str], number: float) -> None:
+    block, name = spec
+    _, problems = validate_job(job(**{block: {name: number}}))
+    assert [problem.path for problem in problems] == [f"spec.{block}.{name}"]

@@ -24,7 +24,7 @@ from finetune_operator.api.meant_columns import column_of, columns_in_order, tas
 from finetune_operator.api.meant_uris import CLAIM, as_uri, is_uri, listed, uri_hint
 from finetune_operator.api.meant_values import form_hint, in_other_form, named_settings, plain_meaning, role_of
 from finetune_operator.api.meant_words import NAMES_OF_METRICS, gate_of, meaning, words_of
-from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, PathPart, describe_value, is_secret_name
+from finetune_operator.api.problems import PathPart, describe_value, is_secret_name, presentable
 from finetune_operator.api.shapes import (
     Boolean,
     Fields,
@@ -100,7 +100,10 @@ def unknown_name(
     around: Around | None = None,
 ) -> NameHint:
     """Find the hint for a field that the object at the path's parent, which has `names`, does not have."""
-    text = _unknown_name(path, value, names, of_job, around or Around())
+    try:
+        text = presentable(_unknown_name(path, value, names, of_job, around or Around()))
+    except OverflowError:  # The value is a number too large for the unit of any field.
+        text = _names_here(names)
     if tuple(path[:3]) == ("spec", "predict", "dataset"):
         text = text.replace(" spec.dataset.", " spec.predict.dataset.")
     above = ".".join(str(part) for part in path[:-1])
@@ -165,6 +168,10 @@ def _unknown_name(
         far = difflib.get_close_matches(plain(name), _index(), n=1, cutoff=_CLOSER)
         if far and (places := tuple(place for place in _places(far[0], path) if _could_hold(place, value))):
             return _moved(places, name, value)
+    return _names_here(names)
+
+
+def _names_here(names: Sequence[str]) -> str:
     return f"the fields here are {', '.join(names)}"
 
 
@@ -736,7 +743,7 @@ def _instead(row: ForeignValue) -> str:
 def shown_value(value: JsonValue, field: str) -> str:
     """Return a value as YAML shows it; credentials are hidden."""
     if isinstance(value, dict | list):
-        return SECRET_TEXT.sub(HIDDEN, json.dumps(value, ensure_ascii=False))
+        return presentable(json.dumps(value, ensure_ascii=False))
     shown = describe_value(value, field.split("."))
     return shown[1:-1] if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.:/-]*", value) else shown
 
@@ -763,9 +770,23 @@ def wrong_value(
     around: Around = Around(),
 ) -> tuple[str, str]:
     """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
+    try:
+        rule, hint = _wrong_value(shape, path, value, schemes, around)
+    except OverflowError:  # As in `unknown_name`.
+        shape = served(shape, path)
+        rule, hint = f"must be {sentence(shape)}", _general_hint(shape)
+    return rule, presentable(hint)
+
+
+def _general_hint(shape: Shape) -> str:
+    return "change it" if shape.required else "change it, or leave it out"
+
+
+def _wrong_value(
+    shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None, around: Around
+) -> tuple[str, str]:
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
-    general_hint = "change it" if shape.required else "change it, or leave it out"
     row = find_value(".".join(str(part) for part in path), value)
     if row is not None and not isinstance(shape.body, Boolean):
         same = list(row.instead) == [row.field]
@@ -778,7 +799,7 @@ def wrong_value(
     meant = _in_place_of_object(shape, path, value, around) or _form_hint(shape, path, value)
     if meant is None and tuple(path) == ("spec", "task") and (by_words := task_by_words(value)) is not None:
         meant = f"write {by_words}"
-    return rule, meant or general_hint
+    return rule, meant or _general_hint(shape)
 
 
 def _wrong_text(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from finetune_contract.hub import is_hub_name
-from finetune_operator.api.problems import is_secret_name
+from finetune_operator.api.problems import holds_secret, is_secret_name
 from finetune_operator.api.shapes import Shape, Text
 from finetune_operator.api.types import URI_PATTERN
 
@@ -53,7 +53,7 @@ def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
 
 def as_uri(value: JsonValue) -> str | None:
     """Return a Hub name, an address of the Hub or a path as a URI; None if it is ambiguous."""
-    if not isinstance(value, str) or is_secret_name(value):
+    if not isinstance(value, str) or is_secret_name(value) or holds_secret(value):
         return None
     text = value.strip()
     if address := _HUB_ADDRESS.fullmatch(text):

@@ -15,7 +15,7 @@ import yaml
 from pydantic import JsonValue
 
 from finetune_operator.api.foreign_names import find_value, plain
-from finetune_operator.api.problems import HIDDEN, holds_secret, is_secret_name
+from finetune_operator.api.problems import CUT, HIDDEN, holds_secret, is_secret_name
 from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Shape, Text, accepts
 
 _MINUS = re.compile("[\u2010-\u2015\u2212]")
@@ -186,7 +186,7 @@ def named_settings(hint: str) -> Mapping[str, JsonValue]:
     """Return the values by dotted path that a hint asks to set: `set A to 1 and B to 2`, `X is A: 1`. A hint with
     alternatives names none.
     """
-    if HIDDEN in hint or re.search(r"(?:, or|; or) (?:set|leave|replace)", hint):
+    if HIDDEN in hint or CUT in hint or re.search(r"(?:, or|; or) (?:set|leave|replace)", hint):
         return {}
     found = [*_TO.findall(hint.partition(" (")[0] if hint.startswith("set ") else ""), *_IS.findall(hint)]
     values: dict[str, JsonValue] = {}
@@ -222,7 +222,7 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
         return unwrapped(value)
     if isinstance(value, list) and value and isinstance(shape.body, Text):
         return value[0] if accepts(shape, value[0]) else None
-    if HIDDEN in hint:
+    if HIDDEN in hint or CUT in hint:
         return None
     if hint == "remove the quotes" and isinstance(value, str):
         return next((number for number in _whole(_MINUS.sub("-", value.strip())) if accepts(shape, number)), None)

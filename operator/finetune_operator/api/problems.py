@@ -54,6 +54,13 @@ SECRET_TEXT = re.compile(
 HUB_TOKEN_PATTERN = "hf_[A-Za-z0-9]{16,}"
 """User access token of the Hub: 34 letters after hf_ today; half of that is still no word."""
 _URI_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_HINTED_PASSWORD = re.compile(r"(?<=://)(?<!hf://)[^/@\s\"]+(?=@)")
+"""User part of a URI in a hint; a hint writes revisions on the Hub as hf://NAME@REVISION."""
+_LONG_WORD = re.compile(r"[^\s\"',;]{201,}")
+CUT = "..."
+"""End of a value or text that is longer than a message shows."""
+_MOST_HINT = 1000
+"""Maximum characters of a hint: several times the need of any but one with long values of a job."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,13 @@ class Problem:
 def holds_secret(text: str) -> bool:
     """Return True if a part of `text` has the form of a credential."""
     return SECRET_TEXT.search(text) is not None
+
+
+def presentable(hint: str) -> str:
+    """Return a hint without credentials, which values of a job may have brought into it, and with long values cut."""
+    hint = _HINTED_PASSWORD.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, hint))
+    hint = _LONG_WORD.sub(lambda word: f"{word[0][:197]}{CUT}", hint)
+    return hint if len(hint) <= _MOST_HINT else f"{hint[: _MOST_HINT - len(CUT)]}{CUT}"
 
 
 def is_secret_name(name: str) -> bool:

@@ -15,10 +15,14 @@ from pydantic import JsonValue
 from finetune_operator.api.fields import Path, Read, read_fields, without_nulls
 from finetune_operator.api.network_types import Peer
 from finetune_operator.api.problems import Problem, describe_value, format_path
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.shapes import shape_of
 from finetune_operator.api.syntax import label_problems
 from finetune_operator.api.template import toleration_problems
+
+_HUGE_PAGE = 2 << 20
+"""Bytes of a page of hugepages-2Mi."""
 
 
 def check_settings(value: JsonValue) -> tuple[Settings | None, list[Problem]]:
@@ -66,6 +70,13 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
     if intact(("hardware",)):
         yield from _hardware(settings)
     for number, device in enumerate(settings.network.devices):
+        pages = device.huge_pages
+        if pages is not None and (not parse_quantity(pages) or parse_quantity(pages) % _HUGE_PAGE):
+            yield Problem(
+                format_path(("network", "devices", number, "hugePages")), describe_value(pages),
+                "must be a multiple of 2Mi above 0, or the API server refuses the pods",
+                "round it up, e.g. to 5120Mi, or leave it out",
+            )  # fmt: skip
         for name in device.env:
             if not name.isidentifier() or not name.isascii():
                 yield Problem(

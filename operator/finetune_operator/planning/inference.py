@@ -25,6 +25,7 @@ from finetune_operator.planning.cost import (
 )
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.host_memory import inference_bytes as host_bytes
 from finetune_operator.planning.memory import inference_bytes
 
 GPU_BATCH_TOKENS = 16_384
@@ -143,12 +144,20 @@ def choose_workers(draft: Draft) -> Draft:
 def choose_processes(draft: Draft) -> Draft:
     """Choose the processes of one pod that evaluates or predicts. It makes no difference to the result.
 
-    One for each GPU of a pod, or for each group of GPUs that holds a model, but no more than have `PROCESS_SECONDS` of
-    work each, if the rows are known. Of several pods that predict, each has one process.
+    One for each GPU of a pod, or for each group of GPUs that holds a model, but no more than the host memory holds
+    while they load their models, and than have `PROCESS_SECONDS` of work each, if the rows are known. Of several pods
+    that predict, each has one process.
     """
-    there = _pod_devices(draft) // draft.inference_devices
-    if there == 1 or draft.script is not None:
+    groups = _pod_devices(draft) // draft.inference_devices
+    if groups == 1 or draft.script is not None:
         return draft
+    each = host_bytes(draft.model.parameters // draft.inference_devices)
+    there = min(groups, max(1, draft.hardware.memory_bytes // each))
+    if there < groups:
+        draft = draft.because(
+            f"the host memory holds {there} inference process{'es' * (there > 1)} of a pod, not {groups}: each takes "
+            f"up to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)} while it loads its model"
+        )
     if Stage.EVALUATE in draft.stages:
         count = _enough_processes(there, _seconds_to_evaluate(draft))
         draft = replace(draft, evaluate_processes=count).because(_processes_reason("evaluation", draft, there, count))
@@ -166,6 +175,8 @@ def _processes_reason(what: str, draft: Draft, there: int, count: int) -> str:
     devices = draft.inference_devices
     each = "GPU" if devices == 1 else f"group of {devices} GPUs"
     text = f"{what} by {count} process{'es' * (count > 1)}"
+    if count == there < _pod_devices(draft) // devices:
+        return f"{text}, as many as the host memory holds: they share the rows"
     if count == there:
         return f"{text}, one for each {each} of a pod: they share the rows"
     return f"{text}, and not {there}, one for each {each}: each has at least {PROCESS_SECONDS} s of work"

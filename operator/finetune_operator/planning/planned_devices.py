@@ -23,10 +23,13 @@ _OF_KNOWN_SPEED = "H100"
 
 
 def weakest(devices: Sequence[DeviceFacts]) -> DeviceFacts | None:
-    """Return the weakest of the GPUs on which a job has run: it may run on any of these nodes again; None if there are
-    none.
+    """Return the GPU with the least memory on which a job has run, with bf16 only if all of them have it: the job may
+    run on any of these nodes again. None if there are none.
     """
-    return min(devices, key=lambda one: (one.bf16, one.memory_bytes, one.product), default=None)
+    if not devices:
+        return None
+    least = min(devices, key=lambda one: (one.memory_bytes, one.bf16, one.product))
+    return least.model_copy(update={"bf16": all(one.bf16 for one in devices)})
 
 
 def with_sufficient_memory(draft: Draft, fits: Callable[[Draft], bool]) -> Draft | None:

@@ -10,7 +10,9 @@ import json
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Stage
+from finetune_contract.contract_models import Order
 from finetune_contract.layout import ESTIMATE_FILE
+from finetune_contract.trainer_job import Script, TrainerJob, Training
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.planning.planned_figures import planned_training
 from finetune_operator.rendering.claims import with_mounted_paths
@@ -45,8 +47,9 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
     # Other stages get no `serving`, so that an endpoint can change while an attempt runs.
     serving = plan.trainer.serving if stage is Stage.SERVE else None
     device = plan.trainer.device if stage is Stage.TRAIN else None
-    changes = {"run": run, "serving": serving, "device": device}
-    trainer = with_mounted_paths(plan.trainer).model_copy(update=changes)
+    trainer = with_mounted_paths(plan.trainer).model_copy(update={"run": run, "serving": serving, "device": device})
+    if stage is Stage.SERVE:
+        trainer = _without_processes(trainer)
     texts = files(plan.model_copy(update={"trainer": trainer}))
     if stage is not Stage.TRAIN:
         texts.pop(DEEPSPEED_FILE, None)
@@ -57,6 +60,25 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
 def stage_arguments(stage: Stage, job: str, workspace: str) -> tuple[str, ...]:
     """Return the arguments of the trainer's program for one rank of `stage`."""
     return (stage.value, "--job", job, "--workspace", workspace)
+
+
+def _without_processes(trainer: TrainerJob) -> TrainerJob:
+    """Return the job without the processes of other stages and their network, which servers do not read: another number
+    of them is no reason to replace servers.
+    """
+    one = {"processes": 1, "devices_per_process": 1}
+    parts: dict[str, Order | None] = {
+        "evaluation": None if trainer.evaluation is None else trainer.evaluation.model_copy(update=one),
+        "predict": None if trainer.predict is None else trainer.predict.model_copy(update=one),
+    }
+    trains: tuple[tuple[str, Training | Script | None], ...] = (
+        ("training", trainer.training),
+        ("script", trainer.script),
+    )
+    for name, part in trains:
+        if part is not None:
+            parts[name] = part.model_copy(update={"world": part.world.model_copy(update={"network": None})})
+    return trainer.model_copy(update=parts)
 
 
 def launch_arguments(
