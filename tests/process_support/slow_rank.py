@@ -18,7 +18,7 @@ SLOW_SECONDS = 1.2 * TIMEOUT_SECONDS
 
 def train(arguments: list[str]) -> None:
     """Run the stage; end the process with its exit code."""
-    from finetune_trainer import distributed
+    from finetune_trainer import distributed, tensor_files
     from finetune_trainer.__main__ import run
     from finetune_trainer.checkpoints import CheckpointStore
     from finetune_trainer.strategies import full_state, shard_files
@@ -26,7 +26,7 @@ def train(arguments: list[str]) -> None:
     distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
     if os.environ["RANK"] == "0":
         owners = {"newest": CheckpointStore, "load_shards": full_state, "write_tensors": shard_files}
-        for name, owner in {**owners, "commit": CheckpointStore}.items():
+        for name, owner in {**owners, "commit": CheckpointStore, "write_gathered": tensor_files}.items():
             setattr(owner, name, _slowly(name, getattr(owner, name)))
     sys.stdout.flush()
     os._exit(run(arguments))

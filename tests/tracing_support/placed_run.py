@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import core_model_loading
 
 from finetune_contract.trainer_job import InferenceProcesses, ModelSource, TrainerJob
@@ -24,6 +24,7 @@ from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.inference.pod_processes import is_placed, placement, places, refuse_host_memory, settle_gpus
 from finetune_trainer.inference.runner import settle
 from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.writing import kept_places
 from tracing_support import switched_off
 
 _SMALL: dict[str, Any] = {"vocab_size": 90, "pad_token_id": 0}
@@ -73,7 +74,7 @@ def run(name: str, result: str) -> None:
         core_model_loading._materialize_copy = _reader(fakes)
         FakeTensor.data_ptr = lambda tensor: id(tensor)  # type: ignore  # accelerate knows tied weights by address
         job = TrainerJob(name="job", task=task_name, model=ModelSource(uri=f"file://{folder}"))  # type: ignore[arg-type]
-        with fakes, torch.inference_mode():
+        with fakes, _IndicesNearby(), torch.inference_mode():
             model = task.load_model(job, folder, placement(2), torch.bfloat16)
             refuse_host_memory(model)
             settle(model, "cuda")
@@ -85,6 +86,20 @@ def run(name: str, result: str) -> None:
         "outputs": sorted(outputs),
     }
     Path(result).write_text(json.dumps(found), encoding="utf-8")
+
+
+class _IndicesNearby(TorchDispatchMode):
+    """Refuses indices on another GPU than the indexed tensor, as CUDA does; fake tensors take them."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Check the devices of an indexing, and do it."""
+        if function is torch.ops.aten.index.Tensor:
+            wrong = [each for each in args[1] if each is not None and each.device not in (_HOST, args[0].device)]
+            assert not wrong, f"indices on {wrong[0].device} for a tensor on {args[0].device}"
+        return function(*args, **(kwargs or {}))
+
+
+_HOST = torch.device("cpu")
 
 
 def _reader(fakes: FakeTensorMode) -> Callable[..., torch.Tensor]:
@@ -110,6 +125,7 @@ def _passes(model: Any, task: str) -> set[str]:
     mask = torch.zeros(2, 1, 10, 10, dtype=torch.bfloat16, device="cuda")
     found = model(input_ids=ids, attention_mask=mask, use_cache=True)
     step = model(input_ids=ids[:, :1], past_key_values=found.past_key_values)
-    # Indices in host memory: the hidden states are on another GPU than the ids (`writing._parts`).
-    part = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=torch.tensor([1, 3]))
+    with _disable_current_modes():
+        places = kept_places(model, torch.tensor([1, 3]))
+    part = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=places)
     return {str(each.logits.device) for each in (found, step, part)}

@@ -241,7 +241,7 @@ def test_variables_of_the_user_stay(tmp_path: Path) -> None:
     own = {
         ENV_NCCL: str(tmp_path),
         "NCCL_DEBUG": "WARN",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "50",
         "TORCH_FR_DUMP_ON_TIMEOUT": "0",
     }
@@ -255,6 +255,17 @@ def test_a_log_of_the_user_s_own_place_is_read(tmp_path: Path) -> None:
     (tmp_path / f"{socket.gethostname()}-{os.getpid()}").write_text("mine")
     assert nccl_log({"NCCL_DEBUG_FILE": str(tmp_path / "%h-%p")}) == "mine"
     assert nccl_log({"NCCL_DEBUG_FILE": str(tmp_path / "absent")}) == ""
+
+
+def test_a_log_that_goes_to_a_pipe_is_left_to_its_reader() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"theirs")
+    os.close(writing)
+    try:
+        assert nccl_log({"NCCL_DEBUG_FILE": f"/dev/fd/{reading}"}) == ""
+        assert os.read(reading, 6) == b"theirs"
+    finally:
+        os.close(reading)
 
 
 # -------------------------------------------------------------------------------------------------------------- remains
@@ -319,6 +330,15 @@ def test_a_dump_with_code_in_it_is_not_executed(tmp_path: Path) -> None:
     (tmp_path / f"{DUMP_PREFIX}0").write_bytes(pickle.dumps({"entries": [Touching(tmp_path / "touched")]}))
     assert remains(tmp_path) == ["Flight recorder, rank 0: the dump cannot be read (UnpicklingError)"]
     assert not (tmp_path / "touched").exists()
+
+
+def test_files_of_unknown_forms_do_not_hide_the_reports_of_ranks(tmp_path: Path) -> None:
+    entry = {"state": "started", "process_group": (), "collective_seq_id": 1}
+    (tmp_path / f"{DUMP_PREFIX}0").write_bytes(pickle.dumps({"entries": [entry]}))
+    assert remains(tmp_path) == ["Flight recorder, rank 0: the dump cannot be read (IndexError)"]
+    (tmp_path / f"rank-0{LOG_SUFFIX}").mkdir()
+    (line,) = remains(tmp_path)
+    assert line.startswith("The files of NCCL cannot be read: IsADirectoryError")
 
 
 def test_the_warnings_of_a_failed_training_reach_the_pod_s_log(tmp_path: Path) -> None:

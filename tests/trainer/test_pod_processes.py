@@ -232,6 +232,12 @@ def test_each_process_sees_its_own_gpus(given: str | None, local_rank: int, coun
     assert visible_gpus(environment, local_rank, count) == visible
 
 
+def test_each_process_sees_an_instance_of_a_partitioned_gpu():
+    environment = {"NVIDIA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
+    assert [visible_gpus(environment, rank, 1) for rank in range(2)] == [["MIG-a"], ["MIG-b"]]
+    assert visible_gpus({"NVIDIA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, 1, 1) == ["1"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

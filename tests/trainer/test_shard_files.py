@@ -302,3 +302,15 @@ def test_hashes_taken_while_writing_are_compared_with_the_files(tmp_path: Path):
     assert entries == {"a": mine["b"], "b": mine["b"]}
     assert hashing.first_difference(tmp_path, entries) == (tmp_path / "a", "has changed since it was written")
     assert hashing.first_difference(tmp_path, mine) is None
+
+
+def test_a_shard_that_is_lost_after_it_was_written_is_missed(tmp_path: Path):
+    hashing = SpreadHashing(1)
+    (tmp_path / "there").write_bytes(b"a")
+    (tmp_path / "lost").write_bytes(b"b")
+    mine = entries_of(tmp_path)
+    hashing.wrote([mine])
+    (tmp_path / "lost").unlink()
+    entries = hashing.entries_of(tmp_path)
+    assert entries == mine
+    assert hashing.first_difference(tmp_path, entries) == (tmp_path / "lost", "is missing")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,6 +113,28 @@ def test_run_with_saved_last_step_publishes_its_model_without_more_steps(here):
     assert metrics["measured"]["steps"] == metrics["steps"]
     assert (again["measured"]["steps"], again["measured"]["step_seconds"]) == (0, None)
     assert again["eval_accuracy"] > 0
+
+
+def test_a_resumed_training_goes_on_with_the_loss_scale(here, monkeypatch):
+    import torch
+
+    from finetune_trainer.strategies.full_state import FullState
+
+    scaler = partial(torch.amp.GradScaler, init_scale=1024.0, growth_interval=3)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    monkeypatch.setattr(FullState, "scales_loss", True)  # fp32 on a CPU, with the scaling of fp16
+    run = here.with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=2))
+    run.train_here()
+    assert [scaling(run, step) for step in (2, 4)] == [(1024.0, 2), (2048.0, 1)]
+    shutil.rmtree(run.paths.checkpoints / "step-4")
+    run.train_here()
+    assert scaling(run, 4) == (2048.0, 1)
+
+
+def scaling(run, step: int) -> tuple[float, int]:
+    """Return the scale of a checkpoint, and its steps since the last change."""
+    state = json.loads((run.paths.checkpoints / f"step-{step}" / "scaling.json").read_text())
+    return state["scale"], state["_growth_tracker"]
 
 
 def test_metrics_have_the_measured_gpus(here):

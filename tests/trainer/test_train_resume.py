@@ -242,9 +242,10 @@ def test_state_in_files_and_state_in_memory_do_not_go_on_from_each_other():
     assert "reads its own shards only" in (strategy.why_not_from(here.checkpoint_form, 2, 2) or "")
 
 
-def test_work_of_rank_0_alone_may_outlast_the_collective_timeout(bench, tmp_path: Path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_work_of_rank_0_alone_may_outlast_the_collective_timeout(strategy: str, bench, tmp_path: Path):
     saving = CheckpointSchedule(every_steps=2, keep=2)
-    run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=saving).spread("ddp", 2)
+    run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=saving).spread(strategy, 2)
     assert run.run(processes=2).exit_code == 0
     shutil.rmtree(run.paths.checkpoints / "step-4")
     (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
@@ -254,7 +255,7 @@ def test_work_of_rank_0_alone_may_outlast_the_collective_timeout(bench, tmp_path
     codes, output = fork_server().run({**case, **call})
     assert codes == [0, 0], output
     assert "Resuming from" in output
-    calls = ("newest", "load_shards", "write_tensors", "commit")
+    calls = ("newest", "load_shards", "write_tensors", "commit", "write_gathered")
     assert all(f"rank 0 alone: {name}" in output for name in calls)
 
 

@@ -153,7 +153,7 @@ def settle_environment(
     settle_rank(environment, world)
 
 
-_INSTANCE = "MIG-"
+INSTANCE = "MIG-"
 """Prefix of the identifier of an instance of a partitioned GPU."""
 
 
@@ -163,14 +163,14 @@ def _own_instance(environment: Mapping[str, str], world: ProcessWorld) -> str | 
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES") or environment.get("NVIDIA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in listed.split(",")]
-    if not all(name.startswith(_INSTANCE) for name in names) or world.local_rank >= len(names):
+    if not all(name.startswith(INSTANCE) for name in names) or world.local_rank >= len(names):
         return None
     return names[world.local_rank]
 
 
 def device_index(environment: Mapping[str, str], local_rank: int) -> int:
     """Return the number of a process's GPU among those that it sees: 0 where it sees an instance of its own."""
-    return 0 if environment.get("CUDA_VISIBLE_DEVICES", "").startswith(_INSTANCE) else local_rank
+    return 0 if environment.get("CUDA_VISIBLE_DEVICES", "").startswith(INSTANCE) else local_rank
 
 
 def settle_rank(environment: MutableMapping[str, str], world: ProcessWorld) -> None:

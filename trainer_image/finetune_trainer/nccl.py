@@ -37,6 +37,7 @@ DEFAULTS = {
     "TORCH_FR_DUMP_ON_TIMEOUT": "1",
 }
 RENAMED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
@@ -69,13 +70,15 @@ def settle_nccl(environment: MutableMapping[str, str], rank: int) -> None:
 
 
 def nccl_log(environment: MutableMapping[str, str]) -> str:
-    """Return NCCL's log of this process; empty if it writes to another place."""
+    """Return NCCL's log of this process; empty if it writes to another place, also to /dev/stdout, a pipe that nobody
+    would ever finish to read.
+    """
     path = environment.get("NCCL_DEBUG_FILE")
     if path is None:
         return ""
     path = path.replace("%h", socket.gethostname()).replace("%p", str(os.getpid()))
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
+        return Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).is_file() else ""
     except OSError:
         return ""
 

@@ -49,9 +49,11 @@ class SpreadHashing:
         self._written = by_rank
 
     def entries_of(self, folder: Path) -> dict[str, FileEntry]:
-        """Return the entries of all files, once they are on the disk; as `files.entries_of`."""
-        names = names_of(folder)
+        """Return the entries of all files, once they are on the disk; as `files.entries_of`. Written files that are not
+        found are listed too: without them a checkpoint would look whole.
+        """
         known = {name: entry for written in self._written for name, entry in written.items()}
+        names = sorted({*names_of(folder), *known})
         found = self._ask(folder, {name: None for name in names if name not in known})
         everything = known | {name: entry for each in found for name, entry in each.entries.items()}
         return {name: everything[name] for name in names}

@@ -20,6 +20,7 @@ from typing import IO, Any
 import torch
 
 from finetune_contract.plans import SAVED_PIECE_BYTES
+from finetune_trainer.distributed import barrier
 from finetune_trainer.files import FileEntry
 
 _TYPES: Mapping[torch.dtype, str] = {
@@ -98,13 +99,20 @@ def write_gathered(
     path: Path, forms: Mapping[str, TensorForm], tensors: Iterator[torch.Tensor], *, main: bool
 ) -> FileEntry | None:
     """Write the file on the main process, from tensors that all processes gather one after another: `tensors` is read
-    to its end on each, also where writing fails, as no process may wait for others in vain. Return None on the others.
+    to its end on each, also where writing fails, as no process may wait for others in vain. Return None on the others,
+    once the file is written.
+
+    `tensors` has to call `barrier` before each collective operation. Writing a large model takes longer than the
+    timeout of a collective, which begins when the first process calls it: on GPUs the others would call all of them at
+    once, while the main process writes the first tensor.
     """
     try:
-        return write_tensors(path, forms, tensors) if main else None
+        entry = write_tensors(path, forms, tensors) if main else None
     finally:
         for _ in tensors:
             pass
+    barrier()
+    return entry
 
 
 def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:

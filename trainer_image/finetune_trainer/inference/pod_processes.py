@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from finetune_contract.choices import Device
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import InferenceProcesses
-from finetune_trainer.distributed import PATIENCE, ProcessWorld, disconnect, gathered_on_first
+from finetune_trainer.distributed import INSTANCE, PATIENCE, ProcessWorld, disconnect, gathered_on_first
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
@@ -83,9 +83,14 @@ def settle_gpus(world: ProcessWorld, pod: InferenceProcesses, device: Device) ->
 
 
 def visible_gpus(environment: Mapping[str, str], local_rank: int, count: int) -> list[str]:
-    """Return the GPUs of a process, as CUDA_VISIBLE_DEVICES names them: `count` neighbouring ones of the pod's."""
+    """Return the GPUs of a process, as CUDA_VISIBLE_DEVICES names them: `count` neighbouring ones of the pod's.
+
+    Instances of partitioned GPUs go by their identifiers, as CUDA numbers the first one only.
+    """
     first = local_rank * count
-    given = environment.get("CUDA_VISIBLE_DEVICES")
+    given, instances = environment.get("CUDA_VISIBLE_DEVICES"), environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    if not given and instances.startswith(INSTANCE):
+        given = instances
     if given:
         # Too few of them make the stage fail with `DeviceMissing`.
         return given.split(",")[first : first + count]

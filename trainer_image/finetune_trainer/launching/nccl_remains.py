@@ -19,7 +19,16 @@ _LIBRARIES = ("/torch/", "/transformers/", "/accelerate/", "/deepspeed/")
 
 
 def remains(folder: Path) -> list[str]:
-    """Return the lines for the log from the files of a launcher's ranks; none without such files."""
+    """Return the lines for the log from the files of a launcher's ranks; none without such files. Never raises: an
+    error here would hide the ranks' reports.
+    """
+    try:
+        return _remains(folder)
+    except Exception as error:
+        return [f"The files of NCCL cannot be read: {type(error).__name__}: {error}"]
+
+
+def _remains(folder: Path) -> list[str]:
     found = [f"NCCL warning: {text}" for text in nccl_warnings(folder)[:MOST_LINES]]
     waiting: dict[str, list[int]] = {}
     for file in folder.glob(f"{DUMP_PREFIX}*"):
@@ -48,7 +57,7 @@ def _last_collective(file: Path) -> str:
         if not pending:
             return f"all collectives completed, the last one {_described(entries[-1])}"
         return f"not completed: {_described(pending[0])}"
-    except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # of unpickling, or of a form that is not known
         return f"the dump cannot be read ({type(error).__name__})"
 
 

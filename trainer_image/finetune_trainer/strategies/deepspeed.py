@@ -22,6 +22,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_trainer.checkpoints import CheckpointPart
+from finetune_trainer.distributed import barrier
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import FileEntry
 from finetune_trainer.strategies.strategy_protocol import (
@@ -300,7 +301,10 @@ def _gathered(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     import torch
 
     for each in tensors:
-        with torch.no_grad(), deepspeed.zero.GatheredParameters([each], enabled=hasattr(each, "ds_id")):
+        sharded = hasattr(each, "ds_id")
+        if sharded:
+            barrier()  # see `write_gathered`
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([each], enabled=sharded):
             yield each.detach()
 
 

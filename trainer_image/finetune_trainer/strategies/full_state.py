@@ -93,6 +93,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
     if not isinstance(value, DTensor):
         return value
+    barrier()  # see `write_gathered`
     # Shards in host memory are gathered by the backend of the mesh.
     on_mesh: Any = value.detach().to(value.device_mesh.device_type)
     whole: torch.Tensor = on_mesh.full_tensor()

@@ -290,6 +290,7 @@ class ModelParallel(FullState):
         """
         rank = distributed.get_rank()
         for name in storage_order(forms):
+            barrier()  # see `write_gathered`
             whole = _whole(held[name]) if name in held else None
             if rank == senders[name] != 0:
                 assert whole is not None

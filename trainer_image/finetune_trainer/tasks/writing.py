@@ -178,7 +178,8 @@ def logits_at(
         return
     with _reading_once(cast(Any, model).base_model):
         for places in parts:
-            yield model(**given, use_cache=False, logits_to_keep=places).logits, labels[:, places]
+            keep = kept_places(model, places)
+            yield model(**given, use_cache=False, logits_to_keep=keep).logits, labels[:, places]
 
 
 def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tensor] | None:
@@ -193,9 +194,15 @@ def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tenso
     if labels.shape[1] * of_place <= REQUESTED_LOGITS or body is model or "logits_to_keep" not in takes:
         return None
     (places,) = torch.where((labels != NOT_LEARNT).any(0))
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        places = places.cpu()  # the hidden states may be on another GPU than the labels
     return torch.split(places, max(1, REQUESTED_LOGITS // of_place))
+
+
+def kept_places(model: torch.nn.Module, places: torch.Tensor) -> torch.Tensor | list[int]:
+    """Return `places` as `logits_to_keep` of `model`: as numbers if its layers are on several GPUs. The model's hook
+    moves tensors to its first GPU, also those in host memory, and the hidden states are on its last one.
+    """
+    placed = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    return places.tolist() if placed else places
 
 
 @contextmanager

@@ -154,6 +154,18 @@ class Engine:
         """Return True for fp16, which loses small gradients unless the loss is scaled."""
         return bool(self.args.fp16) or self._strategy.scales_loss
 
+    @property
+    def scaling(self) -> dict[str, float]:
+        """State of the loss scaling, the same on all ranks; empty where the loss is not scaled, and with DeepSpeed,
+        which saves its own.
+        """
+        return {} if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()
+
+    def restore_scaling(self, state: Mapping[str, float]) -> None:
+        """Restore a result of `scaling`. An empty one leaves the scale that a training begins with."""
+        if self.accelerator.scaler is not None and state:
+            self.accelerator.scaler.load_state_dict(dict(state))
+
     # ------------------------------------------------------------------------------------------------------------ step
 
     def to_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

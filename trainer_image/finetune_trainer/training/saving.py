@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _STATE = "state"
 _SCHEDULER = "scheduler.pt"
 _STOPPING = "stopping.json"
+_SCALING = "scaling.json"
+"""State of the loss scaling, only where the loss is scaled; earlier releases wrote none."""
 _TRAINER_STATE = "trainer_state.json"
 """File that earlier releases, which trained by transformers' Trainer, read when they resume."""
 
@@ -158,6 +160,8 @@ class RunSaver:
         if main:
             torch.save(loop.engine.schedule.state_dict(), folder / _SCHEDULER)
             (folder / _STOPPING).write_text(json.dumps(self._stopper.state()), encoding="utf-8")
+            if loop.engine.scaling:
+                (folder / _SCALING).write_text(json.dumps(loop.engine.scaling), encoding="utf-8")
             loop.state.save_to_json(str(folder / _TRAINER_STATE))
         self._hashing.wrote(patiently_gathered({f"{_STATE}/{name}": entry for name, entry in written.items()}))
         with work_of_rank_0(self._world.rank, self._hashing):
@@ -178,6 +182,8 @@ class RunSaver:
         schedule = torch.load(folder / _SCHEDULER, weights_only=True)
         loop.engine.schedule.load_state_dict(schedule_of_groups(schedule, len(loop.placed.optimizer.param_groups)))
         self._stopper.restore(json.loads((folder / _STOPPING).read_text(encoding="utf-8")))
+        if (folder / _SCALING).exists():
+            loop.engine.restore_scaling(json.loads((folder / _SCALING).read_text(encoding="utf-8")))
         loop.state.global_step = self.first_step
         self._restore_random_state()
 
