@@ -114,10 +114,10 @@ class TrainingSpec(SpecModel):
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         default="auto",
-        description="Numeric precision of the forward and backward pass. fp16, with loss scaling, needs a GPU and a "
-        "strategy other than fsdp. fp8 applies to the linear layers of the blocks, with bf16 elsewhere; it"
-        " needs a GPU with fp8 units and strategy single, ddp or fsdp. Defaults to auto: bf16 if the "
-        "hardware supports it, else fp32.",
+        description="Numeric precision of the forward and backward pass. fp16, with loss scaling, needs a GPU. fp8 "
+        "applies to the linear layers of the blocks, with bf16 elsewhere; it needs a GPU with fp8 units and strategy "
+        "single, ddp or fsdp. Defaults to auto: bf16 if the hardware supports it, fp16 on GPUs that have units for it "
+        "only, else fp32.",
     )
     arguments: Annotated[dict[str, JsonValue], Field(max_length=128)] = Field(
         default={},
