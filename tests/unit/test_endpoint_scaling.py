@@ -184,6 +184,4 @@ def test_processes_of_other_stages_replace_no_servers() -> None:
         }
     )
     context = RenderContext("team", job(spec).spec, CLUSTER_SETTINGS, None)
-    assert revision_digest(planned, context) == revision_digest(
-        planned.model_copy(update={"trainer": before}), context
-    )
+    assert revision_digest(planned, context) == revision_digest(planned.model_copy(update={"trainer": before}), context)
