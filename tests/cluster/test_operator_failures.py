@@ -157,7 +157,9 @@ def test_a_suspended_preparation_by_spark_stops_and_begins_again(world: World) -
     world.wait_running("spark-pause", "prepare")
     world.change("spark-pause", {"runPolicy": {"suspend": True}})
     world.wait_phase("spark-pause", "Suspended")
-    wait_until(lambda: not world.pods("spark-pause"), "its driver is gone", tell=lambda: world.describe("spark-pause"))
+    wait_until(
+        lambda: not world.pods("spark-pause"), "its driver is gone", detail=lambda: world.describe("spark-pause")
+    )
     assert world.children("spark-pause") == []
     world.change("spark-pause", {"runPolicy": {"suspend": False}})
     assert states(world.wait_phase("spark-pause", "Succeeded"))["prepare"] == ("Succeeded", 2)
@@ -290,7 +292,7 @@ def test_an_image_that_cannot_be_pulled_ends_the_job_after_a_while(world: World)
     failure = world.wait_phase("image", "Failed")["failure"]
     assert (failure["class"], failure["stage"]) == ("ImagePull", "prepare")
     assert "nowhere/none:1" in failure["message"]
-    wait_until(lambda: world.pods("image") == [], "nothing of it runs", tell=lambda: world.describe("image"))
+    wait_until(lambda: world.pods("image") == [], "nothing of it runs", detail=lambda: world.describe("image"))
 
 
 def test_exit_code_zero_without_a_report_is_a_failure(world: World) -> None:
@@ -372,7 +374,7 @@ def test_deadline_stops_the_running_stage(world: World) -> None:
     status = world.wait_phase("late", "Failed")
     assert (status["failure"]["class"], status["failure"]["stage"]) == ("DeadlineExceeded", "prepare")
     assert states(status)["prepare"] == ("Failed", 1)
-    wait_until(lambda: not world.pods("late"), "nothing runs any more", tell=lambda: world.describe("late"))
+    wait_until(lambda: not world.pods("late"), "nothing runs any more", detail=lambda: world.describe("late"))
 
 
 def test_a_terminal_job_creates_nothing_ever(world: World) -> None:

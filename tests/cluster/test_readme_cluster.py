@@ -85,7 +85,7 @@ def test_a_job_goes_from_apply_to_delete_as_printed(shell, world: World, tmp_pat
             if len(shown) == 4:
                 world.kubelet.switch_play(NAME, "train", replace(SUCCEEDS, log=log))
 
-    output = {line: shell(line, heard=on_line) for line in USE}
+    output = {line: shell(line, on_line=on_line) for line in USE}
     by_start = {" ".join(line.split()[:2]): text for line, text in output.items()}
 
     assert f"{NAME} is valid" in by_start["finetune validate"]
