@@ -237,7 +237,7 @@ def test_a_worker_that_fails_ends_all_and_is_the_cause(crew: Crew):
     assert (cause.rank, cause.failure.reason) == (2, "BadRow")
     failure = report_of(workers[0]).failure
     assert failure is not None
-    assert failure.message == "Pod 2 of 3 of stage predict failed (BadRow): Row 77 cannot be encoded."
+    assert failure.message == "Worker 2 of 3 of stage predict failed (BadRow): Row 77 cannot be encoded."
     assert not crew.paths.predictions_jsonl.exists()
     second_attempt = crew.workers(3, attempt="attempt-2")
     assert ends(crew.start(second_attempt)) == [0, 0, 0], logs_of(second_attempt)
