@@ -115,7 +115,11 @@ def predict_as(
         if worker.leads:
             done = _AnsweredParts(progress, given.source.weight, parts, others=True)
             return _led(given, parts, crew, done, paths, output, crew.publish_result)
-        return {"rows": _followed(given, parts, crew, progress, paths)}
+        rows = _followed(given, parts, crew, progress, paths)
+    if result_of(worker, paths) is not None:
+        # A worker that comes late creates the folder again after worker 0 has discarded it.
+        discard(parts.folder.parent, paths.root, _OVER)
+    return {"rows": rows}
 
 
 def _followed(given: _PredictionInputs, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
