@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-BF16_FROM = (8, 0)
-"""Compute capability of Ampere, the first chips with units for bf16."""
-FP8_FROM = (8, 9)
-"""Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
+from finetune_contract.facts import BF16_FROM, FP8_FROM
+
 _AMD_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 """Prefixes of AMD's architectures with units for bf16: MI100 and later, RDNA 3 and later."""
 _AMD_FP8 = ("gfx94", "gfx95", "gfx12")

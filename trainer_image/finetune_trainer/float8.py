@@ -25,9 +25,10 @@ import torch
 from torch import nn
 
 from finetune_contract.choices import Device
+from finetune_contract.facts import FP8_FROM
 from finetune_contract.layout import FailureClass
 from finetune_trainer.adapters import block_linears
-from finetune_trainer.device_units import FP8_FROM, capability_of, has_fp8
+from finetune_trainer.device_units import capability_of, has_fp8
 from finetune_trainer.failures import StageError, needed_library
 
 if TYPE_CHECKING:

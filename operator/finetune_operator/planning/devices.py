@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from finetune_contract.facts import DeviceFacts
+from finetune_contract.facts import BF16_FROM, FP8_FROM, DeviceFacts
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import HardwareRow
 from finetune_operator.planning.gpu_table import GPU_MODELS, KARPENTER_LABEL, MIB, NVIDIA_LABEL, GpuModel, Labels
@@ -33,10 +33,6 @@ PCIE_GIGABYTES = 16.0
 """Bandwidth of PCIe 3.0 x16, in 10^9 bytes a second and direction; later generations have at least twice that."""
 FP16_FROM = 7
 """Compute capability of Volta, the first chips whose tensor cores multiply in fp16."""
-BF16_FROM = (8, 0)
-"""Compute capability of Ampere, the first chips with units for bf16."""
-FP8_FROM = (8, 9)
-"""Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
 _FORMS = ("PCIE", "NVL")
 _SLICE = re.compile(r"MIG[- ]([1-7])[CG]\.([0-9]+)GB(?:[.+].*)?$")
 SLICES = 7

@@ -121,6 +121,12 @@ class DataFacts(Message):
         return self.model_copy(update={"labels": (), "label_counts": {}, "notes": (), "splits": splits})
 
 
+BF16_FROM = (8, 0)
+"""Compute capability of Ampere, the first chips with units for bf16."""
+FP8_FROM = (8, 9)
+"""Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
+
+
 class DeviceFacts(Message):
     """One kind of accelerator."""
 
