@@ -168,21 +168,6 @@ def _checkpointable(tensor: torch.Tensor) -> torch.Tensor:
     return local  # type: ignore[no-any-return]
 
 
-def read_whole(part: CheckpointPart, index: StateIndex, name: str) -> torch.Tensor:
-    """Return a tensor in host memory, put together from its parts. Raise StageError CHECKPOINT as `read_state`."""
-    form = index.tensors[name].form
-    _expect_stored(part, index, name, form.shape)
-    whole = torch.empty(form.shape, dtype=form.dtype)
-    for each in index.tensors[name].parts:
-        with _opened(part, each.file) as file:
-            value = file.get_tensor(each.name)
-            target = whole[tuple(slice(at, at + size) for at, size in zip(each.offsets, each.sizes, strict=True))]
-            if value.shape != target.shape:
-                raise _unreadable(part.folder / each.file, f"holds {name} in another shape")
-            target.copy_(value)
-    return whole
-
-
 def _expect_stored(part: CheckpointPart, index: StateIndex, name: str, shape: tuple[int, ...]) -> None:
     stored = index.tensors.get(name)
     if stored is None:
