@@ -11,6 +11,7 @@ import pytest
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import Communication, MeasuredFacts
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import (
     ChildReference,
     CommunicationStatus,
@@ -20,7 +21,6 @@ from finetune_operator.api.types import (
     StageStatus,
 )
 from finetune_operator.reconcile.reconcile_types import Decision, EventNote, ObjectRef
-from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import BERT, GRACE, NOON, SPEC, World, report
 
 TWO_NODES = {**SPEC, "resources": {"nodes": 2}}

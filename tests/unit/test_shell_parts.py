@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus, StageStatus
 from finetune_operator.reconcile.fleet_metrics import Fleet
-from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
 from finetune_operator.shell.command import _set_up_logs, app

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 
 from finetune_contract.causes import ECHOES
 from finetune_contract.choices import Stage
+from finetune_operator.api.status_times import earliest
 from finetune_operator.api.types import StageStatus
 from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.attempt_outcomes import attempt_failed, stage_succeeded
@@ -26,7 +27,6 @@ from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.results import nodes
 from finetune_operator.reconcile.spot import follow_spot_wait, start_spot_clock, words
 from finetune_operator.reconcile.status import NO_PROGRESS, condition
-from finetune_operator.reconcile.status_times import earliest, moment, stamp
 from finetune_operator.reconcile.usage import with_pod_times
 from finetune_operator.reconcile.waiting_reasons import pod_wait
 from finetune_operator.rendering.render_types import Attempt
@@ -45,7 +45,7 @@ FAILED_POD_SECONDS = 60
 
 def settle(state: ReconcileState) -> ReconcileState:
     """Process the current stage, and the next ones as stages succeed."""
-    while state.end is None and (current := state.current) is not None and current.name != Stage.SERVE.value:
+    while state.end is None and (current := state.current) is not None and current.name is not Stage.SERVE:
         state = _process_stage(state, current)
         after = state.current
         if after is not None and after.name == current.name:
@@ -81,7 +81,7 @@ def _adopted(state: ReconcileState, stage: StageStatus, child: ChildView) -> tup
         update={
             "state": "Running",
             "attempt": child.attempt,
-            "start_time": stamp(started),
+            "start_time": started,
             "completion_time": None,
             "next_attempt_time": None,
             "blocked_since": None,
@@ -92,7 +92,7 @@ def _adopted(state: ReconcileState, stage: StageStatus, child: ChildView) -> tup
             "child": reference(child.ref),
         }
     )
-    first = state.status.start_time or stamp(started)
+    first = state.status.start_time or started
     return (
         start_spot_clock(state, child.capacity, started)
         .with_stage(current)
@@ -123,7 +123,7 @@ def _superseded(state: ReconcileState, stage: StageStatus, child: ChildView) -> 
 
 def _stop_outdated(state: ReconcileState, stage: StageStatus, child: ChildView) -> ReconcileState:
     """Stop the outdated attempt: it is deleted once the status records this, and recreated; this is no failure."""
-    stopped = stage.model_copy(update={"state": "Suspended", "completion_time": stamp(state.now)})
+    stopped = stage.model_copy(update={"state": "Suspended", "completion_time": state.now})
     message = f"{child.ref.kind} {child.ref.name} was created from an older spec; recreating it."
     return state.with_stage(stopped).with_event("SpecEdited", message)
 
@@ -181,8 +181,8 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
     state = state.requeue(_next_loss_at(pods, state.now))
     if child.deleting:
         return replace(state, waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
-    wait = pod_wait(child, pods, state.now, state.settings.limits, moment(stage.blocked_since))
-    blocked = None if wait is None or wait.blocked_since is None else stamp(wait.blocked_since)
+    wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since)
+    blocked = None if wait is None else wait.blocked_since
     stage = with_pod_times(stage.model_copy(update={"blocked_since": blocked}), pods)
     state = state.with_stage(stage)
     if wait is not None:

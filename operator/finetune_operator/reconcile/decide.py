@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from finetune_contract.choices import Stage
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
 from finetune_operator.launchers.launcher_registry import stage
 from finetune_operator.planning.plan_types import PlanRefused
@@ -59,7 +60,6 @@ from finetune_operator.reconcile.spot import (
     words,
 )
 from finetune_operator.reconcile.status import complete, condition, ended
-from finetune_operator.reconcile.status_times import moment, stamp
 from finetune_operator.reconcile.usage import count_usage
 from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.render_types import Attempt, Manifest, ProgressEndpoint
@@ -115,7 +115,7 @@ def clean_up_ended(state: ReconcileState) -> ReconcileState:
             one.model_copy(update={"observed_generation": generation}) for one in state.status.conditions
         )
         state = state.with_status(observed_generation=generation, conditions=conditions)
-    finished, job = moment(state.status.completion_time), state.job.job
+    finished, job = state.status.completion_time, state.job.job
     if finished is None or job is None:
         return state
     own = job.spec.run_policy.ttl_seconds_after_finished
@@ -166,7 +166,7 @@ def plan_ahead(state: ReconcileState) -> ReconcileState:
     """Plan a job of which nothing has started, again in each reconcile: the spec or the cluster may have changed."""
     if state.started and state.status.plan is not None:
         # Stages run in this order, whatever order is stored.
-        order = [stage.value for stage in Stage]
+        order = list(Stage)
         stages = tuple(sorted(state.status.stages, key=lambda one: order.index(one.name)))
         return without_servers(state.with_status(stages=with_serve_stage(state, stages)))
     if not state.started:
@@ -191,12 +191,12 @@ def _stage_status(state: ReconcileState, name: Stage, later: Sequence[Stage]) ->
 
     If the status was lost, a child of a later stage proves that this one succeeded, whose own child may be cleaned up.
     """
-    stored = state.stored(name.value)
+    stored = state.stored(name)
     if stored is not None:
         return stored
-    if not state.children(name.value) and any(state.children(after.value) for after in later):
-        return StageStatus(name=name.value, state="Succeeded", attempt=1)
-    return StageStatus(name=name.value, state="Pending", attempt=0)
+    if not state.children(name) and any(state.children(after) for after in later):
+        return StageStatus(name=name, state="Succeeded", attempt=1)
+    return StageStatus(name=name, state="Pending", attempt=0)
 
 
 def handle_refusals(state: ReconcileState) -> ReconcileState:
@@ -212,7 +212,7 @@ def handle_refusals(state: ReconcileState) -> ReconcileState:
     elif refusal.code in (400, 405, 406, 413, 415, 422):
         cause = refusal_cause(OperatorCause.REFUSED, name, refusal.message)
     if cause is not None:
-        return give_up(state, current, cause.to_failure_status(Stage(current.name), current.attempt + 1))
+        return give_up(state, current, cause.to_failure_status(current.name, current.attempt + 1))
     return _retry_refused(state, current, refusal, name)
 
 
@@ -222,7 +222,7 @@ def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal
     seconds = max(LEAST_REFUSED_SECONDS, delay_seconds(state.settings.limits, in_row))
     delayed = current.model_copy(
         update={
-            "next_attempt_time": stamp(state.now + timedelta(seconds=seconds)),
+            "next_attempt_time": state.now + timedelta(seconds=seconds),
             "failures_in_row": in_row,
         }
     )
@@ -253,7 +253,7 @@ def enforce_deadline(state: ReconcileState) -> ReconcileState:
 
     An endpoint has no deadline.
     """
-    seconds, began = state.spec.run_policy.active_deadline_seconds, moment(state.status.start_time)
+    seconds, began = state.spec.run_policy.active_deadline_seconds, state.status.start_time
     current = state.current
     if seconds is None or began is None or current is None or current.name == SERVE:
         return state
@@ -306,7 +306,7 @@ def _fail_running(state: ReconcileState, current: StageStatus, cause: Cause) -> 
     """Fail the job while an attempt may run: its use counts, and deleting it lets it save a checkpoint."""
     if current.state == "Running":
         state = count_usage(state, current, state.now)
-    return give_up(state, current, cause.to_failure_status(Stage(current.name), current.attempt))
+    return give_up(state, current, cause.to_failure_status(current.name, current.attempt))
 
 
 def apply_suspension(state: ReconcileState) -> ReconcileState:
@@ -326,7 +326,7 @@ def apply_suspension(state: ReconcileState) -> ReconcileState:
         state, message = suspended(state, current), "The endpoint is suspended: runPolicy.suspend is true."
     elif current.state == "Running":
         state = count_usage(state, current, state.now)
-        stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(state.now)})
+        stopped = current.model_copy(update={"state": "Suspended", "completion_time": state.now})
         state = state.with_stage(stopped)
         message = f"Stage {current.name}, attempt {current.attempt}, is stopped: runPolicy.suspend is true."
     else:
@@ -342,7 +342,7 @@ def finish(state: ReconcileState) -> ReconcileState:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in list(artifacts.metrics.items())[:MOST_FIGURES])
     parts = [f"model at {artifacts.model}"] if artifacts.model is not None else []
     parts += [figures] if figures else []
-    state = state.with_status(completion_time=stamp(state.now), failure=None, artifacts=artifacts)
+    state = state.with_status(completion_time=state.now, failure=None, artifacts=artifacts)
     size = artifacts.metrics.get(CHECKPOINT_BYTES)
     if artifacts.checkpoints is not None and size:
         state = state.with_event(
@@ -374,7 +374,7 @@ def proceed(state: ReconcileState) -> ReconcileState:
     waiting = _wait_for_earlier_job(state) or _wait_for_earlier_attempt(state, current)
     if waiting is not None:
         return replace(waiting, stalled=state.stalled)
-    at = moment(current.next_attempt_time)
+    at = current.next_attempt_time
     if at is not None and state.now < at:
         return _wait_for_delay(state, current, at)
     return _start_attempt(state, current)
@@ -386,7 +386,7 @@ def _leftovers(state: ReconcileState, current: StageStatus) -> Sequence[ChildVie
         child
         for child in state.observed.children
         if child.state not in ("Succeeded", "Failed")
-        and (child.stage.value != current.name or child.attempt < current.attempt)
+        and (child.stage is not current.name or child.attempt < current.attempt)
     ]
 
 
@@ -419,7 +419,7 @@ def _wait_for_earlier_attempt(state: ReconcileState, current: StageStatus) -> Re
     pods = [
         pod
         for pod in state.observed.pods
-        if pod.stage.value == current.name and not pod.over and not _counts_as_deleted(state, pod)
+        if pod.stage is current.name and not pod.over and not _counts_as_deleted(state, pod)
     ]
     children = [
         child
@@ -447,7 +447,7 @@ def _wait_for_delay(state: ReconcileState, current: StageStatus, at: datetime) -
 
 
 def _next_attempt(state: ReconcileState, current: StageStatus) -> Attempt:
-    return Attempt(Stage(current.name), current.attempt + 1, current.avoided_nodes, next_capacity(state, current))
+    return Attempt(current.name, current.attempt + 1, current.avoided_nodes, next_capacity(state, current))
 
 
 def _ref(manifest: Manifest) -> ObjectRef:
@@ -470,9 +470,8 @@ def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileStat
             f"Attempt {number} cannot be planned: {problems_text(problems.problems)}",
             "Create a new job with that change.",
         )
-        return give_up(state, current, cause.to_failure_status(Stage(current.name), number))
+        return give_up(state, current, cause.to_failure_status(current.name, number))
     child = _ref(objects[-1])
-    now = stamp(state.now)
     if (after := plan_status(job_plan)) != state.status.plan:
         # Settings, prices or the operator may have changed since it was planned.
         state = state.with_status(plan=after).with_event("Planned", f"Replanned: {plan_sentence(job_plan)}")
@@ -480,7 +479,7 @@ def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileStat
         update={
             "state": "Running",
             "attempt": number,
-            "start_time": now,
+            "start_time": state.now,
             "completion_time": None,
             "next_attempt_time": None,
             "blocked_since": None,
@@ -494,7 +493,7 @@ def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileStat
         }
     )
     first = () if state.started else shared(job_plan, context(state))
-    state = state.with_stage(running).with_status(start_time=state.status.start_time or now, progress=None)
+    state = state.with_stage(running).with_status(start_time=state.status.start_time or state.now, progress=None)
     state = start_spot_clock(state, capacity, state.now)
     return replace(
         state.with_event(

@@ -37,7 +37,6 @@ from finetune_operator.reconcile.reconcile_state import Readiness, ReconcileStat
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.status import condition
-from finetune_operator.reconcile.status_times import moment, stamp
 from finetune_operator.rendering.endpoint_objects import (
     OPTIONAL_KINDS,
     RUNTIMES,
@@ -49,7 +48,7 @@ from finetune_operator.rendering.endpoint_objects import (
 )
 from finetune_operator.rendering.manifests import shared
 
-SERVE = Stage.SERVE.value
+SERVE = Stage.SERVE
 LEAST_DELAY_SECONDS = 1.0
 """Least delay before a refused object is applied again, also where restarts have none."""
 
@@ -67,7 +66,7 @@ def with_serve_stage(state: ReconcileState, stages: tuple[StageStatus, ...]) -> 
     if state.spec.endpoint is None:
         return others
     stored = state.stored(SERVE)
-    return (*others, stored or StageStatus(name="serve", state="Pending", attempt=0))
+    return (*others, stored or StageStatus(name=SERVE, state="Pending", attempt=0))
 
 
 def remove_endpoint(state: ReconcileState) -> ReconcileState:
@@ -128,7 +127,7 @@ def serve(state: ReconcileState) -> ReconcileState:
         state = state.with_status(plan=after)
     if state.observed.refusals:
         return _with_conditions(_refused(state, current))
-    at = moment(current.next_attempt_time)
+    at = current.next_attempt_time
     if at is not None and state.now < at:
         before = condition(state.job.status, "Stalled")
         stalled = None if before is None or before.status != "True" else Stalled(before.reason, before.message)
@@ -153,7 +152,7 @@ def _refused(state: ReconcileState, current: StageStatus) -> ReconcileState:
     in_row = current.failures_in_row + 1
     seconds = max(LEAST_DELAY_SECONDS, delay_seconds(state.settings.limits, in_row))
     at = state.now + timedelta(seconds=seconds)
-    held = current.model_copy(update={"next_attempt_time": stamp(at), "failures_in_row": in_row})
+    held = current.model_copy(update={"next_attempt_time": at, "failures_in_row": in_row})
     reason = "NameTaken" if refusal.code == 409 else "Refused"
     message = f"The API server refuses {refusal.ref.kind} {refusal.ref.name} of the endpoint: {refusal.message}"
     if reason == "NameTaken":
@@ -200,7 +199,7 @@ def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objec
         update={
             "state": "Running",
             "attempt": rolled.target,
-            "start_time": stamp(state.now) if new else current.start_time,
+            "start_time": state.now if new else current.start_time,
             "completion_time": None,
             "next_attempt_time": None,
             "failures_in_row": 0,
@@ -209,7 +208,7 @@ def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objec
             ),
         }
     )
-    state = state.with_stage(running).with_status(start_time=state.status.start_time or stamp(state.now))
+    state = state.with_stage(running).with_status(start_time=state.status.start_time or state.now)
     if len(state.status.stages) > 1:
         state = state.with_status(artifacts=with_report(state.status.artifacts, state.spec, state.job.name))
     return state

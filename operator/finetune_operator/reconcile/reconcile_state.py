@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal, Self, TypeAlias
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import earliest
 from finetune_operator.api.types import (
     ChildReference,
     FineTuneJob,
@@ -29,7 +31,6 @@ from finetune_operator.reconcile.reconcile_types import (
     Observed,
     PodView,
 )
-from finetune_operator.reconcile.status_times import earliest
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 
 
@@ -114,18 +115,18 @@ class ReconcileState:
         """First stage that is not done; None when all are."""
         return next((stage for stage in self.status.stages if stage.state != "Succeeded"), None)
 
-    def stored(self, name: str) -> StageStatus | None:
+    def stored(self, name: Stage) -> StageStatus | None:
         """Return the stage from the stored status."""
-        return next((stage for stage in self.job.status.stages if stage.name == name), None)
+        return next((stage for stage in self.job.status.stages if stage.name is name), None)
 
-    def children(self, stage: str) -> tuple[ChildView, ...]:
+    def children(self, stage: Stage) -> tuple[ChildView, ...]:
         """Return all children of a stage, the newest attempt last."""
-        own = (child for child in self.observed.children if child.stage.value == stage)
+        own = (child for child in self.observed.children if child.stage is stage)
         return tuple(sorted(own, key=lambda child: child.attempt))
 
-    def pods(self, stage: str, attempt: int) -> tuple[PodView, ...]:
+    def pods(self, stage: Stage, attempt: int) -> tuple[PodView, ...]:
         """Return the pods of one attempt, without reports that are of another job or stage."""
-        own = (pod for pod in self.observed.pods if pod.stage.value == stage and pod.attempt == attempt)
+        own = (pod for pod in self.observed.pods if pod.stage is stage and pod.attempt == attempt)
         return tuple(with_own_report(pod, self.job.name) for pod in own)
 
     def with_status(self, **changes: object) -> Self:
@@ -134,7 +135,7 @@ class ReconcileState:
 
     def with_stage(self, stage: StageStatus) -> Self:
         """Return a copy with this stage in place of the one of its name."""
-        stages = tuple(stage if one.name == stage.name else one for one in self.status.stages)
+        stages = tuple(stage if one.name is stage.name else one for one in self.status.stages)
         return self.with_status(stages=stages)
 
     def with_event(self, reason: str, message: str, warning: bool = False) -> Self:

@@ -23,7 +23,6 @@ from finetune_operator.api.types import (
 from finetune_operator.reconcile.planned import problems_text
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.spot import words
-from finetune_operator.reconcile.status_times import stamp
 
 MESSAGE_LIMIT = 32_768
 """Limit of metav1.Condition."""
@@ -83,7 +82,7 @@ def _condition(
         status=content.status,
         reason=content.reason,
         message=content.message[:MESSAGE_LIMIT],
-        last_transition_time=before.last_transition_time if before is not None and same else stamp(state.now),
+        last_transition_time=before.last_transition_time if before is not None and same else state.now,
         observed_generation=state.job.generation,
     )
 
@@ -100,12 +99,12 @@ def phase(state: ReconcileState) -> Phase:
     queue = admitted(state)
     if current.state == "Running" and queue is not None and queue.status == "False":
         return "Queued"
-    return _PHASES[Stage(current.name)]
+    return _PHASES[current.name]
 
 
 def _stage(state: ReconcileState) -> Stage | None:
     """Return the last of the stages that have begun."""
-    started = [Stage(stage.name) for stage in state.status.stages if stage.attempt > 0]
+    started = [stage.name for stage in state.status.stages if stage.attempt > 0]
     return started[-1] if started else None
 
 
@@ -175,7 +174,7 @@ def running(state: ReconcileState) -> ConditionContent:
 def _child_suffix(stage: StageStatus) -> str:
     if stage.child is None:
         return ""
-    if stage.name == Stage.SERVE.value:
+    if stage.name is Stage.SERVE:
         return f" as {stage.child.kind} {stage.child.name}"
     return f" as {stage.child.kind} {stage.child.name}, attempt {stage.attempt}{words(stage.capacity)}"
 

@@ -40,7 +40,6 @@ from finetune_operator.reconcile.fleet_metrics import (
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status import ended
-from finetune_operator.reconcile.status_times import moment
 from finetune_operator.shell.metric_families import OTHER, Families, Family
 
 RESYNC_REASONS = frozenset({"start", "leadership", "outage", "relist"})
@@ -221,7 +220,7 @@ class _JobSums:
                 self._stage_ended(stage)
 
     def _stage_ended(self, stage: StageStatus) -> None:
-        started, over = moment(stage.start_time), moment(stage.completion_time)
+        started, over = stage.start_time, stage.completion_time
         if started is not None and over is not None:
             seconds = max(0.0, (over - started).total_seconds())
             self._stages.of(stage.name, stage.state.lower()).observe(seconds)

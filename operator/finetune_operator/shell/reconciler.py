@@ -23,7 +23,6 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import JsonValue
 
-from finetune_contract.choices import Stage
 from finetune_contract.report import shortened
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
@@ -307,7 +306,7 @@ class Reconciler:
 
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
-        attempt = None if running is None else (job.uid, Stage(running.name), running.attempt)
+        attempt = None if running is None else (job.uid, running.name, running.attempt)
         progress = self._state.progress
         return Observed(
             children=self._state.store.children(job.id),

@@ -128,7 +128,7 @@ class Store:
         job = self.job(key)
         if job is None or job.job is None or job.job.spec.endpoint is None:
             return False
-        before = (one for one in job.status.stages if one.name != Stage.SERVE.value)
+        before = (one for one in job.status.stages if one.name is not Stage.SERVE)
         if not all(one.state == "Succeeded" for one in before):
             return False
         there = {view.runtime for view in self.endpoints(job.id)}
