@@ -165,7 +165,7 @@ class OperatorView:
 
     def pod(self, namespace: str, name: str) -> KnownPod | None:
         """See `progress_server.World`. Pods of a deleted job belong to none."""
-        entry = self._state.store.get(POD.kind, namespace, name)
+        entry = self._state.store.get(POD.group_kind, namespace, name)
         if entry is None or not isinstance(entry.view, PodView) or not self._state.store.belongs(entry):
             return None
         job = self._state.store.job(entry.job)

@@ -341,9 +341,7 @@ def test_endpoint_that_is_removed_leaves_a_job_that_has_succeeded(served: Served
 def test_time_from_the_end_of_the_evaluation_to_ready_is_recorded(
     served: Served, record_testsuite_property: Any
 ) -> None:
-    times = {
-        name: datetime.fromisoformat(stage_of(served.status, name)["completionTime"]) for name in ("train", "evaluate")
-    }
+    ends = {name: stage_of(served.status, name)["completionTime"] for name in ("train", "evaluate")}
     ready = datetime.fromisoformat(condition(served.status, "Ready")["lastTransitionTime"])
     for name, text in ends.items():
         end = datetime.fromisoformat(text)
