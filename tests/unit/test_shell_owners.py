@@ -182,7 +182,7 @@ def test_a_driver_without_a_reference_is_its_applications_by_its_name(store: Sto
         [reference(CHILD, False)],
         [reference(CHILD) | {"kind": 1}],
         [reference(CHILD) | {"apiVersion": None}],
-    ],  # fmt: skip
+    ],
 )
 def test_references_that_cannot_be_read_are_none(references: Any):
     assert controller_of({"ownerReferences": references}) is None
