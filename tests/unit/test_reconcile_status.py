@@ -13,8 +13,8 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, Limits
 from finetune_operator.api.status_times import earliest, stamp
 from finetune_operator.api.types import FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.attempt_outcomes import delay_seconds
-from finetune_operator.reconcile.reconcile_state import ReconcileState
-from finetune_operator.reconcile.reconcile_types import PodView, Waiting
+from finetune_operator.reconcile.reconcile_state import Inputs, ReconcileState
+from finetune_operator.reconcile.reconcile_types import Decision, PodView, Waiting
 from finetune_operator.reconcile.results import _numbers, headline
 from finetune_operator.reconcile.status import complete
 from finetune_operator.reconcile.waiting_reasons import PodWait, pod_wait
@@ -99,7 +99,8 @@ def queued(suspend: bool) -> ReconcileState:
     policy = job.job.spec.run_policy.model_copy(update={"queue": "team-queue"})
     spec = job.job.spec.model_copy(update={"run_policy": policy})
     view = replace(job, job=job.job.model_copy(update={"spec": spec}))
-    return ReconcileState(view, world.observed(), world.now, CLUSTER_SETTINGS, None, view.status)
+    inputs = Inputs(view, world.observed(), world.now, CLUSTER_SETTINGS, None)
+    return ReconcileState(inputs, Decision(view.status))
 
 
 @pytest.mark.parametrize(

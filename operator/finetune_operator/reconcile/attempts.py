@@ -7,7 +7,6 @@ that nothing is created twice. A child that the status names and that does not e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_contract.causes import ECHOES
@@ -150,8 +149,8 @@ def _succeeded(state: ReconcileState, stage: StageStatus, child: ChildView, pods
         return stage_succeeded(state, stage, report, ended)
     deadline = _end_reported_at(child) + timedelta(seconds=REPORT_DELAY_SECONDS)
     if state.now < deadline and not (pods and all(pod.over for pod in pods)):
-        return replace(
-            state.requeue(deadline), waiting=f"{child.ref.name} has succeeded; waiting for the report of its pods."
+        return state.requeue(deadline).with_findings(
+            waiting=f"{child.ref.name} has succeeded; waiting for the report of its pods."
         )
     return attempt_failed(state, stage, without_report(pods), ended)
 
@@ -164,15 +163,16 @@ def _failed(state: ReconcileState, stage: StageStatus, child: ChildView, pods: S
     if vague and (terminating := _terminating(pods)):
         if (lost := _lost(state, pods)) is not None:
             return attempt_failed(state, stage, on_node_lost(lost), ended)
-        return replace(
-            state.requeue(_next_loss_at(terminating, state.now)),
-            waiting=f"{child.ref.name} has failed; waiting for its pods to end.",
-        )
+        return state.requeue(_next_loss_at(terminating, state.now)).with_findings(waiting=_pods_to_end(child))
     # For a deleted pod the logs of the others are shown, once they have ended.
     unread = cause.pod is not None and cause.pod.deleted
     if (vague or unread) and state.now < deadline and not (pods and all(pod.over for pod in pods)):
-        return replace(state.requeue(deadline), waiting=f"{child.ref.name} has failed; waiting for its pods to end.")
+        return state.requeue(deadline).with_findings(waiting=_pods_to_end(child))
     return attempt_failed(state, stage, cause, ended)
+
+
+def _pods_to_end(child: ChildView) -> str:
+    return f"{child.ref.name} has failed; waiting for its pods to end."
 
 
 def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> ReconcileState:
@@ -180,7 +180,7 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
         return attempt_failed(state, stage, broken)
     state = state.requeue(_next_loss_at(pods, state.now))
     if child.deleting:
-        return replace(state, waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
+        return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
     wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since)
     blocked = None if wait is None else wait.blocked_since
     stage = with_pod_times(stage.model_copy(update={"blocked_since": blocked}), pods)
@@ -193,12 +193,12 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
     if wait is not None and wait.cause is not None:
         return attempt_failed(state, stage, wait.cause)
     if wait is not None:
-        state = replace(state.requeue(wait.until), waiting=state.waiting or wait.message)
+        state = state.requeue(wait.until).with_findings(waiting=state.findings.waiting or wait.message)
         if wait.idle:
             return state
     if child.state == "Suspended":
         detail = f" {child.message}" if child.message else ""
-        return replace(state, waiting=f"{child.ref.kind} {child.ref.name} is suspended.{detail}")
+        return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is suspended.{detail}")
     return _with_progress(state, stage, child, pods)
 
 
@@ -226,7 +226,7 @@ def _with_progress(
         state = state.with_event("ProgressStopped", f"Stage {stage.name}, attempt {stage.attempt}: {gap.message}", True)
     # Log tails are read when the time is over, and a reconcile may fall into that very moment.
     soonest = state.now + timedelta(seconds=READ_SECONDS)
-    return replace(state.requeue(max(gap.until, soonest)), no_progress_message=gap.message)
+    return state.requeue(max(gap.until, soonest)).with_findings(no_progress_message=gap.message)
 
 
 def _processes(state: ReconcileState, stage: Stage) -> int:

@@ -38,7 +38,7 @@ from finetune_operator.reconcile.planned import (
     with_learned,
     with_nodes,
 )
-from finetune_operator.reconcile.reconcile_state import ReconcileState, Stalled, reference
+from finetune_operator.reconcile.reconcile_state import Inputs, ReconcileState, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
@@ -80,9 +80,10 @@ def decide(
     """Decide about `job` now. Equal values give an equal decision; once it is carried out, the next changes nothing."""
     if job.deleting or job.managed_by not in (None, "", MANAGER):
         return Decision(status=job.status)
-    state = reopened(ReconcileState(job, observed, now, settings, progress, job.status, end=ended(job.status)))
+    inputs = Inputs(job, observed, now, settings, progress)
+    state = reopened(ReconcileState(inputs, Decision(job.status), end=ended(job.status)))
     if state.end is not None:
-        return clean_up_ended(state).decision()
+        return clean_up_ended(state).decision
     for phase in (
         accept,
         plan_ahead,
@@ -99,7 +100,7 @@ def decide(
         state = phase(state)
         if state.done or state.end is not None:
             break
-    return conclude(state).decision()
+    return conclude(state).decision
 
 
 # ------------------------------------------------------------------------------------------------------------ the end
@@ -123,7 +124,7 @@ def clean_up_ended(state: ReconcileState) -> ReconcileState:
     if seconds is None:
         return state
     until = finished + timedelta(seconds=seconds)
-    return replace(state, delete_job=True) if until <= state.now else state.requeue(until)
+    return state.with_actions(delete_job=True) if until <= state.now else state.requeue(until)
 
 
 def conclude(state: ReconcileState) -> ReconcileState:
@@ -133,13 +134,14 @@ def conclude(state: ReconcileState) -> ReconcileState:
     if accepted is not None and accepted.status == "False":
         state = state.with_event("InvalidSpec", accepted.message, warning=True)
     elif accepted is not None:
-        state = replace(state, events=(EventNote("Normal", "JobAccepted", accepted.message), *state.events))
+        note = EventNote("Normal", "JobAccepted", accepted.message)
+        state = state.with_actions(events=(note, *state.decision.events))
     if refusal is not None and refusal.status == "False":
         state = state.with_event("PlanRefused", refusal.message, warning=True)
     runs, ran = condition(after, "Running"), condition(state.job.status, "Running")
     if runs is not None and runs.reason == WAITING and (ran is None or ran.reason != WAITING):
         state = state.with_event(WAITING, runs.message)
-    return replace(state, status=after)
+    return state.with_actions(status=after)
 
 
 def _changed_condition(state: ReconcileState, after: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
@@ -176,7 +178,7 @@ def plan_ahead(state: ReconcileState) -> ReconcileState:
     except PlanRefused as problems:
         # Not kept: the plan of an earlier spec is not this one's.
         plan = state.status.plan if state.started else None
-        return replace(state.with_status(plan=plan), plan_problems=problems.problems, done=True)
+        return replace(state.with_status(plan=plan).with_findings(plan_problems=problems.problems), done=True)
     after = plan_status(job_plan)
     if after != state.status.plan:
         state = state.with_event("Planned", f"Planned {plan_sentence(job_plan)}")
@@ -227,11 +229,11 @@ def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal
         }
     )
     message = f"The API server refuses {name}, and the operator retries: {refusal.message}"
-    state = replace(state.with_stage(delayed), stalled=Stalled("Refused", message))
+    state = state.with_stage(delayed).with_findings(stalled=Stalled("Refused", message))
     before = condition(state.job.status, "Stalled")
     if before is None or before.reason != "Refused":
         state = state.with_event("Refused", message, warning=True)
-    return replace(state, delete=(*state.delete, *_created_before(state, current, refusal.ref)))
+    return state.with_actions(delete=(*state.decision.delete, *_created_before(state, current, refusal.ref)))
 
 
 def _created_before(state: ReconcileState, current: StageStatus, ref: ObjectRef) -> tuple[ObjectRef, ...]:
@@ -373,7 +375,7 @@ def proceed(state: ReconcileState) -> ReconcileState:
         return state
     waiting = _wait_for_earlier_job(state) or _wait_for_earlier_attempt(state, current)
     if waiting is not None:
-        return replace(waiting, stalled=state.stalled)
+        return waiting.with_findings(stalled=state.findings.stalled)
     at = current.next_attempt_time
     if at is not None and state.now < at:
         return _wait_for_delay(state, current, at)
@@ -406,7 +408,7 @@ def _wait_for_earlier_job(state: ReconcileState) -> ReconcileState | None:
     for pod in running:
         state = state.requeue(counts_as_deleted_at(pod))
     names = ", ".join(pod.name for pod in running[:3])
-    return replace(state, waiting=f"Waiting for pods of a deleted job of this name to end: {names}.")
+    return state.with_findings(waiting=f"Waiting for pods of a deleted job of this name to end: {names}.")
 
 
 def _counts_as_deleted(state: ReconcileState, pod: PodView) -> bool:
@@ -432,7 +434,7 @@ def _wait_for_earlier_attempt(state: ReconcileState, current: StageStatus) -> Re
         state = state.requeue(counts_as_deleted_at(pod))
     left = [pod.name for pod in pods[:3]] or [child.ref.name for child in children]
     names = f"{', '.join(left)} still {'runs' if len(left) == 1 else 'run'}"
-    return replace(state, waiting=f"Waiting for attempt {current.attempt} to end: {names}.")
+    return state.with_findings(waiting=f"Waiting for attempt {current.attempt} to end: {names}.")
 
 
 def _wait_for_delay(state: ReconcileState, current: StageStatus, at: datetime) -> ReconcileState:
@@ -441,9 +443,9 @@ def _wait_for_delay(state: ReconcileState, current: StageStatus, at: datetime) -
     failure = state.status.failure
     reason = f", after {failure.failure_class}: {failure.message}" if failure is not None else "."
     before = condition(state.job.status, "Stalled")
-    if state.stalled is None and before is not None and before.reason == "Refused":
-        state = replace(state, stalled=Stalled(before.reason, before.message))
-    return replace(state.requeue(at), waiting=f"{start}{reason}")
+    if state.findings.stalled is None and before is not None and before.reason == "Refused":
+        state = state.with_findings(stalled=Stalled(before.reason, before.message))
+    return state.requeue(at).with_findings(waiting=f"{start}{reason}")
 
 
 def _next_attempt(state: ReconcileState, current: StageStatus) -> Attempt:
@@ -495,11 +497,11 @@ def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileStat
     first = () if state.started else shared(job_plan, context(state))
     state = state.with_stage(running).with_status(start_time=state.status.start_time or state.now, progress=None)
     state = start_spot_clock(state, capacity, state.now)
-    return replace(
-        state.with_event(
+    return (
+        state.with_actions(create=(*state.decision.create, *first, *objects))
+        .with_findings(waiting=f"Waiting for the pods of {child.name} to be created.")
+        .with_event(
             "StageStarted",
             f"Stage {current.name} runs as {child.kind} {child.name}, attempt {number}{words(capacity)}.",
-        ),
-        create=(*state.create, *first, *objects),
-        waiting=f"Waiting for the pods of {child.name} to be created.",
+        )
     )

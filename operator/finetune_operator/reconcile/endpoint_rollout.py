@@ -43,7 +43,8 @@ class DesiredEndpoint:
     def of(self, state: ReconcileState) -> ReconcileState:
         """Return the state of a job whose spec asks for this."""
         spec = state.spec.model_copy(update={"endpoint": self.endpoint})
-        return replace(state, job=replace(state.job, job=state.accepted.model_copy(update={"spec": spec})))
+        job = replace(state.job, job=state.accepted.model_copy(update={"spec": spec}))
+        return replace(state, inputs=replace(state.inputs, job=job))
 
 
 @dataclass(frozen=True)

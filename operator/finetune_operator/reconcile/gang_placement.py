@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
@@ -83,7 +83,8 @@ def follow_gang(state: ReconcileState, stage: StageStatus, pods: Sequence[PodVie
     outcome = (
         "" if until is None else f" At {stamp(until)} the attempt is stopped to release its nodes, and restarted later."
     )
-    return replace(state, waiting=f"{gang.message}{outcome} {gang.detail}", waiting_reason=INCOMPLETE), False
+    waiting = f"{gang.message}{outcome} {gang.detail}"
+    return state.with_findings(waiting=waiting, waiting_reason=INCOMPLETE), False
 
 
 def _stopped(state: ReconcileState, stage: StageStatus, gang: IncompleteGang) -> ReconcileState:

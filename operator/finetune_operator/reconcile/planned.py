@@ -75,7 +75,7 @@ def plan_now(state: ReconcileState) -> JobPlan:
 def context(state: ReconcileState) -> RenderContext:
     """Return the surroundings that rendering needs."""
     owner = Owner(state.job.name, state.job.uid)
-    return RenderContext(state.job.namespace, state.spec, state.settings, owner, state.endpoint)
+    return RenderContext(state.job.namespace, state.spec, state.settings, owner, state.inputs.endpoint)
 
 
 def configuration(state: ReconcileState, attempt: Attempt) -> str:

@@ -8,7 +8,6 @@ From then on the training stays on any nodes until it is suspended, as going bac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_contract.layout import FailureClass
@@ -153,7 +152,7 @@ def follow_spot_wait(state: ReconcileState, stage: StageStatus, pods: Sequence[P
     if until is not None and until <= state.now and not state.spec.run_policy.suspend:
         return _fallen_back(state, stage, pod), True
     message = f"Pod {pod.name} finds no spot node: {_wait_end(state, until)} Scheduler: {pod.unschedulable}"
-    return replace(state.requeue(until), waiting=message, waiting_reason=WAITING), False
+    return state.requeue(until).with_findings(waiting=message, waiting_reason=WAITING), False
 
 
 def _fallback_time(state: ReconcileState, pod: PodView) -> datetime | None:
