@@ -48,7 +48,7 @@ from finetune_operator.planning.capacity import choose_capacity
 from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8, mig_memory, mig_product, scales_fp16
-from finetune_operator.planning.draft import Draft, Lengths, decided
+from finetune_operator.planning.draft import Basis, Draft, Lengths, PlanInputs, decided
 from finetune_operator.planning.endpoint_plan import choose_servers, serving_order
 from finetune_operator.planning.engines import choose_engine, choose_predict_engine
 from finetune_operator.planning.gpu_nodes import gpu_resource
@@ -228,31 +228,15 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
             assumptions.append(
                 f"hardware: the node was not measured, or only in part; {node_description(hardware)} are taken"
             )
-    draft = Draft(
-        job=job,
-        local=facts.local,
-        served=facts.served,
-        kserve=facts.kserve,
-        custom_metrics=facts.custom_metrics,
-        runtime_there=facts.runtime_there,
-        prepared=facts.prepared,
-        predicted=facts.predicted,
-        settings=settings,
-        adaptation=adaptation,
+    basis = Basis(
         hardware=hardware,
         device_source=_device_source(facts, hardware.gpu),
-        hardware_known=facts.hardware is not None,
         model=model,
         model_known=facts.model is not None or is_well_known(job.spec.model.uri),
-        model_revision=facts.model_revision or job.spec.model.revision,
-        nodes_network=None if facts.nodes is None else facts.nodes.network,
-        as_known=as_known,
-        data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
-        learned=facts.learned,
-        reasons=reasons,
-        assumptions=tuple(assumptions),
     )
+    inputs = PlanInputs(job, facts, settings, adaptation, as_known)
+    draft = Draft(inputs, basis, reasons=reasons, assumptions=tuple(assumptions))
     return _with_lengths(draft)
 
 
@@ -295,8 +279,8 @@ def _with_lengths(draft: Draft) -> Draft:
         # Rows are measured as a whole: neither of two sequences is known to be shorter than the limit.
         longest = split.longest if sequences == 1 else min(split.longest, limit)
         typical = max(1.0, split.tokens / split.rows / sequences)
-        return replace(draft, lengths=Lengths(longest, typical, sequences))
-    draft = replace(draft, lengths=Lengths(limit, float(limit), sequences))
+        return draft.with_basis(lengths=Lengths(longest, typical, sequences))
+    draft = draft.with_basis(lengths=Lengths(limit, float(limit), sequences))
     if not draft.loops or split is not None:
         return draft
     each = "every row is" if sequences == 1 else f"the {sequences} sequences of every row are"
@@ -532,13 +516,13 @@ def _evaluation(draft: Draft) -> Evaluation | None:
     if asked is not None and asked.gate is not None:
         gate = Gate(metric=asked.gate.metric, minimum=asked.gate.minimum, maximum=asked.gate.maximum)
     return Evaluation(
-        processes=draft.evaluate_processes,
-        devices_per_process=draft.inference_devices,
+        processes=draft.inference.evaluate_processes,
+        devices_per_process=draft.inference.devices,
         metrics=metrics,
         gate=gate,
         device=draft.inference_device,
         batch_tokens=inference_tokens(draft),
-        precision=draft.inference_precision,
+        precision=draft.inference.precision,
     )
 
 
@@ -551,8 +535,8 @@ def _prediction(draft: Draft) -> Prediction | None:
     if asked is None:
         return None
     return Prediction(
-        processes=draft.predict_processes,
-        devices_per_process=draft.inference_devices,
+        processes=draft.inference.predict_processes,
+        devices_per_process=draft.inference.devices,
         dataset=predicted_source(draft.spec),
         output=asked.output,
         columns=asked.columns,
@@ -560,14 +544,14 @@ def _prediction(draft: Draft) -> Prediction | None:
         max_bad_share=BAD_ROWS if asked.max_bad_rows is None else 0.0,
         device=draft.inference_device,
         batch_tokens=inference_tokens(draft),
-        precision=draft.inference_precision,
-        workers=draft.predict_workers,
-        engine=draft.predict_engine,
+        precision=draft.inference.precision,
+        workers=draft.inference.predict_workers,
+        engine=draft.inference.predict_engine,
         format=asked.format,
         id_column=asked.id_column,
-        optimization=draft.predict_optimization,
-        tolerance=None if draft.predict_optimization == "none" else asked.tolerance,
-        metric_tolerance=None if draft.predict_optimization == "none" else asked.metric_tolerance,
+        optimization=draft.inference.predict_optimization,
+        tolerance=None if draft.inference.predict_optimization == "none" else asked.tolerance,
+        metric_tolerance=None if draft.inference.predict_optimization == "none" else asked.metric_tolerance,
     )
 
 
@@ -579,7 +563,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
         task=spec.task,
         model=ModelSource(
             uri=spec.model.uri,
-            revision=draft.model_revision,
+            revision=draft.inputs.facts.model_revision or spec.model.revision,
             trust_remote_code=spec.model.trust_remote_code,
         ),
         dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
@@ -625,7 +609,7 @@ def _finish(draft: Draft) -> JobPlan:
         trainer=trainer_job(draft),
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,
-        servers=draft.servers,
+        servers=draft.inference.servers,
         network=draft.network,
         estimate=estimate,
         hardware=draft.hardware,

@@ -80,11 +80,11 @@ def _may_fit(draft: Draft) -> bool:
     """Return whether prepare's measurements can make the job fit: of an unread model, or of rows shorter than the
     limit.
     """
-    if draft.as_known or draft.data is not None or Stage.PREPARE not in draft.stages:
+    if draft.inputs.as_known or draft.data is not None or Stage.PREPARE not in draft.stages:
         return False
     if not draft.model_known:
         return True
-    return best_fit(replace(draft, lengths=replace(draft.lengths, longest=1, typical=1.0))) is not None
+    return best_fit(draft.with_basis(lengths=replace(draft.lengths, longest=1, typical=1.0))) is not None
 
 
 def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
@@ -238,7 +238,7 @@ def _refuse_more(draft: Draft) -> Draft:
         ways.insert(0, free)
     if tried.checkpoint_form is not None:
         rule += f" that goes on from the checkpoints of {tried.checkpoint_form}"
-        fresh = best_fit(replace(draft, adaptation=replace(tried, checkpoint_form=None)))
+        fresh = best_fit(draft.with_inputs(adaptation=replace(tried, checkpoint_form=None)))
         if fresh is not None:
             label = fresh[1].strategy.label
             ways.insert(0, f"create a new job with checkpoints.resume never, and parallelism for {label}")
@@ -269,7 +269,7 @@ def _assumed_less(draft: Draft, fit: Fit) -> Iterator[str]:
     on_host = needed.host_bytes > draft.hardware.memory_bytes
     if on_host and _host_is_assumed(draft) and decided(draft.world).device == "cuda":
         least = human_bytes(needed.host_bytes)
-        if draft.hardware_known:
+        if draft.inputs.facts.hardware is not None:
             yield f"add hostMemory=SIZE to --hardware where a node has {least} or more"
         else:
             yield f"set resources.memory where a node has {least} or more"
