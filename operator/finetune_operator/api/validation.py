@@ -37,9 +37,10 @@ from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
 from finetune_operator.api.foreign_files import DOCUMENT, recognise, spec_fields
 from finetune_operator.api.foreign_names import plain
-from finetune_operator.api.hints import argument_name, owned_key
+from finetune_operator.api.hints import owned_key
 from finetune_operator.api.meant_uris import hub_name_hint
 from finetune_operator.api.meant_values import unwrapped
+from finetune_operator.api.name_hints import argument_name
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import (
     HIDDEN,

@@ -62,7 +62,8 @@ def _hardware(spec: FineTuneJobSpec, facts: Facts, settings: Settings) -> tuple[
         "cpu_cores": hardware.cpu_cores if cores is None else min(hardware.cpu_cores, max(1, int(cores))),
         "memory_bytes": hardware.memory_bytes if memory is None else min(hardware.memory_bytes, max(1, int(memory))),
     }
-    hardware, assumptions = hardware.model_copy(update=limited), []
+    hardware = hardware.model_copy(update=limited)
+    assumptions: list[str] = []
     if hardware.gpus_per_node and hardware.gpu is None:
         device, assumptions = _device_of(spec, facts, settings)
         hardware = hardware.model_copy(update={"gpu": device})
