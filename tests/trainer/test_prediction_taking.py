@@ -226,7 +226,8 @@ def test_part_of_a_worker_that_has_just_ended_is_not_taken_over():
     keys = [ShardKey(0, 0), ShardKey(0, 1)]
     crew = [Worker(index, 2, "attempt") for index in range(2)]
     for worker in crew:
-        files.write(beat_name(worker.folder(PARTS), worker.index), Beat(incarnation=f"{worker.index}", beat=1).to_json())
+        beat = Beat(incarnation=f"{worker.index}", beat=1)
+        files.write(beat_name(worker.folder(PARTS), worker.index), beat.to_json())
     first, other = (ShardClaimer(worker, PARTS, files, f"{worker.index}") for worker in crew)
     assert first.takes(0, keys[0])
     assert other.takes(1, keys[1])
