@@ -119,7 +119,7 @@ def run(request: RunRequest) -> RunResult:
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
         note_misfits(misfits(job, facts, request.settings))
-        _note_fewer_processes(job, planned)
+        note_fewer_processes(job, planned)
         stages = _stages_to_run(request, planned)
         _check_inputs(request, planned, stages, redone)
         contract = files(planned)
@@ -214,12 +214,16 @@ def _facts(request: RunRequest, keep_data: bool) -> Facts:
     return Facts(model=measured.model, data=data, hardware=free_part(measured.hardware), local=True)
 
 
-def _note_fewer_processes(job: FineTuneJob, planned: JobPlan) -> None:
+def note_fewer_processes(job: FineTuneJob, planned: JobPlan) -> None:
     """Report that this machine predicts with fewer processes than the job requests."""
     asked, there = requested_processes(job.spec.predict), planned.trainer.inference(Stage.PREDICT).processes
     if asked is not None and there < asked:
-        machine = f"{planned.hardware.cpu_cores} cores and {human_bytes(planned.hardware.memory_bytes)} of free memory"
-        note(f"predict: {there} of {asked} processes, as this machine has {machine}.")
+        hardware = planned.hardware
+        gpus = f", {hardware.gpus_per_node} GPUs" if hardware.gpus_per_node else ""
+        memory = human_bytes(hardware.memory_bytes)
+        note(
+            f"predict: {there} of {asked} processes: {hardware.cpu_cores} cores{gpus} and {memory} of memory are free."
+        )
 
 
 def _stages_to_run(request: RunRequest, planned: JobPlan) -> tuple[Stage, ...]:
