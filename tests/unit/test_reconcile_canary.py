@@ -129,9 +129,9 @@ def test_canary_beyond_a_bound_is_rolled_back(new: RequestCounts, old: RequestCo
     failed = revision(world, 2)
     assert failed.canary_result == "Failed"
     assert message in (failed.message or "")
-    ready, reason, told = world.job_condition("Ready")
+    ready, reason, shown = world.job_condition("Ready")
     assert (ready, reason) == ("True", "EndpointReady")
-    assert f"Revision 2 is held back: Its canary failed: {message}" in told
+    assert f"Revision 2 is held back: Its canary failed: {message}" in shown
     (event,) = (one for one in world.events if one.reason == "CanaryFailed")
     assert (event.type, message in event.message) == ("Warning", True)
     world.wait(3600)
@@ -166,7 +166,7 @@ def test_single_error_counts_at_the_end_of_a_canary() -> None:
     assert (status(world).rolled_back_from, there(world)) == (2, [1])
 
 
-def test_canary_whose_server_exits_is_rolled_back() -> None:
+def test_exit_of_its_server_rolls_a_canary_back() -> None:
     world = canary()
     exited = {"terminated": {"exitCode": 139, "reason": "Error"}}
     pod(world, "evicted", 2, reason="Evicted", containerStatuses=[{"name": "pytorch", "state": exited}])
@@ -244,7 +244,7 @@ def test_canary_ends_while_the_job_is_suspended() -> None:
     assert there(world) == [2], "nothing answers, so that there is nothing to compare with"
 
 
-def test_revision_that_failed_is_not_what_a_resumed_job_serves() -> None:
+def test_resumed_job_serves_the_revision_before_a_failed_canary() -> None:
     world = canary()
     reads(world, RequestCounts(100, 50, 4.0))
     world.edit(suspend=True)
