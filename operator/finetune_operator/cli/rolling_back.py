@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.objects import EPOCH
 from finetune_operator.api.types import EndpointStatus, FineTuneJobSpec, RevisionStatus
 from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob
 from finetune_operator.cli.steering import Change
@@ -152,7 +153,7 @@ def _previous(name: str, status: EndpointStatus, source: int) -> int:
         raise ClusterError(
             f"FineTuneJob {name} has no revision of its endpoint that served before; {_choices(status.revisions)}"
         )
-    return max(served, key=lambda one: (one.state == "Serving", one.end_time or "", one.number)).number
+    return max(served, key=lambda one: (one.state == "Serving", one.end_time or EPOCH, one.number)).number
 
 
 def _choices(revisions: Sequence[RevisionStatus]) -> str:

@@ -15,11 +15,11 @@ from datetime import datetime, timedelta
 from typing import TypeAlias
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.status_times import seconds_since, whole_seconds
 from finetune_operator.api.types import CanaryStatus, RequestsStatus, TrafficSpec
 from finetune_operator.reconcile.reconcile_state import ReconcileState, Stalled
 from finetune_operator.reconcile.reconcile_types import CanaryReading, EndpointView, JobView, PodView, RequestCounts
 from finetune_operator.reconcile.status import condition
-from finetune_operator.reconcile.status_times import moment, seconds_since, stamp
 
 LONGEST_INTERVAL_SECONDS = 10.0
 """Longest interval between two readings; each changes the status."""
@@ -72,13 +72,13 @@ def next_canary(
         servers = canary_servers(traffic, serving.replicas)
         if target_view is None or not target_view.ready or target_view.replicas != servers:
             return Canary(servers)
-        return Canary(servers, CanaryStatus(revision=target, servers=servers, start_time=stamp(state.now)))
+        return Canary(servers, CanaryStatus(revision=target, servers=servers, start_time=state.now))
     now = _with_reading(stored, state.observed.canary_reading, serving.revision, target_view)
     failure = _exited(state, target) or _violation(now, traffic, serving.revision, over=False)
     if failure is None and now.passed_time is None and now.measured_seconds >= traffic.canary_seconds:
         failure = _violation(now, traffic, serving.revision, over=True)
         if failure is None:
-            now = now.model_copy(update={"passed_time": stamp(state.now)})
+            now = now.model_copy(update={"passed_time": state.now})
     return Canary(stored.servers, now, failure)
 
 
@@ -86,20 +86,20 @@ def _with_reading(
     canary: CanaryStatus, reading: CanaryReading | None, serving: int, servers: EndpointView
 ) -> CanaryStatus:
     """Return the canary with a reading that it does not include yet."""
-    started, read = moment(canary.start_time), moment(canary.read_time)
-    if reading is None or started is None or reading.at <= started or stamp(reading.at) == canary.read_time:
+    if reading is None or reading.at <= canary.start_time:
         return canary
+    at = whole_seconds(reading.at)
     if reading.failure is not None:
-        since = canary.problem_time or stamp(reading.at)
+        since = canary.problem_time or at
         return canary.model_copy(update={"problem": reading.failure[:MESSAGE_LIMIT], "problem_time": since})
-    if read is not None and reading.at < read:
+    if canary.read_time is not None and at <= canary.read_time:
         return canary
     counts = dict(reading.counts)
     # Servers that are not ready get no requests, and time without requests proves nothing.
     measured = reading.seconds if servers.available >= canary.servers else 0.0
     return canary.model_copy(
         update={
-            "read_time": stamp(reading.at),
+            "read_time": at,
             "measured_seconds": round(canary.measured_seconds + measured, 1),
             "serving": _sum(canary.serving, counts.get(serving, RequestCounts())),
             "canary": _sum(canary.canary, counts.get(canary.revision, RequestCounts())),
@@ -122,7 +122,7 @@ def _sum(before: RequestsStatus, more: RequestCounts) -> RequestsStatus:
 
 def _exited(state: ReconcileState, revision: int) -> str | None:
     """Return the exit of one of the canary's servers, unless its node or another pod displaced it."""
-    for pod in state.pods(Stage.SERVE.value, revision):
+    for pod in state.pods(Stage.SERVE, revision):
         displaced = pod.deleted or pod.deleting_until is not None or pod.disruption or pod.status_reason
         if pod.ended is not None and not displaced:
             return f"the server in pod {pod.name} exited with code {pod.ended.exit_code}"
@@ -260,10 +260,10 @@ def with_canary_problem(state: ReconcileState, before: CanaryStatus | None) -> R
         return state
     if before is None or before.problem is None:
         state = state.with_event("CanaryNotMeasured", canary.problem, warning=True)
-    if seconds_since(canary.problem_time, state.now) < UNREAD_SECONDS or state.stalled is not None:
+    if seconds_since(canary.problem_time, state.now) < UNREAD_SECONDS or state.findings.stalled is not None:
         return state
     stalled = Stalled("CanaryNotMeasured", f"The canary does not end: {canary.problem}")
     told = condition(state.job.status, "Stalled")
     if told is None or told.reason != stalled.reason:
         state = state.with_event(stalled.reason, stalled.message, warning=True)
-    return replace(state, stalled=stalled)
+    return state.with_findings(stalled=stalled)

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
@@ -26,7 +26,6 @@ from finetune_operator.planning.plan_types import Servers
 from finetune_operator.reconcile.endpoint_canary import Canary, figures, next_canary
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import EndpointView
-from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.endpoint_objects import server_count
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
@@ -53,7 +52,8 @@ class DesiredEndpoint:
     def of(self, state: ReconcileState) -> ReconcileState:
         """Return the state of a job whose spec asks for this."""
         spec = state.spec.model_copy(update={"endpoint": self.endpoint})
-        return replace(state, job=replace(state.job, job=state.accepted.model_copy(update={"spec": spec})))
+        job = replace(state.job, job=state.accepted.model_copy(update={"spec": spec}))
+        return replace(state, inputs=replace(state.inputs, job=job))
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _without_canary(
 def _failed(state: ReconcileState, one: RevisionStatus, canary: Canary) -> RevisionStatus:
     """Return the history's entry of a revision whose canary fails."""
     assert canary.status is not None, "a canary that fails has begun"
-    ended = {"state": "Ended", "end_time": stamp(state.now), "reason": "CanaryFailed"}
+    ended = {"state": "Ended", "end_time": state.now, "reason": "CanaryFailed"}
     why = f"Its canary failed: {canary.failure}."
     result = {"canary_result": "Failed", "canary_message": figures(canary.status, None)[:MESSAGE_LIMIT]}
     return one.model_copy(update={**ended, **result, "message": why[:MESSAGE_LIMIT]})
@@ -365,7 +365,7 @@ class _History:
     def _wanted(
         self, known: RevisionStatus | None, target: int, serving_revision: int, target_view: EndpointView | None
     ) -> RevisionStatus:
-        now, artifacts = stamp(self.state.now), self.state.status.artifacts
+        now, artifacts = self.state.now, self.state.status.artifacts
         model = None if artifacts is None else artifacts.model
         if known is None or known.digest != self.revision_digest:
             known = RevisionStatus(
@@ -377,7 +377,7 @@ class _History:
                 start_time=now,
             )
         elif known.state == "Ended":
-            again: dict[str, str | None] = {"state": "Starting", "end_time": None, "reason": None, "message": None}
+            again: dict[str, Any] = {"state": "Starting", "end_time": None, "reason": None, "message": None}
             again |= {"canary_time": None, "canary_result": None, "canary_message": None}
             known = known.model_copy(
                 update={**again, "start_time": known.start_time if target_view is not None else now}
@@ -396,7 +396,7 @@ class _History:
         if self.desired.held_back is not None:
             reason = "RolledBack"
         then = f"Revision {target} took over." if served else f"Revision {target} replaced it before it was ready."
-        ended = {"state": "Ended", "end_time": stamp(self.state.now), "reason": reason, "message": then}
+        ended = {"state": "Ended", "end_time": self.state.now, "reason": reason, "message": then}
         return one.model_copy(update=ended)
 
 
@@ -409,7 +409,7 @@ def stopped(status: EndpointStatus | None, state: ReconcileState) -> EndpointSta
     """Return the history of an endpoint whose servers are deleted while the job is suspended."""
     if status is None or all(one.state == "Ended" for one in status.revisions):
         return status
-    why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": stamp(state.now)}
+    why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": state.now}
     running = (_aborted(one) if one.canary_result == "Running" else one for one in status.revisions)
     revisions = tuple(
         one if one.state == "Ended" else one.model_copy(update={"state": "Ended", **why}) for one in running
