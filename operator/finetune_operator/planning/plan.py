@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from finetune_contract.arguments import compiles
+from finetune_contract.arguments import allows_tf32, compiles
 from finetune_contract.choices import Precision, Stage, Task
 from finetune_contract.facts import DeviceFacts
 from finetune_contract.trainer_job import (
@@ -44,10 +44,11 @@ from finetune_operator.planning.assumed_facts import (
     is_well_known,
     node_description,
 )
+from finetune_operator.planning.asynchronous_saving import choose_saving
 from finetune_operator.planning.capacity import choose_capacity
 from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
-from finetune_operator.planning.devices import has_fp8, mig_memory, mig_product, scales_fp16
+from finetune_operator.planning.devices import find_gpu, has_fp8, mig_memory, mig_product, scales_fp16
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.endpoint_plan import choose_servers, serving_order
 from finetune_operator.planning.engines import choose_engine, choose_predict_engine
@@ -141,7 +142,8 @@ def other_forms(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Alt
     if training is None:
         return ()
     formed = formed_draft(job, facts, settings, scaled=training.precision == "fp16")
-    return alternatives(replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory))
+    chosen = replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory)
+    return alternatives(replace(chosen, checkpoints=training.checkpoints))
 
 
 def formed_draft(job: FineTuneJob, facts: Facts, settings: Settings, scaled: bool = True) -> Draft:
@@ -169,7 +171,7 @@ def _walk_training(draft: Draft) -> Draft:
     """
     begun = _walk(draft, choose_world, choose_network, choose_precision)
     try:
-        return _walk(_formed(begun), choose_strategy, check_inference)
+        return _walk(_formed(begun), choose_strategy, choose_saving, check_inference)
     except PlanRefused:
         if begun.precision != "fp16" or draft.training.precision != "auto":
             raise
@@ -393,7 +395,7 @@ def choose_precision(draft: Draft) -> Draft:
     match asked:
         case "auto":
             chosen, why = _automatic_precision(draft, device, has_bf16)
-            return replace(draft, precision=chosen).because(f"precision {chosen}: {why}")
+            return _with_tf32(replace(draft, precision=chosen).because(f"precision {chosen}: {why}"))
         case "fp8" if on_gpu and fp8 is False:
             return draft.refusing(
                 path,
@@ -422,7 +424,24 @@ def choose_precision(draft: Draft) -> Draft:
             slower = (
                 "; the CPU has no units for it, so it is slower than fp32" if asked == "bf16" and not has_bf16 else ""
             )
-            return replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}")
+            return _with_tf32(replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}"))
+
+
+def _with_tf32(draft: Draft) -> Draft:
+    """Add the reason for TF32 to a draft with a precision in fp32, if its GPU is known to have it."""
+    gpu = find_gpu(decided(draft.hardware.gpu).product, draft.settings.hardware) if _on_gpu(draft) else None
+    if draft.precision != "fp32" or gpu is None or not gpu.tf32_flops:
+        return draft
+    if not allows_tf32("fp32", draft.training.arguments):
+        return draft.because(f"matrix products in plain fp32: training.arguments.tf32 is false; {gpu.name} has TF32")
+    return draft.because(
+        f"matrix products in TF32, which {gpu.name} has: factors keep 10 bits of their mantissa, all else is in fp32; "
+        "training.arguments.tf32: false turns it off"
+    )
+
+
+def _on_gpu(draft: Draft) -> bool:
+    return draft.world is not None and draft.world.device == "cuda"
 
 
 BEYOND_FP16 = ("t5", "mt5", "umt5", "longt5", "gemma", "gemma2", "gemma3", "gemma3_text")
