@@ -206,7 +206,7 @@ def _run_script(given: StageInput, script: Script) -> StageResult:
     from finetune_trainer.scripts.program import run_program
 
     check_world(given.world, script.world, script.world.size)
-    result = run_program(given.job, script, given.paths, given.progress, given.world)
+    result = run_program(given.job, script, given.paths, given.progress, given.world, given.findings)
     return StageResult(result.metrics, result.artifacts)
 
 
