@@ -25,7 +25,9 @@ FREE_SHARE = 0.1
 
 def choose_saving(draft: Draft) -> Draft:
     """Choose whether checkpoints are written beside the training, and count the copy that they need."""
-    strategy, memory = decided(draft.strategy), decided(draft.memory)
+    strategy, memory = draft.strategy, draft.memory
+    if strategy is None or memory is None:
+        return draft  # nothing fits, which is refused
     pause = save_seconds(draft, strategy)
     if pause < LEAST_PAUSE_SECONDS:
         return draft
