@@ -22,8 +22,8 @@ DIGEST_BYTES = 1e9
 them (`openssl speed sha256`).
 """
 COPY_BYTES: Mapping[Device, float] = {"cpu": 2e9, "cuda": 3e9}
-"""Bytes that a process copies in a second into host memory that it has just been given: from there (2.6 GB/s measured on
-one core, of which page faults take most), and from a GPU through pageable memory (assumed).
+"""Bytes that a process copies in a second into host memory that it has just been given: from there (2.6 GB/s measured
+on one core, of which page faults take most), and from a GPU through pageable memory (assumed).
 """
 CHECKPOINTS, VALIDATION = "checkpoints", "validation"
 
