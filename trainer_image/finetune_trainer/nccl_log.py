@@ -72,8 +72,8 @@ def network_of(log: str) -> Communication | None:
     adapters = _adapters(lines)
     connected = (found[3].strip() for line in lines if (found := _CHANNEL.search(line)) is not None)
     nets = [found for text in connected if (found := _NET.match(text)) is not None]
-    connections = [_plugin(found[1], lines, adapters) for found in nets]
-    known = [name for name in connections or [_used_network(lines, adapters)] if name is not None]
+    selected = _used_network(lines, adapters)
+    known = [_plugin(found[1], lines, adapters) for found in nets] or ([] if selected is None else [selected])
     slowest = "socket" if "socket" in known else next(iter(sorted(known)), None)
     if slowest is None:
         return None
