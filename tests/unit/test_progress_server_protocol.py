@@ -250,7 +250,9 @@ def test_measurements_of_the_trainer_are_read_from_its_updates() -> None:
     assert second == Findings(measured.devices, measured.communication)
 
 
-@pytest.mark.parametrize("text", ["", "8 GPUs", "[]", '{"device": 1}', json.dumps({"inside": "p2p" + 3000 * " "})])
+@pytest.mark.parametrize(
+    "text", ["", "8 GPUs", "[]", '{"device": 1, "inside": "tube"}', json.dumps({"inside": "p2p" + 3000 * " "})]
+)
 def test_measurements_that_cannot_be_read_are_left_out(text: str) -> None:
     body = {"trainerStatus": {"metrics": [{"name": "step", "value": "3"}], "lastUpdatedTime": TIME}}
     body["trainerStatus"]["metrics"] += [{"name": name, "value": text} for name in ("devices", "communication")]  # type: ignore[operator]
