@@ -123,7 +123,7 @@ def test_training_goes_on_while_a_copy_of_its_state_is_written():
     assert made.estimate.pauses["checkpoints"] == pytest.approx(copied + written - between + written)
     longer = planned(rate=1000.0, training={"epochs": 60, "globalBatchSize": 64})
     assert longer.estimate.pauses["checkpoints"] == pytest.approx(19 * copied + size / 1e9 + size / 8e9)
-    assert "with 20 checkpoints of less than 1 s, the last of 17 s" in longer.estimate.basis
+    assert "with 20 checkpoints of less than 1 s (the last 17 s)" in longer.estimate.basis
     [reason] = [each for each in made.reasons if each.startswith("checkpoints are written beside the training")]
     assert "for a copy of 13.8 GiB in a node's memory" in reason
     waiting = planned(rate=20_000.0)

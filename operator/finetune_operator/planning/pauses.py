@@ -65,7 +65,7 @@ class Pauses:
         texts = []
         if CHECKPOINTS in parts:
             one = self.checkpoints == 1
-            last = "" if self.last_seconds is None or one else f", the last of {short_seconds(self.last_seconds)},"
+            last = "" if self.last_seconds is None or one else f" (the last {short_seconds(self.last_seconds)})"
             each = self.last_seconds if one and self.last_seconds is not None else self.checkpoint_seconds
             texts.append(f"{self.checkpoints} checkpoint{'s' * (not one)} of {short_seconds(each)}{last}")
         if VALIDATION in parts and self.validations is not None:
