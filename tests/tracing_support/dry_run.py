@@ -89,6 +89,8 @@ class _NoCheckpoints:
     def due(self, step: int, *, by_clock: bool) -> bool:
         return False
 
+    def finish(self) -> None: ...
+
 
 @dataclass
 class _Observer:

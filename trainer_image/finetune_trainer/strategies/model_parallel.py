@@ -40,7 +40,7 @@ from finetune_trainer.strategies.optimizer_state import (
     parameter_names,
 )
 from finetune_trainer.strategies.pipeline import Pipeline
-from finetune_trainer.strategies.shard_files import write_state
+from finetune_trainer.strategies.shard_files import StagedState, stage_state
 from finetune_trainer.strategies.strategy_protocol import (
     Placed,
     ReplicaStep,
@@ -309,6 +309,13 @@ class ModelParallel(FullState):
 
     def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
         """Write the parts of this process; of what several have, a share."""
+        return self._staged(placed, copied=False).write(folder)
+
+    def stage(self, placed: Placed) -> StagedState:
+        """Copy the parts of this process; of what several have, a share."""
+        return self._staged(placed, copied=True)
+
+    def _staged(self, placed: Placed, *, copied: bool) -> StagedState:
         optimizer = named_state(placed.optimizer, parameter_names(placed.model))
         everyone = patiently_gathered((optimizer.groups, optimizer.numbers))
         merged = NamedState(
@@ -322,7 +329,7 @@ class ModelParallel(FullState):
             merged_groups([groups for groups, _ in everyone], self._tied),
         )
         weights = {name: value for name, value in placed.model.state_dict().items() if name not in self._tied}
-        return write_state(folder, *stored_form(weights, merged)).entries
+        return stage_state(*stored_form(weights, merged), copied=copied)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Read the parts that this process needs."""

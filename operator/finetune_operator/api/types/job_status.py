@@ -498,8 +498,8 @@ class FineTuneJobStatus(StatusModel):
     )
     communication: CommunicationStatus | None = Field(
         default=None,
-        description="Transports between the processes of the training. Unset before it has succeeded, and if NCCL was "
-        "not used or its log is not known.",
+        description="Transports between the processes of the last training attempt that reported them. Unset if NCCL "
+        "was not used or its log is not known.",
     )
     spot: SpotStatus | None = Field(
         default=None, description="State of the training on spot nodes. Unset if the job does not use spot nodes."
