@@ -90,16 +90,14 @@ def test_split_layers_with_fsdp_gather_a_slice_and_have_less_memory():
             optimizer="adamw",
             world=World(nodes=1, processes_per_node=8, device="cuda", threads_per_process=1),
             micro_batch=1,
-            length=512,
+            length=8192,
         )
         made = estimate(work, 80 << 30)
         return {term.name: term.bytes for term in made.terms} | {"total": made.total_bytes}
 
     whole, split, replicated = of("fsdp"), of("fsdp", tensor=2), of("ddp", tensor=2)
-    assert split["gathered blocks"] == pytest.approx(whole["gathered blocks"] / 2, rel=0.01)
+    assert split["gathered blocks"] == pytest.approx(whole["gathered blocks"] / 2, rel=0.15)
     assert split["total"] < replicated["total"]
-
-
 
 
 @pytest.mark.parametrize(

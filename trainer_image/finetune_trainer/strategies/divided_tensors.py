@@ -1,9 +1,9 @@
 """Tensors that the tensor ranks divide first, and the data ranks then: FSDP over the slices of split layers.
 
 A weight is a DTensor on the mesh of its tensor ranks, or no DTensor where they all have it whole; FSDP cuts what a
-process has of it in its first dimension. torch describes both on one mesh (data x tensor), but gathers and places such
-tensors wrongly where sizes are uneven or several matrices lie side by side (torch 2.15). Here each division is undone in
-the reverse order, and the place of each part is computed.
+process has of it in its first dimension, into a DTensor on the mesh data x tensor. Here the divisions are undone in the
+reverse order, and the place of each part is computed: torch's checkpoints (2.15) misplace parts of matrices that lie
+side by side in one weight.
 """
 
 from __future__ import annotations
@@ -155,12 +155,13 @@ def whole_of(value: torch.Tensor) -> torch.Tensor:
     again = DTensor.from_local(
         slices, value.device_mesh[TENSOR], [split], run_check=False, shape=value.shape, stride=value.stride()
     )
-    return again.full_tensor()
+    whole: torch.Tensor = again.full_tensor()
+    return whole
 
 
 def _slice_of_tensor_rank(value: DTensor) -> torch.Tensor:
     """Gather what the data ranks have of the slice of this tensor rank."""
-    local = value.detach().to_local()
+    local = value.to_local().detach()
     split = placement_of(value, TENSOR)
     rows = value.shape[0]
     if isinstance(split, Shard | _StridedShard) and split.dim % value.dim() == 0:

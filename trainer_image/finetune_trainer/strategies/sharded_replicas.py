@@ -20,7 +20,7 @@ from finetune_trainer.strategies.divided_tensors import is_divided, placement_of
 from finetune_trainer.strategies.fsdp import expect_groups, mixed_precision, transformer_blocks
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR
 from finetune_trainer.strategies.model_parallel import ModelParallel
-from finetune_trainer.strategies.strategy_protocol import Placed, computes_in_bf16, expect
+from finetune_trainer.strategies.strategy_protocol import Placed, expect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,11 +73,14 @@ class ShardedReplicas(ModelParallel):
 
     def assert_in_effect(self, placed: Placed) -> None:
         """Expect what model parallelism has, every parameter in shards over the data ranks, and groups as requested."""
+        from torch.distributed.tensor import DTensor
+
         held = dict(placed.model.named_parameters())
         whole = [name for name, value in held.items() if not is_divided(value, DATA)]
         found = f"{len(whole)} of {len(held)} parameters are whole on each data rank, e.g. {whole[:1]}"
         expect(not whole, self._label, "ParameterNotSharded", found)
         for name, value in held.items():
+            assert isinstance(value, DTensor)
             ranks = value.device_mesh[DATA].size()
             found = f"{name} is spread as {placement_of(value, DATA)} over {ranks} data ranks of {self.shape.data}"
             expect(ranks == self.shape.data, self._label, "WrongMesh", found)
