@@ -279,6 +279,7 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(short_bench
     ways = [
         Case("llama", {"tensor": 2}, "", training=schedule),
         Case("llama", pipeline("1f1b", 4), "", training=schedule),
+        Case("llama", {"name": "fsdp", "tensor": 2}, "", replicas=2, training=schedule),
         Case("llama", {}, "", training={**schedule, "strategy": Strategy(name="single")}),
     ]
     left = []
@@ -309,11 +310,19 @@ def test_bf16_follows_fp32_and_leaves_fp32_weights(short_bench, tmp_path: Path):
     ways = {
         "tensor": Case("llama", {"tensor": 2}, "", training={"precision": "bf16"}),
         "pipeline": Case("llama", pipeline("1f1b", 4), "", training={"precision": "bf16"}),
+        "fsdp, tensor x pipeline": Case(
+            "llama",
+            {"name": "fsdp", "tensor": 2, **pipeline("1f1b", 4)},
+            "",
+            micro=2,
+            replicas=2,
+            training={"precision": "bf16"},
+        ),
     }
     assert alone.run().exit_code == 0
     for name, case in ways.items():
         run = spread(bench.at(tmp_path / name), case)
-        ended = run.run(processes=2)
+        ended = run.run(processes=case.processes)
         assert ended.exit_code == 0, ended.output
         # bf16 has 8 bits of precision: losses are close, but not equal, which would mean that it is not in effect.
         assert run.losses() == pytest.approx(alone.losses(), rel=5e-2)
