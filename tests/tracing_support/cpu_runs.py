@@ -3,8 +3,9 @@
     python -m tracing_support.cpu_runs [--measure FOLDER] [NAME ...]
 
 prints the table from the kept runs; `--measure` trains the cases again, one at a time with models and workspaces in
-FOLDER, and keeps them (`make measure-cpu-memory`: half an hour or more). A case is a whole `finetune run` of a few
-steps: models are random, rows are words of one length.
+FOLDER, and keeps them (`make measure-cpu-memory`: half an hour or more). A case is a whole `finetune run`: most of a
+few steps with rows of one length, some of hundreds of steps with rows of many lengths. Models are random, and rows are
+words.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -33,6 +35,7 @@ from finetune_operator.planning.plan_types import MemoryEstimate
 KEPT = Path(__file__).parents[1] / "tracing" / "cpu_memory_runs.json"
 LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
 STEPS = 2
+LONG_STEPS = 320
 _MAIN = "from finetune_operator.cli.main import main; main()"
 MIB = 1 << 20
 GIB = 1 << 30
@@ -90,6 +93,8 @@ class CpuCase:
     checkpointing: str = "none"
     held: bool = False
     """True if no constant of the plan was fitted to this run."""
+    long: bool = False
+    """True for `LONG_STEPS` steps with rows of 4 tokens up to `tokens`."""
     adapter: Mapping[str, Any] = field(default_factory=lambda: {"method": "lora", "rank": 8}, hash=False)
 
     @property
@@ -98,6 +103,7 @@ class CpuCase:
         settings = [self.model, self.strategy, *(["LoRA"] if self.lora else []), f"{self.rows} x {self.tokens}"]
         settings += [self.precision] if self.precision != "fp32" else []
         settings += [self.checkpointing] if self.checkpointing != "none" else []
+        settings += [f"{LONG_STEPS} steps"] if self.long else []
         return " ".join(settings)
 
     @property
@@ -121,7 +127,7 @@ class CpuCase:
                 "dataset": {"uri": f"file://{data}"},
                 "preparation": {"maxLength": self.tokens},
                 "training": {
-                    "maxSteps": STEPS,
+                    "maxSteps": LONG_STEPS if self.long else STEPS,
                     "globalBatchSize": self.rows * self.accumulation * processes,
                     "microBatchSize": self.rows,
                     "precision": self.precision,
@@ -156,6 +162,9 @@ CASES = (
     CpuCase("llama 58M", "single", 2, 64, precision="bf16", held=True),
     CpuCase("llama 58M", "ZeRO-1", 2, 64),
     CpuCase("llama 58M", "ddp", 2, 64, accumulation=2, held=True),
+    CpuCase("bert 11M", "single", 16, 128, held=True, long=True),
+    CpuCase("bert 11M", "fsdp", 16, 128, held=True, long=True),
+    CpuCase("llama 22M", "ddp", 4, 128, held=True, long=True),
 )
 
 
@@ -178,10 +187,12 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def write_rows(folder: Path, tokens: int, count: int = 160) -> Path:
-    """Write rows of `tokens` words, with a label each."""
+def write_rows(folder: Path, tokens: int, count: int = 160, *, varied: bool = False) -> Path:
+    """Write rows of `tokens` words, with a label each; `varied`: of 2 words up to `tokens`, most of them short."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = [" ".join(f"w{(row + at) % 1000}" for at in range(tokens + 2)) for row in range(count)]
+    draws = random.Random(1)
+    words = [round(2 * (tokens / 2) ** draws.random()) if varied else tokens for _ in range(count)]
+    texts = [" ".join(f"w{(row + at) % 1000}" for at in range(words[row] + 2)) for row in range(count)]
     lines = [json.dumps({"text": text, "label": at % 2}) for at, text in enumerate(texts)]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
@@ -248,7 +259,9 @@ def table() -> str:
 def measure(case: CpuCase, folder: Path) -> dict[str, Any]:
     """Train the case, and return its record."""
     model = write_model(folder / "models" / case.model.replace(" ", "-"), MODELS[case.model])
-    data = write_rows(folder / "rows" / f"{case.task}-{case.tokens}", case.tokens)
+    data = write_rows(
+        folder / "rows" / case.name.replace(" ", "-"), case.tokens, 1600 if case.long else 160, varied=case.long
+    )
     file, workspace = folder / "job.yaml", folder / "workspace"
     file.write_text(yaml.safe_dump(case.job(model, data)), encoding="utf-8")
     command = [sys.executable, "-c", _MAIN, "run", str(file), "--workspace", str(workspace)]

@@ -35,7 +35,7 @@ def test_kept_runs_are_those_of_the_cases_and_of_all_strategies():
     assert {run.training.strategy.name for run in RUNS.values()} == set(STRATEGIES)
     assert {run.training.strategy.zero_stage for run in RUNS.values()} >= {1, 2, 3}
     assert any(run.training.adapter is not None for run in RUNS.values())
-    assert sum(run.held for run in RUNS.values()) * 2 == len(RUNS)
+    assert sum(run.held for run in RUNS.values()) * 2 >= len(RUNS)
     for each in kept_runs().values():
         assert each["date"]
         assert each["machine"]["processor"]

@@ -173,6 +173,12 @@ def plan(
             help="Compare hardware: the keys of --hardware, and nodes. Repeatable.",
         ),
     ] = None,
+    picture: Annotated[
+        bool | None,
+        typer.Option(
+            "--picture/--no-picture", help="Draw the memory by term against the device. Default: on a terminal only."
+        ),
+    ] = None,
     goal: Annotated[Goal, typer.Option("--goal", help="Order of the rows of --what-if.")] = Goal.TIME,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
@@ -184,7 +190,8 @@ def plan(
     --hardware describes, and uses data that an earlier run prepared in --workspace (default: runs). With
     --cluster, show the operator's first plan: until prepare has measured the model and the data, it is based on
     the job alone and lists its assumptions. With --alternatives, list all strategies, micro-batches and degrees
-    that the job leaves open; with --what-if, plans for other hardware.
+    that the job leaves open; with --what-if, plans for other hardware. On a terminal, or with --picture, bars show
+    which terms fill the device.
 
     \b
     Examples:
@@ -249,7 +256,7 @@ def plan(
     from finetune_operator.cli.result_tables import print_plan
 
     for job_plan in plans:
-        print_plan(out(), job_plan)
+        print_plan(out(), job_plan, picture=picture)
 
 
 # --------------------------------------------------------------------------------------------------------------- render
