@@ -353,11 +353,19 @@ BART: dict[str, Any] = {
 """Width of BART large."""
 
 
-NOT_TRACED = (
-    ("longformer", "it reads lengths of its global attention from the device, where a dry run answers 1"),
-    ("qlora", "bitsandbytes rounds weights to 4 bits in its own CUDA library, which sees no fake tensors"),
-)
-"""Families and methods without a trace, each with the reason."""
+LONGFORMER: dict[str, Any] = {
+    **_ENDS,
+    "model_type": "longformer",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 50265,
+    "max_position_embeddings": 4098,
+    "type_vocab_size": 1,
+    "attention_window": 512,
+    "sep_token_id": 2,
+}
+"""Width of Longformer base, with the window of 512 tokens."""
 
 
 def _strategy(name: str, checkpointing: str = "none", **settings: Any) -> Strategy:
@@ -530,10 +538,18 @@ HELD_CASES = (
     _decoder("mixtral 8x22B fsdp full", MIXTRAL_22B, _fsdp("full"), size=64, rank=31, tokens=8192, held=False),
     _decoder("mixtral LoRA", MIXTRAL, _single("full"), _lora(16), layers=2, tokens=4096),
     _decoder("qwen3 32B ZeRO-3 full 32k", QWEN3_32B, _zero(3, "full"), size=64, rank=31, tokens=32768, held=False),
+    _decoder("llama QLoRA single", WIDTH, _single(), _lora(16, "qlora"), layers=8),
+    _decoder("llama QLoRA ddp full", WIDTH, _ddp("full"), _lora(64, "qlora"), layers=8, tokens=8192),
+    _decoder("llama 70B QLoRA fsdp full", LLAMA_70B, _fsdp("full"), _lora(64, "qlora"), layers=8, tokens=2048),
+    _decoder("qwen3 QLoRA fsdp", QWEN3, _fsdp(), _lora(16, "qlora"), layers=8, rows=2),
     _decoder("qwen3 32B LoRA ddp selective", QWEN3_32B, _ddp("selective"), _lora(64), layers=2, tokens=8192),
     _decoder("phi4 single", PHI4, _single(), layers=2),
     _encoder("xlm-roberta large fsdp full", XLM_ROBERTA_LARGE, _fsdp("full"), layers=12, rows=32),
     _encoder("deberta small ZeRO-1", DEBERTA_BASE, _zero(1), layers=6, rows=32, tokens=128),
+    _encoder("longformer single", LONGFORMER, _single(), rows=2, tokens=4096),
+    _encoder("longformer ddp 1024", LONGFORMER, _ddp(), rows=8, tokens=1024),
+    _encoder("longformer fsdp full", LONGFORMER, _fsdp("full"), layers=12, rows=4, tokens=2048),
+    _encoder("longformer classes", LONGFORMER, _single(), rows=4, tokens=2048, task="text-classification"),
     _encoder("albert single", ALBERT, _single(), task="text-classification"),
     _encoder("modernbert single", MODERNBERT, _single()),
     _encoder("modernbert ddp 8k", MODERNBERT, _ddp(), rows=1, tokens=8192),

@@ -194,6 +194,7 @@ ROWS = (
     ),
 )
 
+
 def _packed(
     data: torch.Tensor, requires_grad: bool = False, quant_state: Any = None, **settings: Any
 ) -> torch.nn.Parameter:

@@ -9,7 +9,7 @@ import pytest
 
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
 from finetune_operator.planning.memory import CUDA_CONTEXT_BYTES
-from tracing_support.memory_table import KEPT, NOT_TRACED, TRACED, allocated, kept_traces, planned
+from tracing_support.memory_table import KEPT, TRACED, allocated, kept_traces, planned
 from tracing_support.traced_cases import Case
 
 LOW, HIGH = 0.88, 1.12
@@ -97,7 +97,3 @@ def test_kept_traces_are_those_of_the_cases():
         assert (kept["recipe"]["rows"], kept["recipe"]["tokens"]) == (case.rows, case.tokens)
         assert kept["recipe"]["strategy"] == case.strategy.model_dump(mode="json", exclude_defaults=True)
         assert kept["fitted"] != case.held, case.name
-
-
-def test_configurations_that_cannot_be_traced_are_not_among_the_traces():
-    assert not {name for name, _ in NOT_TRACED} & {case.config["model_type"] for case in TRACED}

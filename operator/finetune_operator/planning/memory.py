@@ -752,7 +752,7 @@ def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
         packed = work.four_bit // model.layers
-        block = int((model.block_parameters - packed) * _padded(work))
+        block = int(max(0, model.block_parameters - packed) * _padded(work))
         size, words = width * (root + blocks * block), f"{width} x ({root:,} of embeddings and head + {blocks} x "
         words += f"{block:,} of a block)"
         if packed:
