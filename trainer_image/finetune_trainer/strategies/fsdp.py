@@ -166,7 +166,8 @@ def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def _divide_packed(module: torch.nn.Module, device: str) -> None:
     """Prepare layers in 4 bits for their division (`finetune_trainer.four_bits`)."""
     for each in module.modules():
-        if getattr(getattr(each, "weight", None), "quant_state", None) is not None:
+        # Layers of peft around one show its weight as their own.
+        if hasattr(each, "divide_on") and getattr(each.weight, "quant_state", None) is not None:
             cast("FourBitLinear", each).divide_on(device)
 
 
