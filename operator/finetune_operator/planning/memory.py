@@ -516,12 +516,25 @@ def activation_bytes_per_token(work: Workload) -> int:
     casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
     fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
     feed_forward = shape.feed_forward * work.compute_bytes + fp32 * (4 - work.compute_bytes)
+    routed = 0.0
+    if model.idle_parameters and work.world.device == "cuda":
+        # The experts' products are outside of autocast: in the type of their weights.
+        width = 4 if work.autocast else work.compute_bytes
+        feed_forward = shape.feed_forward * width
+        # Inputs sorted by expert, which frozen experts do not need again, and outputs.
+        routed = (1 if work.adapter else 2) * width * experts_of_a_token(model)
     linear = (
-        model.hidden_size * (norms + (hidden + casts) * work.compute_bytes + shape.dropout_masks * mask)
+        model.hidden_size * (norms + routed + (hidden + casts) * work.compute_bytes + shape.dropout_masks * mask)
         + model.intermediate_size * feed_forward / tensor
     )
     attention = model.attention_heads / tensor * _score_bytes_per_token(work)
     return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+
+
+def experts_of_a_token(model: ModelFacts) -> float:
+    """Return the number of experts of a layer that a token passes; 0 for a model without experts."""
+    weights = model.layers * model.block_parameters - sum(each.weights for each in model.linear_layers.values())
+    return model.experts * max(0.0, 1 - model.idle_parameters / weights) if model.experts and weights > 0 else 0.0
 
 
 def _query_width(model: ModelFacts) -> int:
@@ -819,6 +832,9 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
                 size, words = each * work.head, f"{each} x {work.head:,} of the head"
             case "layers" if model.idle_parameters and work.strategy.zero_stage in (0, 1, 2):
                 size, words = width * model.block_parameters, f"{width} x {model.block_parameters:,} of a block"
+            case "layers" if model.idle_parameters and work.autocast and work.accumulates:
+                experts = largest_weight(model)
+                size, words = 4 * experts, f"4 x {experts:,} of a block's experts"
             case "ends" if work.accumulates:
                 # Tied embeddings have the head's gradient, their own, and the sum of both.
                 each = work.weight_bytes * (3 if model.tied_embeddings and work.head and work.autocast else 1)
@@ -915,6 +931,8 @@ def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
     tied = work.head if work.model.tied_embeddings else 0
     there = work.four_bit + work.narrow
     count = max(0, work.model.parameters - work.model.embedding_parameters - there) + tied
+    if work.model.idle_parameters:  # experts are computed in the type of their weights
+        count = max(0, sum(each.weights for each in work.model.linear_layers.values()) + work.head - there)
     head = 0 if work.narrow and not tied else work.head
     if work.strategy.pipeline is not None:
         count = (work.layers * work.model.block_parameters + head) // work.strategy.tensor
@@ -951,7 +969,7 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
             found.append(_activations(work, moment)[0])
         extras = (
             _autocast_copies(work, moment),
-            _unfolded(work) if passing else None,
+            _unfolded(work) if moment in _BACKWARD else None,
             _rounded(work) if moment in _BACKWARD else None,
             _gathered(work, moment),
             _whole_gradients(work, moment),
