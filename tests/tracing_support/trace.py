@@ -25,8 +25,6 @@ _VALUES = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0, torch.bfloa
 """Results of `.item()`; 1 for other types."""
 _YES = (_aten.allclose.default, _aten.equal.default, _aten.is_nonzero.default)
 """Comparisons, which return equal."""
-_FIRST_TOKENS = "LongformerSelfAttention._get_global_attn_indices"
-"""Function that lists the tokens with global attention: those of classes, the first of each row."""
 _BETWEEN = ("/torch/", "/tracing_support/", "<")
 """Parts of the paths of code between a wait and its cause."""
 _NEW_PEAK = 1 << 20
@@ -123,8 +121,6 @@ class Trace(TorchDispatchMode):
         if func in _YES and isinstance(args[0], FakeTensor):
             self._note(args[0], "comparison")
             return True
-        if func is _aten.nonzero.default and isinstance(args[0], FakeTensor) and _place().endswith(_FIRST_TOKENS):
-            return self._first_tokens(args[0])
         if func is _aten.is_pinned.default:
             return self._is_pinned(args[0])
         if func is _aten._pin_memory.default:
@@ -144,11 +140,6 @@ class Trace(TorchDispatchMode):
                 if given.get("pin_memory"):
                     self._pinned.add(_storage(each)._cdata)
         return made
-
-    def _first_tokens(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the indices of `chosen`, a mask in which each row has its first token; of its complement, none."""
-        others = self._made[_storage(chosen)._cdata].operator == "aten.eq"
-        return chosen.new_empty((0 if others else len(chosen), chosen.dim()), dtype=torch.int64)
 
     def _without_value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return it as a fake tensor without a constant value: torch makes real copies of others."""
