@@ -42,7 +42,10 @@ GIB = 1 << 30
 
 _BERT: dict[str, Any] = {"model_type": "bert", "vocab_size": 30522, "max_position_embeddings": 512}
 _LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
+_SMALL: dict[str, Any] = {"vocab_size": 2000, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
+    "bert 1M": {**_BERT, **_SMALL, "intermediate_size": 512},
+    "llama 1M": {**_LLAMA, **_SMALL, "intermediate_size": 352},
     "bert 11M": {
         **_BERT, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024
     },
@@ -162,9 +165,9 @@ CASES = (
     CpuCase("llama 58M", "single", 2, 64, precision="bf16", held=True),
     CpuCase("llama 58M", "ZeRO-1", 2, 64),
     CpuCase("llama 58M", "ddp", 2, 64, accumulation=2, held=True),
-    CpuCase("bert 11M", "single", 16, 128, held=True, long=True),
-    CpuCase("bert 11M", "fsdp", 16, 128, held=True, long=True),
-    CpuCase("llama 22M", "ddp", 4, 128, held=True, long=True),
+    CpuCase("bert 1M", "single", 32, 128, held=True, long=True),
+    CpuCase("bert 1M", "fsdp", 32, 128, held=True, long=True),
+    CpuCase("llama 1M", "ddp", 16, 128, held=True, long=True),
 )
 
 
@@ -260,7 +263,7 @@ def measure(case: CpuCase, folder: Path) -> dict[str, Any]:
     """Train the case, and return its record."""
     model = write_model(folder / "models" / case.model.replace(" ", "-"), MODELS[case.model])
     data = write_rows(
-        folder / "rows" / case.name.replace(" ", "-"), case.tokens, 1600 if case.long else 160, varied=case.long
+        folder / "rows" / case.name.replace(" ", "-"), case.tokens, 3200 if case.long else 160, varied=case.long
     )
     file, workspace = folder / "job.yaml", folder / "workspace"
     file.write_text(yaml.safe_dump(case.job(model, data)), encoding="utf-8")
