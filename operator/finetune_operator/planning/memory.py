@@ -72,6 +72,8 @@ FP32_LOSSES = ("modernbert",)
 """Families other than decoders that convert their logits to fp32 for the loss."""
 BIASED_LOGITS = ("bart", "mbart", "marian", "pegasus")
 """Families with a bias of the logits that is a buffer, which FSDP leaves in fp32."""
+LAYER_NORMS = 2
+"""Inputs that a layer's two norms keep if each is one kernel; RMS norms are several, and keep more."""
 RESIDENT = ("parameters", "optimizer state", "secondary shards")
 """Names of the terms that are allocated once."""
 CPU_ALLOCATOR_SHARE = 0.2
@@ -512,6 +514,11 @@ def activation_bytes_per_token(work: Workload) -> int:
     hidden += 2 * wider / tensor
     norms = shape.norm_inputs * work.wide + shape.norm_casts * (4 - work.wide)
     norms += wider * shape.query_norms * (work.wide + (4 - work.wide) / 2)
+    frozen = work.adapter is not None and work.adapter.method != "dora"  # DoRA keeps a little more than is counted
+    if frozen and work.strategy.activation_checkpointing == "none" and shape.norm_inputs > LAYER_NORMS:
+        # A norm of several operations keeps its normalised input for the gradient of its weight, which is frozen here.
+        # A layer that is recomputed has it for a moment.
+        norms -= shape.norm_inputs / 2 * work.wide
     # With dropout before an adapter's matrices their inputs are counted there; a frozen layer keeps none.
     casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
     fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
