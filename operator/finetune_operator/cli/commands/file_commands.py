@@ -231,7 +231,7 @@ def plan(
         else:
             compare(entry, facts)
     if compare is None:
-        _print_plans(plans, output)
+        _print_plans(plans, output, picture)
 
 
 def _check_options(
@@ -268,7 +268,7 @@ def _facts_of_nodes(listed: tuple[Node, ...] | None, entry: JobEntry, limits: Se
     return facts_of_nodes(listed, entry.job.spec, limits)
 
 
-def _print_plans(plans: Sequence[JobPlan], output: Output) -> None:
+def _print_plans(plans: Sequence[JobPlan], output: Output, picture: bool | None) -> None:
     if output is not Output.TEXT:
         emit([json.loads(job_plan.to_json()) for job_plan in plans], output)
         return
