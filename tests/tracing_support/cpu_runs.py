@@ -194,8 +194,8 @@ def write_rows(folder: Path, tokens: int, count: int = 160, *, varied: bool = Fa
     """Write rows of `tokens` words, with a label each; `varied`: of 2 words up to `tokens`, most of them short."""
     folder.mkdir(parents=True, exist_ok=True)
     draws = random.Random(1)
-    words = [round(2 * (tokens / 2) ** draws.random()) if varied else tokens for _ in range(count)]
-    texts = [" ".join(f"w{(row + at) % 1000}" for at in range(words[row] + 2)) for row in range(count)]
+    lengths = [round(2 * (tokens / 2) ** draws.random()) if varied else tokens for _ in range(count)]
+    texts = [" ".join(f"w{(row + at) % 1000}" for at in range(lengths[row] + 2)) for row in range(count)]
     lines = [json.dumps({"text": text, "label": at % 2}) for at, text in enumerate(texts)]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder

@@ -240,8 +240,8 @@ def test_report_draws_each_term_from_the_end_of_the_one_before(paths):
     planned = PlannedTraining(memory_bytes=40 << 30, memory_terms=terms)
     found = {"parameters": 12 << 30, "tensors": 24 << 30}
     measured = MeasuredTraining(memory_bytes=30 << 30, memory_terms=found, steps=3)
-    told = {name: each.model_dump(mode="json") for name, each in (("planned", planned), ("measured", measured))}
-    merge_metrics(paths, {"train": {**METRICS["train"], **told}})
+    section = {name: each.model_dump(mode="json") for name, each in (("planned", planned), ("measured", measured))}
+    merge_metrics(paths, {"train": {**METRICS["train"], **section}})
     picture = {
         "parameters: 10.00 GiB planned, 12.00 GiB measured": [("0.0%", "12.5%"), ("0.0%", "15.0%")],
         "activations: 20.00 GiB planned": [("12.5%", "25.0%")],

@@ -70,7 +70,7 @@ def test_held_traces_are_many_and_of_families_that_have_no_fitted_one():
     assert len(families[1] - families[0]) >= 10
 
 
-def test_windows_of_longformer_and_weights_in_4_bits_are_among_the_held_traces():
+def test_longformer_and_qlora_are_among_the_held_traces():
     assert sum(case.config["model_type"] == "longformer" for case in HELD) >= 3
     packed = [case for case in HELD if case.adapter is not None and case.adapter.method == "qlora"]
     assert {case.strategy.name for case in packed} == {"single", "ddp", "fsdp"}
