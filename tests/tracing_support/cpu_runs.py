@@ -165,10 +165,13 @@ CASES = (
     CpuCase("llama 58M", "single", 2, 64, precision="bf16", held=True),
     CpuCase("llama 58M", "ZeRO-1", 2, 64),
     CpuCase("llama 58M", "ddp", 2, 64, accumulation=2, held=True),
+)
+LONG_CASES = (
     CpuCase("bert 1M", "single", 32, 128, held=True, long=True),
     CpuCase("bert 1M", "fsdp", 32, 128, held=True, long=True),
     CpuCase("llama 1M", "ddp", 16, 128, held=True, long=True),
 )
+"""Cases that are measured only by their names (`320 steps` for all), as each takes many minutes."""
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -220,7 +223,7 @@ class KeptRun:
         training = self.training
         work = Workload(
             model=self.facts,
-            task=next(case.task for case in CASES if case.name == self.name),
+            task=next(case.task for case in (*CASES, *LONG_CASES) if case.name == self.name),
             strategy=training.strategy,
             precision=training.precision,
             optimizer=training.optimizer,
@@ -307,7 +310,9 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="measure only cases without a kept run")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    cases = [case for case in CASES if not options.names or any(name in case.name for name in options.names)]
+    cases = list(CASES)
+    if options.names:
+        cases = [case for case in (*CASES, *LONG_CASES) if any(name in case.name for name in options.names)]
     if options.measure is not None:
         there = kept_runs() if options.missing else {}
         for case in (each for each in cases if each.name not in there):
@@ -324,7 +329,7 @@ def kept_runs() -> dict[str, Any]:
 def keep(case: CpuCase, record: Mapping[str, Any]) -> None:
     """Write the record beside those of other cases, in the order of the cases."""
     found = {**kept_runs(), case.name: record}
-    kept = {each.name: found[each.name] for each in CASES if each.name in found}
+    kept = {each.name: found[each.name] for each in (*CASES, *LONG_CASES) if each.name in found}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
