@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_contract.choices import Precision
 from finetune_contract.layout import FailureClass
+from finetune_trainer.adapters import outputs_by_inputs
 from finetune_trainer.failures import StageError
 
 _STORED_AS = torch.float32
@@ -44,7 +45,7 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the 
     def __init__(
         self, layer: nn.Linear | Conv1D, computed_in: torch.dtype, stored_as: torch.dtype = _STORED_AS
     ) -> None:
-        weight = _outputs_by_inputs(layer)
+        weight = outputs_by_inputs(layer)
         super().__init__(weight.shape[1], weight.shape[0], bias=False, compute_dtype=computed_in, device="meta")
         packed, state = _rounded(weight, stored_as)
         state.dtype = computed_in  # type to which a product dequantizes
@@ -94,7 +95,7 @@ def hold(model: nn.Module, names: Sequence[str], precision: Precision, *, divide
     """
     for name in names:
         layer = cast("nn.Linear | Conv1D", model.get_submodule(name))
-        if layer.weight.numel() % _STORED_TOGETHER:
+        if odd_weights(layer):
             raise StageError(
                 FailureClass.CONFIG,
                 "OddWeight",
@@ -105,6 +106,16 @@ def hold(model: nn.Module, names: Sequence[str], precision: Precision, *, divide
         computed_in = _COMPUTED_IN[precision]
         model.set_submodule(name, FourBitLinear(layer, computed_in, computed_in if divided else _STORED_AS))
     cast(Any, model).is_loaded_in_4bit = True  # peft reads it
+
+
+def odd_weights(layer: nn.Module) -> bool:
+    """Return whether the number of a layer's weights keeps them from being packed."""
+    return cast(torch.Tensor, layer.weight).numel() % _STORED_TOGETHER != 0
+
+
+def computing_dtype(precision: Precision) -> torch.dtype:
+    """Return the type in which layers compute with the dequantized weights."""
+    return _COMPUTED_IN[precision]
 
 
 def is_held(layer: nn.Module, precision: Precision) -> bool:
@@ -124,13 +135,8 @@ def is_held(layer: nn.Module, precision: Precision) -> bool:
 def round_weights(model: nn.Module, names: Sequence[str]) -> None:
     """Give the ordinary layers of `names` the weights with which FourBitLinear would compute."""
     for name in names:
-        weight = _outputs_by_inputs(model.get_submodule(name))
+        weight = outputs_by_inputs(model.get_submodule(name))
         weight.copy_(dequantize_4bit(*_rounded(weight, _STORED_AS)))
-
-
-def _outputs_by_inputs(layer: nn.Module) -> torch.Tensor:
-    weight = cast(torch.Tensor, layer.weight).detach()
-    return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def _rounded(weight: torch.Tensor, stored_as: torch.dtype) -> tuple[torch.Tensor, QuantState]:

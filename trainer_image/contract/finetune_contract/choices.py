@@ -57,10 +57,12 @@ Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
 InferencePrecision: TypeAlias = Literal["fp32", "bf16"]
 """Precision of evaluation and prediction; no fp16, since they do not scale values as it requires."""
 RungName: TypeAlias = Literal[
-    "none", "bf16", "compile", "int8", "onnx", "onnx-int8", "onnx-int8-static", "openvino", "openvino-bf16",
-    "openvino-int8",
+    "none", "bf16", "bnb-int8", "bnb-nf4", "compile", "fp8", "int8", "onnx", "onnx-int8", "onnx-int8-static",
+    "openvino", "openvino-bf16", "openvino-int8",
 ]  # fmt: skip
-"""Method of computing predictions; `none` is the plain model, `int8` the fastest of those with 8-bit products."""
+"""Method of computing predictions; `none` is the plain model, `int8` the faster of `onnx-int8` and `openvino-int8`."""
+GPU_RUNGS: tuple[RungName, ...] = ("none", "bf16", "bnb-int8", "bnb-nf4", "compile", "fp8")
+"""Methods that a job on a GPU can request by name; all others are for CPUs."""
 Optimization: TypeAlias = RungName | Literal["measured"]
 """Method of predict; `measured`: the fastest on a sample of the rows."""
 RUNG_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")
