@@ -157,7 +157,7 @@ def _written(problem: Problem, text: str) -> list[list[Edit]]:
         return [[Edit(problem.path, {"uri": found[1]})]]
     found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?|: [a-z])", text)
     found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
-    if not found or found[1].endswith("://") or re.match(r"write (the|its|it|a|whatever)\b", text):
+    if not found or found[1].endswith(("://", "ORG/NAME", "CLAIM/PATH")) or re.match(r"write (the|its|it|a|whatever)\b", text):
         return []
     return [[Edit(problem.path, _number(found[1]))]]
 

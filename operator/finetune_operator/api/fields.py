@@ -183,6 +183,7 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     value = value_at(document, path)
     around = _around(path, document)
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), around=around)
+    hint = _at_its_place(hint, path, value, document)
     setting = _SETTING_HINT.fullmatch(hint.text)
     given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
     if setting is None or not isinstance(given, str) or given == "auto" or setting[2] == given:
@@ -194,6 +195,24 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
         )
     current = describe_value(given, path)
     return NameHint(f"leave it out: spec.{setting[1]} is already {current}; or replace that value")
+
+
+_TWO_PLACES = re.compile(r"move it below (spec[\w.]*) or (spec[\w.]*)")
+
+
+def _at_its_place(hint: NameHint, path: Path, value: JsonValue, document: JsonValue) -> NameHint:
+    """Return the hint for a field whose place is taken, or of whose two places one is."""
+    two = _TWO_PLACES.fullmatch(hint.text)
+    if two is not None:
+        name = str(path[-1])
+        free = [each for each in two.groups() if value_at(document, (*each.split(".")[1:], name)) is None]
+        return NameHint(f"move it below {free[0]}", f"{free[0]}.{name}") if len(free) == 1 else hint
+    place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
+    given = value_at(document, place) if place else None
+    if given is None or place == path[: len(place)] or isinstance(value, dict):
+        return hint
+    other = "" if given == value else "; or replace that value"
+    return NameHint(f"leave it out: {hint.place} is already {describe_value(given, place)}{other}")
 
 
 def _around(path: Path, document: JsonValue) -> Around:

@@ -20,9 +20,16 @@ from finetune_contract.arguments import FREE
 from finetune_contract.metrics import METRICS, metrics_of
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain, written
-from finetune_operator.api.meant_columns import column_of, columns_in_order, task_by_words
+from finetune_operator.api.meant_columns import column_of, columns_in_order, columns_of, task_by_words
 from finetune_operator.api.meant_uris import CLAIM, as_uri, is_uri, listed, uri_hint
-from finetune_operator.api.meant_values import form_hint, in_other_form, named_settings, plain_meaning, role_of
+from finetune_operator.api.meant_values import (
+    compared,
+    form_hint,
+    in_other_form,
+    named_settings,
+    plain_meaning,
+    role_of,
+)
 from finetune_operator.api.meant_words import NAMES_OF_METRICS, gate_of, meaning, words_of
 from finetune_operator.api.problems import PathPart, describe_value, is_secret_name, presentable
 from finetune_operator.api.shapes import (
@@ -41,6 +48,8 @@ from finetune_operator.api.shapes import (
 from finetune_operator.api.support import served_schemes, served_words, works
 
 _CLOSE = 0.6
+_ALIKE = 0.72
+"""Similarity above which a name counts as a misspelt column: names of columns are words of their own."""
 _CLOSER = 0.84
 """Similarity above which a name counts as a misspelt one of another object; letters alone are weaker evidence there."""
 _MOST_PLACES = 3
@@ -140,6 +149,8 @@ def _unknown_name(
             return _set(f"{_COLUMNS}{column}", value)
         if row is not None and row.under:
             return _by_row(row, path, value, around)
+        if parent == "columns" and "textPair" in names:
+            return _no_column(name, value, names, around)
         places = _places(name, path)
         fitting = tuple(place for place in places if _could_hold(place, value))
         if fitting:
@@ -150,6 +161,8 @@ def _unknown_name(
             places = tuple(place for place in places if _is_block(place))
         if places:
             return _moved(places, name, value)
+    if not of_job and (special := _of_pods(path, value, names)):
+        return special
     near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
     if of_job and not difflib.get_close_matches(name, names, n=1, cutoff=_CLOSER):
         place = _same_words(path, value)
@@ -169,6 +182,26 @@ def _unknown_name(
         if far and (places := tuple(place for place in _places(far[0], path) if _could_hold(place, value))):
             return _moved(places, name, value)
     return _names_here(names)
+
+
+def _of_pods(path: Sequence[PathPart], value: JsonValue, names: Sequence[str]) -> str:
+    """Return the hint for a common abbreviation in an object of Kubernetes; empty: it is none."""
+    name = str(path[-1])
+    if tuple(names[:2]) == ("name", "value") and isinstance(value, str | int | float) and not is_secret_name(name):
+        return f"write it as name: {name} and value: {json.dumps(value if isinstance(value, str) else str(value))}"
+    if plain(name) in ("pvc", "claim", "claimname") and "persistentVolumeClaim" in names and isinstance(value, str):
+        return f"write it as persistentVolumeClaim: {{claimName: {value}}}"
+    return "did you mean mountPath?" if plain(name) in ("path", "mountpath", "mount") and "mountPath" in names else ""
+
+
+def _no_column(name: str, value: JsonValue, names: Sequence[str], around: Around) -> str:
+    """Return the hint for a column that no task reads, and for the name of a column of the data in our place."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
+    near = near or [known for known in names if known.lower() in words_of(name)]
+    if near:
+        return f"did you mean {near[0]}?"
+    read = columns_of(around.task)
+    return f"leave it out: {around.task} reads {', '.join(read)}" if read else _names_here(names)
 
 
 def _names_here(names: Sequence[str]) -> str:
@@ -192,6 +225,10 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
     ):
         if hint:
             return hint
+    if plain(name) == "dosample" and value is True and around.beside.get("temperature"):
+        return "leave it out: a temperature above 0 samples"
+    if plain(name) == "dosample" and isinstance(value, bool):
+        return f"set spec.generation.temperature to {'1.0' if value else '0'}"
     if name == "enabled" and above and isinstance(value, bool):
         return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
     if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
@@ -238,6 +275,9 @@ def _of_results(name: str, above: str, value: JsonValue) -> str:
         ((name, value),) = value.items()
         if name not in NAMES_OF_METRICS:
             return ""
+    if isinstance(value, str) and name in NAMES_OF_METRICS and (limit := compared(f"{name} {value}")) is not None:
+        _, limit_name, number = limit
+        return f"set spec.evaluation.gate.metric to {name} and spec.evaluation.gate.{limit_name} to {number:g}"
     return gate_of(name, value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
 
 
@@ -245,9 +285,11 @@ def _of_servers(name: str, above: str, value: JsonValue, names: Sequence[str]) -
     """Return the hint for Kubernetes' requests below an object with cpu and memory of its own; empty: it is none."""
     if above not in _SERVER_RESOURCES or name not in ("limits", "requests") or not isinstance(value, dict):
         return ""
-    inner = {key: each for key, each in value.items() if key in names}
-    sets = " and ".join(f"{above}.{key} to {shown_value(each, key)}" for key, each in inner.items())
-    return f"set {sets}" if sets else "leave it out: servers compute on CPUs"
+    inner = {f"{above}.{key}": each for key, each in value.items() if key in names}
+    if any(key.endswith("/gpu") for key in value):
+        inner["spec.resources.gpusPerNode"] = 1  # A server uses one GPU at most.
+    sets = " and ".join(f"{field} to {shown_value(each, field)}" for field, each in inner.items())
+    return f"set {sets}" if sets else "leave it out: servers have cpu and memory of their own, and one GPU at most"
 
 
 DEEPSPEED_KEYS = frozenset(key for key in KNOWN_KEYS.get(("zero_optimization",), ()) if "_" in key)
@@ -286,7 +328,7 @@ def _in_other_unit(path: Sequence[PathPart], value: float, names: Sequence[str])
     own = next((known for known in names if plain(known) == f"{base}seconds"), None)
     row = find_name(base, str(path[-2]) if len(path) > 1 else "")
     field = f"{above}.{own}" if own else row.field if row is not None and row.field is not None else ""
-    return f"set {field} to {seconds}" if field.endswith("Seconds") else ""
+    return f"set {field} to {seconds}" if "Seconds" in field else ""
 
 
 @cache
@@ -462,21 +504,30 @@ def _by_row(
     around: Around = Around(),
 ) -> str:
     hint = _joined(row.hint)
+    if row.field is not None and row.field.startswith("spec.dataset.splits.") and isinstance(value, int | float):
+        held_out = find_name("val_size", "dataset")
+        assert held_out is not None, "the table has a row for fractions of rows"
+        row = held_out
+    if row.field is not None and row.field.endswith("hubToken.name") and _is_secret_key(value):
+        return _renamed_to("spec.secrets.hubToken", path)
+    if row.field == _STRATEGY and (strategy := find_value(_STRATEGY, value)) is not None and len(strategy.instead) > 1:
+        return _instead(strategy)
     if row.field == _GLOBAL_BATCH and not row.same and value == 1:
         return "leave it out: gradients are accumulated only if spec.training.globalBatchSize requires it"
     if rows := _sets_rows_of_a_step(row, value, around):
         return rows
     if converted := written(row, value, hub=around.hub, beside=around.beside):
-        return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in converted.items())}"
+        sets = " and ".join(f"{field} to {shown_value(each, field)}" for field, each in converted.items())
+        on_sagemaker = isinstance(value, str) and value.startswith("ml.")
+        return f"set {sets}" + (f" ({value} on SageMaker HyperPod)" if on_sagemaker else "")
     if value is None:
         return "leave it out"
     if isinstance(value, str) and is_secret_name(str(path[-1])) and row.field is not None:
         return f"set {row.field}{hint}"
     if row.field is None:
+        own = str(path[1]) if tuple(path[:2]) == ("spec", "evaluation") else str(path[-1])
         inside = (
-            "; ".join(_inner("spec.training", value, own=str(path[-1]), with_value=True))
-            if isinstance(value, dict)
-            else ""
+            "; ".join(_inner("spec.training", value, own=own, with_value=True)) if isinstance(value, dict) else ""
         )
         return f"{row.hint}; {inside}" if inside else row.hint
     if row.value is not None and (value is False or value is None or value == ""):
@@ -498,6 +549,14 @@ def _by_row(
     if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
         return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
     return f"{_set(row.field, value) if row.same else f'set {row.field}'}{hint}"
+
+
+_STRATEGY = "spec.parallelism.strategy"
+
+
+def _is_secret_key(value: JsonValue) -> bool:
+    """Return True for name and key of a Secret."""
+    return isinstance(value, dict) and "name" in value and set(value) <= {"name", "key"}
 
 
 def _renamed_to(field: str, path: Sequence[PathPart]) -> str:
@@ -577,7 +636,7 @@ def _inner(field: str, value: dict[str, JsonValue], *, own: str = "", with_value
                 names = " and ".join(dict.fromkeys(n for n, p, other in found if not p and other == given))
                 yield f"{names}: {given}"
             continue
-        if with_value and not given:
+        if with_value and not given and not place.startswith("spec.template."):
             continue
         values = {other for _, other_place, other in found if other_place == place}
         counts = [
@@ -852,8 +911,17 @@ def _in_place_of_object(shape: Shape, path: Sequence[PathPart], value: JsonValue
             return f"write {json.dumps([each for each in value.values() if isinstance(each, str)])}"
         case Items() if isinstance(value, dict) and value and set(value) <= set(_column_names()) and leaf == "columns":
             return "move it below spec.predict.dataset, as columns"
+        case Text() if is_uri(shape) and isinstance(value, list) and len(value) > 1:
+            return "write one URI: a folder with all files, or a glob such as file://data/*.csv"
+        case Fields(fields) if "entryPoint" in fields and isinstance(value, str):
+            program = shown_value(value, "entryPoint")
+            return f"write {{git: {{url: REPOSITORY}}, entryPoint: {program}}}, with the https:// address of its git repository"
+        case Fields(fields) if leaf == "adapter" and isinstance(value, str) and "/" in value:
+            return "leave it out: training cannot continue from an adapter; spec.model.uri is a whole model"
         case Fields(fields) if isinstance(value, bool) and "enabled" in fields:
             return f"write {{enabled: {json.dumps(value)}}}"
+        case Fields() if value is False and not shape.required:
+            return "leave it out"
         case Fields(fields) if value is True and (implied := _implied_by_true(fields, path)):
             return f"write {{{implied}}}"
         case Fields(fields) if value is True and not any(field.required for field in fields.values()):
@@ -897,6 +965,9 @@ def _implied_by_word(fields: Mapping[str, Shape], path: Sequence[PathPart], valu
         field = ".".join(map(str, (*path, name)))
         row = find_value(field, value)
         word = row.instead.get(field) if row is not None else None
+        beside = {each.rpartition(".")[2]: given for each, given in row.instead.items()} if row is not None else {}
+        if len(beside) > 1 and set(beside) <= set(fields):
+            return ", ".join(f"{each}: {shown_value(given, each)}" for each, given in beside.items())
         if word is None and isinstance(value, str):
             word = next((each for each in inner.words if each != "none" and plain(each) == plain(value)), None)
         if word is not None:
@@ -929,8 +1000,9 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
     if shape.words:
         return f"write one of {', '.join(shape.words)}"
     if isinstance(shape.body, Fields):
-        needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
-        return f"write it with {needed} below it"
+        needed = [name for name, field in shape.body.fields.items() if field.required]
+        example = ", e.g. {uri: hf://org/name}" if needed == ["uri"] else ""
+        return f"write it with {' and '.join(needed)} below it{example}"
     if is_uri(shape):
         prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
         return f"set it to a URI that begins with {listed(prefixes)}, e.g. hf://org/name"

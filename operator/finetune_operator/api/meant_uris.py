@@ -38,6 +38,10 @@ def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
     uri = as_uri(value)
     if uri is not None and uri.startswith(tuple(prefixes)):
         return f"write {uri}"
+    if isinstance(value, str) and _TABLE.fullmatch(value):
+        places = " or ".join(f"{prefix}PATH" if prefix == "file://" else f"{prefix}CLAIM/PATH" for prefix in prefixes
+                             if prefix in ("file://", "pvc://"))
+        return f"export the table to files, and write {places}" if places else "export the table to the Hub"
     if isinstance(value, str) and re.match(r"[A-Za-z]:[\\/]", value):
         rest = value[2:].replace("\\", "/")
         return f"write file:///mnt/{value[0].lower()}{rest} for WSL, or another path of this machine"
@@ -64,7 +68,11 @@ def as_uri(value: JsonValue) -> str | None:
         return None
     elif _FILE.fullmatch(text):
         return f"file://{text.removeprefix('./')}"
-    return f"hf://{text}" if is_hub_name(text) else None
+    return f"hf://{text}" if is_hub_name(text) and not _TABLE.fullmatch(text) else None
+
+
+_TABLE = re.compile(r"(?:[A-Za-z_]\w*\.){2}[A-Za-z_]\w*")
+"""Table of a catalogue: `main.support.chats`; no repository of the Hub without an organisation has two dots."""
 
 
 def hub_name_hint(path: str, name: str) -> str:

@@ -66,10 +66,20 @@ def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
     return f"{question}{task} has {', '.join(known)}"
 
 
-def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
+def _meant_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
+    """Return the task's metrics that spec.evaluation.metrics means."""
+    known = metrics_of(spec.task)
+    named = known if spec.evaluation is None or spec.evaluation.metrics == "auto" else spec.evaluation.metrics
+    return tuple(near for name in named if (near := _near(name, known)) is not None)
+
+
+def _gate_metric_advice(spec: FineTuneJobSpec) -> str:
     """Return the metric that a gate means, and the minimum that it then needs."""
+    gate, task = _gate_of(spec), spec.task
     advice = _metric_advice(gate.metric, task, metrics_of(task))
     near = _near(gate.metric, metrics_of(task))
+    if near not in (None, LOSS, *_meant_metrics(spec)):
+        advice = f"{advice}; add {near} to spec.evaluation.metrics"
     most = None if near is None else GREATEST.get(near)
     if most == 1 and gate.minimum is not None and 1 < gate.minimum <= 100:
         return f"{advice}; {near} is at most 1, so minimum is {gate.minimum / 100:g}"
@@ -87,6 +97,9 @@ def _metrics_advice(spec: FineTuneJobSpec) -> str:
         f"leave {shown[name]} out" if near is None else f"write {near} for {shown[name]}"
         for name, near in found.items()
     ]
+    named = spec.evaluation.metrics if spec.evaluation else ()
+    if not any(found.values()) and len(found) == len(named):
+        return f"leave it out: {spec.task} has {', '.join(known)}"
     return f"{', '.join(edits)}; {spec.task} has {', '.join(known)}"
 
 
@@ -112,7 +125,9 @@ def _gate_is_measured(spec: FineTuneJobSpec) -> bool:
     evaluation = spec.evaluation
     if evaluation is None or evaluation.gate is None or evaluation.metrics == "auto":
         return True
-    return evaluation.gate.metric in (*evaluation.metrics, LOSS)
+    measured = _meant_metrics(spec)
+    other_rule = evaluation.gate.metric not in metrics_of(spec.task) or not measured
+    return other_rule or evaluation.gate.metric in (*measured, LOSS)
 
 
 _HIGHER_IS_BETTER = frozenset(name for task in METRICS for name in metrics_of(task)) - LOWER_IS_BETTER
@@ -166,7 +181,7 @@ RULES: tuple[Rule, ...] = (
         _gate_is_measured,
         "must be one of spec.evaluation.metrics",
         "add it there, or set spec.evaluation.metrics to auto",
-        reads=("evaluation",),
+        reads=("evaluation", "task"),
     ),
     Rule(
         "metrics-are-of-the-task",
@@ -185,7 +200,7 @@ RULES: tuple[Rule, ...] = (
         lambda spec: (gate := _gate(spec)) is None or gate.metric in metrics_of(spec.task),
         "must be a metric of spec.task, or loss",
         "name one of them",
-        advice=lambda spec: _gate_metric_advice(_gate_of(spec), spec.task),
+        advice=_gate_metric_advice,
     ),
     Rule(
         "early-stopping-metric-is-measured",
