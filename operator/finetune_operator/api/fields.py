@@ -18,7 +18,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from finetune_operator.api.foreign_names import find_value
 from finetune_operator.api.hints import Around, NameHint, missing, unknown_name, wrong_value
 from finetune_operator.api.meant_columns import meant_task
-from finetune_operator.api.meant_uris import on_hub
+from finetune_operator.api.meant_uris import CLAIM, is_uri, on_hub
 from finetune_operator.api.meant_values import named_settings, plain_meaning
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, accepts, find
@@ -157,8 +157,32 @@ def _field_problem(
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
     rule, hint = wrong_value(shape, full, value, schemes, _around(path, document))
+    if is_uri(shape) and prefix == ("spec",) and (claim := _on_claim(value, document)) is not None:
+        hint = f"write {claim}, the claim and its folder: pods mount it themselves"
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
     return Problem(format_path(full), describe_value(value, full), rule, hint, reason=reason)
+
+
+def _on_claim(value: JsonValue, document: JsonValue) -> str | None:
+    """Return the URI of a path below a volume mount of a claim, as the document has them; None: it is no such path."""
+    if not isinstance(value, str) or not value.removeprefix("file://").startswith("/"):
+        return None
+    path = value.removeprefix("file://")
+    for block in ((), ("template",)):
+        mounts, volumes = value_at(document, (*block, "volumeMounts")), value_at(document, (*block, "volumes"))
+        claims = {
+            volume.get("name"): value_at(volume, ("persistentVolumeClaim", "claimName"))
+            for volume in (volumes if isinstance(volumes, list) else [])
+            if isinstance(volume, dict) and isinstance(volume.get("name"), str)
+        }
+        for mount in mounts if isinstance(mounts, list) else []:
+            folder = mount.get("mountPath") if isinstance(mount, dict) else None
+            claim = claims.get(mount.get("name")) if isinstance(mount, dict) else None
+            if isinstance(folder, str) and isinstance(claim, str) and CLAIM.fullmatch(claim):
+                folder = folder.rstrip("/")
+                if path == folder or path.startswith(f"{folder}/"):
+                    return f"pvc://{claim}{path.removeprefix(folder)}".rstrip("/")
+    return None
 
 
 def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
@@ -209,6 +233,10 @@ def _at_its_place(hint: NameHint, path: Path, value: JsonValue, document: JsonVa
         return NameHint(f"move it below {free[0]}", f"{free[0]}.{name}") if len(free) == 1 else hint
     place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
     given = value_at(document, place) if place else None
+    set_already = [value_at(document, tuple(field.split(".")[1:])) == each for field, each in hint.settings.items()]
+    if set_already and all(set_already) and hint.text.startswith("set "):
+        (field, each), *_ = hint.settings.items()
+        return NameHint(f"leave it out: {field} is already {describe_value(each, tuple(field.split('.')))}")
     if given is None or place == path[: len(place)] or isinstance(value, dict):
         return hint
     other = "" if given == value else "; or replace that value"

@@ -77,15 +77,21 @@ _SPLITS = "spec.dataset.splits."
 _INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 
 
-def _held_out(given: JsonValue) -> Mapping[str, JsonValue]:
-    """Split the validation rows, given as a fraction (0.2) or a percentage (20), off the end of the split train."""
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        return {}
-    percent = round(100 * given) if given < 1 else round(given)
-    if not 0 < percent < 100:
-        return {}
-    kept = 100 - percent
-    return {"spec.dataset.splits.train": f"train[:{kept}%]", "spec.dataset.splits.validation": f"train[{kept}%:]"}
+def _held_out(role: str) -> Callable[[JsonValue], Mapping[str, JsonValue]]:
+    """Return a function that splits the rows of a role, given as a fraction (0.2) or a percentage (20), off the end of
+    the split train.
+    """
+
+    def write(given: JsonValue) -> Mapping[str, JsonValue]:
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            return {}
+        percent = round(100 * given) if given < 1 else round(given)
+        if not 0 < percent < 100:
+            return {}
+        kept = 100 - percent
+        return {f"{_SPLITS}train": f"train[:{kept}%]", f"{_SPLITS}{role}": f"train[{kept}%:]"}
+
+    return write
 
 
 _DATA_FILE = re.compile(r"(?:file://)?(?P<folder>.*/)?(?P<stem>[^/]+?)\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?")
@@ -110,10 +116,34 @@ def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapp
             return split
         if not any(_OTHER_FILES.fullmatch(plain(name)) for name in beside):
             return {"spec.dataset.uri": f"file://{str(given).removeprefix('file://').removeprefix('./')}"}
-        folder = (found["folder"] or "").removeprefix("./").removesuffix("/") or ("/" if found["folder"] == "/" else "./")
+        folder = (found["folder"] or "").removeprefix("./").removesuffix("/") or (
+            "/" if found["folder"] == "/" else "./"
+        )
         return {"spec.dataset.uri": f"file://{folder}", **split}
 
     return write
+
+
+_COLUMNS_OF_TYPES: Mapping[str, Mapping[str, str]] = {
+    "chattemplate": {"messages": "messages"}, "sharegpt": {"messages": "conversations"},
+    "alpaca": {"source": "instruction", "target": "output"}, "completion": {"text": "text"},
+}  # fmt: skip
+"""Type of a data set in axolotl -> its columns."""
+
+
+def _data_sets(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert axolotl's list of one data set: its address, and the columns that its type means."""
+    match given:
+        case [{"path": str(path), **others}] if "://" in path:
+            kind = str(others.get("type", "")).split(".")[0].split(":")[0]
+            columns = dict(_COLUMNS_OF_TYPES.get(plain(kind), {}))
+            if isinstance(field := others.get("field_messages"), str) and "messages" in columns:
+                columns["messages"] = field
+            return {
+                "spec.dataset.uri": path,
+                **{f"spec.dataset.columns.{role}": name for role, name in columns.items()},
+            }
+    return {}
 
 
 def _config_name(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
@@ -379,6 +409,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("dataset_name", "datasets", "dataset_path", "data_path", "data_files", "dataset_dir", "data", "dataset_id"),
         EVERYBODY, "spec.dataset.uri", "hf:// before the name of a Hub repository, file:// before a path",
+        writes=_data_sets,
     ),
     ForeignName(
         ("train_file", "train_data", "train_dataset", "training_data", "training_file", "train_path", "train_uri",
@@ -468,12 +499,18 @@ NAMES: tuple[ForeignName, ...] = (
         writes_beside=_data_file("test"),
     ),
     ForeignName(
-        ("val_set_size", "val_size", "validation_split_percentage", "test_size", "validation_size", "eval_size",
+        ("val_set_size", "val_size", "validation_split_percentage", "validation_size", "eval_size",
          "validation_fraction", "dev_size"),
         EVERYBODY, None,
         "leave it out: 5 % are held out if no split is named validation; for another fraction, write these rows to a "
         "separate file, and set spec.dataset.splits.validation to its name",
-        writes=_held_out,
+        writes=_held_out("validation"),
+    ),
+    ForeignName(
+        ("test_size", "test_fraction", "test_ratio", "test_split_percentage"), EVERYBODY, None,
+        "leave it out: write these rows to a file named test in a folder with the others, such as test.csv, and set "
+        "spec.dataset.uri to the folder",
+        writes=_held_out("test"),
     ),
     ForeignName(
         ("max_train_samples", "max_samples", "max_rows", "num_samples"), EVERYBODY, None,
@@ -961,6 +998,12 @@ NAMES: tuple[ForeignName, ...] = (
         "spec.training.script.hyperparameters", under=("script",),
     ),
     ForeignName(
+        ("requirements", "requirements_file", "requirements_txt", "packages", "dependencies", "pip", "pip_packages",
+         "conda", "install"),
+        EVERYBODY, None, "leave it out: a program runs in the trainer image; packages that it lacks belong in an image "
+        "of your own, spec.image", under=("script", "training", "", "spec", "git", "template"),
+    ),
+    ForeignName(
         ("branch", "revision", "tag", "commit", "version"), EVERYBODY, "spec.training.script.git.ref", under=("git",)
     ),
     ForeignName(("repo", "repository", "uri"), EVERYBODY, "spec.training.script.git.url", under=("git",)),
@@ -970,7 +1013,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("image", "command", "args"), KUBERNETES, None,
-        "leave it out: the operator's image trains; a program of your own is spec.training.script",
+        "leave it out: the operator's image trains; an image built on it is spec.image, a program of your own "
+        "spec.training.script",
         under=("containers", "trainer", "init_containers"),
     ),
     ForeignName(
@@ -1174,7 +1218,19 @@ VALUES: tuple[ForeignValue, ...] = (
         for stage in (0, 1, 2, 3)
     ),
     ForeignValue(_STRATEGY, ("zero",), DEEPSPEED, {_STRATEGY: "deepspeed"}),
-    ForeignValue(_STRATEGY, ("fsdp2", "fully-sharded", "full-shard", "fsdp-full-shard"), HF, {_STRATEGY: "fsdp"}),
+    ForeignValue(
+        _STRATEGY, ("fsdp2", "fully-sharded", "full-shard", "fsdp-full-shard", "full-shard-auto-wrap",
+                    "fully-sharded-data-parallel", "fsdp-full-shard-auto-wrap"),
+        HF, {_STRATEGY: "fsdp"},
+    ),
+    ForeignValue(
+        _STRATEGY, ("shard-grad-op", "shard-grad-op-auto-wrap"), HF,
+        {_STRATEGY: "fsdp", "spec.parallelism.sharding": "grad-op"},
+    ),
+    ForeignValue(
+        _STRATEGY, ("hybrid-shard", "hybrid-shard-auto-wrap"), HF,
+        {_STRATEGY: "fsdp", "spec.parallelism.sharding": "hybrid"},
+    ),
     ForeignValue(
         _STRATEGY, ("dp", "data-parallel", "distributed", "multi-gpu", "distributed-data-parallel", "nccl"), HF,
         {_STRATEGY: "ddp"},
@@ -1207,8 +1263,11 @@ VALUES: tuple[ForeignValue, ...] = (
         {_PRECISION: "fp32"}),
     ForeignValue(_PRECISION, ("float8", "8", "te"), EVERYBODY, {_PRECISION: "fp8"}),
     ForeignValue(
-        _PRECISION, ("int8", "int4", "4bit", "8bit", "nf4"), EVERYBODY, {},
+        _PRECISION, ("int4", "4bit", "nf4"), EVERYBODY, {},
         "leave it out, and set spec.model.adapter.method to qlora, which holds the weights in 4 bits",
+    ),
+    ForeignValue(
+        _PRECISION, ("int8", "8bit"), EVERYBODY, {_PRECISION: "auto"}, "training has no 8-bit integers",
     ),
     ForeignValue(
         "spec.training.optimizer",

@@ -23,6 +23,7 @@ from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_
 from finetune_operator.api.meant_columns import column_of, columns_in_order, columns_of, task_by_words
 from finetune_operator.api.meant_uris import CLAIM, as_uri, is_uri, listed, uri_hint
 from finetune_operator.api.meant_values import (
+    NAMING,
     compared,
     form_hint,
     in_other_form,
@@ -187,7 +188,9 @@ def _unknown_name(
 def _of_pods(path: Sequence[PathPart], value: JsonValue, names: Sequence[str]) -> str:
     """Return the hint for a common abbreviation in an object of Kubernetes; empty: it is none."""
     name = str(path[-1])
-    if tuple(names[:2]) == ("name", "value") and isinstance(value, str | int | float) and not is_secret_name(name):
+    misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
+    is_variable = tuple(names[:2]) == ("name", "value") and not misspelt and not is_secret_name(name)
+    if is_variable and isinstance(value, str | int | float):
         return f"write it as name: {name} and value: {json.dumps(value if isinstance(value, str) else str(value))}"
     if plain(name) in ("pvc", "claim", "claimname") and "persistentVolumeClaim" in names and isinstance(value, str):
         return f"write it as persistentVolumeClaim: {{claimName: {value}}}"
@@ -205,7 +208,7 @@ def _no_column(name: str, value: JsonValue, names: Sequence[str], around: Around
 
 
 def _names_here(names: Sequence[str]) -> str:
-    return f"the fields here are {', '.join(names)}"
+    return f"rename it, or leave it out: the fields here are {', '.join(names)}"
 
 
 _ROLE_NAMES = frozenset({
@@ -505,7 +508,7 @@ def _by_row(
 ) -> str:
     hint = _joined(row.hint)
     if row.field is not None and row.field.startswith("spec.dataset.splits.") and isinstance(value, int | float):
-        held_out = find_name("val_size", "dataset")
+        held_out = find_name("test_size" if row.field.endswith(".test") else "val_size", "dataset")
         assert held_out is not None, "the table has a row for fractions of rows"
         row = held_out
     if row.field is not None and row.field.endswith("hubToken.name") and _is_secret_key(value):
@@ -526,9 +529,7 @@ def _by_row(
         return f"set {row.field}{hint}"
     if row.field is None:
         own = str(path[1]) if tuple(path[:2]) == ("spec", "evaluation") else str(path[-1])
-        inside = (
-            "; ".join(_inner("spec.training", value, own=own, with_value=True)) if isinstance(value, dict) else ""
-        )
+        inside = "; ".join(_inner("spec.training", value, own=own, with_value=True)) if isinstance(value, dict) else ""
         return f"{row.hint}; {inside}" if inside else row.hint
     if row.value is not None and (value is False or value is None or value == ""):
         return "leave it out"
@@ -846,6 +847,9 @@ def _wrong_value(
 ) -> tuple[str, str]:
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
+    if is_uri(shape):
+        prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+        rule = f"must be a URI that begins with {listed(prefixes)}"
     row = find_value(".".join(str(part) for part in path), value)
     if row is not None and not isinstance(shape.body, Boolean):
         same = list(row.instead) == [row.field]
@@ -866,7 +870,7 @@ def _wrong_text(
 ) -> tuple[str, str] | None:
     """Return the rule (empty: that of the shape) and the hint for a wrong value of a text field; None: no answer."""
     match shape.body:
-        case Text() if is_uri(shape):
+        case Text() if is_uri(shape) and not isinstance(value, dict | list):
             prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
             return f"must be a URI that begins with {listed(prefixes)}", uri_hint(value, prefixes)
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
@@ -937,6 +941,8 @@ def _form_hint(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str 
     """Return the hint for a value that means another one, and for the fields inside it; None: it means none."""
     field = ".".join(str(part) for part in path)
     hint = form_hint(shape, field, value, shown_value)
+    if isinstance(shape.body, Text) and isinstance(value, dict):
+        value = {name: each for name, each in value.items() if name not in NAMING}
     if hint is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
         hint = "; ".join(
             [

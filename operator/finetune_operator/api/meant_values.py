@@ -42,6 +42,12 @@ _COUNTED = re.compile(
 """Number with the unit that the field has anyway: `512 tokens`."""
 _LETTER_NUMBER = re.compile(r"[A-Za-z]{1,2}[ =:]?([0-9]+(?:\.[0-9]+)?)")
 """Number behind the letter of a formula: `r16`."""
+_ABOUT = re.compile(
+    r"(?:about|around|approx\.?|last|max(?:imum)?|min(?:imum)?|at most|at least|up to|exactly|the last|~)\s*"
+    r"([0-9]+(?:\.[0-9]+)?)",
+    re.IGNORECASE,
+)
+"""Number behind a word that the field implies: `last 3`."""
 _COMPARED = re.compile(
     r"(?P<metric>[A-Za-z][\w/ +-]*?)\s*(?P<sign>>=|<=|=>|=<|==?|>|<|:|\u2265|\u2264)\s*"
     r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<percent>%?)"
@@ -80,7 +86,7 @@ _SECRET_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?")
 _KINDS = ("type", "name", "mode", "kind", "method", "scheduler_type")
 """Fields of an object with the word that a field here expects by itself."""
 
-_NAMING = ("field", "name", "column", "uri", "path")
+NAMING = ("field", "name", "column", "uri", "path")
 """Fields of an object with the text that a field here expects by itself."""
 
 Shown = Callable[[JsonValue, str], str]
@@ -122,7 +128,7 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
             return "write its one item without the list"
         case Fields() | Text(), list():
             return "write one of its items, without the list: only one is supported"
-        case Text(), dict() if names := [value[name] for name in _NAMING if isinstance(value.get(name), str)]:
+        case Text(), dict() if names := [value[name] for name in NAMING if isinstance(value.get(name), str)]:
             return write(names[0])
         case Number(integer=True), list() if leaf == "nodes":
             return f"write their number, {len(value)}; choose nodes by spec.template.nodeSelector"
@@ -365,6 +371,8 @@ def _numbers(text: str, leaf: str) -> Iterator[float | int]:
         yield from _whole(text.replace(",", "."))
     if "Seconds" not in leaf and (found := _COUNTED.fullmatch(text)):
         yield from _whole(found["number"])
+    if "Seconds" not in leaf and (found := _ABOUT.fullmatch(text)):
+        yield from _whole(found[1])
     if found := _LETTER_NUMBER.fullmatch(text):
         yield from _whole(found[1])
     if leaf.endswith("Milliseconds") and (found := _DURATION.fullmatch(text)):

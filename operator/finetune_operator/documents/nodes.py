@@ -147,6 +147,8 @@ _SYNTAX_HINTS = (
 
 _SLASHES = re.compile(r"^[ \t]*(?=//)", re.MULTILINE)
 """Start of a comment as in other languages."""
+
+
 def _check_surrogates(text: str, position: Position) -> None:
     if _SURROGATE.search(text):
         raise RefusedError(

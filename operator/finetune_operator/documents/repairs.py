@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
+_MOST_TRIED = 24
+"""Maximum number of repairs that are tried: each reads the text again."""
 _FIELD = re.compile(r"(?P<indent> *)(?P<dash>- +)?(?P<name>[\w\"'./-]+):(?:\s+(?P<value>\S.*?))?\s*$")
 _NO_SPACE = re.compile(r"(?P<begin>\s*(?:- )?)(?P<name>[A-Za-z]\w*):(?P<value>[^\s:/'\"#][^\s:#]{0,60})\s*(?:#.*)?$")
 """A field whose colon has no space after it, and no address."""
@@ -41,7 +44,8 @@ def repair(text: str, line: int, begin: int, furthest: Callable[[str], int | Non
     lines = text.split("\n")
     if line >= len(lines):
         line = len(lines) - 1
-    for each in (*_spaces(lines, line), *_columns(lines, line), *_signs(lines, line, begin), *_tabs(lines, line)):
+    repairs = chain(_spaces(lines, line), _tabs(lines, line), _columns(lines, line), _signs(lines, line, begin))
+    for each in islice(repairs, _MOST_TRIED):
         reached = furthest(each.text)
         if reached is None or reached > max(line, each.line):
             return each

@@ -131,6 +131,8 @@ class ValueReader:
         with self._opened(node) as target:
             hint = "put the field name in quotes"
             if not isinstance(target, Scalar):
+                if isinstance(target, Fields):
+                    hint = "pass the output of `helm template` for this file: double braces are Helm syntax"
                 self._add(node.position, path, None, "a field name must be text, not a list or an object", hint)
                 return None
             try:

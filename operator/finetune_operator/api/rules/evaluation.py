@@ -44,7 +44,7 @@ def _unknown_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
 
 _OTHER_METRIC_NAMES: Mapping[str, str] = {
     "acc": "accuracy", "em": "exact_match", "exact": "exact_match", "ppl": "perplexity", "sacrebleu": "bleu",
-    "f": "f1", "fscore": "f1", "f_score": "f1", "sensitivity": "recall", "rouge": "rougeL", "r_l": "rougeL",
+    "f": "f1", "fscore": "f1", "f_score": "f1", "sensitivity": "recall", "rouge": "rougel", "r_l": "rougel",
     "rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "pearsonr": "pearson", "spearman": "spearmanr",
     "r_squared": "r2", "mean_squared_error": "mse", "mean_absolute_error": "mae", "chrf++": "chrf",
 }  # fmt: skip
@@ -58,6 +58,10 @@ def _near(name: str, known: Sequence[str]) -> str | None:
     bare = _OTHER_METRIC_NAMES.get(bare, bare)
     candidates = [bare, *re.split(r"[_/@ ]", bare), *get_close_matches(bare, names, n=1)]
     return next((names[each] for each in candidates if each in names), None)
+
+
+_FAMILIES: Mapping[str, tuple[str, ...]] = {"rouge": ("rouge1", "rouge2", "rougeL")}
+"""Name of several metrics -> these."""
 
 
 def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
@@ -93,8 +97,9 @@ def _metrics_advice(spec: FineTuneJobSpec) -> str:
     known = metrics_of(spec.task)
     found = {name: _near(name, known) for name in _unknown_metrics(spec)}
     shown = {name: describe_value(name, limit=40).replace('"', "'") for name in found}
+    several = {name: [each for each in _FAMILIES.get(name.lower(), ()) if each in known] for name in found}
     edits = [
-        f"leave {shown[name]} out" if near is None else f"write {near} for {shown[name]}"
+        f"leave {shown[name]} out" if near is None else f"write {', '.join(several[name] or [near])} for {shown[name]}"
         for name, near in found.items()
     ]
     named = spec.evaluation.metrics if spec.evaluation else ()
