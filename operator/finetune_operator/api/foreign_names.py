@@ -1333,7 +1333,8 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.predict.format", ("csv", "json", "ndjson", "jsonlines", "json-lines", "tsv"), HF,
                  {"spec.predict.format": "jsonl"}, "predictions are JSON Lines or Parquet"),
     ForeignValue(
-        "spec.endpoint.runtime", ("vllm", "tgi", "triton", "torchserve", "sglang", "ollama", "text-generation-inference"),
+        "spec.endpoint.runtime",
+        ("vllm", "tgi", "triton", "torchserve", "sglang", "ollama", "text-generation-inference"),
         KUBERNETES, {"spec.endpoint.runtime": "auto"}, "the operator's own server answers requests",
     ),
     ForeignValue("spec.endpoint.runtime", ("kubernetes", "k8s", "pods"), KUBERNETES,

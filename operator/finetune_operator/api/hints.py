@@ -919,7 +919,8 @@ def _in_place_of_object(shape: Shape, path: Sequence[PathPart], value: JsonValue
             return "write one URI: a folder with all files, or a glob such as file://data/*.csv"
         case Fields(fields) if "entryPoint" in fields and isinstance(value, str):
             program = shown_value(value, "entryPoint")
-            return f"write {{git: {{url: REPOSITORY}}, entryPoint: {program}}}, with the https:// address of its git repository"
+            given = f"{{git: {{url: REPOSITORY}}, entryPoint: {program}}}"
+            return f"write {given}, with the https:// address of its git repository"
         case Fields(fields) if leaf == "adapter" and isinstance(value, str) and "/" in value:
             return "leave it out: training cannot continue from an adapter; spec.model.uri is a whole model"
         case Fields(fields) if isinstance(value, bool) and "enabled" in fields:

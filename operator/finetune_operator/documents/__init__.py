@@ -61,9 +61,9 @@ def read_documents(source: str | bytes) -> tuple[list[Document], list[Problem]]:
     """Return every object in the text of a YAML or JSON file, and all problems of the file.
 
     Bytes are UTF-8, or UTF-16 with a byte order mark. A document that is not well-formed is returned as the hints would
-    have it if these leave no choice, and else left out; the others are still read. A document with a refused value is returned with that value as its text (the last one of duplicates), so
-    that its other fields can be checked in the same pass: while there are problems, the values must not be used for
-    more.
+    have it if these leave no choice, and else left out; the others are still read. A document with a refused value is
+    returned with that value as its text (the last one of duplicates), so that its other fields can be checked in the
+    same pass: while there are problems, the values must not be used for more.
     """
     documents: list[Document] = []
     problems: list[Problem] = []
