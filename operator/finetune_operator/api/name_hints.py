@@ -104,15 +104,10 @@ def _unknown_name(
     parent = str(path[-2]) if len(path) > 1 else ""
     if of_job:
         row = find_name(name, parent)
-        column = column_of(around.task, name)
         if (special := _by_value(path, value, names, around)) is not None:
             return special
-        if column is not None and parent == "columns" and (row is None or row.field is None):
-            return f"did you mean {column}?"
-        if column is not None and row is not None and row.field is not None and row.field.startswith(COLUMNS):
-            return set_field(f"{COLUMNS}{column}", value)
-        if column is not None and row is None and parent == "dataset" and _COLUMN_NAME.fullmatch(str(value)):
-            return set_field(f"{COLUMNS}{column}", value)
+        if column := _by_column(name, parent, value, row, around):
+            return column
         if row is not None and row.under:
             return _by_row(row, path, value, around)
         if parent == "columns" and "textPair" in names:
@@ -152,6 +147,18 @@ def _unknown_name(
         if far and (places := tuple(place for place in places_elsewhere(far[0], path) if could_hold(place, value))):
             return _moved(places, name, value)
     return _names_here(names)
+
+
+def _by_column(name: str, parent: str, value: JsonValue, row: ForeignName | None, around: Around) -> str:
+    """Return the hint for a common name of one of the task's columns; empty: it is none."""
+    column = column_of(around.task, name)
+    if column is None:
+        return ""
+    if parent == "columns" and (row is None or row.field is None):
+        return f"did you mean {column}?"
+    listed = row is not None and row.field is not None and row.field.startswith(COLUMNS)
+    named = row is None and parent == "dataset" and _COLUMN_NAME.fullmatch(str(value)) is not None
+    return set_field(f"{COLUMNS}{column}", value) if listed or named else ""
 
 
 def _of_pods(path: Sequence[PathPart], value: JsonValue, names: Sequence[str]) -> str:
