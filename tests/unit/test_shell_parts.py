@@ -1,6 +1,7 @@
 """Small decisions of the operator's shell: when a status is written, who leads where, and which settings are valid."""
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from pydantic import JsonValue
 from typer.testing import CliRunner
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.settings import Settings
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus, StageStatus
+from finetune_operator.kubernetes_api.errors import NoClusterError
+from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.fleet_metrics import Fleet
 from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ProgressEndpoint
@@ -26,6 +29,7 @@ from finetune_operator.shell.operator_options import LogFormat, LogLevel
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
 from finetune_operator.shell.serving import OperatorView
+from finetune_operator.shell.startup import Options, run
 from finetune_operator.shell.state import OperatorState, ProgressBook, ReportWindow
 from finetune_operator.shell.store import Store
 
@@ -246,3 +250,13 @@ def test_a_log_line_in_json_is_one_object(capsys: pytest.CaptureFixture[str]):
     assert len(lines) == 1
     entry = json.loads(lines[0])
     assert (entry["level"], entry["message"]) == ("info", 'team/demo: "new"\n-> more')
+
+
+def test_full_collections_leave_out_imported_code(tmp_path: Path) -> None:
+    options = Options(CLUSTER_SETTINGS, "ops", kubeconfig=tmp_path / "absent")
+    try:
+        with pytest.raises(NoClusterError):
+            asyncio.run(run(options, decide))
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()

@@ -211,6 +211,9 @@ class ProgressServer:
         """Check the request, cheap checks first, and take its report."""
         key = _attempt(request)
         token = _bearer(request)
+        if self._listener is not None and self._names_known_pod(token):
+            # Reading the body and reviewing the token may take longer than a crowd lets a connection live.
+            self._listener.keep(request.transport)
         body = await self._bodies.read(request)
         if not self._world.leading():
             return await self._relayed(request, token, body)
@@ -254,11 +257,16 @@ class ProgressServer:
         known pod, that pod. A pod may share its address with a client that guesses tokens.
         """
         claim = claimed(token)
-        if claim is not None:
-            known = self._world.pod(claim.namespace, claim.name)
-            if known is not None and known.uid == claim.uid:
-                return f"{address} {claim.uid}"
-        return address
+        return f"{address} {claim.uid}" if claim is not None and self._is_known(claim) else address
+
+    def _names_known_pod(self, token: str) -> bool:
+        """Return whether the token is of a known pod, or claims to be: nobody guesses a pod's uid."""
+        found = self._tokens.remembered(token) or claimed(token)
+        return isinstance(found, PodIdentity) and self._is_known(found)
+
+    def _is_known(self, pod: PodIdentity) -> bool:
+        known = self._world.pod(pod.namespace, pod.name)
+        return known is not None and known.uid == pod.uid
 
     def _pod_of(self, key: AttemptKey, sender: PodIdentity) -> KnownPod:
         """Return the stored pod of the sender, which has to be a pod of the attempt."""
