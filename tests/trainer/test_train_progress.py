@@ -39,6 +39,11 @@ class Server:
     answers: threading.Event = field(default_factory=threading.Event)
     """Posts are accepted and answered once it is set."""
     paths: list[str] = field(default_factory=list)
+    protocol: str = "HTTP/1.0"
+    """With HTTP/1.1, connections stay open after an answer."""
+    connections: int = 0
+    closes: bool = False
+    """Close each connection after its answer, unannounced."""
 
 
 @pytest.fixture
@@ -53,6 +58,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
     state.answers.set()
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        def setup(self) -> None:
+            super().setup()
+            state.connections += 1
+            self.protocol_version = state.protocol
+
         def do_POST(self) -> None:
             state.answers.wait(patient(60))
             status = state.status
@@ -60,7 +70,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             state.posts.append((self.headers["Authorization"], body))
             self.send_response(status)
+            self.send_header("Content-Length", "0")
             self.end_headers()
+            self.close_connection = state.closes or self.close_connection
 
         def log_message(self, *args: object) -> None:
             """Print nothing."""
@@ -176,6 +188,37 @@ def test_failed_update_is_posted_again_until_it_is_accepted_or_replaced(
     server.status = 200
     outlet.close()
     assert outlet.steps() == ["0", "1", "1"], "an update is not posted again after a newer one or its acceptance"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "idle", "connections"), [("HTTP/1.1", 60, 1), ("HTTP/1.1", 0, 3), ("HTTP/1.0", 60, 3)]
+)
+def test_kept_connection_carries_the_next_updates_until_it_is_idle(
+    protocol: str, idle: float, connections: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    token = tmp_path / "token"
+    token.write_text("x")
+    monkeypatch.setattr(progress, "_IDLE_SECONDS", patient(idle))
+    server.protocol = protocol
+    outlet = KubeflowProgress(server.url, server.ca_file, token)
+    for step in range(3):
+        outlet.publish(at_step(step))
+        wait_until(lambda number=step + 1: len(server.posts) == number, f"post {step} has arrived")
+    outlet.close()
+    assert server.connections == connections
+
+
+def test_connection_closed_by_the_server_loses_no_update(server: Server, tmp_path: Path):
+    token = tmp_path / "token"
+    token.write_text("x")
+    server.protocol = "HTTP/1.1"
+    server.closes = True
+    outlet = KubeflowProgress(server.url, server.ca_file, token)
+    for step in range(2):
+        outlet.publish(at_step(step))
+        wait_until(lambda number=step + 1: len(server.posts) == number, f"post {step} has arrived")
+    outlet.close()
+    assert server.connections == 2
 
 
 def test_an_update_is_posted_three_times_at_most(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -595,6 +595,15 @@ def test_a_crowd_closes_no_connection_of_a_known_pod_under_review(uid: str, stat
     assert run_with(operator, crowd, ServerLimits(connections=2)) == status
 
 
+@pytest.mark.parametrize(("bearer", "connection"), [(GOOD, None), (token("unknown"), "close")])
+def test_connection_of_a_known_pod_stays_open_for_its_next_report(bearer: str, connection: str | None) -> None:
+    async def twice(running: Running) -> list[str | None]:
+        return [(await running.post(bearer=bearer))[2].get("Connection") for _ in range(2)]
+
+    # The first report shows whose token it is.
+    assert run_with(Operator(), twice) == ["close", connection]
+
+
 def test_a_report_in_hand_is_finished_when_the_server_stops() -> None:
     operator = Operator()
     arrived, go_on = asyncio.Event(), asyncio.Event()

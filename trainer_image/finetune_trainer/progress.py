@@ -34,6 +34,8 @@ _CLOSE_SECONDS = 6.0
 """Longest wait for the last post when the stage ends."""
 _TRIES = 3
 """Posts of one update: a busy operator closes connections for others, and refuses while no replica leads."""
+_IDLE_SECONDS = 20.0
+"""Longest idle time of a connection that is used again; the operator closes it after 30 s."""
 _AGAIN_SECONDS = 1.0
 """Delay before an update is posted again; the operator accepts one a second from a pod."""
 _FIELDS = ("epoch", "loss", "samples_per_second", "tokens_per_second")
@@ -164,8 +166,9 @@ class KubeflowProgress:
     """POSTs the latest progress to a server of the Kubeflow Trainer protocol, from a thread of its own.
 
     Only the newest update waits: when the server is slow, the ones between are dropped. A failed post is repeated,
-    unless there is a newer update. HTTPS only, no proxies and no redirects, because each request carries a bearer
-    token.
+    unless there is a newer update. The connection stays open for the next post if the server keeps it: while many
+    clients crowd the server, a new one takes long. HTTPS only, no proxies and no redirects, because each request
+    carries a bearer token.
     """
 
     interval_seconds = KUBEFLOW_INTERVAL_SECONDS
@@ -181,6 +184,10 @@ class KubeflowProgress:
         self._warned = False
         self._closed = False
         self._next: Progress | None = None
+        self._connection: http.client.HTTPSConnection | None = None
+        """Connection that the server keeps open after an accepted post."""
+        self._used_at = 0.0
+        """Time of that post, on the monotonic clock."""
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
@@ -204,6 +211,8 @@ class KubeflowProgress:
                 self._wake.wait_for(lambda: self._next is not None or self._closed)
                 progress, self._next = self._next, None
             if progress is None:
+                if self._connection is not None:
+                    self._connection.close()
                 return
             self._deliver(kubeflow_update(progress))
 
@@ -235,8 +244,7 @@ class KubeflowProgress:
         """Post the update once. OSError, HTTPException or ValueError if it is not accepted within the time limit of
         each step.
         """
-        context = ssl.create_default_context(cafile=str(self._ca_file) if self._ca_file else None)
-        connection = http.client.HTTPSConnection(self._host, self._port, timeout=_POST_TIMEOUT_SECONDS, context=context)
+        connection = self._open()
         headers = {
             "Content-Type": "application/json",
             # Read every time: the kubelet replaces the token before it expires.
@@ -248,8 +256,21 @@ class KubeflowProgress:
             answer.read()
             if answer.status >= 300:
                 raise http.client.HTTPException(f"status {answer.status}")
+            if not answer.will_close:
+                self._connection, self._used_at = connection, time.monotonic()
         finally:
+            if connection is not self._connection:
+                connection.close()
+
+    def _open(self) -> http.client.HTTPSConnection:
+        """Return the connection of the last post, or a new one. It belongs to the caller."""
+        connection, self._connection = self._connection, None
+        if connection is not None and time.monotonic() - self._used_at < _IDLE_SECONDS:
+            return connection
+        if connection is not None:
             connection.close()
+        context = ssl.create_default_context(cafile=str(self._ca_file) if self._ca_file else None)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=_POST_TIMEOUT_SECONDS, context=context)
 
 
 def kubeflow_update(progress: Progress) -> KubeflowUpdate:

@@ -125,6 +125,10 @@ class Listener:
             self._forget(connection)
             self._known.add(connection)
 
+    def keeps(self, transport: asyncio.BaseTransport | None) -> bool:
+        """Return whether the connection is not evicted for others."""
+        return transport is not None and self._by_transport.get(transport) in self._known
+
     # -------------------------------------------------------------------------------------------- of each connection
 
     def opened(self, connection: _Connection, transport: asyncio.BaseTransport) -> None:

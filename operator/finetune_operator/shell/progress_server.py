@@ -1,11 +1,11 @@
 """Server to which pods report their progress: HTTPS, in the protocol of Kubeflow Trainer.
 
-It accepts only cheap requests: a body of 64 KiB, one update a second from a pod, a connection of half a minute, and a
-limited number of connections at once (listener.py) and of unknown tokens of one pod or, where a token names no known
-pod, of one address. The sender is known from the token alone, and its pod has to be one of the attempt in the path.
-Losing an update disturbs nothing, so doubtful requests are refused; but the operator is notified, and then does not
-take a pod's silence for a sign that it hangs. Answers and logs hold our own text only: never a token, never a part of a
-body.
+It accepts only cheap requests: a body of 64 KiB, one update a second from a pod, a connection of half a minute without
+an update of a known pod, and a limited number of connections at once (listener.py) and of unknown tokens of one pod or,
+where a token names no known pod, of one address. The sender is known from the token alone, and its pod has to be one of
+the attempt in the path. Losing an update disturbs nothing, so doubtful requests are refused; but the operator is
+notified, and then does not take a pod's silence for a sign that it hangs. Answers and logs hold our own text only:
+never a token, never a part of a body.
 
 A stand-by relays to the leader. It shows the servers' certificate as its own, so that the leader can trust the address
 that it names; a relayed report is not relayed again.
@@ -62,7 +62,7 @@ class ServerLimits:
 
     connections: int = 384
     connection_seconds: float = 30.0
-    """Life of a connection. Each carries one update."""
+    """Life of a connection that carries one update; for that of a known pod from its last update on."""
     body_seconds: float = 10.0
     """Limit for reading a body."""
     handshake_seconds: float = 10.0
@@ -203,7 +203,11 @@ class ProgressServer:
             answer = _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the operator could not handle this report")
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._world.report_lost()
-        answer.force_close()
+        if self._listener is not None and answer.status == HTTPStatus.OK and self._listener.keeps(request.transport):
+            # The pod's next report then needs no handshake, which takes seconds while others fill the port.
+            self._listener.renew(request.transport)
+        else:
+            answer.force_close()
         self._counted(answer.status)
         return answer
 
