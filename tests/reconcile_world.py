@@ -19,6 +19,7 @@ from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
 from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
@@ -37,7 +38,6 @@ from finetune_operator.reconcile.reconcile_types import (
     Observed,
     Refusal,
 )
-from finetune_operator.reconcile.status_times import stamp
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 NOT_FOR_PEOPLE = re.compile(

@@ -85,6 +85,16 @@ def test_the_finetune_command_starts_without_a_deep_learning_library() -> None:
     assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
 
 
+READERS_OF_STATUS = ("cli.jobview", "cli.watching", "reconcile.observed", "reconcile.fleet_metrics", "shell.store")
+
+
+def test_readers_of_a_status_import_no_template_engine() -> None:
+    imports = "".join(f"import finetune_operator.{name}\n" for name in READERS_OF_STATUS)
+    program = f"import sys\n{imports}print([name for name in ('jinja2', 'torch') if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))
+    assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
+
+
 def normal(name: str) -> str:
     """Return a distribution's name as indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()

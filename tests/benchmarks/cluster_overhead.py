@@ -28,9 +28,9 @@ from box_support.box import CONTROLLERS, running_box
 from box_support.box_inputs import ROTTEN_TOMATOES, copy_real_inputs, readable_by_all
 from box_support.team import INPUTS, Team, stage_of
 from cluster_support.api_access import Object
-from finetune_operator.api.types import API_VERSION, KIND
+from finetune_operator.api.status_times import seconds_since
+from finetune_operator.api.types import API_VERSION, KIND, StageStatus
 from finetune_operator.launchers.launcher_rows import TRAINING
-from finetune_operator.reconcile.status_times import moment, seconds_since
 
 BASELINE = "finetune run"
 LAUNCHERS = TRAINING
@@ -111,9 +111,9 @@ def run_there(team: Team, launcher: str, steps: int | None) -> Measured:
 
 def seconds(stage: Object) -> float:
     """Return the stage's duration by its own times, which are whole seconds."""
-    ended = moment(stage["completionTime"])
-    assert ended is not None
-    return seconds_since(stage["startTime"], ended)
+    times = StageStatus.model_validate(stage)
+    assert times.completion_time is not None
+    return seconds_since(times.start_time, times.completion_time)
 
 
 def table(rounds: list[dict[str, Measured]]) -> str:

@@ -73,11 +73,11 @@ def one() -> None:
     """Run one worker (`--one FOLDER`); record its claims, and its CPU seconds after its start."""
     from finetune_trainer.__main__ import run
     from finetune_trainer.data import row_shards
-    from finetune_trainer.inference import predict, prediction_workers
+    from finetune_trainer.inference import predict, shard_claims
 
     folder = Path(sys.argv[2])
     row_shards.LEAST_BYTES = int(sys.argv[3])
-    claims, loaded = prediction_workers.ShardClaimer._claims, predict._answerer
+    claims, loaded = shard_claims.ShardClaimer._claims, predict._answerer
     started: list[float] = []
 
     def counted(self: Any, name: str, generation: int) -> bool:
@@ -92,7 +92,7 @@ def one() -> None:
         started.append(cpu_seconds())
         return answerer
 
-    prediction_workers.ShardClaimer._claims = counted  # type: ignore[method-assign]
+    shard_claims.ShardClaimer._claims = counted  # type: ignore[method-assign]
     predict._answerer = measured
     job, workspace = folder / "job.json", folder / "w"
     code = run(["predict", "--job", str(job), "--workspace", str(workspace)])

@@ -21,6 +21,7 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.settings import Progress, ProgressTokens, Settings
 from finetune_operator.kubernetes_api.client import connect
+from finetune_operator.kubernetes_api.resources import POD
 from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL, UID_LABEL
 from finetune_operator.shell.certificates import SECRET_NAME
 from finetune_operator.shell.kube import KEYS_PATH, Kube
@@ -334,7 +335,7 @@ def test_report_of_a_deleted_pod_is_refused(given: Given, tokens: ProgressTokens
         )
         # The API server knows; the replica has no event yet, still knows the first token, and can verify the second.
         found.append(await running.post(after, path))
-        running.state.store.mark_deleted("Pod", OURS, "tune-train-3")
+        running.state.store.mark_deleted(POD.group_kind, OURS, "tune-train-3")
         found.append(await running.post(before, path))
         return found
 

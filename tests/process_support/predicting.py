@@ -90,18 +90,18 @@ def _settle(one: Predictor) -> None:
     from finetune_contract.layout import FailureClass
     from finetune_trainer.data import row_shards
     from finetune_trainer.failures import StageError
-    from finetune_trainer.inference import answering, predict, prediction_parts, prediction_workers
+    from finetune_trainer.inference import answering, predict, prediction_parts, prediction_workers, shard_claims
 
     torch.set_num_threads(1)
     row_shards.LEAST_BYTES = SHARD_BYTES
     # A heartbeat waits for the disk, which others may keep busy for longer than a test waits.
     os.fsync = lambda _file: None
     predict.LOOK_SECONDS = 0.05
-    prediction_workers.POLL_SECONDS, prediction_workers.MOST_POLL_SECONDS = 0.02, 0.1
+    shard_claims.POLL_SECONDS, shard_claims.MOST_POLL_SECONDS = 0.02, 0.1
     prediction_workers.BEAT_SECONDS = 0.2
-    prediction_workers.STRAGGLER_SECONDS, prediction_workers.SILENT_SECONDS = one.straggler_seconds, one.silent_seconds
+    shard_claims.STRAGGLER_SECONDS, shard_claims.SILENT_SECONDS = one.straggler_seconds, one.silent_seconds
     claims, answers, joined = (
-        prediction_workers.ShardClaimer._claims,
+        shard_claims.ShardClaimer._claims,
         answering.Answerer.answers,
         prediction_parts.Parts.joined,
     )
@@ -146,7 +146,7 @@ def _settle(one: Predictor) -> None:
         hang()
         return joined(self, *given)
 
-    prediction_workers.ShardClaimer._claims = counted  # type: ignore[method-assign]
+    shard_claims.ShardClaimer._claims = counted  # type: ignore[method-assign]
     match one.trouble:
         case "hangs in a shard":
             answering.Answerer.answers = after(hang)  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ import pytest
 
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data import readers
+from finetune_trainer.data import readers, text_formats
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.sources import ColumnNeed, FsFile, splits_by_role
@@ -976,8 +976,9 @@ ENDLESS: dict[str, tuple[str, bytes, str, str]] = {
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_a_line_without_an_end_does_not_fill_memory(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(readers, "ARRAY_BYTES", 1 << 20)
+    for module in (readers, text_formats):
+        monkeypatch.setattr(module, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_formats, "ARRAY_BYTES", 1 << 20)
     name, start, text, reason = ENDLESS[case]
     path = tmp_path / name
     filling = b"x\n" if case == "CSV with an open quote" else b" "
@@ -1005,9 +1006,9 @@ def test_a_line_of_the_largest_length_is_read(ending, tmp_path, monkeypatch):
     line = {".jsonl": '{"text": "xxx"}', ".txt": "xxxxxxxxxxxxxx", ".csv": "xxxxxxxxxxxxxx"}[ending] + "\n"
     path.write_text(("text\n" if ending == ".csv" else "") + line, encoding="utf-8")
     file = FsFile(fsspec.filesystem("file"), str(path))
-    monkeypatch.setattr(readers, "LINE_BYTES", len(line))
+    monkeypatch.setattr(text_formats, "LINE_BYTES", len(line))
     assert sum(table.num_rows for table in readers.read(file, ["text"], {})) == 1
-    monkeypatch.setattr(readers, "LINE_BYTES", len(line) - 1)
+    monkeypatch.setattr(text_formats, "LINE_BYTES", len(line) - 1)
     with pytest.raises(StageError, match="longer than"):
         list(readers.read(file, ["text"], {}))
 

@@ -18,7 +18,7 @@ from finetune_trainer.data import row_shards
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference import prediction_workers
+from finetune_trainer.inference import shard_claims
 from finetune_trainer.inference.optimization import choosing, rung_in_use
 from finetune_trainer.inference.optimization.rung_in_use import FOLDER, RungInUse
 from finetune_trainer.inference.optimization.rung_protocol import Machine
@@ -216,12 +216,12 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
     fails: bool, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other takes over if the first is preempted meanwhile."""
-    monkeypatch.setattr(prediction_workers, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(shard_claims, "POLL_SECONDS", 0.02)
     began: list[RungInUse] = []
     waits = threading.Event()
-    first = prediction_workers.ShardClaimer.first
+    first = shard_claims.ShardClaimer.first
 
-    def seen(taker: prediction_workers.ShardClaimer, name: str, now: float) -> bool:
+    def seen(taker: shard_claims.ShardClaimer, name: str, now: float) -> bool:
         mine = first(taker, name, now)
         if not mine:
             waits.set()
@@ -235,7 +235,7 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
                 raise StageError(FailureClass.PREEMPTED, "Preempted", "The node goes.", "None is needed.")
         return "none"
 
-    monkeypatch.setattr(prediction_workers.ShardClaimer, "first", seen)
+    monkeypatch.setattr(shard_claims.ShardClaimer, "first", seen)
     monkeypatch.setattr(RungInUse, "choose", choose)
     monkeypatch.setattr(row_shards, "LEAST_BYTES", 200)
     job = a_job(model, data, optimization="measured", workers=2)

@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import FailureStatus, FineTuneJobStatus, Phase, ProgressStatus
 from finetune_operator.reconcile.fleet_metrics import Fleet, fleet
 from finetune_operator.reconcile.reconcile_types import Decision, JobView
 from finetune_operator.reconcile.remedies import OperatorCause
-from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.shell.kube import RequestCounter
 from finetune_operator.shell.metric_families import OTHER
 from finetune_operator.shell.operator_metrics import Metrics
@@ -277,7 +277,7 @@ def seen(**status: Any) -> JobView:
 def training(seconds: float, **progress: Any) -> JobView:
     """Return a job that trains and reported its progress at that second."""
     stage = {"name": "train", "state": "Running", "attempt": 1, "runningSince": stamp(NOON)}
-    progress_status = ProgressStatus(last_update_time=stamp(NOON + timedelta(seconds=seconds)), **progress)
+    progress_status = ProgressStatus(last_update_time=NOON + timedelta(seconds=seconds), **progress)
     return seen(phase="Training", stage="train", stages=(stage,), progress=progress_status)
 
 

@@ -11,6 +11,7 @@ import pytest
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import Communication, MeasuredFacts
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import (
     ChildReference,
     CommunicationStatus,
@@ -20,7 +21,6 @@ from finetune_operator.api.types import (
     StageStatus,
 )
 from finetune_operator.reconcile.reconcile_types import Decision, EventNote, ObjectRef
-from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import BERT, GRACE, NOON, SPEC, World, report
 
 TWO_NODES = {**SPEC, "resources": {"nodes": 2}}
@@ -69,7 +69,7 @@ def test_the_first_pass_plans_and_creates_the_first_stage():
     assert (status.phase, status.stage, status.start_time, status.observed_generation) == (
         "Preparing",
         "prepare",
-        AT,
+        NOON,
         1,
     )
     assert status.stages == (
@@ -77,7 +77,7 @@ def test_the_first_pass_plans_and_creates_the_first_stage():
             name="prepare",
             state="Running",
             attempt=1,
-            start_time=AT,
+            start_time=NOON,
             child=ChildReference(api_version="batch/v1", kind="Job", name="reviews-prepare-1"),
         ),
         *(StageStatus(name=name, state="Pending", attempt=0) for name in ("train", "evaluate", "predict")),
@@ -116,7 +116,7 @@ def test_job_runs_its_stages_and_records_events():
         "All stages have succeeded: model at pvc://reviews-workspace/reviews/model; train_loss 0.5, accuracy 0.875.",
     ]
     status = world.job().status
-    assert status.completion_time == "2026-01-01T12:06:00Z"
+    assert status.completion_time == NOON + timedelta(minutes=6)
     assert status.artifacts is not None
     assert status.artifacts.model_dump(exclude_none=True) == {
         "model": "pvc://reviews-workspace/reviews/model",
@@ -656,7 +656,7 @@ def test_suspended_stage_is_deleted_and_resumes_without_counted_restart():
     world.wait(61)
     status = world.job().status
     assert (world.stage("train"), status.restarts, status.counted_restarts) == (("Running", 2), 0, 0)
-    assert status.start_time == "2026-01-01T12:01:01Z"
+    assert status.start_time == NOON + timedelta(seconds=61)
     assert world.event_reasons()[-4:] == ["StageStarted", "Suspended", "Resumed", "StageStarted"]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.reconcile_types import EventNote
-from finetune_operator.reconcile.status_times import moment, stamp
 from reconcile_world import NOON, SPEC, UID, World
 
 UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
@@ -92,7 +92,7 @@ def test_gang_releases_its_nodes_after_the_limit_without_a_restart() -> None:
     )
     status = world.job().status
     assert (status.restarts, status.counted_restarts, status.failure) == (0, 0, None)
-    following = moment(next(stage for stage in status.stages if stage.name == "train").next_attempt_time)
+    following = next(stage for stage in status.stages if stage.name == "train").next_attempt_time
     assert following is not None
     assert timedelta(seconds=300) <= following - world.now <= timedelta(seconds=600)
     world.wait((following - world.now).total_seconds())
@@ -108,7 +108,7 @@ def test_delays_of_two_jobs_and_of_two_attempts_differ() -> None:
         world = training(uid=uid)
         for _ in range(2):
             world.wait(900)
-            following = moment(next(one for one in world.job().status.stages if one.name == "train").next_attempt_time)
+            following = next(one for one in world.job().status.stages if one.name == "train").next_attempt_time
             assert following is not None
             delays.add(following - world.now)
             world.wait((following - world.now).total_seconds())

@@ -17,7 +17,6 @@ from finetune_operator.api.types import FailureStatus, ProgressStatus
 from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.hang_detection import MOST_LOGS
 from finetune_operator.reconcile.remedies import LOG_LIMIT
-from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import NOON, SPEC, World, report
 from suite_plugins.fuzz import examples
 
@@ -26,7 +25,7 @@ HALF, MINUTE = LIMIT / 2, 60
 
 
 def at(step: int) -> ProgressStatus:
-    return ProgressStatus(step=step, total_steps=20, percent=5 * step, last_update_time=stamp(NOON))
+    return ProgressStatus(step=step, total_steps=20, percent=5 * step, last_update_time=NOON)
 
 
 def training(nodes: int = 2, launcher: str = "job", **changes: Any) -> World:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import CostStatus, FailureStatus, SpotStatus
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import NOON, SPEC, World
 from suite_plugins.fuzz import examples
 
@@ -135,7 +135,7 @@ def test_a_node_that_is_taken_away_costs_no_restart_and_is_counted() -> None:
     assert (world.job().status.restarts, world.job().status.counted_restarts) == (1, 0)
     world.wait(10)
     assert (capacity(world), placement_of(world)) == (("Running", 2, "spot"), ("spot", True))
-    assert spot(world) == SpotStatus(since=stamp(NOON), ran_seconds=100, preemptions=1)
+    assert spot(world) == SpotStatus(since=NOON, ran_seconds=100, preemptions=1)
 
 
 def test_a_failure_of_the_program_is_no_preemption() -> None:
@@ -284,7 +284,7 @@ def test_the_capacity_of_an_attempt_is_found_again_when_the_status_is_lost() -> 
     world.status = None
     world.settle()
     assert capacity(world) == ("Running", 1, "spot")
-    assert spot(world) == SpotStatus(since=stamp(NOON))
+    assert spot(world) == SpotStatus(since=NOON)
 
 
 # -------------------------------------------------------------------------------------------------------------- bounds

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import pytest
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Limits
+from finetune_operator.api.status_times import earliest, stamp
+from finetune_operator.api.types import FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.attempt_outcomes import delay_seconds
-from finetune_operator.reconcile.reconcile_state import ReconcileState
-from finetune_operator.reconcile.reconcile_types import PodView, Waiting
+from finetune_operator.reconcile.reconcile_state import Inputs, ReconcileState
+from finetune_operator.reconcile.reconcile_types import Decision, PodView, Waiting
 from finetune_operator.reconcile.results import _numbers, headline
 from finetune_operator.reconcile.status import complete
-from finetune_operator.reconcile.status_times import earliest, moment, stamp
 from finetune_operator.reconcile.waiting_reasons import PodWait, pod_wait
+from finetune_operator.shell.reconciler import status_body
 from reconcile_world import LIVES, NOON, World
 
 
@@ -66,13 +70,13 @@ def test_a_condition_keeps_its_time_until_its_status_changes():
     world.start()
     world.settle()
     times = {one.type: one.last_transition_time for one in world.job().status.conditions}
-    later = stamp(NOON + timedelta(seconds=60))
-    assert times == {**dict.fromkeys(times, stamp(NOON)), "Running": later}
+    later = NOON + timedelta(seconds=60)
+    assert times == {**dict.fromkeys(times, NOON), "Running": later}
     world.wait(60)
     world.succeed()
     world.settle()  # another message of Ready, the same status
     times = {one.type: one.last_transition_time for one in world.job().status.conditions}
-    assert times == {**dict.fromkeys(times, stamp(NOON)), "Running": stamp(NOON + timedelta(seconds=120))}
+    assert times == {**dict.fromkeys(times, NOON), "Running": NOON + timedelta(seconds=120)}
     assert world.job_condition("Ready") == ("False", "InProgress", "1 of 4 stages have succeeded.")
 
 
@@ -95,7 +99,8 @@ def queued(suspend: bool) -> ReconcileState:
     policy = job.job.spec.run_policy.model_copy(update={"queue": "team-queue"})
     spec = job.job.spec.model_copy(update={"run_policy": policy})
     view = replace(job, job=job.job.model_copy(update={"spec": spec}))
-    return ReconcileState(view, world.observed(), world.now, CLUSTER_SETTINGS, None, view.status)
+    inputs = Inputs(view, world.observed(), world.now, CLUSTER_SETTINGS, None)
+    return ReconcileState(inputs, Decision(view.status))
 
 
 @pytest.mark.parametrize(
@@ -188,12 +193,39 @@ def test_wait_of_an_attempt_follows_from_its_pods(pods: tuple[PodView, ...], lim
 # --------------------------------------------------------------------------------------------------------- small parts
 
 
-def test_times_are_whole_seconds_and_read_back():
-    assert stamp(NOON + timedelta(seconds=1.9)) == "2026-01-01T12:00:01Z"
-    assert moment("2026-01-01T12:00:00Z") == NOON
-    assert moment("2026-01-01T14:00:00+02:00") == NOON
-    assert (moment(None), moment("soon")) == (None, None)
-    assert isinstance(moment("2026-01-01T12:00:00"), datetime)
+TIMES = {
+    "2026-01-01T12:00:00Z": NOON,
+    "2026-01-01T14:00:00.9+02:00": NOON,
+    "2026-01-01T12:00:00": NOON,
+    "soon": None,
+    "0001-01-01T00:00:00+14:00": None,
+    None: None,
+}
+
+
+@pytest.mark.parametrize(("written", "expected"), TIMES.items())
+def test_status_reads_times_as_utc_and_none_where_there_is_none(written: str | None, expected: datetime | None):
+    stage = {"name": "train", "state": "Running", "attempt": 1, "startTime": written}
+    assert StageStatus.model_validate(stage).start_time == expected
+    assert StageStatus.model_validate_json(json.dumps(stage)).start_time == expected
+
+
+def test_status_holds_and_writes_times_in_whole_seconds():
+    later = NOON + timedelta(seconds=1.9)
+    stage = StageStatus(name=Stage.TRAIN, state="Running", attempt=1, start_time=later)
+    changed = stage.model_copy(update={"completion_time": later, "furthest_step": 5})
+    assert (changed.start_time, changed.completion_time) == (NOON + timedelta(seconds=1),) * 2
+    assert status_body(FineTuneJobStatus(stages=(changed,)))["stages"] == [
+        {
+            "name": "train", "state": "Running", "attempt": 1, "furthestStep": 5,
+            "startTime": "2026-01-01T12:00:01Z", "completionTime": "2026-01-01T12:00:01Z",
+            "failuresInRow": 0, "freeRestarts": 0, "avoidedNodes": [], "replacedPods": 0,
+        }
+    ]  # fmt: skip
+    assert stamp(later) == "2026-01-01T12:00:01Z"
+
+
+def test_earliest_ignores_times_that_are_not_known():
     assert earliest(None, NOON, NOON - timedelta(seconds=1)) == NOON - timedelta(seconds=1)
     assert earliest(None) is None
 

@@ -4,21 +4,31 @@ from typing import Any
 
 import pytest
 
+from finetune_operator.api.objects import GroupKind
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.shell.owners import Owner, controller_of
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.store import Store
 
 KEY, ID = JobKey("team", "demo"), ("team", "job-1")
-OF_THE_JOB = Owner("FineTuneJob", "demo", "job-1")
-CHILD = Owner("MPIJob", "demo-train-1", "child-1")
-LAUNCHER = Owner("Job", "demo-train-1-launcher", "launcher-1")
-DRIVER = Owner("Pod", "demo-prepare-1-driver", "driver-1")
+API_VERSIONS = {
+    "FineTuneJob": "finetune.dev/v1alpha1", "MPIJob": "kubeflow.org/v2beta1", "Job": "batch/v1", "Pod": "v1",
+    "SparkApplication": "sparkoperator.k8s.io/v1beta2", "Deployment": "apps/v1", "ReplicaSet": "apps/v1",
+    "InferenceService": "serving.kserve.io/v1beta1",
+}  # fmt: skip
+KINDS = {kind: GroupKind.of(version, kind) for kind, version in API_VERSIONS.items()}
+OF_THE_JOB = Owner(KINDS["FineTuneJob"], "demo", "job-1")
+CHILD = Owner(KINDS["MPIJob"], "demo-train-1", "child-1")
+OTHER_CHILD = Owner(KINDS["MPIJob"], "other-train-1", "other")
+LAUNCHER = Owner(KINDS["Job"], "demo-train-1-launcher", "launcher-1")
+DRIVER = Owner(KINDS["Pod"], "demo-prepare-1-driver", "driver-1")
 _versions = iter(range(1, 10_000))
 
 
 def reference(owner: Owner, controller: bool = True) -> dict[str, Any]:
-    return {"apiVersion": "any/v1", **owner._asdict(), "controller": controller}
+    version = "/".join(filter(None, (owner.kind.group, "v1")))
+    about = {"apiVersion": version, "kind": owner.kind.name, "name": owner.name, "uid": owner.uid}
+    return {**about, "controller": controller}
 
 
 def metadata(name: str, uid: str, owner: Owner | None, stage: str = "train", attempt: str = "1") -> dict[str, Any]:
@@ -40,9 +50,8 @@ def job() -> dict[str, Any]:
 
 def child(owner: Owner | None = OF_THE_JOB, kind: str = "MPIJob") -> dict[str, Any]:
     stage = "prepare" if kind == "SparkApplication" else "train"
-    versions = {"MPIJob": "kubeflow.org/v2beta1", "SparkApplication": "sparkoperator.k8s.io/v1beta2"}
     about = metadata(f"demo-{stage}-1", "child-1", owner, stage)
-    return {"apiVersion": versions[kind], "kind": kind, "metadata": about}
+    return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": about}
 
 
 def pod(name: str, owner: Owner | None, **claims: str) -> dict[str, Any]:
@@ -67,11 +76,12 @@ def foreign(store: Store) -> list[str]:
 
 FORGED: dict[str, tuple[Owner | None, dict[str, str]]] = {
     "a copy without its references": (None, {}),
-    "of an object that is none of the job's": (Owner("ReplicaSet", "web", "web-1"), {}),
-    "of the child's name with another uid": (Owner("MPIJob", "demo-train-1", "forged"), {}),
-    "of the child's name and another kind": (Owner("ReplicaSet", "demo-train-1", "forged"), {}),
-    "of the child of another job": (Owner("MPIJob", "other-train-1", "other-1"), {}),
-    "of an attempt that there cannot be": (Owner("MPIJob", "demo-train-0", "forged"), {"attempt": "0"}),
+    "of an object that is none of the job's": (Owner(KINDS["ReplicaSet"], "web", "web-1"), {}),
+    "of the child's name with another uid": (Owner(KINDS["MPIJob"], "demo-train-1", "forged"), {}),
+    "of the child's name and another kind": (Owner(KINDS["ReplicaSet"], "demo-train-1", "forged"), {}),
+    "of the child's kind in another group": (Owner(GroupKind("other.org", "MPIJob"), "demo-train-1", "forged"), {}),
+    "of the child of another job": (Owner(KINDS["MPIJob"], "other-train-1", "other-1"), {}),
+    "of an attempt that there cannot be": (Owner(KINDS["MPIJob"], "demo-train-0", "forged"), {"attempt": "0"}),
     "of a driver, where nothing is run by Spark": (DRIVER, {}),
 }
 
@@ -126,7 +136,7 @@ def test_batch_job_of_an_mpijob_is_read_once(store: Store, answer: str):
         "found": metadata("demo-train-1-launcher", LAUNCHER.uid, CHILD),
         "gone": None,
         "another": metadata("demo-train-1-launcher", "another", CHILD),
-        "of another job": metadata("demo-train-1-launcher", LAUNCHER.uid, Owner("MPIJob", "other-train-1", "other")),
+        "of another job": metadata("demo-train-1-launcher", LAUNCHER.uid, OTHER_CHILD),
     }[answer]
     store.resolve(ID, LAUNCHER, None if there is None else {"metadata": there})
     assert store.unresolved(ID) == set()
@@ -138,15 +148,15 @@ def test_batch_job_of_an_mpijob_is_read_once(store: Store, answer: str):
 def test_a_link_outlives_the_objects_that_showed_it(store: Store):
     """Reports are read after a child is deleted, and executors after their driver."""
     spark = child(kind="SparkApplication")
-    driver = pod(DRIVER.name, Owner("SparkApplication", "demo-prepare-1", "child-1"), stage="prepare")
-    executor = pod("executor", Owner("Pod", DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare")
+    driver = pod(DRIVER.name, Owner(KINDS["SparkApplication"], "demo-prepare-1", "child-1"), stage="prepare")
+    executor = pod("executor", Owner(KINDS["Pod"], DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare")
     # An order in which a start may list them.
     for raw in (executor, driver, spark):
         store.put(raw)
     assert pods(store) == ["executor", DRIVER.name] or pods(store) == [DRIVER.name, "executor"]
-    store.mark_deleted("SparkApplication", "team", "demo-prepare-1")
-    store.mark_deleted("Pod", "team", DRIVER.name)
-    store.put(pod("executor", Owner("Pod", DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare"))
+    store.mark_deleted(KINDS["SparkApplication"], "team", "demo-prepare-1")
+    store.mark_deleted(KINDS["Pod"], "team", DRIVER.name)
+    store.put(pod("executor", Owner(KINDS["Pod"], DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare"))
     assert pods(store) == ["executor"]
 
 
@@ -164,14 +174,23 @@ def test_a_driver_without_a_reference_is_its_applications_by_its_name(store: Sto
 
 @pytest.mark.parametrize(
     "references",
-    [None, "text", [None], [{}], [{"kind": 1, "name": "n", "uid": "u", "controller": True}], [reference(CHILD, False)]],
+    [
+        None,
+        "text",
+        [None],
+        [{}],
+        [reference(CHILD, False)],
+        [reference(CHILD) | {"kind": 1}],
+        [reference(CHILD) | {"apiVersion": None}],
+    ],
 )
 def test_references_that_cannot_be_read_are_none(references: Any):
     assert controller_of({"ownerReferences": references}) is None
 
 
-DEPLOYMENT = Owner("Deployment", "demo-endpoint-1", "servers-1")
-REPLICA_SET = Owner("ReplicaSet", "demo-endpoint-1-5f7c", "revision-1")
+DEPLOYMENT = Owner(KINDS["Deployment"], "demo-endpoint-1", "servers-1")
+OTHER_DEPLOYMENT = Owner(KINDS["Deployment"], "web", "web-1")
+REPLICA_SET = Owner(KINDS["ReplicaSet"], "demo-endpoint-1-5f7c", "revision-1")
 
 
 def servers(owner: Owner | None = OF_THE_JOB) -> dict[str, Any]:
@@ -188,7 +207,7 @@ def test_server_belongs_to_the_job_of_its_replica_set_and_deployment(store: Stor
     there = {
         "found": metadata(REPLICA_SET.name, REPLICA_SET.uid, DEPLOYMENT, "serve"),
         "another": metadata(REPLICA_SET.name, "another", DEPLOYMENT, "serve"),
-        "of another deployment": metadata(REPLICA_SET.name, REPLICA_SET.uid, Owner("Deployment", "web", "web-1")),
+        "of another deployment": metadata(REPLICA_SET.name, REPLICA_SET.uid, OTHER_DEPLOYMENT),
         "of nobody": metadata(REPLICA_SET.name, REPLICA_SET.uid, None, "serve"),
     }[answer]
     store.resolve(ID, REPLICA_SET, {"metadata": there})
@@ -206,14 +225,14 @@ def test_a_deployment_that_the_job_does_not_control_serves_nothing_of_it(store: 
     assert DEPLOYMENT.name in foreign(store)
 
 
-SERVICE = Owner("InferenceService", "demo-endpoint", "service-1")
-PREDICTOR = Owner("Deployment", "demo-endpoint-predictor", "servers-2")
+SERVICE = Owner(KINDS["InferenceService"], "demo-endpoint", "service-1")
+PREDICTOR = Owner(KINDS["Deployment"], "demo-endpoint-predictor", "servers-2")
 
 
 def service(owner: Owner | None = OF_THE_JOB) -> dict[str, Any]:
     about = metadata(SERVICE.name, SERVICE.uid, owner, "serve")
     spec = {"predictor": {"minReplicas": 2, "maxReplicas": 2}}
-    return {"apiVersion": "serving.kserve.io/v1beta1", "kind": SERVICE.kind, "metadata": about, "spec": spec}
+    return {"apiVersion": "serving.kserve.io/v1beta1", "kind": "InferenceService", "metadata": about, "spec": spec}
 
 
 def predictor() -> dict[str, Any]:

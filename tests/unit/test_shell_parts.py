@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus, StageStatus
+from finetune_operator.api.status_times import stamp
+from finetune_operator.api.types import API_VERSION, KIND, FineTuneJobStatus, ProgressStatus, StageStatus
 from finetune_operator.kubernetes_api.errors import NoClusterError
 from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.fleet_metrics import Fleet
-from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
 from finetune_operator.shell.command import _set_up_logs, app
@@ -166,7 +166,9 @@ def test_fleet_is_read_from_the_store_and_progress_from_moving_reports():
                 "name": f"job-{number}", "namespace": "team", "uid": f"uid-{number}", "resourceVersion": "7",
                 "creationTimestamp": stamp(datetime.now(UTC)),
             }  # fmt: skip
-            state.store.put({"kind": "FineTuneJob", "metadata": metadata, "spec": {}, "status": status})
+            state.store.put(
+                {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": {}, "status": status}
+            )
         long_ago = datetime.now(UTC) - timedelta(seconds=500)
         before = view.fleet()
         state.progress.note("uid-1", Stage.TRAIN, 1, ProgressStatus(step=1), "the same", long_ago)

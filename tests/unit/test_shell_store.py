@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 
+from finetune_operator.api.objects import GroupKind
 from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import API_VERSION, KIND
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.store import TOMBSTONE_SECONDS, Store, UnreadableError, key_of
 
 KEY = JobKey("team", "demo")
+FINETUNE_JOB = GroupKind.of(API_VERSION, KIND)
+JOB = GroupKind("batch", "Job")
+POD = GroupKind("", "Pod")
 CREATED = "2026-01-01T00:00:00Z"
 
 
@@ -58,7 +63,9 @@ def job(version: int, uid: str = "job-1", phase: str = "Pending") -> dict[str, A
 
 def controlled(metadata: dict[str, Any], kind: str, name: str, uid: str) -> dict[str, Any]:
     """Return `metadata` with that controller."""
-    return metadata | {"ownerReferences": [{"kind": kind, "name": name, "uid": uid, "controller": True}]}
+    api_version = {"FineTuneJob": API_VERSION, "Job": "batch/v1"}[kind]
+    reference = {"apiVersion": api_version, "kind": kind, "name": name, "uid": uid, "controller": True}
+    return metadata | {"ownerReferences": [reference]}
 
 
 def child(version: int, uid: str = "child-1", attempt: str = "1", job_uid: str = "job-1") -> dict[str, Any]:
@@ -85,7 +92,7 @@ def pod(version: int, name: str = "demo-train-1-0", uid: str = "pod-1", owner: s
 
 
 def replace_all(
-    store: Store, kind: str, raws: list[dict[str, Any]], version: int, namespaces: set[str] | None = None
+    store: Store, kind: GroupKind, raws: list[dict[str, Any]], version: int, namespaces: set[str] | None = None
 ) -> set[JobKey]:
     """Take over a list of the kind, as `sync.read_all` does, and return the jobs with changes."""
     touched = {entry.job for raw in raws if (entry := store.put(raw)) is not None}
@@ -101,6 +108,15 @@ def phase(store: Store) -> str | None:
     return None if view is None else view.status.phase
 
 
+def test_kinds_of_one_name_in_two_groups_are_kept_apart(store: Store):
+    ours, other = child(2), child(3, uid="other") | {"apiVersion": "batch.volcano.sh/v1alpha1"}
+    for raw in (job(1), ours, other):
+        assert store.put(raw) is not None
+    assert children(store) == [("demo-train-1", "child-1")]
+    assert replace_all(store, GroupKind("batch.volcano.sh", "Job"), [], version=9) == {KEY}
+    assert children(store) == [("demo-train-1", "child-1")]
+
+
 def test_stored_objects_are_found_by_job_and_name(store: Store):
     for raw in (job(1), child(2), pod(3)):
         store.put(raw)
@@ -112,7 +128,7 @@ def test_stored_objects_are_found_by_job_and_name(store: Store):
         ChildView,
         PodView,
     ]
-    entry = store.get("Pod", "team", "demo-train-1-0")
+    entry = store.get(POD, "team", "demo-train-1-0")
     assert entry is not None
     assert (entry.job, entry.job_uid, entry.uid) == (KEY, "job-1", "pod-1")
 
@@ -173,7 +189,7 @@ def test_deletion_of_an_earlier_object_keeps_a_later_namesake(store: Store):
 
 def test_object_that_is_not_found_stays_deleted(store: Store):
     store.put(child(5))
-    store.mark_deleted("Job", "team", "demo-train-1")
+    store.mark_deleted(JOB, "team", "demo-train-1")
 
     assert store.put(child(6)) is None
     assert children(store) == []
@@ -181,7 +197,7 @@ def test_object_that_is_not_found_stays_deleted(store: Store):
 
 def test_that_another_object_is_gone_changes_nothing(store: Store):
     store.put(child(5, uid="new"))
-    store.mark_deleted("Job", "team", "demo-train-1", uid="old")
+    store.mark_deleted(JOB, "team", "demo-train-1", uid="old")
 
     assert children(store) == [("demo-train-1", "new")]
 
@@ -198,7 +214,7 @@ def test_list_removes_missing_objects_and_returns_their_jobs(store: Store):
     for raw in (child(5), child(6, uid="child-2", attempt="2"), pod(7)):
         store.put(raw)
 
-    assert replace_all(store, "Job", [child(5)], version=20) == {KEY}
+    assert replace_all(store, JOB, [child(5)], version=20) == {KEY}
     assert children(store) == [("demo-train-1", "child-1")]
     assert len(store.pods(("team", "job-1"))) == 1
 
@@ -206,21 +222,21 @@ def test_list_removes_missing_objects_and_returns_their_jobs(store: Store):
 def test_list_keeps_objects_newer_than_itself(store: Store):
     store.put(child(30))
 
-    assert replace_all(store, "Job", [], version=20) == set()
+    assert replace_all(store, JOB, [], version=20) == set()
     assert children(store) == [("demo-train-1", "child-1")]
 
 
 def test_a_list_of_one_namespace_leaves_the_others(store: Store):
     store.put(child(5))
 
-    assert replace_all(store, "Job", [], version=20, namespaces={"elsewhere"}) == set()
+    assert replace_all(store, JOB, [], version=20, namespaces={"elsewhere"}) == set()
     assert children(store) == [("demo-train-1", "child-1")]
 
 
 def test_a_list_does_not_go_back_to_an_older_state(store: Store):
     store.put(job(25, phase="Training"))
 
-    assert replace_all(store, "FineTuneJob", [job(10)], version=20) == set()
+    assert replace_all(store, FINETUNE_JOB, [job(10)], version=20) == set()
     assert phase(store) == "Training"
 
 
@@ -228,7 +244,7 @@ def test_a_list_of_one_job_removes_its_missing_pods_only(store: Store):
     store.put(pod(5))
     store.put(pod(6, name="demo-train-1-1", uid="pod-2"))
     store.put(child(7))
-    store.replace_of_job("Pod", ("team", "job-1"), [pod(5)], version=20)
+    store.replace_of_job(POD, ("team", "job-1"), [pod(5)], version=20)
 
     assert [view.name for view in store.pods(("team", "job-1")) if not view.deleted] == ["demo-train-1-0"]
     assert len(children(store)) == 1
@@ -323,7 +339,7 @@ def test_last_state_of_a_deleted_pod_is_retained_during_its_attempt(store: Store
 def test_pod_missing_in_a_list_keeps_its_last_state(store: Store):
     store.put(child(2))
     store.put(pod(3))
-    replace_all(store, "Pod", [], version=9)
+    replace_all(store, POD, [], version=9)
     assert seen_of(store) == [("Running", True)]
 
 

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from finetune_operator.api.crd import Schema, crd
 from finetune_operator.api.foreign_names import find_name
-from finetune_operator.api.hints import place_of
+from finetune_operator.api.name_index import place_of
 from finetune_operator.api.types import API_VERSION, GROUP, KIND, PLURAL, SHORT_NAME, SINGULAR, VERSION
 
 WIDTH = 80

@@ -16,10 +16,12 @@ from typing import Generic, TypeAlias, TypeGuard, TypeVar
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from finetune_operator.api.foreign_names import find_value
-from finetune_operator.api.hints import Around, NameHint, missing, unknown_name, wrong_value
+from finetune_operator.api.hint_parts import Around
+from finetune_operator.api.hints import missing, wrong_value
 from finetune_operator.api.meant_columns import meant_task
 from finetune_operator.api.meant_uris import on_hub
 from finetune_operator.api.meant_values import named_settings, plain_meaning
+from finetune_operator.api.name_hints import NameHint, unknown_name
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, accepts, find
 

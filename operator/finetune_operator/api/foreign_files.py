@@ -12,15 +12,10 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
 from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, find_value, written
-from finetune_operator.api.hints import (
-    accepted_field_value,
-    accepted_value,
-    named_inside,
-    place_of,
-    rows_of_a_step,
-    shown_value,
-)
+from finetune_operator.api.hint_parts import rows_of_a_step, shown_value
+from finetune_operator.api.hints import accepted_field_value, accepted_value, named_inside
 from finetune_operator.api.meant_uris import as_uri, on_hub
+from finetune_operator.api.name_index import place_of
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND

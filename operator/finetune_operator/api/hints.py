@@ -1,30 +1,42 @@
-"""Hint for an unknown field, or for a value that a field does not accept.
+"""Hint for a value that a field does not accept, or for a missing field; `name_hints` has those for unknown names.
 
 A hint names only features that this version serves and the settings allow: a user who follows it has solved the
-problem. Names and values of other tools are answered from `foreign_names`; a misplaced field of ours is answered with
-its place.
+problem. Values of other tools are answered from `foreign_names`.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 
 from pydantic import JsonValue
 
-from finetune_contract.arguments import FREE
 from finetune_contract.metrics import METRICS, metrics_of
-from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
-from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain, written
-from finetune_operator.api.meant_columns import column_of, columns_in_order, task_by_words
-from finetune_operator.api.meant_uris import CLAIM, as_uri, is_uri, listed, uri_hint
-from finetune_operator.api.meant_values import form_hint, in_other_form, named_settings, plain_meaning, role_of
-from finetune_operator.api.meant_words import NAMES_OF_METRICS, gate_of, meaning, words_of
-from finetune_operator.api.problems import PathPart, describe_value, is_secret_name, presentable
+from finetune_operator.api.foreign_names import ForeignName, find_name, find_value, plain, written
+from finetune_operator.api.hint_parts import (
+    GLOBAL_BATCH,
+    NOTHING_AROUND,
+    Around,
+    further_hint,
+    rows_of_a_step,
+    settings_instead,
+    shape_at,
+    shown_value,
+    uri_of,
+)
+from finetune_operator.api.meant_columns import columns_in_order, task_by_words
+from finetune_operator.api.meant_uris import as_uri, is_uri, listed, uri_hint
+from finetune_operator.api.meant_values import form_hint, in_other_form, plain_meaning
+from finetune_operator.api.meant_words import meaning
+from finetune_operator.api.name_index import (
+    MEANINGLESS_ALONE,
+    places_elsewhere,
+    words_by_place,
+)
+from finetune_operator.api.problems import PathPart, presentable
 from finetune_operator.api.shapes import (
     Boolean,
     Fields,
@@ -34,18 +46,11 @@ from finetune_operator.api.shapes import (
     Text,
     accepts,
     find,
-    leaves,
     sentence,
     spec_shape,
 )
 from finetune_operator.api.support import served_schemes, served_words, works
 
-_CLOSE = 0.6
-_CLOSER = 0.84
-"""Similarity above which a name counts as a misspelt one of another object; letters alone are weaker evidence there."""
-_MOST_PLACES = 3
-_ANYWHERE = ("name", "key", "path", "url", "ref", "enabled", "degree")
-"""Names of fields that are meaningless without their object."""
 _MOST_INSIDE = 16
 """Maximum number of an object's names that a message translates."""
 _UNITS = re.compile(
@@ -54,266 +59,14 @@ _UNITS = re.compile(
 _CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
 _CONTAINERS = ("template", "spec", "metadata", "containers")
 """Objects of Kubernetes that give no meaning to their content."""
-_HUB_SLASHES = 3
-"""Slashes of hf://organisation/name; a file or a configuration may follow in addresses of other tools."""
 _STOPPING_METRIC = "spec.training.earlyStopping.metric"
-_COLUMNS = "spec.dataset.columns."
-_LOADERS = ("csv", "json", "jsonl", "parquet", "text", "arrow", "tsv")
-"""Names of `datasets`' readers of files."""
-_COLUMN_NAME = re.compile(r"[A-Za-z_][\w ]*")
+COLUMNS = "spec.dataset.columns."
 
 
 # --------------------------------------------------------------------------------------------------------- unknown name
 
 
-@dataclass(frozen=True)
-class NameHint:
-    """Replacement for a field that does not exist."""
-
-    text: str
-    place: str | None = None
-    """Dotted path of the field that accepts the value as it is, so that its checks can continue; None: none does."""
-    settings: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Values by dotted path that the hint asks to set."""
-
-
-@dataclass(frozen=True)
-class Around:
-    """Other fields of a job on which the meaning of a name depends."""
-
-    task: JsonValue = None
-    """Task that the job means: column names depend on it."""
-    hub: bool = False
-    """True if the data are on the Hub, whose splits have slices."""
-    beside: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Object with the name."""
-    processes: int | None = None
-    """Processes of the training; None: the job does not say."""
-
-
-def unknown_name(
-    path: Sequence[PathPart],
-    value: JsonValue,
-    names: Sequence[str],
-    *,
-    of_job: bool,
-    around: Around | None = None,
-) -> NameHint:
-    """Find the hint for a field that the object at the path's parent, which has `names`, does not have."""
-    try:
-        text = presentable(_unknown_name(path, value, names, of_job, around or Around()))
-    except OverflowError:  # The value is a number too large for the unit of any field.
-        text = _names_here(names)
-    if tuple(path[:3]) == ("spec", "predict", "dataset"):
-        text = text.replace(" spec.dataset.", " spec.predict.dataset.")
-    above = ".".join(str(part) for part in path[:-1])
-    if (renamed := re.match(r"did you mean (\w+)\?", text)) is not None:
-        return NameHint(text, f"{above}.{renamed[1]}" if above else renamed[1])
-    moved = re.fullmatch(r"move it below (spec(?:\.\w+)*)(?:, as (\w+))?", text)
-    if moved is not None:
-        return NameHint(text, f"{moved[1]}.{moved[2] or path[-1]}")
-    return NameHint(text, settings=named_settings(text))
-
-
-def _unknown_name(
-    path: Sequence[PathPart],
-    value: JsonValue,
-    names: Sequence[str],
-    of_job: bool,
-    around: Around,
-) -> str:
-    name = str(path[-1])
-    own = {plain(known): known for known in names}
-    if plain(name) in own:
-        return f"did you mean {own[plain(name)]}?"
-    parent = str(path[-2]) if len(path) > 1 else ""
-    if of_job:
-        row = find_name(name, parent)
-        column = column_of(around.task, name)
-        if (special := _by_value(path, value, names, around)) is not None:
-            return special
-        if column is not None and parent == "columns" and (row is None or row.field is None):
-            return f"did you mean {column}?"
-        if column is not None and row is not None and row.field is not None and row.field.startswith(_COLUMNS):
-            return _set(f"{_COLUMNS}{column}", value)
-        if column is not None and row is None and parent == "dataset" and _COLUMN_NAME.fullmatch(str(value)):
-            return _set(f"{_COLUMNS}{column}", value)
-        if row is not None and row.under:
-            return _by_row(row, path, value, around)
-        places = _places(name, path)
-        fitting = tuple(place for place in places if _could_hold(place, value))
-        if fitting:
-            return _moved(fitting, name, value)
-        if row is not None:
-            return _by_row(row, path, value, around)
-        if isinstance(value, dict):
-            places = tuple(place for place in places if _is_block(place))
-        if places:
-            return _moved(places, name, value)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
-    if of_job and not difflib.get_close_matches(name, names, n=1, cutoff=_CLOSER):
-        place = _same_words(path, value)
-        if place is not None and list(place[:-1]) == list(path[:-1]):
-            return f"did you mean {place[-1]}?"
-        if place is not None:
-            return _moved((place,), name, value)
-    if near and (not of_job or _resembles(near[0], path, value)):
-        return f"did you mean {near[0]}?"
-    if of_job and isinstance(value, dict) and (inner := "; ".join(_inner(".".join(map(str, path)), value, own=name))):
-        return f"leave it out, and move its content: {inner}"
-    if of_job:
-        argument = _argument(name)
-        if argument is not None:
-            return f"move it below spec.training.arguments, as {argument}"
-        far = difflib.get_close_matches(plain(name), _index(), n=1, cutoff=_CLOSER)
-        if far and (places := tuple(place for place in _places(far[0], path) if _could_hold(place, value))):
-            return _moved(places, name, value)
-    return _names_here(names)
-
-
-def _names_here(names: Sequence[str]) -> str:
-    return f"the fields here are {', '.join(names)}"
-
-
-_ROLE_NAMES = frozenset({
-    "input", "inputs", "output", "outputs", "source", "target", "targets", "feature", "features", "x", "y", "prompt",
-    "completion", "question", "answer",
-})  # fmt: skip
-"""Names of columns that stand for a role in any data set: the value beside one of them is the name in the data."""
-
-
-def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: Around) -> str | None:
-    """Return the hint for an unknown name whose value or place gives its meaning; None: neither does."""
-    name, above = str(path[-1]), ".".join(map(str, path[:-1]))
-    for hint in (
-        _of_data(name, above, value, names, around),
-        _of_results(name, above, value),
-        _of_servers(name, above, value, names),
-    ):
-        if hint:
-            return hint
-    if name == "enabled" and above and isinstance(value, bool):
-        return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
-    if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
-        return f"set {above}.name to {secret[0]} and {above}.key to {secret[1]}"
-    if isinstance(value, int | float) and not isinstance(value, bool) and (timed := _in_other_unit(path, value, names)):
-        return timed
-    listed = find_name(name, above.rpartition(".")[2]) is not None
-    generic = not listed and words_of(name)[-1:] and words_of(name)[-1] in _GENERIC
-    if generic and isinstance(value, str) and (word := _one_word(value)):
-        return f"set {word[0]} to {word[1]}"
-    if not listed and name in DEEPSPEED_KEYS:
-        return f"move it below spec.parallelism.deepspeedConfig.zero_optimization, as {name}"
-    if above == "spec" and name in ("labels", "annotations") and isinstance(value, dict):
-        return "move it below metadata"
-    return None
-
-
-def _of_data(name: str, above: str, value: JsonValue, names: Sequence[str], around: Around) -> str:
-    """Return the hint for a name of a model or a data set, or below its columns or splits; empty: it has none."""
-    parent = above.rpartition(".")[2]
-    if above in ("spec.model", "spec.dataset") and "uri" not in around.beside and "/" in str(value):
-        uri = as_uri(value)
-        if uri is not None and uri.startswith("hf://") and find_name(name, parent) is None:
-            return f"set {above}.uri to {uri}"
-    if parent == "dataset" and name in ("path", "name", "type") and value in _LOADERS:
-        return "leave it out: the extension of a file determines its format"
-    reversed_columns = not set(around.beside) & set(names) and all(each in names for each in around.beside.values())
-    if parent == "columns" and reversed_columns and value in names and plain(name) not in _ROLE_NAMES:
-        return (
-            f"set {above}.{value} to {shown_value(name, str(value))}: our name is on the left, that of the data right"
-        )
-    if above == "spec.predict.dataset" and name == "split":
-        return _set(f"{above}.splits.test", value)
-    if parent == "splits" and (role := role_of(name)) in names:
-        return f"did you mean {role}?"
-    return ""
-
-
-def _of_results(name: str, above: str, value: JsonValue) -> str:
-    """Return the hint for a metric with its limit below `evaluation` or its gate; empty: it is none."""
-    if above not in ("spec.evaluation", "spec.evaluation.gate"):
-        return ""
-    if isinstance(value, dict) and len(value) == 1 and plain(name) != "gate":
-        ((name, value),) = value.items()
-        if name not in NAMES_OF_METRICS:
-            return ""
-    return gate_of(name, value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
-
-
-def _of_servers(name: str, above: str, value: JsonValue, names: Sequence[str]) -> str:
-    """Return the hint for Kubernetes' requests below an object with cpu and memory of its own; empty: it is none."""
-    if above not in _SERVER_RESOURCES or name not in ("limits", "requests") or not isinstance(value, dict):
-        return ""
-    inner = {key: each for key, each in value.items() if key in names}
-    sets = " and ".join(f"{above}.{key} to {shown_value(each, key)}" for key, each in inner.items())
-    return f"set {sets}" if sets else "leave it out: servers compute on CPUs"
-
-
-DEEPSPEED_KEYS = frozenset(key for key in KNOWN_KEYS.get(("zero_optimization",), ()) if "_" in key)
-"""Keys of DeepSpeed's own file below `zero_optimization` that no other tool has."""
-_REFERENCES = ("secretKeyRef", "secretRef", "valueFrom", "secret")
-"""Names of Kubernetes for the reference to an entry of a Secret."""
-
-
-def _secret_of(value: Mapping[str, JsonValue]) -> tuple[str, str] | None:
-    """Return name and key of a reference to an entry of a Secret; None: it is none."""
-    inner = value.get("secretKeyRef", value)
-    name, key = (inner.get("name"), inner.get("key", "token")) if isinstance(inner, dict) else (None, None)
-    return (name, key) if isinstance(name, str) and isinstance(key, str) and CLAIM.fullmatch(name) else None
-
-
-_GENERIC = ("type", "kind", "method", "mode", "technique", "approach", "algorithm", "strategy")
-"""Last words of names that say nothing: the value has the meaning."""
-_SECONDS_OF: Mapping[str, int] = {
-    **dict.fromkeys(("minutes", "mins", "min", "minute"), 60),
-    **dict.fromkeys(("hours", "hour", "hrs"), 3600),
-    **dict.fromkeys(("days", "day"), 86400),
-}
-
-
-def _in_other_unit(path: Sequence[PathPart], value: float, names: Sequence[str]) -> str:
-    """Return the hint for a time in another unit than its field has, such as `timeoutMinutes`; empty: it is none."""
-    name, above = str(path[-1]), ".".join(map(str, path[:-1]))
-    *words, unit = words_of(name) or [""]
-    if unit not in _SECONDS_OF:
-        return ""
-    seconds = round(value * _SECONDS_OF[unit])
-    if not words:
-        minutes = seconds / 60
-        return f"set {above}.minutes to {minutes:g}" if "minutes" in names else ""
-    base = "".join(words)
-    own = next((known for known in names if plain(known) == f"{base}seconds"), None)
-    row = find_name(base, str(path[-2]) if len(path) > 1 else "")
-    field = f"{above}.{own}" if own else row.field if row is not None and row.field is not None else ""
-    return f"set {field} to {seconds}" if field.endswith("Seconds") else ""
-
-
-@cache
-def _word_places() -> Mapping[str, tuple[tuple[str, str], ...]]:
-    """Return, by plain word, the fields of the spec that have it among their fixed words."""
-    found: dict[str, tuple[tuple[str, str], ...]] = {}
-    for place, shape in leaves(spec_shape()).items():
-        for word in served_words(place, shape.words):
-            if word not in ("auto", "none") and works(place):
-                found[plain(word)] = (*found.get(plain(word), ()), (f"spec.{place}", word))
-    return found
-
-
-def _one_word(value: str) -> tuple[str, str] | None:
-    """Return the one field with a word of this value, and the word; None: there is none, or several."""
-    found = _word_places().get(plain(value), ())
-    return found[0] if len(found) == 1 else None
-
-
-@cache
-def _meanings() -> Mapping[tuple[str, ...], tuple[frozenset[str], frozenset[str]]]:
-    """Return, by the path of each field of the spec, the words of the whole path and those of its last part."""
-    places = {place for each in _index().values() for place in each if place != ("spec",)}
-    return {place: (frozenset().union(*map(meaning, place[1:])), meaning(place[-1])) for place in sorted(places)}
-
-
-def _same_words(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...] | None:
+def places_by_words(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...] | None:
     """Return the one field whose path has all words of an unknown name, such as `gateMinimum` and `adapterRank`; first
     below the object with the name, then anywhere. None: there is none, or several.
     """
@@ -323,10 +76,10 @@ def _same_words(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...] |
     for inside in (True, False) if above else (False,):
         found = [
             place
-            for place, (whole, last) in _meanings().items()
+            for place, (whole, last) in words_by_place().items()
             if words & last
             and words <= whole
-            and _could_hold(place, value)
+            and could_hold(place, value)
             and not _is_free(place)
             and (
                 place[: len(above)] == above
@@ -341,53 +94,16 @@ def _same_words(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...] |
     return None
 
 
-_SERVER_RESOURCES = ("spec.endpoint.resources",)
-"""Objects with cpu and memory of their own."""
-
-
-@cache
-def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
-    """Return the paths of the spec's fields by their plain names, without those that have no behaviour yet."""
-    found: dict[str, tuple[tuple[str, ...], ...]] = {}
-
-    def walk(shape: Shape, path: tuple[str, ...]) -> None:
-        for name, inner in shape.body.fields.items() if isinstance(shape.body, Fields) else ():
-            if name in _ANYWHERE or not works(".".join((*path, name)[1:])):
-                continue
-            found[plain(name)] = (*found.get(plain(name), ()), (*path, name))
-            walk(inner, (*path, name))
-
-    walk(spec_shape(), ("spec",))
-    found["spec"] = (("spec",),)
-    return found
-
-
-def argument_name(name: str, value: JsonValue) -> str | None:
-    """Return the hint for a name under `training.arguments` that is not free there; None: it is not in the table."""
-    row = find_name(name, "arguments")
-    if row is None:
-        return None
-    hint = _by_row(row, ("spec", "training", "arguments", name), value)
-    return hint if hint.startswith("leave") else f"{hint}, and leave this argument out"
-
-
 def owned_key(field: str, value: JsonValue) -> str:
     """Return the hint for a key or argument that the field at the dotted path (from `spec`) decides."""
     if not works(field):
         return f"leave it out: spec.{field} is not supported in this version"
-    return f"{_set(f'spec.{field}', value)}, and leave this out"
+    return f"{set_field(f'spec.{field}', value)}, and leave this out"
 
 
-def _places(name: str, path: Sequence[PathPart]) -> tuple[tuple[str, ...], ...]:
-    """Return the highest places of the spec with a field of that name, without the one that was tried."""
-    places = tuple(place for place in _index().get(plain(name), ()) if place[:-1] != tuple(path[:-1]))
-    least = min((len(place) for place in places), default=0)
-    return tuple(place for place in places if len(place) == least)
-
-
-def _could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
+def could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
     """Return True if a place of the spec accepts the value's kind (object, list or scalar), whatever its content."""
-    shape = _shape_at(".".join(place))
+    shape = shape_at(".".join(place))
     match None if shape is None else shape.body:
         case Fields() | Map():
             if isinstance(value, dict) or (shape is not None and value in shape.words):
@@ -404,164 +120,19 @@ def _could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
             return not isinstance(value, dict | list)
 
 
-def _is_block(place: tuple[str, ...]) -> bool:
+def is_block(place: tuple[str, ...]) -> bool:
     """Return True if the spec has an object or a list at this place."""
-    shape = _shape_at(".".join(place))
+    shape = shape_at(".".join(place))
     return shape is not None and isinstance(shape.body, Fields | Map | Items)
-
-
-def _resembles(name: str, path: Sequence[PathPart], value: JsonValue) -> bool:
-    """Return False for an object that has no field of the one with a name that is only somewhat similar."""
-    if not isinstance(value, dict) or difflib.SequenceMatcher(None, name, str(path[-1])).ratio() >= _CLOSER:
-        return True
-    shape = _shape_at(".".join(map(str, (*path[:-1], name))))
-    own = set(map(plain, shape.body.fields)) if shape is not None and isinstance(shape.body, Fields) else set()
-    return bool(own & set(map(plain, value)))
 
 
 def _is_free(place: tuple[str, ...]) -> bool:
     """Return True if the spec has an object at this place whose names are the user's."""
-    shape = _shape_at(".".join(place))
+    shape = shape_at(".".join(place))
     return shape is not None and isinstance(shape.body, Map)
 
 
-def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> str:
-    instead = find_value(".".join(places[0]), value) if len(places) == 1 else None
-    if instead is not None:
-        return _instead(instead)
-    parents = [".".join(place[:-1]) for place in places[:_MOST_PLACES] if place[:-1]]
-    if not parents:
-        return "move it to the top level of the document, next to kind"
-    leaf = places[0][-1]
-    return f"move it below {' or '.join(parents)}" + ("" if leaf == name else f", as {leaf}")
-
-
-def place_of(name: str, above: Sequence[PathPart]) -> str | None:
-    """Return the dotted path of the one field of the spec with this name, misplaced in the object at `above`."""
-    places = _places(name, (*above, name))
-    if len(places) == 1:
-        return ".".join(places[0])
-    argument = _argument(name)
-    return None if argument is None else f"spec.training.arguments.{argument}"
-
-
-def _argument(name: str) -> str | None:
-    """Return the free field of TrainingArguments with that name."""
-    return _free_arguments().get(plain(name))
-
-
-@cache
-def _free_arguments() -> Mapping[str, str]:
-    return {plain(name): name for name in FREE}
-
-
-def _by_row(
-    row: ForeignName,
-    path: Sequence[PathPart],
-    value: JsonValue,
-    around: Around = Around(),
-) -> str:
-    hint = _joined(row.hint)
-    if row.field == _GLOBAL_BATCH and not row.same and value == 1:
-        return "leave it out: gradients are accumulated only if spec.training.globalBatchSize requires it"
-    if rows := _sets_rows_of_a_step(row, value, around):
-        return rows
-    if converted := written(row, value, hub=around.hub, beside=around.beside):
-        return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in converted.items())}"
-    if value is None:
-        return "leave it out"
-    if isinstance(value, str) and is_secret_name(str(path[-1])) and row.field is not None:
-        return f"set {row.field}{hint}"
-    if row.field is None:
-        inside = (
-            "; ".join(_inner("spec.training", value, own=str(path[-1]), with_value=True))
-            if isinstance(value, dict)
-            else ""
-        )
-        return f"{row.hint}; {inside}" if inside else row.hint
-    if row.value is not None and (value is False or value is None or value == ""):
-        return "leave it out"
-    if row.value == {} and isinstance(value, dict) and value:
-        return _renamed_to(row.field, path)
-    if row.value is None and isinstance(value, dict) and _has_own_fields(row.field, value):
-        return _renamed_to(row.field, path)
-    inner = "; ".join(_inner(row.field, value, own=str(path[-1]))) if isinstance(value, dict) else ""
-    if inner and (row.value is None or row.value == {}):
-        return f"leave it out, and move its content: {inner}"
-    hint = f"; {inner}" if inner else hint
-    *above, leaf = row.field.split(".")
-    if row.value is not None:
-        return f"set {row.field} to {shown_value(row.value, row.field)}{hint}"
-    shape = _shape_at(row.field)
-    if row.same and shape is not None and is_uri(shape) and _uri_of(row.field, shape, value):
-        return _set(row.field, value)
-    if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
-        return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
-    return f"{_set(row.field, value) if row.same else f'set {row.field}'}{hint}"
-
-
-def _renamed_to(field: str, path: Sequence[PathPart]) -> str:
-    """Return the hint to give an object at `path` the place and name of the field at the dotted path."""
-    *above, leaf = field.split(".")
-    return f"did you mean {leaf}?" if above == list(path[:-1]) else f"move it below {'.'.join(above)}, as {leaf}"
-
-
-def _has_own_fields(field: str, value: Mapping[str, JsonValue]) -> bool:
-    """Return True if an object consists of fields of ours at the dotted path."""
-    shape = _shape_at(field)
-    if not value or shape is None:
-        return False
-    # An object whose names are the user's has any; training.arguments are named in the table one by one.
-    free = isinstance(shape.body, Map) and field.endswith(".hyperparameters")
-    return free or (isinstance(shape.body, Fields) and set(value) <= set(shape.body.fields))
-
-
-_MICRO_BATCH, _GLOBAL_BATCH = "spec.training.microBatchSize", "spec.training.globalBatchSize"
-
-
-def _sets_rows_of_a_step(row: ForeignName, value: JsonValue, around: Around) -> str:
-    """Return the hint for a micro-batch or an accumulation of other tools: the rows of a step follow from both; empty:
-    it is neither, or the rows of a step are given, or the number of processes is not.
-    """
-    if row.field not in (_MICRO_BATCH, _GLOBAL_BATCH) or (row.field == _GLOBAL_BATCH and row.same):
-        return ""
-    if around.processes is None or not isinstance(value, int):
-        return ""
-    micro, rows = rows_of_a_step(around.beside, around.processes)
-    if not rows:
-        return ""
-    begin = f"set {_MICRO_BATCH} to {micro} and " if row.field == _MICRO_BATCH else "set "
-    return f"{begin}{_GLOBAL_BATCH} to {rows}"
-
-
-def rows_of_a_step(beside: Mapping[str, JsonValue], processes: int | None) -> tuple[int, str]:
-    """Return the micro-batch among an object's fields and, as text, the rows of a step that follow; empty text: the
-    micro-batch is unknown, or the rows of a step are given.
-    """
-    counts: dict[str, int] = {}
-    for name, given in beside.items():
-        other = find_name(name, "training")
-        if plain(name) in ("globalbatchsize", "microbatchsize") or (
-            other is not None and other.field == _GLOBAL_BATCH and other.same
-        ):
-            return 0, ""
-        if other is not None and other.field is not None and isinstance(given, int) and given > 0:
-            counts[other.field] = given
-    micro, accumulated = counts.get(_MICRO_BATCH), counts.get(_GLOBAL_BATCH, 1)
-    if micro is None:
-        return 0, ""
-    if processes is None:
-        return micro, f"{micro * accumulated} ({micro} x {accumulated}) x the number of processes"
-    factors = f"{micro} row{'' if micro == 1 else 's'}" + (f" x {accumulated} steps" if _GLOBAL_BATCH in counts else "")
-    factors += f" x {processes} process{'' if processes == 1 else 'es'}"
-    return micro, f"{micro * accumulated * processes} ({factors})"
-
-
-def _joined(hint: str) -> str:
-    return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
-
-
-def _inner(field: str, value: dict[str, JsonValue], *, own: str = "", with_value: bool = False) -> Iterator[str]:
+def meant_inside(field: str, value: dict[str, JsonValue], *, own: str = "", with_value: bool = False) -> Iterator[str]:
     """Yield names inside an unknown object at `field`, called `own`, with our fields and their values.
 
     `with_value`: only those for which a row of the table gives a value. A field that corresponds to several of them is
@@ -606,9 +177,9 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
             yield name, "spec.resources.gpusPerNode", accepted_field_value("spec.resources.gpusPerNode", given)
             continue
         row = _row_inside(name, above or own, parent)
-        places = _places(name, ()) if row is None else ()
+        places = places_elsewhere(name, ()) if row is None else ()
         outer = above or own
-        if row is None and not places and outer and (same := _same_words((f"{outer}_{name}",), given)) is not None:
+        if row is None and not places and outer and (same := places_by_words((f"{outer}_{name}",), given)) is not None:
             places = (same,)
         first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
         inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
@@ -618,13 +189,13 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
         elif row is not None and row.field is None and not inside and row.hint.startswith("leave it out"):
             yield shown, "", row.hint
         elif row is not None and row.field is not None and (row.value is not None or not inside):
-            rows = rows_of_a_step(beside, None)[1] if row.field == _GLOBAL_BATCH and not row.same else ""
+            rows = rows_of_a_step(beside, None)[1] if row.field == GLOBAL_BATCH and not row.same else ""
             yield shown, row.field, f": {rows}" if rows else accepted_value(row, given)
         elif inside:
             yield from inside
         elif len(places) == 1 and name not in _CONTAINERS:
             place = ".".join(places[0])
-            shape = _shape_at(place)
+            shape = shape_at(place)
             yield shown, place, "" if shape is None else accepted_field_value(place, given)
 
 
@@ -636,7 +207,7 @@ def _row_inside(name: str, above: str, parent: str) -> ForeignName | None:
     if row is not None and row.under:
         return row
     joined = find_name(f"{above}_{name}", parent) if above and above not in _CONTAINERS else None
-    return joined or row or (None if name in _ANYWHERE else find_name(name, parent))
+    return joined or row or (None if name in MEANINGLESS_ALONE else find_name(name, parent))
 
 
 def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) -> list[tuple[str, str, str]]:
@@ -645,7 +216,7 @@ def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) 
         return []
     found = []
     for child, value in given.items():
-        shape = _shape_at(".".join((*places[0], child)))
+        shape = shape_at(".".join((*places[0], child)))
         if shape is not None:
             place = ".".join((*places[0], child))
             found.append((f"{name}.{child}", place, accepted_field_value(place, value)))
@@ -662,14 +233,14 @@ def accepted_value(row: ForeignName, given: JsonValue) -> str:
         return f": {shown_value(row.value, row.field)}"
     if isinstance(given, dict) and row.field.endswith(".name") and isinstance(given.get("name"), str):
         return f": {shown_value(given['name'], row.field)}"
-    shape = _shape_at(row.field)
+    shape = shape_at(row.field)
     instead = find_value(row.field, given)
     if instead is not None and row.field in instead.instead:
         return f": {shown_value(instead.instead[row.field], row.field)}"
     if shape is None or not row.same or isinstance(given, dict):
         return ""
     if is_uri(shape):
-        uri = _uri_of(row.field, shape, given)
+        uri = uri_of(row.field, shape, given)
         return f": {uri}" if uri else ""
     word = {plain(each): each for each in shape.words}.get(plain(given)) if isinstance(given, str) else None
     if word or accepts(shape, given):
@@ -698,18 +269,18 @@ def accepted_field_value(field: str, given: JsonValue) -> str:
     return accepted_value(ForeignName((), "", field), given)
 
 
-def _set(field: str, value: JsonValue) -> str:
+def set_field(field: str, value: JsonValue) -> str:
     """Return `set FIELD to VALUE`, without the value if the field does not accept it."""
     instead = find_value(field, value)
     if instead is not None:
-        return _instead(instead)
-    shape = _shape_at(field)
+        return settings_instead(instead)
+    shape = shape_at(field)
     if shape is None:
         return f"set {field}"
     if field == _STOPPING_METRIC and isinstance(value, str):
         value = value.removeprefix("eval_")
     if is_uri(shape):
-        uri = _uri_of(field, shape, value)
+        uri = uri_of(field, shape, value)
         return f"set {field} to {uri}" if uri else f"set {field}"
     if isinstance(value, str) and (word := {plain(each): each for each in shape.words}.get(plain(value))):
         return f"set {field} to {word}"
@@ -719,38 +290,6 @@ def _set(field: str, value: JsonValue) -> str:
         return f"set {field} to {shown_value(value, field)}"
     meant = _meant(field, shape, value)
     return f"set {field}" if meant is None else f"set {field} to {shown_value(meant, field)}"
-
-
-def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:
-    """Return the value as a URI that the field accepts; None: it is none and no name or path that becomes one."""
-    if isinstance(value, str) and value.startswith("hf://") and value.count("/") > _HUB_SLASHES:
-        value = "/".join(value.split("/")[: _HUB_SLASHES + 1])
-    if isinstance(value, str) and not is_secret_name(value) and accepts(shape, value):
-        return str(json.loads(describe_value(value, limit=200)))
-    prefixes = [f"{scheme}://" for scheme in served_schemes(field.removeprefix("spec."), None)]
-    uri = as_uri(value)
-    if uri is not None and uri.startswith(tuple(prefixes)) and accepts(shape, uri):
-        return uri
-    return f"pvc://{value}" if isinstance(value, str) and "pvc://" in prefixes and CLAIM.fullmatch(value) else None
-
-
-def _instead(row: ForeignValue) -> str:
-    hint = _joined(row.hint) if row.instead else row.hint
-    steps = [f"{field} to {shown_value(value, field)}" for field, value in row.instead.items()]
-    return (f"set {' and '.join(steps)}" if steps else "") + hint
-
-
-def shown_value(value: JsonValue, field: str) -> str:
-    """Return a value as YAML shows it; credentials are hidden."""
-    if isinstance(value, dict | list):
-        return presentable(json.dumps(value, ensure_ascii=False))
-    shown = describe_value(value, field.split("."))
-    return shown[1:-1] if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.:/-]*", value) else shown
-
-
-def _shape_at(field: str) -> Shape | None:
-    head, *rest = field.split(".")
-    return find(spec_shape(), rest) if head == "spec" else None
 
 
 # ---------------------------------------------------------------------------------------------------------- wrong value
@@ -767,7 +306,7 @@ def wrong_value(
     path: Sequence[PathPart],
     value: JsonValue,
     schemes: Sequence[str] | None,
-    around: Around = Around(),
+    around: Around = NOTHING_AROUND,
 ) -> tuple[str, str]:
     """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
     try:
@@ -790,8 +329,8 @@ def _wrong_value(
     row = find_value(".".join(str(part) for part in path), value)
     if row is not None and not isinstance(shape.body, Boolean):
         same = list(row.instead) == [row.field]
-        hint = _joined(row.hint)
-        return rule, f"write {shown_value(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
+        hint = further_hint(row.hint)
+        return rule, f"write {shown_value(row.instead[row.field], row.field)}{hint}" if same else settings_instead(row)
     if (instead := in_other_form(shape, ".".join(map(str, path)), value)) is not None:
         return rule, instead
     if (scalar := _wrong_text(shape, path, value, schemes, around)) is not None:
@@ -873,7 +412,11 @@ def _form_hint(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str 
         hint = "; ".join(
             [
                 hint,
-                *(part for part in _inner(field, value) if not re.search(rf" is {re.escape(field)}(?![\w.])", part)),
+                *(
+                    part
+                    for part in meant_inside(field, value)
+                    if not re.search(rf" is {re.escape(field)}(?![\w.])", part)
+                ),
             ]
         )
     return hint

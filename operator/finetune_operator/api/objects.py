@@ -7,7 +7,7 @@ new object has no status at all.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -24,6 +24,19 @@ def empty(value: object) -> object:
 
 Time = Annotated[datetime, AfterValidator(_utc)]
 EPOCH = datetime.fromtimestamp(0, UTC)
+
+
+class GroupKind(NamedTuple):
+    """Kind of objects within its API group. The version is left out: one object can be read at several of them."""
+
+    group: str
+    """Empty for Kubernetes' core kinds."""
+    name: str
+
+    @classmethod
+    def of(cls, api_version: str, kind: str) -> Self:
+        """Return the kind of objects with these two fields."""
+        return cls(api_version.rpartition("/")[0], kind)
 
 
 class Raw(BaseModel):

@@ -69,20 +69,7 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
     yield from _spot(settings, intact)
     if intact(("hardware",)):
         yield from _hardware(settings)
-    for number, device in enumerate(settings.network.devices):
-        pages = device.huge_pages
-        if pages is not None and (not parse_quantity(pages) or parse_quantity(pages) % _HUGE_PAGE):
-            yield Problem(
-                format_path(("network", "devices", number, "hugePages")), describe_value(pages),
-                "must be a multiple of 2Mi above 0, or the API server refuses the pods",
-                "round it up, e.g. to 5120Mi, or leave it out",
-            )  # fmt: skip
-        for name in device.env:
-            if not name.isidentifier() or not name.isascii():
-                yield Problem(
-                    format_path(("network", "devices", number, "env", name)), None,
-                    "is not the name of an environment variable", "use letters, digits and _, as in NCCL_IB_HCA",
-                )  # fmt: skip
+    yield from _network_devices(settings)
     for number, resolver in enumerate(settings.network_policy.dns):
         yield from _peer(("networkPolicy", "dns", number), resolver)
     for number, client in enumerate(settings.network_policy.endpoint_clients):
@@ -99,6 +86,24 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
     ):
         if intact(tuple(name.split("."))):
             yield from _duplicates(tuple(name.split(".")), keys, kind)
+
+
+def _network_devices(settings: Settings) -> Iterator[Problem]:
+    """Yield amounts of huge pages that the API server refuses, and names that no environment variable has."""
+    for number, device in enumerate(settings.network.devices):
+        pages = device.huge_pages
+        if pages is not None and (not parse_quantity(pages) or parse_quantity(pages) % _HUGE_PAGE):
+            yield Problem(
+                format_path(("network", "devices", number, "hugePages")), describe_value(pages),
+                "must be a multiple of 2Mi above 0, or the API server refuses the pods",
+                "round it up, e.g. to 5120Mi, or leave it out",
+            )  # fmt: skip
+        for name in device.env:
+            if not name.isidentifier() or not name.isascii():
+                yield Problem(
+                    format_path(("network", "devices", number, "env", name)), None,
+                    "is not the name of an environment variable", "use letters, digits and _, as in NCCL_IB_HCA",
+                )  # fmt: skip
 
 
 def _hardware(settings: Settings) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.job_files import JobEntry, located
 from finetune_operator.cli.local_files import write_atomically
 from finetune_operator.cli.measure import TRAINER, source_of_model, trainer_is_installed
-from finetune_operator.planning.plan import data_source, predicted_source
+from finetune_operator.planning.trainer_order import data_source, predicted_source
 
 _SHOWN_LABELS = 6
 _FIELD = re.compile(r"(?:dataset|predict|model|preparation|evaluation|training)(?:\.[A-Za-z]+)+(?= is )")

@@ -34,7 +34,6 @@ from finetune_operator.planning.summary import processes_text
 from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.results import CHECKPOINT_BYTES
 from finetune_operator.reconcile.spot import words
-from finetune_operator.reconcile.status_times import moment
 
 EVENTS = 5
 LOG_LINES = 12
@@ -122,7 +121,7 @@ class Page:
     def _revisions(self, endpoint: EndpointStatus) -> Table:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for one in endpoint.revisions:
-            started = moment(one.start_time)
+            started = one.start_time
             table.add_row(
                 str(one.number),
                 Text(one.state, style=STATE_STYLES.get(one.state, "dim")),
@@ -159,7 +158,7 @@ NOT_SEEN = "the operator has not seen the newest spec yet"
 def headline_text(job: ClusterJob, now: datetime) -> str:
     """Return namespace, age, duration, restarts and preemptions of the job."""
     text = f"namespace {job.metadata.namespace}, created {ago(job.metadata.creation_timestamp, now)} ago"
-    started, ended = moment(job.status.start_time), moment(job.status.completion_time)
+    started, ended = job.status.start_time, job.status.completion_time
     if started is not None and ended is not None:
         text += f", ran {human_seconds((ended - started).total_seconds())}"
     if job.status.restarts:
@@ -208,8 +207,8 @@ def _attempt(stage: StageStatus) -> str:
 
 def stage_time(stage: StageStatus, now: datetime) -> str:
     """Return the duration of the stage so far, or the time until its next attempt."""
-    started, ended = moment(stage.start_time), moment(stage.completion_time)
-    following = moment(stage.next_attempt_time)
+    started, ended = stage.start_time, stage.completion_time
+    following = stage.next_attempt_time
     if following is not None and following > now and ended is None:
         return f"next attempt in {human_seconds((following - now).total_seconds())}"
     if started is None or (ended is None and stage.state != "Running"):
@@ -259,7 +258,7 @@ def figures(progress: ProgressStatus, now: datetime) -> str:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
     if progress.remaining_seconds is not None and (progress.percent or 0) < 100:
         parts.append(f"{human_seconds(progress.remaining_seconds)} left")
-    reported = moment(progress.last_update_time)
+    reported = progress.last_update_time
     if reported is not None and (now - reported).total_seconds() > STALE_SECONDS:
         parts.append(f"(reported {ago(reported, now)} ago)")
     return "  ".join(parts)

@@ -94,7 +94,7 @@ def failure_of(stage: Stage, exit_code: int, reports: Path, log: Path) -> Failur
         reason=failure.reason,
         message=failure.message,
         hint=failure.hint or None,
-        stage=stage.value,
+        stage=stage,
         rank=rank,
         exit_code=failure.exit_code,
         log_tail=_tail(log),

@@ -146,7 +146,7 @@ async def show_logs(cluster: Cluster, job: ClusterJob, selection: LogSelection, 
 
 def _attempt(job: ClusterJob, selection: LogSelection) -> tuple[Stage, int]:
     """Return the selected stage and attempt: the named one, else the one that runs or ran last."""
-    started = {Stage(stage.name): stage.attempt for stage in job.status.stages if stage.attempt}
+    started = {stage.name: stage.attempt for stage in job.status.stages if stage.attempt}
     if not started:
         reason = next((one.message for one in job.status.conditions if one.status == "False" and one.message), "")
         raise NoLogError(f"no stage of {job.name} has started" + (f": {reason}" if reason else ""))
@@ -176,7 +176,7 @@ def _tail_from_status(
     if selection.pod is not None or selection.rank is not None:
         option = f"--pod {selection.pod}" if selection.pod is not None else f"--rank {selection.rank}"
         raise NoLogError(f"{option}: {stage}-{attempt} has no such pod, or it was deleted or has not started")
-    state = next((each.state for each in job.status.stages if each.name == stage.value), None)
+    state = next((each.state for each in job.status.stages if each.name is stage), None)
     if state in ("Pending", "Running") and not selection.previous:
         raise NoLogError(f"no pod of {stage}-{attempt} has started yet")
     raise NoLogError(f"the pods of {stage}-{attempt} and their logs are deleted")
@@ -223,7 +223,7 @@ class _Follower:
 
     def _selected_stage_has_succeeded(self) -> bool:
         states = {stage.name: stage.state for stage in self.job.status.stages}
-        return self.selection.stage is not None and states.get(self.selection.stage.value) == "Succeeded"
+        return self.selection.stage is not None and states.get(self.selection.stage) == "Succeeded"
 
     async def _find_pods_repeatedly(self) -> None:
         while True:

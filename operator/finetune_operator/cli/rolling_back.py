@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune_operator.api.objects import EPOCH
 from finetune_operator.api.types import EndpointStatus, RevisionStatus
 from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob
 from finetune_operator.cli.steering import Change
@@ -83,7 +84,7 @@ def _previous(name: str, status: EndpointStatus, source: int) -> int:
         raise ClusterError(
             f"FineTuneJob {name} has no revision of its endpoint that served before; {_choices(status.revisions)}"
         )
-    return max(served, key=lambda one: (one.state == "Serving", one.end_time or "", one.number)).number
+    return max(served, key=lambda one: (one.state == "Serving", one.end_time or EPOCH, one.number)).number
 
 
 def _choices(revisions: Sequence[RevisionStatus]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from finetune_operator.api.objects import GroupKind
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.launchers.kserve_kind import KSERVE_API, KSERVE_KIND, KSERVE_PLURAL
 from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
@@ -19,6 +20,11 @@ class Resource:
     kind: str
     plural: str
     namespaced: bool = True
+
+    @property
+    def group_kind(self) -> GroupKind:
+        """Return the kind without its version, as the store knows it."""
+        return GroupKind.of(self.api_version, self.kind)
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
         """Return the path of one object, or of the collection."""

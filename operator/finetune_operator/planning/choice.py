@@ -132,7 +132,7 @@ def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
     found = tuple(each for open_draft in open_drafts(draft) for each in all_forms(open_draft))
     if draft.adaptation.micro_batch_limit is not None:
         # What ran out of memory is the form that is best without the limit; it goes on with fewer rows at once.
-        free = best_fit(replace(draft, adaptation=replace(draft.adaptation, micro_batch_limit=None)))
+        free = best_fit(draft.with_inputs(adaptation=replace(draft.adaptation, micro_batch_limit=None)))
         label = None if free is None else free[1].strategy.label
         found = tuple(each for each in found if each.strategy.label == label) or found
     return quickest(found, draft.settings.planning.memory_margin) or quickest(found, 0.0)

@@ -5,8 +5,6 @@ The plan decides the spec's open choices; contradictions that follow are refused
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from finetune_contract.combinations import Choices
 from finetune_operator.api.fields import value_at
 from finetune_operator.api.rules import RULES
@@ -50,7 +48,7 @@ def _decided_spec(draft: Draft) -> FineTuneJobSpec:
 
 def with_spec(draft: Draft, spec: FineTuneJobSpec) -> Draft:
     """Return the draft of a job with another spec, with its broken rules as problems."""
-    return check_rules(replace(draft, job=draft.job.model_copy(update={"spec": spec})))
+    return check_rules(draft.with_inputs(job=draft.job.model_copy(update={"spec": spec})))
 
 
 def with_parallelism(draft: Draft, parallelism: ParallelismSpec) -> Draft:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from finetune_contract.choices import Device, InferencePrecision, Optimization, Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
@@ -18,11 +18,9 @@ from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, St
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
-from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.planning.plan_types import (
     Adaptation,
-    EndpointRuntime,
-    LearnedRatios,
+    Facts,
     MemoryEstimate,
     NetworkPlan,
     NodesNetwork,
@@ -69,49 +67,38 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A job on its way to a plan."""
+class PlanInputs:
+    """Values that a plan follows from; phases read them."""
 
     job: FineTuneJob
-    local: bool
-    served: tuple[LauncherName, ...]
-    """Launchers whose kinds the cluster serves."""
-    kserve: bool
-    """True if the cluster serves KServe's InferenceServices."""
-    custom_metrics: bool
-    """True if the cluster serves the custom metrics API."""
-    runtime_there: EndpointRuntime | None
-    """Runtime of the job's endpoint as deployed now."""
-    prepared: bool
-    """True if prepare has succeeded."""
-    predicted: bool
-    """True if predict has succeeded."""
+    """Job with copied settings replaced by our fields."""
+    facts: Facts
+    """Facts as they are known, without assumptions."""
     settings: Settings
     adaptation: Adaptation
+    as_known: bool
+    """True to refuse a job that does not fit by the known facts, even if prepare could still measure less."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Facts with assumptions in place of those that are not known."""
+
     hardware: HardwareFacts
     device_source: Literal["known", "assumed", "measured"]
     """Source of the GPU's facts; `measured` by an earlier attempt."""
-    hardware_known: bool
-    """False if `hardware` is derived from the job's requests and not from a node."""
     model: ModelFacts
     model_known: bool
     """False if the model was not read and its name gives at most a size."""
-    model_revision: str
-    nodes_network: NodesNetwork | None
-    """Network devices of the nodes that can run the pods; None: unknown."""
-    as_known: bool
-    """True to refuse a job that does not fit by the known facts, even if prepare could still measure less."""
-    data: DataFacts | None
     lengths: Lengths
-    learned: tuple[LearnedRatios, ...] = ()
-    """Ratios of finished jobs, which correct the estimates."""
-    stages: tuple[Stage, ...] = ()
-    engine: Literal["local", "job", "spark"] = "local"
-    """Engine of prepare."""
-    predict_engine: Literal["job", "spark"] = "job"
-    """Engine of predict's workers."""
-    inference_precision: InferencePrecision = "fp32"
-    inference_devices: int = 1
+
+
+@dataclass(frozen=True)
+class InferenceChoices:
+    """Decisions on evaluate, predict and serve."""
+
+    precision: InferencePrecision = "fp32"
+    devices: int = 1
     """Devices that hold the model of one process that evaluates or predicts."""
     evaluate_processes: int = 1
     """Processes of the pod that evaluates."""
@@ -119,9 +106,23 @@ class Draft:
     """Pods that share the rows to predict."""
     predict_processes: int = 1
     """Processes of the pod that predicts; 1 with several pods."""
+    predict_engine: Literal["job", "spark"] = "job"
+    """Engine of predict's workers."""
     predict_optimization: Optimization = "none"
     serve_optimization: Optimization = "none"
     servers: Servers | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job on its way to a plan."""
+
+    inputs: PlanInputs
+    basis: Basis
+    stages: tuple[Stage, ...] = ()
+    engine: Literal["local", "job", "spark"] = "local"
+    """Engine of prepare."""
+    inference: InferenceChoices = InferenceChoices()
     launcher: PlanLauncher | None = None
     world: World | None = None
     network: NetworkPlan | None = None
@@ -143,6 +144,49 @@ class Draft:
     reasons: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
+
+    @property
+    def job(self) -> FineTuneJob:
+        return self.inputs.job
+
+    @property
+    def settings(self) -> Settings:
+        return self.inputs.settings
+
+    @property
+    def adaptation(self) -> Adaptation:
+        return self.inputs.adaptation
+
+    @property
+    def local(self) -> bool:
+        """Return whether the job runs as processes of this machine."""
+        return self.inputs.facts.local
+
+    @property
+    def data(self) -> DataFacts | None:
+        """Return the prepared data; None before prepare."""
+        return self.inputs.facts.data
+
+    @property
+    def nodes_network(self) -> NodesNetwork | None:
+        """Return the network devices of the nodes that can run the pods; None if they are not known."""
+        return None if self.inputs.facts.nodes is None else self.inputs.facts.nodes.network
+
+    @property
+    def hardware(self) -> HardwareFacts:
+        return self.basis.hardware
+
+    @property
+    def model(self) -> ModelFacts:
+        return self.basis.model
+
+    @property
+    def model_known(self) -> bool:
+        return self.basis.model_known
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.basis.lengths
 
     @property
     def spec(self) -> FineTuneJobSpec:
@@ -213,6 +257,18 @@ class Draft:
         if world.device == "cuda":
             return decided(self.hardware.gpu).memory_bytes
         return self.hardware.memory_bytes // world.processes_per_node
+
+    def with_inputs(self, **changes: Any) -> Self:
+        """Return a copy that is planned from other inputs in these fields."""
+        return replace(self, inputs=replace(self.inputs, **changes))
+
+    def with_basis(self, **changes: Any) -> Self:
+        """Return a copy with these fields of the basis changed."""
+        return replace(self, basis=replace(self.basis, **changes))
+
+    def with_inference(self, **changes: Any) -> Self:
+        """Return a copy with these decisions on inference changed."""
+        return replace(self, inference=replace(self.inference, **changes))
 
     def because(self, reason: str) -> Self:
         """Add the reason of a decision, a sentence."""

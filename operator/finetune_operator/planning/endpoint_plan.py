@@ -7,7 +7,6 @@ model that needs several devices.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
 from finetune_contract.trainer_job import Serving
@@ -40,7 +39,7 @@ def choose_servers(draft: Draft) -> Draft:
     requests, limits, threads = _takes(draft, endpoint)
     cost = _cost_per_hour(draft, endpoint.replicas)
     most = max(endpoint.replicas, endpoint.max_replicas or 0)
-    target = endpoint.target_requests_in_flight if draft.custom_metrics else None
+    target = endpoint.target_requests_in_flight if draft.inputs.facts.custom_metrics else None
     servers = Servers(
         runtime=runtime,
         replicas=endpoint.replicas,
@@ -61,7 +60,7 @@ def choose_servers(draft: Draft) -> Draft:
         )
     count = f"{endpoint.replicas} server{'s' * (endpoint.replicas > 1)}"
     by = f"by KServe in an {KSERVE_KIND}" if runtime == "kserve" else "in a Deployment"
-    return replace(draft, servers=servers).because(f"{count} {by}{scaled}: {why}")
+    return draft.with_inference(servers=servers).because(f"{count} {by}{scaled}: {why}")
 
 
 def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
@@ -81,7 +80,7 @@ def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
     if asked == "auto" and not (on_cpu and draft.spec.task in RUNG_TASKS):
         why = "the job serves on a GPU" if not on_cpu else f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
         return draft.because(f"servers compute the model as it is: {why} (spec.endpoint.optimization is auto)")
-    return replace(draft, serve_optimization=chosen)
+    return draft.with_inference(serve_optimization=chosen)
 
 
 def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[str, str], int]:
@@ -127,9 +126,9 @@ def serving_order(draft: Draft) -> Serving | None:
     return Serving(
         model_name=draft.job.name,
         device=draft.inference_device,
-        precision=draft.inference_precision,
-        optimization=draft.serve_optimization,
-        tolerance=None if draft.serve_optimization == "none" else endpoint.tolerance,
+        precision=draft.inference.precision,
+        optimization=draft.inference.serve_optimization,
+        tolerance=None if draft.inference.serve_optimization == "none" else endpoint.tolerance,
         max_latency_seconds=endpoint.max_latency_milliseconds / 1000,
         max_batch_tokens=endpoint.max_batch_tokens or inference_tokens(draft),
         max_queue=endpoint.max_queue,

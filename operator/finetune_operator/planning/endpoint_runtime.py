@@ -22,12 +22,12 @@ from finetune_operator.planning.plan_types import EndpointRuntime
 def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, EndpointRuntime, str]:
     """Return the runtime of the servers, and the reason."""
     asked, obstacle = endpoint.runtime, _obstacle(draft)
-    path, there = ("endpoint", "runtime"), draft.runtime_there
+    path, there = ("endpoint", "runtime"), draft.inputs.facts.runtime_there
     match asked:
         case "deployment":
             return draft, "deployment", "as asked"
         case "kserve":
-            if not draft.kserve:
+            if not draft.inputs.facts.kserve:
                 rule, hint = f"the cluster has to serve {KSERVE_KIND} ({KSERVE_API})", "install KServe, or set it to"
                 draft = draft.refusing(path, asked, rule, f"{hint} auto or deployment", "NotSupported")
             elif obstacle is not None:
@@ -35,7 +35,7 @@ def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, Endpoin
             return draft, "kserve", "as asked"
         case "auto":
             automatic = "(spec.endpoint.runtime is auto)"
-            if not draft.kserve:
+            if not draft.inputs.facts.kserve:
                 return draft, "deployment", f"the cluster is not known to serve KServe's {KSERVE_KIND} {automatic}"
             if obstacle is not None:
                 return draft, "deployment", f"not by KServe, as {obstacle} {automatic}"

@@ -48,7 +48,7 @@ def choose_engine(draft: Draft) -> Draft:
 
 def _prepared_by_spark(draft: Draft) -> Draft:
     path = ("preparation", "engine")
-    draft = _spark_granted(draft, Stage.PREPARE, path, "set it to job or auto", over=draft.prepared)
+    draft = _spark_granted(draft, Stage.PREPARE, path, "set it to job or auto", over=draft.inputs.facts.prepared)
     workers = draft.spec.preparation.workers
     return replace(draft, engine="spark").because(
         f"preparation by Spark's driver and {workers} executor{'s' if workers > 1 else ''}, as asked; they write to "
@@ -70,11 +70,13 @@ def choose_predict_engine(draft: Draft) -> Draft:
             instead,
             "NotSupported",
         )
-    draft = _spark_granted(draft, Stage.PREDICT, path, instead, over=draft.predicted)
-    if draft.predict_workers == 1:
-        draft = replace(draft, predict_workers=2).because("prediction by 2 pods after all: Spark needs an executor")
-    executors = draft.predict_workers - 1
-    return replace(draft, predict_engine="spark").because(
+    draft = _spark_granted(draft, Stage.PREDICT, path, instead, over=draft.inputs.facts.predicted)
+    if draft.inference.predict_workers == 1:
+        draft = draft.with_inference(predict_workers=2).because(
+            "prediction by 2 pods after all: Spark needs an executor"
+        )
+    executors = draft.inference.predict_workers - 1
+    return draft.with_inference(predict_engine="spark").because(
         f"the pods that predict are Spark's driver and {executors} executor{'s' if executors > 1 else ''}, as asked"
     )
 
@@ -82,7 +84,7 @@ def choose_predict_engine(draft: Draft) -> Draft:
 def _spark_granted(draft: Draft, stage: Stage, path: tuple[PathPart, ...], instead: str, *, over: bool) -> Draft:
     """Refuse a SparkApplication if the cluster or the settings lack its requirements and its stage is not `over`."""
     row = launcher_of(stage, engine="spark")
-    if not (row.name in draft.served or over):
+    if not (row.name in draft.inputs.facts.served or over):
         draft = draft.refusing(
             path,
             "spark",

@@ -88,14 +88,14 @@ def choose_inference(draft: Draft) -> Draft:
     if need.narrow is not None and (spread is not None or not known):
         names = {Stage.EVALUATE: "evaluation", Stage.PREDICT: "prediction", Stage.SERVE: "servers"}
         what = [name for stage, name in names.items() if stage in draft.stages]
-        draft = replace(draft, inference_precision="bf16").because(
+        draft = draft.with_inference(precision="bf16").because(
             f"{' and '.join(what)} compute{'s' * (len(what) == 1)} in bf16: in fp32 one process with the whole model "
             f"takes {human_bytes(need.wide)} of {human_bytes(need.there)} "
             f"({human_bytes(4 * draft.model.parameters)} for its weights), in bf16 {human_bytes(need.narrow)}"
         )
     devices = several if spread is None else spread
     if devices > 1 and (spread is not None or not known):
-        draft = replace(draft, inference_devices=devices).because(
+        draft = draft.with_inference(devices=devices).because(
             f"a process that evaluates or predicts places the layers of its model on {devices} GPUs: on one it takes "
             f"{human_bytes(need.least)} of {human_bytes(need.there)}, on {devices} at most "
             f"{human_bytes(_need(draft, devices).least)} of each"
@@ -131,12 +131,12 @@ def choose_workers(draft: Draft) -> Draft:
             "NotSupported",
         )
     if asked != "auto":
-        return replace(draft, predict_workers=asked).because(
+        return draft.with_inference(predict_workers=asked).because(
             f"prediction by {asked} pods, as asked: they share the rows part by part, each with a copy of the model, "
             "and write to one claim, which the nodes have to share"
         )
     count, why = _automatic_workers(draft)
-    return replace(draft, predict_workers=count).because(
+    return draft.with_inference(predict_workers=count).because(
         f"prediction by {count} pod{'s' * (count > 1)} (spec.predict.workers is auto): {why}"
     )
 
@@ -148,10 +148,10 @@ def choose_processes(draft: Draft) -> Draft:
     while they load their models, and than have `PROCESS_SECONDS` of work each, if the rows are known. Of several pods
     that predict, each has one process.
     """
-    groups = _pod_devices(draft) // draft.inference_devices
+    groups = _pod_devices(draft) // draft.inference.devices
     if groups == 1 or draft.script is not None:
         return draft
-    each = host_bytes(draft.model.parameters // draft.inference_devices)
+    each = host_bytes(draft.model.parameters // draft.inference.devices)
     there = min(groups, max(1, draft.hardware.memory_bytes // each))
     if there < groups:
         draft = draft.because(
@@ -160,10 +160,14 @@ def choose_processes(draft: Draft) -> Draft:
         )
     if Stage.EVALUATE in draft.stages:
         count = _enough_processes(there, _seconds_to_evaluate(draft))
-        draft = replace(draft, evaluate_processes=count).because(_processes_reason("evaluation", draft, there, count))
-    if Stage.PREDICT in draft.stages and draft.predict_workers == 1:
+        draft = draft.with_inference(evaluate_processes=count).because(
+            _processes_reason("evaluation", draft, there, count)
+        )
+    if Stage.PREDICT in draft.stages and draft.inference.predict_workers == 1:
         count = _enough_processes(there, _seconds_to_predict(draft))
-        draft = replace(draft, predict_processes=count).because(_processes_reason("prediction", draft, there, count))
+        draft = draft.with_inference(predict_processes=count).because(
+            _processes_reason("prediction", draft, there, count)
+        )
     return draft
 
 
@@ -172,7 +176,7 @@ def _enough_processes(there: int, seconds: float | None) -> int:
 
 
 def _processes_reason(what: str, draft: Draft, there: int, count: int) -> str:
-    devices = draft.inference_devices
+    devices = draft.inference.devices
     each = "GPU" if devices == 1 else f"group of {devices} GPUs"
     text = f"{what} by {count} process{'es' * (count > 1)}"
     if count == there < _pod_devices(draft) // devices:
@@ -202,12 +206,12 @@ def choose_optimization(draft: Draft) -> Draft:
                 "leave it out, or set spec.resources.gpusPerNode to 0",
                 "NotSupported",
             )
-        return replace(draft, predict_optimization=asked.optimization)
+        return draft.with_inference(predict_optimization=asked.optimization)
     why = "the job predicts on a GPU" if not on_cpu else None
     if draft.spec.task not in RUNG_TASKS:
         why = f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
     if why is None:
-        return replace(draft, predict_optimization="measured").because(
+        return draft.with_inference(predict_optimization="measured").because(
             "predictions are computed in the way that is fastest on a sample of the rows, in a small job by the model "
             "as it is (spec.predict.optimization is auto)"
         )
@@ -222,7 +226,7 @@ def _automatic_workers(draft: Draft) -> tuple[int, str]:
     if draft.script is not None:
         return 1, "the rows for a program's model are prepared by the stage that predicts"
     nodes, gpus = draft.spec.resources.nodes, draft.gpus_per_node
-    devices = draft.inference_devices
+    devices = draft.inference.devices
     there = nodes * max(1, gpus // devices)
     kind = "node" if not gpus else "GPU" if devices == 1 else f"group of {devices} GPUs"
     found = [(there, f"one for each {kind} that spec.resources asks for")]
@@ -264,7 +268,7 @@ def _seconds_of_rows(draft: Draft) -> float | None:
     if draft.hardware.gpu is None or draft.inference_device == "cpu":
         return operations / (draft.hardware.cpu_cores * CPU_FLOPS_PER_CORE * CPU_UTILISATION)
     gpu = find_gpu(draft.hardware.gpu.product, draft.settings.hardware)
-    peak = 0.0 if gpu is None else gpu.peak_flops(draft.inference_precision)
+    peak = 0.0 if gpu is None else gpu.peak_flops(draft.inference.precision)
     return operations / (peak * GPU_UTILISATION) if peak else None
 
 
@@ -288,7 +292,7 @@ def _is_known(draft: Draft) -> bool:
     """Return whether prepare will not measure another model; the stages of a running job stay, unless `as_known` asks
     for a plan by the known facts.
     """
-    if draft.as_known:
+    if draft.inputs.as_known:
         return True
     return draft.model_known and (draft.data is None or is_well_known(draft.spec.model.uri))
 

@@ -22,11 +22,11 @@ SAME_PARAMETERS = 0.02
 
 def learned_ratios(draft: Draft, strategy: Strategy) -> LearnedRatios | None:
     """Return the medians of finished jobs like this draft; None if there are not enough."""
-    if not draft.learned:
+    if not draft.inputs.facts.learned:
         return None
     world = decided(draft.world)
     device = "cpu" if world.device == "cpu" else decided(draft.hardware.gpu).product
-    found = (one for one in draft.learned if (one.strategy, one.device) == (strategy.label, device))
+    found = (one for one in draft.inputs.facts.learned if (one.strategy, one.device) == (strategy.label, device))
     return next((one for one in found if one.jobs >= LEAST_JOBS and _same_model(one, draft.model)), None)
 
 

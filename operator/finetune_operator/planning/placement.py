@@ -22,7 +22,7 @@ def check_place(draft: Draft) -> Draft:
     """Refuse settings that the place of the job cannot meet; without a cluster, list those without effect."""
     resources = draft.spec.resources
     if not draft.local:
-        if resources.gpus_per_node == "auto" and not draft.hardware_known:
+        if resources.gpus_per_node == "auto" and draft.inputs.facts.hardware is None:
             draft = draft.refusing(
                 ("resources", "gpusPerNode"),
                 "auto",
@@ -87,7 +87,7 @@ def _without_effect(spec: FineTuneJobSpec) -> list[str]:
 
 def choose_launcher(draft: Draft) -> Draft:
     """Choose `local` without a cluster, the named launcher if served, else the first served one of `TRAINING`."""
-    asked, served = draft.spec.launcher, tuple(name for name in draft.served if name in TRAINING)
+    asked, served = draft.spec.launcher, tuple(name for name in draft.inputs.facts.served if name in TRAINING)
     if draft.local:
         draft = replace(draft, launcher="local")
         if asked == "auto":

@@ -39,11 +39,16 @@ def with_sufficient_memory(draft: Draft, fits: Callable[[Draft], bool]) -> Draft
     Attempts that ran out of memory do not count, as a job must not be adapted by assuming more memory.
     """
     gpu, asked = draft.hardware.gpu, draft.spec.resources.accelerator.memory
-    if draft.device_source != "assumed" or gpu is None or asked is not None or gpu.memory_bytes != LEAST_GPU_MEMORY:
+    if (
+        draft.basis.device_source != "assumed"
+        or gpu is None
+        or asked is not None
+        or gpu.memory_bytes != LEAST_GPU_MEMORY
+    ):
         return None
     if not draft.loops:
         return None
-    unadapted = replace(draft, adaptation=Adaptation())
+    unadapted = draft.with_inputs(adaptation=Adaptation())
     sizes = sorted({LEAST_GPU_MEMORY, *(each.memory_mib * MIB for each in GPU_MODELS if each.memory_mib)})
     sizes = sizes[sizes.index(LEAST_GPU_MEMORY) :]
     if not fits(_with_memory(unadapted, sizes[-1])):
@@ -55,7 +60,7 @@ def with_sufficient_memory(draft: Draft, fits: Callable[[Draft], bool]) -> Draft
 def _with_memory(draft: Draft, memory: int) -> Draft:
     """Return a draft that assumes `memory` bytes for the unknown GPU."""
     gpu = decided(draft.hardware.gpu).model_copy(update={"memory_bytes": memory})
-    return replace(draft, hardware=draft.hardware.model_copy(update={"gpu": gpu})).assuming(
+    return draft.with_basis(hardware=draft.hardware.model_copy(update={"gpu": gpu})).assuming(
         f"hardware: the job does not fit {human_bytes(LEAST_GPU_MEMORY)} a GPU; {human_bytes(memory)} are assumed "
         "instead, the least of any known GPU with which it fits, and the training measures its GPU before it starts"
     )
@@ -66,15 +71,15 @@ def with_planned_device(draft: Draft, begun: Draft, train: Callable[[Draft], Dra
     nodes. `train` plans the training of `begun`, the draft before its choices.
     """
     gpu = draft.hardware.gpu
-    if draft.device_source == "known" or gpu is None or decided(draft.world).device == "cpu":
+    if draft.basis.device_source == "known" or gpu is None or decided(draft.world).device == "cpu":
         return draft
     planned = PlannedDevice(
         product=gpu.product,
         memory_bytes=gpu.memory_bytes,
         bf16=gpu.bf16,
-        source=draft.device_source,
+        source=draft.basis.device_source,
         needed_bytes=0 if draft.memory is None else draft.memory.total_bytes,
-        undecided=_undecided(draft, begun, train) if draft.device_source == "assumed" else (),
+        undecided=_undecided(draft, begun, train) if draft.basis.device_source == "assumed" else (),
     )
     return replace(draft, device=planned)
 
@@ -91,7 +96,7 @@ def _undecided(draft: Draft, begun: Draft, train: Callable[[Draft], Draft]) -> t
 
 def _differs(draft: Draft, begun: Draft, train: Callable[[Draft], Draft], facts: dict[str, object]) -> bool:
     gpu = decided(begun.hardware.gpu).model_copy(update=facts)
-    changed = replace(begun, hardware=begun.hardware.model_copy(update={"gpu": gpu}))
+    changed = begun.with_basis(hardware=begun.hardware.model_copy(update={"gpu": gpu}))
     try:
         other = train(changed)
     except PlanRefused:

@@ -14,6 +14,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import TrainerReport, shortened
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Limits
+from finetune_operator.api.status_times import seconds_since, stamp
 from finetune_operator.api.types import FailureStatus, StageStatus
 from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.plan_checks import PLAN_INACCURATE, plan_check
@@ -40,7 +41,6 @@ from finetune_operator.reconcile.results import (
     with_report,
 )
 from finetune_operator.reconcile.spot import with_preemption
-from finetune_operator.reconcile.status_times import seconds_since, stamp
 from finetune_operator.reconcile.usage import count_usage
 
 STEADY_SECONDS = 600
@@ -52,8 +52,8 @@ EVENT_MESSAGE_CHARS = 512
 
 def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerReport, at: datetime) -> ReconcileState:
     """Record the success of the stage; after prepare, plan again with its measurements."""
-    kind = Stage(stage.name)
-    done = stage.model_copy(update={"state": "Succeeded", "completion_time": stamp(at), "next_attempt_time": None})
+    kind = stage.name
+    done = stage.model_copy(update={"state": "Succeeded", "completion_time": at, "next_attempt_time": None})
     failure = state.status.failure
     before = state.status.progress
     state = with_devices(count_usage(state, stage, at), report)
@@ -94,7 +94,7 @@ def _replanned(state: ReconcileState, stage: StageStatus) -> ReconcileState:
             f"Planning with the measurements of prepare failed: {problems_text(refusal.problems)}",
             "Create a new job with that change.",
         )
-        return give_up(state, stage, cause.to_failure_status(Stage(stage.name), stage.attempt))
+        return give_up(state, stage, cause.to_failure_status(stage.name, stage.attempt))
     after = plan_status(job_plan)
     if after == state.status.plan:
         return state
@@ -110,7 +110,7 @@ def attempt_failed(
     ended = at or state.now
     before, step = stage.furthest_step or 0, _step(state)
     stage = stage.model_copy(update={"furthest_step": max(before, step) or None})
-    failure = cause.to_failure_status(Stage(stage.name), stage.attempt, state.observed.log_tails)
+    failure = cause.to_failure_status(stage.name, stage.attempt, state.observed.log_tails)
     state = with_devices(state, cause.report)
     if cause.rank is None:
         failure = failure.model_copy(update={"rank": _only_rank(state, stage, cause)})
@@ -155,7 +155,7 @@ def _only_rank(state: ReconcileState, stage: StageStatus, cause: Cause) -> int |
     plan, pod = state.status.plan, cause.pod
     if pod is None or pod.ended is None or pod.index is None or plan is None:
         return None
-    has_one_rank = stage.name != Stage.TRAIN.value or plan.world_size == state.spec.resources.nodes
+    has_one_rank = stage.name is not Stage.TRAIN or plan.world_size == state.spec.resources.nodes
     return pod.index if has_one_rank else None
 
 
@@ -165,7 +165,7 @@ def _remedy(state: ReconcileState, stage: StageStatus, cause: Cause) -> Remedy:
         return cause.remedy
     if state.spec.run_policy.on_out_of_memory == "fail":
         return Remedy.FAIL
-    loops = stage.name == "train" and state.spec.script is None
+    loops = stage.name is Stage.TRAIN and state.spec.script is None
     return Remedy.ADAPT if loops else Remedy.COUNTED
 
 
@@ -176,16 +176,19 @@ def _restart_uncounted(
     any before; at most as often as the settings allow. A failure that repeats would otherwise restart for ever.
     """
     limits = state.settings.limits
-    window_over = stage.free_since is None or seconds_since(stage.free_since, state.now) >= limits.free_restarts_seconds
+    began = stage.free_since
+    window_over = began is None or seconds_since(began, state.now) >= limits.free_restarts_seconds
     used = 0 if window_over else stage.free_restarts
     if not (cause.evident or further):
         reason = "no sign of an infrastructure failure, and no further progress than in earlier attempts"
         return _restart_counted(state, stage, cause, failure, f": {reason}")
     if used >= limits.free_restarts:
-        reason = f"{used} uncounted restarts since {stage.free_since}, the limit of limits.freeRestarts"
+        since = "" if began is None else f" since {stamp(began)}"
+        reason = f"{used} uncounted restarts{since}, the limit of limits.freeRestarts"
         return _restart_counted(state, stage, cause, failure, f": {reason}")
-    since = stamp(state.now) if window_over else stage.free_since
-    stage = stage.model_copy(update={"free_restarts": used + 1, "free_since": since})
+    stage = stage.model_copy(
+        update={"free_restarts": used + 1, "free_since": state.now if window_over else stage.free_since}
+    )
     return _schedule_restart(state, stage, cause, "which does not count towards runPolicy.maxRestarts")
 
 
@@ -236,7 +239,7 @@ def _restart_replanned(
             "Create a new job with that change.",
             cause.pod,
         )
-        return give_up(state, stage, refused.to_failure_status(Stage(stage.name), stage.attempt))
+        return give_up(state, stage, refused.to_failure_status(stage.name, stage.attempt))
     state = state.with_event("Replanned", sentence)
     return _schedule_restart(state, stage, cause, "which does not count towards runPolicy.maxRestarts")
 
@@ -258,8 +261,8 @@ def _schedule_restart(state: ReconcileState, stage: StageStatus, cause: Cause, h
     waiting = stage.model_copy(
         update={
             "state": "Failed",
-            "completion_time": stamp(state.now),
-            "next_attempt_time": stamp(state.now + timedelta(seconds=seconds)),
+            "completion_time": state.now,
+            "next_attempt_time": state.now + timedelta(seconds=seconds),
             "failures_in_row": in_row,
             "avoided_nodes": avoided,
         }
@@ -290,14 +293,13 @@ def give_up(
     if reason:
         hint = f"{reason} {failure.hint}" if failure.hint else reason
         failure = failure.model_copy(update={"hint": hint})
-    now = stamp(state.now)
     if stage is not None and stage.state != "Succeeded":
         state = state.with_stage(
-            stage.model_copy(update={"state": "Failed", "completion_time": now, "next_attempt_time": None})
+            stage.model_copy(update={"state": "Failed", "completion_time": state.now, "next_attempt_time": None})
         )
     hint = f" {failure.hint}" if failure.hint else ""
     return replace(
-        state.with_status(failure=failure, completion_time=now).with_event(
+        state.with_status(failure=failure, completion_time=state.now).with_event(
             "Failed",
             f"The job has failed ({failure.failure_class}): {shortened(failure.message, EVENT_MESSAGE_CHARS)}{hint}",
             warning=True,

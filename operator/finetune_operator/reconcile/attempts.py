@@ -7,11 +7,11 @@ that nothing is created twice. A child that the status names and that does not e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_contract.causes import ECHOES
 from finetune_contract.choices import Stage
+from finetune_operator.api.status_times import earliest
 from finetune_operator.api.types import StageStatus
 from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.attempt_outcomes import attempt_failed, stage_succeeded
@@ -26,7 +26,6 @@ from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.results import nodes
 from finetune_operator.reconcile.spot import follow_spot_wait, start_spot_clock, words
 from finetune_operator.reconcile.status import NO_PROGRESS, condition
-from finetune_operator.reconcile.status_times import earliest, moment, stamp
 from finetune_operator.reconcile.usage import with_pod_times
 from finetune_operator.reconcile.waiting_reasons import pod_wait
 from finetune_operator.rendering.render_types import Attempt
@@ -45,7 +44,7 @@ FAILED_POD_SECONDS = 60
 
 def settle(state: ReconcileState) -> ReconcileState:
     """Process the current stage, and the next ones as stages succeed."""
-    while state.end is None and (current := state.current) is not None and current.name != Stage.SERVE.value:
+    while state.end is None and (current := state.current) is not None and current.name is not Stage.SERVE:
         state = _process_stage(state, current)
         after = state.current
         if after is not None and after.name == current.name:
@@ -81,7 +80,7 @@ def _adopted(state: ReconcileState, stage: StageStatus, child: ChildView) -> tup
         update={
             "state": "Running",
             "attempt": child.attempt,
-            "start_time": stamp(started),
+            "start_time": started,
             "completion_time": None,
             "next_attempt_time": None,
             "blocked_since": None,
@@ -92,7 +91,7 @@ def _adopted(state: ReconcileState, stage: StageStatus, child: ChildView) -> tup
             "child": reference(child.ref),
         }
     )
-    first = state.status.start_time or stamp(started)
+    first = state.status.start_time or started
     return (
         start_spot_clock(state, child.capacity, started)
         .with_stage(current)
@@ -123,7 +122,7 @@ def _superseded(state: ReconcileState, stage: StageStatus, child: ChildView) -> 
 
 def _stop_outdated(state: ReconcileState, stage: StageStatus, child: ChildView) -> ReconcileState:
     """Stop the outdated attempt: it is deleted once the status records this, and recreated; this is no failure."""
-    stopped = stage.model_copy(update={"state": "Suspended", "completion_time": stamp(state.now)})
+    stopped = stage.model_copy(update={"state": "Suspended", "completion_time": state.now})
     message = f"{child.ref.kind} {child.ref.name} was created from an older spec; recreating it."
     return state.with_stage(stopped).with_event("SpecEdited", message)
 
@@ -150,8 +149,8 @@ def _succeeded(state: ReconcileState, stage: StageStatus, child: ChildView, pods
         return stage_succeeded(state, stage, report, ended)
     deadline = _end_reported_at(child) + timedelta(seconds=REPORT_DELAY_SECONDS)
     if state.now < deadline and not (pods and all(pod.over for pod in pods)):
-        return replace(
-            state.requeue(deadline), waiting=f"{child.ref.name} has succeeded; waiting for the report of its pods."
+        return state.requeue(deadline).with_findings(
+            waiting=f"{child.ref.name} has succeeded; waiting for the report of its pods."
         )
     return attempt_failed(state, stage, without_report(pods), ended)
 
@@ -164,15 +163,16 @@ def _failed(state: ReconcileState, stage: StageStatus, child: ChildView, pods: S
     if vague and (terminating := _terminating(pods)):
         if (lost := _lost(state, pods)) is not None:
             return attempt_failed(state, stage, on_node_lost(lost), ended)
-        return replace(
-            state.requeue(_next_loss_at(terminating, state.now)),
-            waiting=f"{child.ref.name} has failed; waiting for its pods to end.",
-        )
+        return state.requeue(_next_loss_at(terminating, state.now)).with_findings(waiting=_pods_to_end(child))
     # For a deleted pod the logs of the others are shown, once they have ended.
     unread = cause.pod is not None and cause.pod.deleted
     if (vague or unread) and state.now < deadline and not (pods and all(pod.over for pod in pods)):
-        return replace(state.requeue(deadline), waiting=f"{child.ref.name} has failed; waiting for its pods to end.")
+        return state.requeue(deadline).with_findings(waiting=_pods_to_end(child))
     return attempt_failed(state, stage, cause, ended)
+
+
+def _pods_to_end(child: ChildView) -> str:
+    return f"{child.ref.name} has failed; waiting for its pods to end."
 
 
 def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> ReconcileState:
@@ -180,9 +180,9 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
         return attempt_failed(state, stage, broken)
     state = state.requeue(_next_loss_at(pods, state.now))
     if child.deleting:
-        return replace(state, waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
-    wait = pod_wait(child, pods, state.now, state.settings.limits, moment(stage.blocked_since))
-    blocked = None if wait is None or wait.blocked_since is None else stamp(wait.blocked_since)
+        return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
+    wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since)
+    blocked = None if wait is None else wait.blocked_since
     stage = with_pod_times(stage.model_copy(update={"blocked_since": blocked}), pods)
     state = state.with_stage(stage)
     if wait is not None:
@@ -193,12 +193,12 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
     if wait is not None and wait.cause is not None:
         return attempt_failed(state, stage, wait.cause)
     if wait is not None:
-        state = replace(state.requeue(wait.until), waiting=state.waiting or wait.message)
+        state = state.requeue(wait.until).with_findings(waiting=state.findings.waiting or wait.message)
         if wait.idle:
             return state
     if child.state == "Suspended":
         detail = f" {child.message}" if child.message else ""
-        return replace(state, waiting=f"{child.ref.kind} {child.ref.name} is suspended.{detail}")
+        return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is suspended.{detail}")
     return _with_progress(state, stage, child, pods)
 
 
@@ -226,7 +226,7 @@ def _with_progress(
         state = state.with_event("ProgressStopped", f"Stage {stage.name}, attempt {stage.attempt}: {gap.message}", True)
     # Log tails are read when the time is over, and a reconcile may fall into that very moment.
     soonest = state.now + timedelta(seconds=READ_SECONDS)
-    return replace(state.requeue(max(gap.until, soonest)), no_progress_message=gap.message)
+    return state.requeue(max(gap.until, soonest)).with_findings(no_progress_message=gap.message)
 
 
 def _processes(state: ReconcileState, stage: Stage) -> int:

@@ -46,7 +46,7 @@ def autoscaler_view(value: Mapping[str, JsonValue]) -> AutoscalerView | None:
 def has_autoscaler(job: JobView) -> bool:
     """Return whether servers run whose number an autoscaler sets."""
     endpoint = None if job.job is None else job.job.spec.endpoint
-    serving = any((one.name, one.state) == (Stage.SERVE.value, "Running") for one in job.status.stages)
+    serving = any((one.name, one.state) == (Stage.SERVE, "Running") for one in job.status.stages)
     return endpoint is not None and (endpoint.max_replicas or 0) > endpoint.replicas and serving
 
 

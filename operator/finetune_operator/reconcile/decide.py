@@ -18,34 +18,31 @@ from finetune_operator.api.types import Condition, ConditionType, FineTuneJobSta
 from finetune_operator.launchers.launcher_registry import stage
 from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.attempt_outcomes import delay_seconds, give_up, refusal_cause
-from finetune_operator.reconcile.attempts import counts_as_deleted_at, settle
+from finetune_operator.reconcile.attempts import settle
 from finetune_operator.reconcile.endpoint_phase import (
     SERVE,
     remove_endpoint,
     reopened,
-    serve,
     suspended,
     with_serve_stage,
     without_servers,
 )
+from finetune_operator.reconcile.next_attempt import following_attempt, proceed, ref_of
 from finetune_operator.reconcile.planned import (
     context,
     plan_now,
     plan_sentence,
     plan_status,
-    problems_text,
     with_learned,
     with_nodes,
 )
-from finetune_operator.reconcile.reconcile_state import ReconcileState, Stalled, reference
+from finetune_operator.reconcile.reconcile_state import Inputs, ReconcileState, Stalled
 from finetune_operator.reconcile.reconcile_types import (
-    ChildView,
     Decision,
     EventNote,
     JobView,
     ObjectRef,
     Observed,
-    PodView,
     Refusal,
 )
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
@@ -53,16 +50,11 @@ from finetune_operator.reconcile.results import CHECKPOINT_BYTES, with_report
 from finetune_operator.reconcile.spot import (
     WAITING,
     exceeded_limit,
-    next_capacity,
-    start_spot_clock,
     stop_spot_clock,
-    words,
 )
 from finetune_operator.reconcile.status import complete, condition, ended
-from finetune_operator.reconcile.status_times import moment, stamp
 from finetune_operator.reconcile.usage import count_usage
-from finetune_operator.rendering.manifests import shared
-from finetune_operator.rendering.render_types import Attempt, Manifest, ProgressEndpoint
+from finetune_operator.rendering.render_types import ProgressEndpoint
 
 MANAGER = "finetune.dev/operator"
 """Value of `runPolicy.managedBy` in jobs that are ours; without it, they are ours too."""
@@ -80,9 +72,10 @@ def decide(
     """Decide about `job` now. Equal values give an equal decision; once it is carried out, the next changes nothing."""
     if job.deleting or job.managed_by not in (None, "", MANAGER):
         return Decision(status=job.status)
-    state = reopened(ReconcileState(job, observed, now, settings, progress, job.status, end=ended(job.status)))
+    inputs = Inputs(job, observed, now, settings, progress)
+    state = reopened(ReconcileState(inputs, Decision(job.status), end=ended(job.status)))
     if state.end is not None:
-        return clean_up_ended(state).decision()
+        return clean_up_ended(state).decision
     for phase in (
         accept,
         plan_ahead,
@@ -99,7 +92,7 @@ def decide(
         state = phase(state)
         if state.done or state.end is not None:
             break
-    return conclude(state).decision()
+    return conclude(state).decision
 
 
 # ------------------------------------------------------------------------------------------------------------ the end
@@ -115,7 +108,7 @@ def clean_up_ended(state: ReconcileState) -> ReconcileState:
             one.model_copy(update={"observed_generation": generation}) for one in state.status.conditions
         )
         state = state.with_status(observed_generation=generation, conditions=conditions)
-    finished, job = moment(state.status.completion_time), state.job.job
+    finished, job = state.status.completion_time, state.job.job
     if finished is None or job is None:
         return state
     own = job.spec.run_policy.ttl_seconds_after_finished
@@ -123,7 +116,7 @@ def clean_up_ended(state: ReconcileState) -> ReconcileState:
     if seconds is None:
         return state
     until = finished + timedelta(seconds=seconds)
-    return replace(state, delete_job=True) if until <= state.now else state.requeue(until)
+    return state.with_actions(delete_job=True) if until <= state.now else state.requeue(until)
 
 
 def conclude(state: ReconcileState) -> ReconcileState:
@@ -133,13 +126,14 @@ def conclude(state: ReconcileState) -> ReconcileState:
     if accepted is not None and accepted.status == "False":
         state = state.with_event("InvalidSpec", accepted.message, warning=True)
     elif accepted is not None:
-        state = replace(state, events=(EventNote("Normal", "JobAccepted", accepted.message), *state.events))
+        note = EventNote("Normal", "JobAccepted", accepted.message)
+        state = state.with_actions(events=(note, *state.decision.events))
     if refusal is not None and refusal.status == "False":
         state = state.with_event("PlanRefused", refusal.message, warning=True)
     runs, ran = condition(after, "Running"), condition(state.job.status, "Running")
     if runs is not None and runs.reason == WAITING and (ran is None or ran.reason != WAITING):
         state = state.with_event(WAITING, runs.message)
-    return replace(state, status=after)
+    return state.with_actions(status=after)
 
 
 def _changed_condition(state: ReconcileState, after: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
@@ -166,7 +160,7 @@ def plan_ahead(state: ReconcileState) -> ReconcileState:
     """Plan a job of which nothing has started, again in each reconcile: the spec or the cluster may have changed."""
     if state.started and state.status.plan is not None:
         # Stages run in this order, whatever order is stored.
-        order = [stage.value for stage in Stage]
+        order = list(Stage)
         stages = tuple(sorted(state.status.stages, key=lambda one: order.index(one.name)))
         return without_servers(state.with_status(stages=with_serve_stage(state, stages)))
     if not state.started:
@@ -176,7 +170,7 @@ def plan_ahead(state: ReconcileState) -> ReconcileState:
     except PlanRefused as problems:
         # Not kept: the plan of an earlier spec is not this one's.
         plan = state.status.plan if state.started else None
-        return replace(state.with_status(plan=plan), plan_problems=problems.problems, done=True)
+        return replace(state.with_status(plan=plan).with_findings(plan_problems=problems.problems), done=True)
     after = plan_status(job_plan)
     if after != state.status.plan:
         state = state.with_event("Planned", f"Planned {plan_sentence(job_plan)}")
@@ -191,12 +185,12 @@ def _stage_status(state: ReconcileState, name: Stage, later: Sequence[Stage]) ->
 
     If the status was lost, a child of a later stage proves that this one succeeded, whose own child may be cleaned up.
     """
-    stored = state.stored(name.value)
+    stored = state.stored(name)
     if stored is not None:
         return stored
-    if not state.children(name.value) and any(state.children(after.value) for after in later):
-        return StageStatus(name=name.value, state="Succeeded", attempt=1)
-    return StageStatus(name=name.value, state="Pending", attempt=0)
+    if not state.children(name) and any(state.children(after) for after in later):
+        return StageStatus(name=name, state="Succeeded", attempt=1)
+    return StageStatus(name=name, state="Pending", attempt=0)
 
 
 def handle_refusals(state: ReconcileState) -> ReconcileState:
@@ -212,7 +206,7 @@ def handle_refusals(state: ReconcileState) -> ReconcileState:
     elif refusal.code in (400, 405, 406, 413, 415, 422):
         cause = refusal_cause(OperatorCause.REFUSED, name, refusal.message)
     if cause is not None:
-        return give_up(state, current, cause.to_failure_status(Stage(current.name), current.attempt + 1))
+        return give_up(state, current, cause.to_failure_status(current.name, current.attempt + 1))
     return _retry_refused(state, current, refusal, name)
 
 
@@ -222,25 +216,25 @@ def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal
     seconds = max(LEAST_REFUSED_SECONDS, delay_seconds(state.settings.limits, in_row))
     delayed = current.model_copy(
         update={
-            "next_attempt_time": stamp(state.now + timedelta(seconds=seconds)),
+            "next_attempt_time": state.now + timedelta(seconds=seconds),
             "failures_in_row": in_row,
         }
     )
     message = f"The API server refuses {name}, and the operator retries: {refusal.message}"
-    state = replace(state.with_stage(delayed), stalled=Stalled("Refused", message))
+    state = state.with_stage(delayed).with_findings(stalled=Stalled("Refused", message))
     before = condition(state.job.status, "Stalled")
     if before is None or before.reason != "Refused":
         state = state.with_event("Refused", message, warning=True)
-    return replace(state, delete=(*state.delete, *_created_before(state, current, refusal.ref)))
+    return state.with_actions(delete=(*state.decision.delete, *_created_before(state, current, refusal.ref)))
 
 
 def _created_before(state: ReconcileState, current: StageStatus, ref: ObjectRef) -> tuple[ObjectRef, ...]:
     """Return the objects of the refused attempt that were created: they are recreated, as the spec may change."""
     try:
-        manifests = stage(plan_now(state), context(state), _next_attempt(state, current))
+        manifests = stage(plan_now(state), context(state), following_attempt(state, current))
     except PlanRefused:
         return ()
-    refs = [_ref(manifest) for manifest in manifests]
+    refs = [ref_of(manifest) for manifest in manifests]
     names = [(one.kind, one.name) for one in refs]
     return tuple(refs[: names.index((ref.kind, ref.name))]) if (ref.kind, ref.name) in names else ()
 
@@ -253,7 +247,7 @@ def enforce_deadline(state: ReconcileState) -> ReconcileState:
 
     An endpoint has no deadline.
     """
-    seconds, began = state.spec.run_policy.active_deadline_seconds, moment(state.status.start_time)
+    seconds, began = state.spec.run_policy.active_deadline_seconds, state.status.start_time
     current = state.current
     if seconds is None or began is None or current is None or current.name == SERVE:
         return state
@@ -306,7 +300,7 @@ def _fail_running(state: ReconcileState, current: StageStatus, cause: Cause) -> 
     """Fail the job while an attempt may run: its use counts, and deleting it lets it save a checkpoint."""
     if current.state == "Running":
         state = count_usage(state, current, state.now)
-    return give_up(state, current, cause.to_failure_status(Stage(current.name), current.attempt))
+    return give_up(state, current, cause.to_failure_status(current.name, current.attempt))
 
 
 def apply_suspension(state: ReconcileState) -> ReconcileState:
@@ -326,7 +320,7 @@ def apply_suspension(state: ReconcileState) -> ReconcileState:
         state, message = suspended(state, current), "The endpoint is suspended: runPolicy.suspend is true."
     elif current.state == "Running":
         state = count_usage(state, current, state.now)
-        stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(state.now)})
+        stopped = current.model_copy(update={"state": "Suspended", "completion_time": state.now})
         state = state.with_stage(stopped)
         message = f"Stage {current.name}, attempt {current.attempt}, is stopped: runPolicy.suspend is true."
     else:
@@ -342,7 +336,7 @@ def finish(state: ReconcileState) -> ReconcileState:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in list(artifacts.metrics.items())[:MOST_FIGURES])
     parts = [f"model at {artifacts.model}"] if artifacts.model is not None else []
     parts += [figures] if figures else []
-    state = state.with_status(completion_time=stamp(state.now), failure=None, artifacts=artifacts)
+    state = state.with_status(completion_time=state.now, failure=None, artifacts=artifacts)
     size = artifacts.metrics.get(CHECKPOINT_BYTES)
     if artifacts.checkpoints is not None and size:
         state = state.with_event(
@@ -357,150 +351,3 @@ def finish(state: ReconcileState) -> ReconcileState:
 
 
 # ------------------------------------------------------------------------------------------------------------- attempts
-
-
-def proceed(state: ReconcileState) -> ReconcileState:
-    """Start the next attempt, once nothing of the previous one runs any more and its delay is over."""
-    current = state.current
-    assert current is not None, "finish comes first"
-    state = state.with_deletions(*_leftovers(state, current))
-    if current.name == SERVE:
-        return serve(state)
-    if current.state == "Running":
-        return state
-    state = _delete_recorded(state, current)
-    if state.suspended:
-        return state
-    waiting = _wait_for_earlier_job(state) or _wait_for_earlier_attempt(state, current)
-    if waiting is not None:
-        return replace(waiting, stalled=state.stalled)
-    at = moment(current.next_attempt_time)
-    if at is not None and state.now < at:
-        return _wait_for_delay(state, current, at)
-    return _start_attempt(state, current)
-
-
-def _leftovers(state: ReconcileState, current: StageStatus) -> Sequence[ChildView]:
-    """Return the children that should not run: of other stages, or older than the current attempt."""
-    return [
-        child
-        for child in state.observed.children
-        if child.state not in ("Succeeded", "Failed")
-        and (child.stage.value != current.name or child.attempt < current.attempt)
-    ]
-
-
-def _delete_recorded(state: ReconcileState, current: StageStatus) -> ReconcileState:
-    """Delete the children of an attempt whose end the stored status records; until then their pods are needed."""
-    stored = state.stored(current.name)
-    if stored is None or (stored.state, stored.attempt) != (current.state, current.attempt):
-        return state
-    return state.with_deletions(*(child for child in state.children(current.name) if child.attempt <= current.attempt))
-
-
-def _wait_for_earlier_job(state: ReconcileState) -> ReconcileState | None:
-    """Wait for the end of a deleted job of this name, which writes to the same place; None if nothing of it runs."""
-    running = [pod for pod in state.observed.pods_before if not pod.over and not _counts_as_deleted(state, pod)]
-    if not running:
-        return None
-    for pod in running:
-        state = state.requeue(counts_as_deleted_at(pod))
-    names = ", ".join(pod.name for pod in running[:3])
-    return replace(state, waiting=f"Waiting for pods of a deleted job of this name to end: {names}.")
-
-
-def _counts_as_deleted(state: ReconcileState, pod: PodView) -> bool:
-    after = counts_as_deleted_at(pod)
-    return after is not None and after <= state.now
-
-
-def _wait_for_earlier_attempt(state: ReconcileState, current: StageStatus) -> ReconcileState | None:
-    """Wait for the end of an earlier attempt, as two would write to one place; None if nothing of it runs."""
-    pods = [
-        pod
-        for pod in state.observed.pods
-        if pod.stage.value == current.name and not pod.over and not _counts_as_deleted(state, pod)
-    ]
-    children = [
-        child
-        for child in state.children(current.name)
-        if child.state not in ("Succeeded", "Failed") and not child.deleting
-    ]
-    if not pods and not children:
-        return None
-    for pod in pods:
-        state = state.requeue(counts_as_deleted_at(pod))
-    left = [pod.name for pod in pods[:3]] or [child.ref.name for child in children]
-    names = f"{', '.join(left)} still {'runs' if len(left) == 1 else 'run'}"
-    return replace(state, waiting=f"Waiting for attempt {current.attempt} to end: {names}.")
-
-
-def _wait_for_delay(state: ReconcileState, current: StageStatus, at: datetime) -> ReconcileState:
-    number = current.attempt + 1
-    start = f"Attempt {number} of stage {current.name} starts at {stamp(at)}"
-    failure = state.status.failure
-    reason = f", after {failure.failure_class}: {failure.message}" if failure is not None else "."
-    before = condition(state.job.status, "Stalled")
-    if state.stalled is None and before is not None and before.reason == "Refused":
-        state = replace(state, stalled=Stalled(before.reason, before.message))
-    return replace(state.requeue(at), waiting=f"{start}{reason}")
-
-
-def _next_attempt(state: ReconcileState, current: StageStatus) -> Attempt:
-    return Attempt(Stage(current.name), current.attempt + 1, current.avoided_nodes, next_capacity(state, current))
-
-
-def _ref(manifest: Manifest) -> ObjectRef:
-    metadata = manifest["metadata"]
-    assert isinstance(metadata, dict), "a manifest without metadata was rendered"
-    return ObjectRef(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
-
-
-def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileState:
-    """Create the next attempt. The claim is created once: it holds the results, and a new one would hide their loss."""
-    attempt = _next_attempt(state, current)
-    number, capacity = attempt.number, attempt.capacity
-    try:
-        job_plan = plan_now(state)
-        objects = stage(job_plan, context(state), attempt)
-    except PlanRefused as problems:
-        cause = Cause(
-            OperatorCause.PLAN_REFUSED,
-            "PlanRefused",
-            f"Attempt {number} cannot be planned: {problems_text(problems.problems)}",
-            "Create a new job with that change.",
-        )
-        return give_up(state, current, cause.to_failure_status(Stage(current.name), number))
-    child = _ref(objects[-1])
-    now = stamp(state.now)
-    if (after := plan_status(job_plan)) != state.status.plan:
-        # Settings, prices or the operator may have changed since it was planned.
-        state = state.with_status(plan=after).with_event("Planned", f"Replanned: {plan_sentence(job_plan)}")
-    running = current.model_copy(
-        update={
-            "state": "Running",
-            "attempt": number,
-            "start_time": now,
-            "completion_time": None,
-            "next_attempt_time": None,
-            "blocked_since": None,
-            "capacity": capacity,
-            "nodes_since": None,
-            "running_since": None,
-            "replaced_pods": 0,
-            # Before the first attempt these count refusals of the API server, which are over.
-            "failures_in_row": current.failures_in_row if current.attempt else 0,
-            "child": reference(child),
-        }
-    )
-    first = () if state.started else shared(job_plan, context(state))
-    state = state.with_stage(running).with_status(start_time=state.status.start_time or now, progress=None)
-    state = start_spot_clock(state, capacity, state.now)
-    return replace(
-        state.with_event(
-            "StageStarted",
-            f"Stage {current.name} runs as {child.kind} {child.name}, attempt {number}{words(capacity)}.",
-        ),
-        create=(*state.create, *first, *objects),
-        waiting=f"Waiting for the pods of {child.name} to be created.",
-    )

@@ -37,7 +37,6 @@ from finetune_operator.reconcile.reconcile_state import Readiness, ReconcileStat
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.status import condition
-from finetune_operator.reconcile.status_times import moment, stamp
 from finetune_operator.rendering.endpoint_objects import (
     OPTIONAL_KINDS,
     RUNTIMES,
@@ -49,7 +48,7 @@ from finetune_operator.rendering.endpoint_objects import (
 )
 from finetune_operator.rendering.manifests import shared
 
-SERVE = Stage.SERVE.value
+SERVE = Stage.SERVE
 LEAST_DELAY_SECONDS = 1.0
 """Least delay before a refused object is applied again, also where restarts have none."""
 
@@ -67,7 +66,7 @@ def with_serve_stage(state: ReconcileState, stages: tuple[StageStatus, ...]) -> 
     if state.spec.endpoint is None:
         return others
     stored = state.stored(SERVE)
-    return (*others, stored or StageStatus(name="serve", state="Pending", attempt=0))
+    return (*others, stored or StageStatus(name=SERVE, state="Pending", attempt=0))
 
 
 def remove_endpoint(state: ReconcileState) -> ReconcileState:
@@ -87,7 +86,7 @@ def remove_endpoint(state: ReconcileState) -> ReconcileState:
     # The servers' owners are deleted last: as long as they exist, the objects before them are looked for again.
     name = JobNames.of(state.job.name).endpoint
     beside = tuple(ObjectRef(*kind, name) for kind in SHARED_KINDS)
-    return replace(state, remove=(*beside, *(ref for one in servers for ref in _revision_objects(one))))
+    return state.with_actions(remove=(*beside, *(ref for one in servers for ref in _revision_objects(one))))
 
 
 def _revision_objects(servers: EndpointView) -> tuple[ObjectRef, ...]:
@@ -128,15 +127,15 @@ def serve(state: ReconcileState) -> ReconcileState:
         state = state.with_status(plan=after)
     if state.observed.refusals:
         return _with_conditions(_refused(state, current))
-    at = moment(current.next_attempt_time)
+    at = current.next_attempt_time
     if at is not None and state.now < at:
         before = condition(state.job.status, "Stalled")
         stalled = None if before is None or before.status != "True" else Stalled(before.reason, before.message)
-        return _with_conditions(replace(state.requeue(at), stalled=stalled))
+        return _with_conditions(state.requeue(at).with_findings(stalled=stalled))
     if not state.started:
-        state = replace(state, create=shared(job_plan, surroundings))
+        state = state.with_actions(create=shared(job_plan, surroundings))
     state = with_rollout_events(state, rolled, desired).with_status(endpoint=rolled.status)
-    state = replace(state, remove=tuple(ref for one in rolled.unneeded for ref in _revision_objects(one)))
+    state = state.with_actions(remove=tuple(ref for one in rolled.unneeded for ref in _revision_objects(one)))
     return _with_conditions(_applied(state, current, rolled, objects))
 
 
@@ -144,7 +143,7 @@ def _with_stall(state: ReconcileState, reason: str, message: str) -> ReconcileSt
     before = condition(state.job.status, "Stalled")
     if before is None or (before.reason, before.message) != (reason, message):
         state = state.with_event(reason, message, warning=True)
-    return replace(state, stalled=Stalled(reason, message))
+    return state.with_findings(stalled=Stalled(reason, message))
 
 
 def _refused(state: ReconcileState, current: StageStatus) -> ReconcileState:
@@ -153,7 +152,7 @@ def _refused(state: ReconcileState, current: StageStatus) -> ReconcileState:
     in_row = current.failures_in_row + 1
     seconds = max(LEAST_DELAY_SECONDS, delay_seconds(state.settings.limits, in_row))
     at = state.now + timedelta(seconds=seconds)
-    held = current.model_copy(update={"next_attempt_time": stamp(at), "failures_in_row": in_row})
+    held = current.model_copy(update={"next_attempt_time": at, "failures_in_row": in_row})
     reason = "NameTaken" if refusal.code == 409 else "Refused"
     message = f"The API server refuses {refusal.ref.kind} {refusal.ref.name} of the endpoint: {refusal.message}"
     if reason == "NameTaken":
@@ -167,7 +166,7 @@ def _applied(state: ReconcileState, current: StageStatus, rolled: Rollout, objec
     scaled = servers is not None and _scaled(servers, objects)
     if rolled.serving_revision != rolled.target:
         # Until it takes over, the objects that all revisions share are those of the one that serves.
-        state = replace(state, apply=objects.servers if servers is None or scaled else ())
+        state = state.with_actions(apply=objects.servers if servers is None or scaled else ())
         return _running(state, current, rolled, objects)
     if servers is not None and not rolled.takes_over and servers.digest == objects.digest and not scaled:
         return _running(state, current, rolled, objects)
@@ -182,7 +181,7 @@ def _applied(state: ReconcileState, current: StageStatus, rolled: Rollout, objec
         )
     elif not rolled.takes_over:
         state = state.with_event("EndpointUpdated", f"{name} is updated to the changed spec or settings.")
-    state = replace(state, remove=(*state.remove, *unwanted), apply=objects.manifests)
+    state = state.with_actions(remove=(*state.decision.remove, *unwanted), apply=objects.manifests)
     return _running(state, current, rolled, objects)
 
 
@@ -200,7 +199,7 @@ def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objec
         update={
             "state": "Running",
             "attempt": rolled.target,
-            "start_time": stamp(state.now) if new else current.start_time,
+            "start_time": state.now if new else current.start_time,
             "completion_time": None,
             "next_attempt_time": None,
             "failures_in_row": 0,
@@ -209,7 +208,7 @@ def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objec
             ),
         }
     )
-    state = state.with_stage(running).with_status(start_time=state.status.start_time or stamp(state.now))
+    state = state.with_stage(running).with_status(start_time=state.status.start_time or state.now)
     if len(state.status.stages) > 1:
         state = state.with_status(artifacts=with_report(state.status.artifacts, state.spec, state.job.name))
     return state
@@ -224,10 +223,10 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     target = None if status is None else view_of(state, status.target)
     readiness = _readiness(state, url)
     serving = None if status is None else view_of(state, status.revision)
-    state = replace(with_autoscaler(state, serving).requeue(volume_deadline(state)), readiness=readiness)
+    state = with_autoscaler(state, serving).requeue(volume_deadline(state)).with_findings(readiness=readiness)
     if not readiness.ready:
-        state = replace(state, waiting=readiness.message, waiting_reason=readiness.reason)
-    elif state.stalled is None and target is not None and target.stuck is not None:
+        state = state.with_findings(waiting=readiness.message, waiting_reason=readiness.reason)
+    elif state.findings.stalled is None and target is not None and target.stuck is not None:
         message = (
             f"The newest revision is not available, and the previous one keeps serving: {not_ready_reason(state)[1]}"
         )
@@ -236,8 +235,8 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
         reason, message = not_ready_reason(state)
         if reason != WAITING:
             state = with_rollout_problem(state, reason, message)
-    if not readiness.ready and state.stalled is None and target is not None and target.stuck is not None:
-        state = replace(state, stalled=Stalled(readiness.reason, readiness.message))
+    if not readiness.ready and state.findings.stalled is None and target is not None and target.stuck is not None:
+        state = state.with_findings(stalled=Stalled(readiness.reason, readiness.message))
     before = condition(state.job.status, "Ready")
     was = before is not None and before.status == "True" and before.reason == "EndpointReady"
     if readiness.ready:
@@ -247,7 +246,7 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     if was:
         return state.with_event("EndpointNotReady", readiness.message, warning=True)
     previous = (None, "") if before is None else (before.reason, before.message)
-    if readiness.reason not in (WAITING, "WaitingForKServe", previous[0]) and state.stalled is None:
+    if readiness.reason not in (WAITING, "WaitingForKServe", previous[0]) and state.findings.stalled is None:
         state = state.with_event("EndpointNotReady", readiness.message, warning=True)
     return state
 
@@ -263,8 +262,8 @@ def _readiness(state: ReconcileState, url: str) -> Readiness:
             f"The endpoint answers at {url}: {count} of revision {servers.revision} available."
             f"{_serving_details(state, servers)}{_rollout_details(state, status)}",
         )
-    if state.stalled is not None:
-        return Readiness(False, state.stalled.reason, state.stalled.message)
+    if state.findings.stalled is not None:
+        return Readiness(False, state.findings.stalled.reason, state.findings.stalled.message)
     reason, message = not_ready_reason(state)
     return Readiness(False, reason, message)
 

@@ -10,7 +10,7 @@ from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import EndpointView, PodView
 from finetune_operator.rendering.claims import storage
 
-SERVE = Stage.SERVE.value
+SERVE = Stage.SERVE
 WAITING = "WaitingForPods"
 """Reason while nothing is wrong, and a server is not ready yet."""
 MESSAGE_LIMIT = 1024

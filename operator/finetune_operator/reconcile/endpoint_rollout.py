@@ -20,7 +20,6 @@ from pydantic import JsonValue, ValidationError
 from finetune_operator.api.types import EndpointSpec, EndpointStatus, RevisionStatus
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import EndpointView
-from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 MAX_HISTORY = 5
@@ -44,7 +43,8 @@ class DesiredEndpoint:
     def of(self, state: ReconcileState) -> ReconcileState:
         """Return the state of a job whose spec asks for this."""
         spec = state.spec.model_copy(update={"endpoint": self.endpoint})
-        return replace(state, job=replace(state.job, job=state.accepted.model_copy(update={"spec": spec})))
+        job = replace(state.job, job=state.accepted.model_copy(update={"spec": spec}))
+        return replace(state, inputs=replace(state.inputs, job=job))
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class _History:
     def _wanted(
         self, known: RevisionStatus | None, target: int, serving_revision: int, target_view: EndpointView | None
     ) -> RevisionStatus:
-        now, artifacts = stamp(self.state.now), self.state.status.artifacts
+        now, artifacts = self.state.now, self.state.status.artifacts
         model = None if artifacts is None else artifacts.model
         if known is None or known.digest != self.revision_digest:
             known = RevisionStatus(
@@ -243,7 +243,7 @@ class _History:
         if self.desired.held_back is not None:
             reason = "RolledBack"
         then = f"Revision {target} took over." if served else f"Revision {target} replaced it before it was ready."
-        ended = {"state": "Ended", "end_time": stamp(self.state.now), "reason": reason, "message": then}
+        ended = {"state": "Ended", "end_time": self.state.now, "reason": reason, "message": then}
         return one.model_copy(update=ended)
 
 
@@ -251,7 +251,7 @@ def stopped(status: EndpointStatus | None, state: ReconcileState) -> EndpointSta
     """Return the history of an endpoint whose servers are deleted while the job is suspended."""
     if status is None or all(one.state == "Ended" for one in status.revisions):
         return status
-    why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": stamp(state.now)}
+    why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": state.now}
     revisions = tuple(
         one if one.state == "Ended" else one.model_copy(update={"state": "Ended", **why}) for one in status.revisions
     )

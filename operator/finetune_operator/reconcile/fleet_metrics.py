@@ -12,12 +12,12 @@ from datetime import datetime
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.status_times import seconds_since
 from finetune_operator.api.types import ComparisonStatus, CostStatus, FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.decide import MANAGER
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.results import gpus
 from finetune_operator.reconcile.status import condition, ended
-from finetune_operator.reconcile.status_times import moment, seconds_since
 
 FRESH_SECONDS = 600.0
 """An older rate says nothing about now. Reports come every few seconds, and from an epoch of slow steps every few
@@ -74,7 +74,7 @@ def wait_seconds(job: JobView, after: FineTuneJobStatus) -> float | None:
     if _has_run(job.status):
         return None
     first = next((stage for stage in after.stages if stage.running_since is not None), None)
-    since, ran = _waiting_since(job, after), None if first is None else moment(first.running_since)
+    since, ran = _waiting_since(job, after), None if first is None else first.running_since
     return None if since is None or ran is None else max(0.0, (ran - since).total_seconds())
 
 
@@ -86,7 +86,7 @@ def usage_added(job: JobView, after: FineTuneJobStatus) -> Usage | None:
     stage = _running(job.status) or next((one for one in after.stages if one.name == after.stage), None)
     if stage is None:
         return None
-    kind, held = Stage(stage.name), now.billable_seconds - then.billable_seconds
+    kind, held = stage.name, now.billable_seconds - then.billable_seconds
     return Usage(
         stage=kind,
         capacity=stage.capacity or "any",
@@ -114,7 +114,7 @@ def estimate_ratio(job: JobView, after: FineTuneJobStatus) -> float | None:
     ):
         return None
     expected = None if plan is None else plan.estimated.duration_seconds
-    began, over = moment(done.running_since), moment(done.completion_time)
+    began, over = done.running_since, done.completion_time
     if not expected or began is None or over is None:
         return None
     return max(0.0, (over - began).total_seconds()) / expected
@@ -164,7 +164,7 @@ def fleet(jobs: Iterable[JobView], now: datetime, last_progress_at: Callable[[Jo
         stage, progress = _running(status), status.progress
         if stage is None or progress is None:
             continue
-        silent.append(_age(last_progress_at(job) or moment(progress.last_update_time), now))
+        silent.append(_age(last_progress_at(job) or progress.last_update_time, now))
         if seconds_since(progress.last_update_time, now) <= FRESH_SECONDS:
             samples[stage.name] += progress.samples_per_second or 0.0
             tokens[stage.name] += progress.tokens_per_second or 0.0
@@ -183,7 +183,7 @@ def _waiting_since(job: JobView, status: FineTuneJobStatus) -> datetime | None:
     """Return its creation; the first child's start if the spec was changed since, as a job that was suspended or
     refused was in no queue until then.
     """
-    return job.created if job.generation <= 1 else moment(status.start_time)
+    return job.created if job.generation <= 1 else status.start_time
 
 
 def _has_run(status: FineTuneJobStatus) -> bool:

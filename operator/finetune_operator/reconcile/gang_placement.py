@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.quantities import human_seconds
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import StageStatus
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import PodView
-from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.reconcile.usage import stop_attempt
 
 INCOMPLETE = "GangIncomplete"
@@ -50,7 +50,7 @@ class IncompleteGang:
 
 def incomplete_gang(stage: StageStatus, pods: Sequence[PodView]) -> IncompleteGang | None:
     """Return how far the gang of a training is placed; None for one that is placed, or that holds nothing."""
-    if stage.name != Stage.TRAIN.value:
+    if stage.name is not Stage.TRAIN:
         return None
     living = [pod for pod in pods if not pod.over and pod.deleting_until is None]
     waiting = [pod for pod in living if pod.phase == "Pending" and pod.unschedulable is not None]
@@ -83,14 +83,15 @@ def follow_gang(state: ReconcileState, stage: StageStatus, pods: Sequence[PodVie
     outcome = (
         "" if until is None else f" At {stamp(until)} the attempt is stopped to release its nodes, and restarted later."
     )
-    return replace(state, waiting=f"{gang.message}{outcome} {gang.detail}", waiting_reason=INCOMPLETE), False
+    waiting = f"{gang.message}{outcome} {gang.detail}"
+    return state.with_findings(waiting=waiting, waiting_reason=INCOMPLETE), False
 
 
 def _stopped(state: ReconcileState, stage: StageStatus, gang: IncompleteGang) -> ReconcileState:
     """Stop the attempt; the next one starts after a delay, in which another job may get all its nodes."""
     seconds = _delay(state, stage)
     held = human_seconds((state.now - gang.since).total_seconds())
-    following = stamp(state.now + timedelta(seconds=seconds))
+    following = state.now + timedelta(seconds=seconds)
     return stop_attempt(state, stage, next_attempt_time=following).with_event(
         INCOMPLETE,
         f"{gang.message} After {held} (limits.gangSeconds) attempt {stage.attempt} is stopped to release its nodes; "

@@ -14,10 +14,10 @@ from datetime import datetime, timedelta
 from finetune_contract.choices import Stage
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import ProgressStatus
 from finetune_operator.reconcile.reconcile_types import JobView, Observed, PodView
 from finetune_operator.reconcile.remedies import MOST_LOGS, Cause, OperatorCause
-from finetune_operator.reconcile.status_times import stamp
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ def _where(last: ProgressStatus) -> str:
     return f" (step {last.step}{'' if last.total_steps is None else f' of {last.total_steps}'})"
 
 
-def progress_gap(job: JobView, observed: Observed, settings: Settings, stage: str, attempt: int) -> ProgressGap | None:
+def progress_gap(
+    job: JobView, observed: Observed, settings: Settings, stage: Stage, attempt: int
+) -> ProgressGap | None:
     """Return the silence of a running attempt; None if it does not count."""
     recorded = any((one.name, one.state, one.attempt) == (stage, "Running", attempt) for one in job.status.stages)
     if job.job is None or not recorded or observed.reports_complete_since is None:

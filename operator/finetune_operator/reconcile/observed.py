@@ -290,7 +290,7 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     )
     cause = _pod_with_cause(newest, own)
     first = [cause] if cause is not None and cause.over and not cause.deleted else []
-    gap = progress_gap(job, observed, settings, newest.stage.value, newest.attempt)
+    gap = progress_gap(job, observed, settings, newest.stage, newest.attempt)
     hung = pods_to_read_logs_from(own) if gap is not None and gap.until <= now else ()
     wanted = dict.fromkeys(pod.name for pod in (*first, *failed, *hung))
     known = {name for name, _ in observed.logs}
@@ -319,7 +319,7 @@ def _newest(job: JobView, observed: Observed) -> ChildView | None:
     newest = max(observed.children, key=lambda child: (list(Stage).index(child.stage), child.attempt))
     for stage in job.status.stages:
         recorded = stage.attempt >= newest.attempt and stage.state not in ("Pending", "Running")
-        if stage.name == newest.stage.value and recorded:
+        if stage.name is newest.stage and recorded:
             return None
     return newest
 

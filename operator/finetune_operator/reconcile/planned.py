@@ -19,6 +19,7 @@ from finetune_contract.report import MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_bytes
+from finetune_operator.api.status_times import seconds_since
 from finetune_operator.api.types import (
     AdaptationStatus,
     EstimateStatus,
@@ -43,7 +44,6 @@ from finetune_operator.planning.plan_types import (
 )
 from finetune_operator.reconcile.plan_checks import TOTAL
 from finetune_operator.reconcile.reconcile_state import ReconcileState
-from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
 from finetune_operator.rendering.render_types import Attempt, Owner, RenderContext
 
@@ -64,7 +64,7 @@ def plan_now(state: ReconcileState) -> JobPlan:
         return plan(state.accepted, facts, state.settings, adaptation)
     except PlanRefused as refused:
         current = state.current
-        serves = current is None or current.name == Stage.SERVE.value
+        serves = current is None or current.name is Stage.SERVE
         about_endpoint = all(one.path.startswith("spec.endpoint") for one in refused.problems)
         if not state.started or serves or not about_endpoint:
             raise
@@ -75,7 +75,7 @@ def plan_now(state: ReconcileState) -> JobPlan:
 def context(state: ReconcileState) -> RenderContext:
     """Return the surroundings that rendering needs."""
     owner = Owner(state.job.name, state.job.uid)
-    return RenderContext(state.job.namespace, state.spec, state.settings, owner, state.endpoint)
+    return RenderContext(state.job.namespace, state.spec, state.settings, owner, state.inputs.endpoint)
 
 
 def configuration(state: ReconcileState, attempt: Attempt) -> str:
@@ -108,7 +108,7 @@ def _replanned_for(measured: MeasuredStatus) -> tuple[DeviceFacts, ...]:
 
 
 def _succeeded(state: ReconcileState, stage: Stage) -> bool:
-    return any((one.name, one.state) == (stage.value, "Succeeded") for one in state.status.stages)
+    return any((one.name, one.state) == (stage, "Succeeded") for one in state.status.stages)
 
 
 def _runtime_there(state: ReconcileState) -> EndpointRuntime | None:
@@ -328,19 +328,19 @@ def _with_stages_of(state: ReconcileState, job_plan: JobPlan) -> ReconcileState:
     that have begun stay, and an endpoint has a stage of its own.
     """
     stored = {stage.name: stage for stage in state.status.stages}
-    planned = {stage.value for stage in job_plan.stages}
+    planned = set(job_plan.stages)
     stages = []
     for stage in Stage:
-        found = stored.get(stage.value)
+        found = stored.get(stage)
         if stage is Stage.SERVE or (found is not None and found.attempt):
             stages += [] if found is None else [found]
-        elif stage.value in planned:
+        elif stage in planned:
             stages.append(found or _pending(stage))
     return state.with_status(stages=tuple(stages))
 
 
 def _pending(stage: Stage) -> StageStatus:
-    return StageStatus(name=stage.value, state="Pending", attempt=0)
+    return StageStatus(name=stage, state="Pending", attempt=0)
 
 
 def _form_of(job_plan: JobPlan) -> str:

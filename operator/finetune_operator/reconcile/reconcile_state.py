@@ -7,12 +7,14 @@ the time of the next reconcile. A phase reads neither clock nor network: everyth
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import earliest
 from finetune_operator.api.types import (
     ChildReference,
     FineTuneJob,
@@ -29,8 +31,7 @@ from finetune_operator.reconcile.reconcile_types import (
     Observed,
     PodView,
 )
-from finetune_operator.reconcile.status_times import earliest
-from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
+from finetune_operator.rendering.render_types import ProgressEndpoint
 
 
 def has_started(status: FineTuneJobStatus) -> bool:
@@ -56,20 +57,23 @@ class Readiness:
 
 
 @dataclass(frozen=True)
-class ReconcileState:
-    """State of a job on its way to a decision."""
+class Inputs:
+    """Values that the decision follows from; phases read them."""
 
     job: JobView
     observed: Observed
     now: datetime
     settings: Settings
     endpoint: ProgressEndpoint | None
-    status: FineTuneJobStatus
+    """Address for progress reports of pods; None: it is not served."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Findings of the phases, for the conditions of the status."""
+
     plan_problems: tuple[Problem, ...] = ()
     """Reasons that there is no plan."""
-    end: Literal["Succeeded", "Failed"] | None = None
-    """Outcome of a job that has ended, in this reconcile or long ago."""
-    suspended: bool = False
     waiting: str = ""
     """Message on the wait of the current attempt, or of the next one."""
     waiting_reason: str = "WaitingForPods"
@@ -79,15 +83,42 @@ class ReconcileState:
     stalled: Stalled | None = None
     readiness: Readiness | None = None
     """Readiness of the endpoint, in the stage that serves."""
+
+
+@dataclass(frozen=True)
+class ReconcileState:
+    """State of a job on its way to a decision."""
+
+    inputs: Inputs
+    decision: Decision
+    """Decision so far."""
+    findings: Findings = Findings()
+    end: Literal["Succeeded", "Failed"] | None = None
+    """Outcome of a job that has ended, in this reconcile or long ago."""
+    suspended: bool = False
     done: bool = False
     """True if the later phases have nothing to do."""
-    delete: tuple[ObjectRef, ...] = ()
-    create: tuple[Manifest, ...] = ()
-    remove: tuple[ObjectRef, ...] = ()
-    apply: tuple[Manifest, ...] = ()
-    events: tuple[EventNote, ...] = ()
-    requeue_at: datetime | None = None
-    delete_job: bool = field(default=False)
+
+    @property
+    def job(self) -> JobView:
+        return self.inputs.job
+
+    @property
+    def observed(self) -> Observed:
+        return self.inputs.observed
+
+    @property
+    def now(self) -> datetime:
+        return self.inputs.now
+
+    @property
+    def settings(self) -> Settings:
+        return self.inputs.settings
+
+    @property
+    def status(self) -> FineTuneJobStatus:
+        """Status so far."""
+        return self.decision.status
 
     @property
     def accepted(self) -> FineTuneJob:
@@ -114,55 +145,51 @@ class ReconcileState:
         """First stage that is not done; None when all are."""
         return next((stage for stage in self.status.stages if stage.state != "Succeeded"), None)
 
-    def stored(self, name: str) -> StageStatus | None:
+    def stored(self, name: Stage) -> StageStatus | None:
         """Return the stage from the stored status."""
-        return next((stage for stage in self.job.status.stages if stage.name == name), None)
+        return next((stage for stage in self.job.status.stages if stage.name is name), None)
 
-    def children(self, stage: str) -> tuple[ChildView, ...]:
+    def children(self, stage: Stage) -> tuple[ChildView, ...]:
         """Return all children of a stage, the newest attempt last."""
-        own = (child for child in self.observed.children if child.stage.value == stage)
+        own = (child for child in self.observed.children if child.stage is stage)
         return tuple(sorted(own, key=lambda child: child.attempt))
 
-    def pods(self, stage: str, attempt: int) -> tuple[PodView, ...]:
+    def pods(self, stage: Stage, attempt: int) -> tuple[PodView, ...]:
         """Return the pods of one attempt, without reports that are of another job or stage."""
-        own = (pod for pod in self.observed.pods if pod.stage.value == stage and pod.attempt == attempt)
+        own = (pod for pod in self.observed.pods if pod.stage is stage and pod.attempt == attempt)
         return tuple(with_own_report(pod, self.job.name) for pod in own)
 
     def with_status(self, **changes: object) -> Self:
         """Return a copy with these fields of the status changed, by their Python names."""
-        return replace(self, status=self.status.model_copy(update=changes))
+        return self.with_actions(status=self.status.model_copy(update=changes))
+
+    def with_findings(self, **changes: Any) -> Self:
+        """Return a copy with these fields of the findings changed."""
+        return replace(self, findings=replace(self.findings, **changes))
+
+    def with_actions(self, **changes: Any) -> Self:
+        """Return a copy with these fields of the decision changed."""
+        return replace(self, decision=replace(self.decision, **changes))
 
     def with_stage(self, stage: StageStatus) -> Self:
         """Return a copy with this stage in place of the one of its name."""
-        stages = tuple(stage if one.name == stage.name else one for one in self.status.stages)
+        stages = tuple(stage if one.name is stage.name else one for one in self.status.stages)
         return self.with_status(stages=stages)
 
     def with_event(self, reason: str, message: str, warning: bool = False) -> Self:
         """Return a copy with one more event."""
         note = EventNote("Warning" if warning else "Normal", reason, message)
-        return replace(self, events=(*self.events, note))
+        return self.with_actions(events=(*self.decision.events, note))
 
     def requeue(self, at: datetime | None) -> Self:
         """Return a copy that is reconciled again at that time, or sooner."""
-        return replace(self, requeue_at=earliest(self.requeue_at, at))
+        return self.with_actions(requeue_at=earliest(self.decision.requeue_at, at))
 
     def with_deletions(self, *children: ChildView) -> Self:
         """Return a copy that deletes those of the children that are not being deleted already."""
-        refs = tuple(child.ref for child in children if not child.deleting and child.ref not in self.delete)
-        return replace(self, delete=(*self.delete, *refs))
-
-    def decision(self) -> Decision:
-        """Return the decision of the last phase."""
-        return Decision(
-            status=self.status,
-            delete=self.delete,
-            create=self.create,
-            remove=self.remove,
-            apply=self.apply,
-            events=self.events,
-            requeue_at=self.requeue_at,
-            delete_job=self.delete_job,
-        )
+        known = self.decision.delete
+        refs = tuple(child.ref for child in children if not child.deleting and child.ref not in known)
+        return self.with_actions(delete=(*known, *refs))
 
 
 def with_own_report(pod: PodView, job: str) -> PodView:

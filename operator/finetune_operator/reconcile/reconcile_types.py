@@ -11,6 +11,7 @@ from typing import Literal
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
+from finetune_operator.api.objects import GroupKind
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, ProgressStatus
 from finetune_operator.launchers.kinds.launcher_status import ChildState
@@ -30,6 +31,11 @@ class ObjectRef:
     name: str
     uid: str | None = None
     """If given, only this very object is meant, and not a later one of the same name."""
+
+    @property
+    def group_kind(self) -> GroupKind:
+        """Return the kind without its version, as the store knows it."""
+        return GroupKind.of(self.api_version, self.kind)
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class Cause:
             # A program's error may quote values that it was given.
             message=shortened(Redactor().text(self.message), MESSAGE_LIMIT),
             hint=self.hint or None,
-            stage=None if stage is None else stage.value,
+            stage=stage,
             attempt=attempt,
             pod=None if pod is None else pod.name,
             node=None if pod is None else pod.node,

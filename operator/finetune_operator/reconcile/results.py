@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from finetune_contract.choices import Stage
 from finetune_contract.report import Communication, TrainerReport
 from finetune_operator.api.settings import Price, Settings
+from finetune_operator.api.status_times import seconds_since
 from finetune_operator.api.types import (
     ArtifactsStatus,
     CommunicationStatus,
@@ -25,7 +26,6 @@ from finetune_operator.api.types import (
 )
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.names import JobNames
-from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.sizes import gpus_of_stage
 
 HEADLINES = ("accuracy", "f1", "loss", "train_loss")
@@ -153,7 +153,7 @@ def cost_after(
     The amount is left out as soon as any part of it has no price.
     """
     before = status.cost or CostStatus(currency=settings.currency if settings.prices else None)
-    kind = Stage(stage.name)
+    kind = stage.name
     pods = nodes(spec, status.plan, kind)
     held = seconds_since(stage.nodes_since, ended) * pods
     if not held:

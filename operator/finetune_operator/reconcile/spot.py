@@ -8,18 +8,16 @@ From then on the training stays on any nodes until it is suspended, as going bac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 
-from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.quantities import human_seconds
+from finetune_operator.api.status_times import earliest, seconds_since, stamp
 from finetune_operator.api.types import Capacity, SpotStatus, StageStatus
 from finetune_operator.planning.capacity import patience
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
-from finetune_operator.reconcile.status_times import earliest, moment, seconds_since, stamp
 from finetune_operator.reconcile.usage import stop_attempt
 from finetune_operator.rendering.spot_affinity import first_capacity
 
@@ -30,7 +28,7 @@ _PREEMPTION_CAUSES = frozenset({FailureClass.PREEMPTED, OperatorCause.NODE_LOST}
 
 def next_capacity(state: ReconcileState, stage: StageStatus) -> Capacity | None:
     """Return the next attempt's capacity: spot, unless the training has fallen back and was not suspended since."""
-    wanted, spot = first_capacity(state.spec, Stage(stage.name)), state.status.spot
+    wanted, spot = first_capacity(state.spec, stage.name), state.status.spot
     # The clock stands still from a suspension to the start of the next attempt.
     fallen_back = stage.capacity == "onDemand" and spot is not None and spot.since is not None
     return "onDemand" if wanted == "spot" and fallen_back else wanted
@@ -55,7 +53,7 @@ def start_spot_clock(state: ReconcileState, capacity: Capacity | None, at: datet
     spot = state.status.spot or SpotStatus()
     if capacity is None or spot.since is not None:
         return state
-    return state.with_status(spot=spot.model_copy(update={"since": stamp(at)}))
+    return state.with_status(spot=spot.model_copy(update={"since": at}))
 
 
 def stop_spot_clock(state: ReconcileState) -> ReconcileState:
@@ -154,7 +152,7 @@ def follow_spot_wait(state: ReconcileState, stage: StageStatus, pods: Sequence[P
     if until is not None and until <= state.now and not state.spec.run_policy.suspend:
         return _fallen_back(state, stage, pod), True
     message = f"Pod {pod.name} finds no spot node: {_wait_end(state, until)} Scheduler: {pod.unschedulable}"
-    return replace(state.requeue(until), waiting=message, waiting_reason=WAITING), False
+    return state.requeue(until).with_findings(waiting=message, waiting_reason=WAITING), False
 
 
 def _fallback_time(state: ReconcileState, pod: PodView) -> datetime | None:
@@ -178,7 +176,7 @@ def _wait_end(state: ReconcileState, fallback: datetime | None) -> str:
     """Return the sentence on the wait and its end."""
     if fallback is not None:
         return f"at {stamp(fallback)} the training falls back to any nodes."
-    longest, since = state.spec.spot.max_wait_seconds, moment((state.status.spot or SpotStatus()).since)
+    longest, since = state.spec.spot.max_wait_seconds, (state.status.spot or SpotStatus()).since
     if longest is None or since is None:
         return "it waits without a limit, as spot.maxWaitSeconds is not set."
     before = (state.status.spot or SpotStatus()).waited_seconds

@@ -23,7 +23,6 @@ from finetune_operator.api.types import (
 from finetune_operator.reconcile.planned import problems_text
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.spot import words
-from finetune_operator.reconcile.status_times import stamp
 
 MESSAGE_LIMIT = 32_768
 """Limit of metav1.Condition."""
@@ -83,7 +82,7 @@ def _condition(
         status=content.status,
         reason=content.reason,
         message=content.message[:MESSAGE_LIMIT],
-        last_transition_time=before.last_transition_time if before is not None and same else stamp(state.now),
+        last_transition_time=before.last_transition_time if before is not None and same else state.now,
         observed_generation=state.job.generation,
     )
 
@@ -100,12 +99,12 @@ def phase(state: ReconcileState) -> Phase:
     queue = admitted(state)
     if current.state == "Running" and queue is not None and queue.status == "False":
         return "Queued"
-    return _PHASES[Stage(current.name)]
+    return _PHASES[current.name]
 
 
 def _stage(state: ReconcileState) -> Stage | None:
     """Return the last of the stages that have begun."""
-    started = [Stage(stage.name) for stage in state.status.stages if stage.attempt > 0]
+    started = [stage.name for stage in state.status.stages if stage.attempt > 0]
     return started[-1] if started else None
 
 
@@ -121,8 +120,8 @@ def accepted(state: ReconcileState) -> ConditionContent:
 
 def planned(state: ReconcileState) -> ConditionContent:
     """Return condition Planned: True if there is a plan."""
-    if state.plan_problems:
-        return ConditionContent("False", "PlanRefused", problems_text(state.plan_problems))
+    if state.findings.plan_problems:
+        return ConditionContent("False", "PlanRefused", problems_text(state.findings.plan_problems))
     plan = state.status.plan
     if plan is None:
         return ConditionContent("Unknown", "NotPlanned", "There is no plan yet: the spec has to be accepted first.")
@@ -159,15 +158,19 @@ def running(state: ReconcileState) -> ConditionContent:
     current = state.current
     if current is None or current.state == "Pending":
         return ConditionContent(
-            "False", "NotStarted" if not state.started else "Waiting", state.waiting or "Nothing runs yet."
+            "False", "NotStarted" if not state.started else "Waiting", state.findings.waiting or "Nothing runs yet."
         )
     if current.state != "Running":
-        return ConditionContent("False", "Restarting", state.waiting or f"Stage {current.name} is about to restart.")
-    if state.waiting:
-        return ConditionContent("False", state.waiting_reason, state.waiting)
-    if state.no_progress_message:
         return ConditionContent(
-            "True", NO_PROGRESS, f"Stage {current.name} runs{_child_suffix(current)}. {state.no_progress_message}"
+            "False", "Restarting", state.findings.waiting or f"Stage {current.name} is about to restart."
+        )
+    if state.findings.waiting:
+        return ConditionContent("False", state.findings.waiting_reason, state.findings.waiting)
+    if state.findings.no_progress_message:
+        return ConditionContent(
+            "True",
+            NO_PROGRESS,
+            f"Stage {current.name} runs{_child_suffix(current)}. {state.findings.no_progress_message}",
         )
     return ConditionContent("True", "StageRunning", f"Stage {current.name} runs{_child_suffix(current)}.")
 
@@ -175,7 +178,7 @@ def running(state: ReconcileState) -> ConditionContent:
 def _child_suffix(stage: StageStatus) -> str:
     if stage.child is None:
         return ""
-    if stage.name == Stage.SERVE.value:
+    if stage.name is Stage.SERVE:
         return f" as {stage.child.kind} {stage.child.name}"
     return f" as {stage.child.kind} {stage.child.name}, attempt {stage.attempt}{words(stage.capacity)}"
 
@@ -187,9 +190,11 @@ def ready(state: ReconcileState) -> ConditionContent:
             return ConditionContent("True", "Succeeded", "All stages have succeeded.")
         case "Failed":
             return ConditionContent("False", "Failed", _failure(state))
-        case None if state.readiness is not None:
+        case None if state.findings.readiness is not None:
             return ConditionContent(
-                "True" if state.readiness.ready else "False", state.readiness.reason, state.readiness.message
+                "True" if state.findings.readiness.ready else "False",
+                state.findings.readiness.reason,
+                state.findings.readiness.message,
             )
         case None:
             return ConditionContent("False", "InProgress", _progress(state))
@@ -207,10 +212,10 @@ def stalled(state: ReconcileState) -> ConditionContent:
         return ConditionContent("True", "Failed", _failure(state))
     if state.job.job is None:
         return ConditionContent("True", "InvalidSpec", "Correct the spec as condition Accepted describes.")
-    if state.plan_problems:
+    if state.findings.plan_problems:
         return ConditionContent("True", "PlanRefused", "Change the spec as condition Planned describes.")
-    if state.stalled is not None:
-        return ConditionContent("True", state.stalled.reason, state.stalled.message)
+    if state.findings.stalled is not None:
+        return ConditionContent("True", state.findings.stalled.reason, state.findings.stalled.message)
     return ConditionContent("False", "Progressing" if state.end is None else state.end, "Nothing blocks the job.")
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
+from finetune_operator.api.status_times import earliest, seconds_since
 from finetune_operator.api.types import StageStatus
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.results import cost_after
-from finetune_operator.reconcile.status_times import earliest, seconds_since, stamp
 
 
 def with_pod_times(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:
@@ -23,8 +23,8 @@ def with_pod_times(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:
     all_running = None if None in began else max((one for one in began if one is not None), default=None)
     return stage.model_copy(
         update={
-            "nodes_since": stage.nodes_since or (None if placed is None else stamp(placed)),
-            "running_since": stage.running_since or (None if all_running is None else stamp(all_running)),
+            "nodes_since": stage.nodes_since or placed,
+            "running_since": stage.running_since or all_running,
         }
     )
 
@@ -57,5 +57,5 @@ def count_usage(state: ReconcileState, stage: StageStatus, at: datetime) -> Reco
 def stop_attempt(state: ReconcileState, stage: StageStatus, **changes: object) -> ReconcileState:
     """End an attempt that has not failed, so that another one follows; `changes`: further fields of the stage."""
     state = count_usage(state, stage, state.now)
-    update = {"state": "Failed", "completion_time": stamp(state.now), "next_attempt_time": None, **changes}
+    update = {"state": "Failed", "completion_time": state.now, "next_attempt_time": None, **changes}
     return state.with_stage(stage.model_copy(update=update))

@@ -3,21 +3,24 @@
 Every value enters by the filter `tojson`, which writes a mark; once the document is parsed, the value replaces it. So
 users' text never reaches the YAML parser, and can neither break out of its place nor change its type. A name without a
 value is an error. Templates hold no decision beyond an optional block.
+
+jinja2 and yaml are imported with the first template: programs that only read a status import this module as well.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
-import yaml
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, pass_context
-from jinja2.runtime import Context
 from pydantic import JsonValue
 
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.rendering.render_types import Manifest
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from jinja2.runtime import Context
 
 TemplateName: TypeAlias = (
     Literal[
@@ -37,8 +40,6 @@ TemplateName: TypeAlias = (
 )
 """Name of a template; a launcher's template has the launcher's name."""
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""YAML loader in C if available: it is about ten times as fast."""
 _MARKED = "values_taken"
 """Key of a template's context for the values that its marks stand for."""
 _MARK = "value of the template, number "
@@ -48,13 +49,19 @@ def document(template: TemplateName, **values: JsonValue) -> Manifest:
     """Render `template` with `values` to an object."""
     marked: list[JsonValue] = []
     text = _environment().get_template(f"{template}.yaml.jinja").render({**values, _MARKED: marked})
-    rendered = _replace_marks(yaml.load(text, _Loader), marked)
+    rendered = _replace_marks(_parsed(text), marked)
     if not isinstance(rendered, dict):
         raise TypeError(f"template {template} does not render an object")
     return rendered
 
 
-@pass_context
+def _parsed(text: str) -> Any:
+    import yaml
+
+    # The loader in C, if available, is about ten times as fast.
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def _mark(context: Context, value: Any) -> str:
     """Store a value and return its mark: the filter `tojson`."""
     marked: list[JsonValue] = context[_MARKED]
@@ -84,6 +91,8 @@ def _replace_marks(read: Any, marked: list[JsonValue]) -> JsonValue:
 
 @functools.cache
 def _environment() -> Environment:
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, pass_context
+
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(f"finetune_operator.{name}") for name in ("rendering", "launchers")]),
         undefined=StrictUndefined,
@@ -91,5 +100,5 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["tojson"] = _mark
+    environment.filters["tojson"] = pass_context(_mark)
     return environment

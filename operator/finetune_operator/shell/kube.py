@@ -45,6 +45,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
+from finetune_operator.api.status_times import stamp
 from finetune_operator.kubernetes_api.client import KubernetesClient, Request
 from finetune_operator.kubernetes_api.errors import AlreadyExistsError, ApiError
 from finetune_operator.kubernetes_api.resources import (
@@ -56,7 +57,6 @@ from finetune_operator.kubernetes_api.resources import (
     resource_of,
 )
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
-from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import FIELD_OWNER, Manifest
 from finetune_operator.shell.clock import ClusterClock
 

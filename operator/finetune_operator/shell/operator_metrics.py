@@ -40,7 +40,6 @@ from finetune_operator.reconcile.fleet_metrics import (
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status import ended
-from finetune_operator.reconcile.status_times import moment
 from finetune_operator.shell.metric_families import OTHER, Families, Family
 
 RESYNC_REASONS = frozenset({"start", "leadership", "outage", "relist"})
@@ -121,6 +120,51 @@ class _FleetGauges:
         _set(self._estimated_cost, fleet.estimated_cost)
 
 
+class _UsageSums:
+    """Sums of the usage and the cost of ended attempts."""
+
+    def __init__(self, families: Families, currency: str) -> None:
+        self._node_seconds = families.counter(
+            "finetune_node_seconds",
+            "Seconds in which pods of ended attempts had nodes, times the nodes; these are billed.",
+            stage=_STAGES,
+            capacity=_CAPACITIES,
+        )
+        self._running_node_seconds = families.counter(
+            "finetune_running_node_seconds",
+            "Seconds in which all pods of ended attempts ran, times the nodes.",
+            stage=_STAGES,
+            capacity=_CAPACITIES,
+        )
+        self._gpu_seconds = families.counter(
+            "finetune_gpu_seconds",
+            "finetune_node_seconds_total times the GPUs that the attempt used on a node.",
+            stage=_STAGES,
+            capacity=_CAPACITIES,
+        )
+        self._cost = families.counter(
+            "finetune_cost", "Cost of ended attempts, as far as the settings have prices.", currency=(currency,)
+        )
+        self._saved = families.counter(
+            "finetune_cost_saved", "Additional cost of the same node seconds on demand.", currency=(currency,)
+        )
+        for family in (self._node_seconds, self._running_node_seconds, self._gpu_seconds, self._cost, self._saved):
+            family.show()
+
+    def count(self, job: JobView, after: FineTuneJobStatus) -> None:
+        """Count the usage that the status `after` adds to the one in `job`."""
+        taken = usage_added(job, after)
+        if taken is None:
+            return
+        where = (taken.stage.value, taken.capacity)
+        self._node_seconds.of(*where).inc(taken.node_seconds)
+        self._running_node_seconds.of(*where).inc(taken.running_node_seconds)
+        self._gpu_seconds.of(*where).inc(taken.gpu_seconds)
+        if taken.currency is not None:
+            self._cost.of(taken.currency).inc(taken.cost)
+            self._saved.of(taken.currency).inc(taken.saved)
+
+
 class _JobSums:
     """Sums over jobs, from the statuses that this process has written."""
 
@@ -152,30 +196,7 @@ class _JobSums:
         self._preemptions = families.counter(
             "finetune_preemptions", "Attempts that ended because a spot node was reclaimed."
         )
-        self._node_seconds = families.counter(
-            "finetune_node_seconds",
-            "Seconds in which pods of ended attempts had nodes, times the nodes; these are billed.",
-            stage=_STAGES,
-            capacity=_CAPACITIES,
-        )
-        self._running_node_seconds = families.counter(
-            "finetune_running_node_seconds",
-            "Seconds in which all pods of ended attempts ran, times the nodes.",
-            stage=_STAGES,
-            capacity=_CAPACITIES,
-        )
-        self._gpu_seconds = families.counter(
-            "finetune_gpu_seconds",
-            "finetune_node_seconds_total times the GPUs that the attempt used on a node.",
-            stage=_STAGES,
-            capacity=_CAPACITIES,
-        )
-        self._cost = families.counter(
-            "finetune_cost", "Cost of ended attempts, as far as the settings have prices.", currency=(currency,)
-        )
-        self._saved = families.counter(
-            "finetune_cost_saved", "Additional cost of the same node seconds on demand.", currency=(currency,)
-        )
+        self._usage = _UsageSums(families, currency)
         self._estimates = families.histogram(
             "finetune_estimate_ratio",
             "Duration of a training divided by the plan's estimate, for trainings that succeeded in one attempt.",
@@ -189,8 +210,6 @@ class _JobSums:
             strategy=_STRATEGIES,
             figure=get_args(PlanFigure),
         )
-        for family in (self._node_seconds, self._running_node_seconds, self._gpu_seconds, self._cost, self._saved):
-            family.show()
 
     def count(self, job: JobView, after: FineTuneJobStatus) -> None:
         """Count the changes between the status in `job` and the one that replaced it."""
@@ -211,7 +230,7 @@ class _JobSums:
             0 if before.spot is None else before.spot.preemptions
         )
         self._preemptions.of().inc(max(0, taken))
-        self._count_usage(job, after)
+        self._usage.count(job, after)
 
     def _attempts_ended(self, before: FineTuneJobStatus, after: FineTuneJobStatus) -> None:
         earlier = {stage.name: stage for stage in before.stages}
@@ -221,22 +240,10 @@ class _JobSums:
                 self._stage_ended(stage)
 
     def _stage_ended(self, stage: StageStatus) -> None:
-        started, over = moment(stage.start_time), moment(stage.completion_time)
+        started, over = stage.start_time, stage.completion_time
         if started is not None and over is not None:
             seconds = max(0.0, (over - started).total_seconds())
             self._stages.of(stage.name, stage.state.lower()).observe(seconds)
-
-    def _count_usage(self, job: JobView, after: FineTuneJobStatus) -> None:
-        taken = usage_added(job, after)
-        if taken is None:
-            return
-        where = (taken.stage.value, taken.capacity)
-        self._node_seconds.of(*where).inc(taken.node_seconds)
-        self._running_node_seconds.of(*where).inc(taken.running_node_seconds)
-        self._gpu_seconds.of(*where).inc(taken.gpu_seconds)
-        if taken.currency is not None:
-            self._cost.of(taken.currency).inc(taken.cost)
-            self._saved.of(taken.currency).inc(taken.saved)
 
 
 class Metrics:

@@ -16,18 +16,19 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.objects import GroupKind
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 from finetune_operator.planning.names import JobNames
 
 JOBS_BETWEEN = tuple(each.job_between for each in SUPPORTED if each.job_between is not None)
-DRIVERS = {each.driver: each.kind for each in SUPPORTED if each.driver is not None}
+DRIVERS = {each.driver: GroupKind.of(each.api_version, each.kind) for each in SUPPORTED if each.driver is not None}
 """Suffixes of pods that create others, with the kind that they belong to."""
 
 
 class Owner(NamedTuple):
     """The controller of an object, as its reference names it."""
 
-    kind: str
+    kind: GroupKind
     name: str
     uid: str
 
@@ -37,9 +38,9 @@ def controller_of(metadata: Mapping[str, JsonValue]) -> Owner | None:
     references = metadata.get("ownerReferences")
     for one in references if isinstance(references, list) else ():
         if isinstance(one, Mapping) and one.get("controller") is True:
-            kind, name, uid = one.get("kind"), one.get("name"), one.get("uid")
-            if isinstance(kind, str) and isinstance(name, str) and isinstance(uid, str) and uid:
-                return Owner(kind, name, uid)
+            version, kind, name, uid = (one.get(field) for field in ("apiVersion", "kind", "name", "uid"))
+            if isinstance(version, str) and isinstance(kind, str) and isinstance(name, str) and isinstance(uid, str):
+                return Owner(GroupKind.of(version, kind), name, uid) if uid else None
     return None
 
 

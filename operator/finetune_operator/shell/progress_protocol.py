@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from finetune_contract.choices import Stage
 from finetune_contract.report import KubeflowStatus, KubeflowUpdate
 from finetune_operator.api.types import ProgressStatus
-from finetune_operator.reconcile.status_times import stamp
 
 BODY_LIMIT_BYTES = 64 * 1024
 _NAME = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
@@ -107,7 +106,7 @@ def progress_of(update: KubeflowStatus, now: datetime) -> ProgressStatus:
         tokens_per_second=_number(values, _TOKENS, least=0.0),
         replaced_pods=_steps(values, _REPLACED),
         remaining_seconds=None if remaining is None else float(min(remaining, _MOST_STEPS)),
-        last_update_time=stamp(now),
+        last_update_time=now,
     )
 
 

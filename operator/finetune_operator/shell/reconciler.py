@@ -23,7 +23,6 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import JsonValue
 
-from finetune_contract.choices import Stage
 from finetune_contract.report import shortened
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
@@ -103,7 +102,9 @@ QUEUED = float("-inf")
 """Value in place of the time: the event was queued."""
 CONFLICT_CODE = 409
 """HTTP status of a create whose name is taken."""
-_STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT, INFERENCE_SERVICE))
+_STORED_KINDS = frozenset(
+    resource.group_kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT, INFERENCE_SERVICE)
+)
 
 
 @dataclass
@@ -267,7 +268,7 @@ class Reconciler:
         namespace, _ = job
         for owner in self._state.store.unresolved(job):
             try:
-                resource = REPLICA_SET if owner.kind == REPLICA_SET.kind else JOB
+                resource = REPLICA_SET if owner.kind == REPLICA_SET.group_kind else JOB
                 found = await self._state.kube.get(resource, namespace, owner.name)
                 if resource is REPLICA_SET:
                     await self._read_deployment(namespace, found)
@@ -281,9 +282,9 @@ class Reconciler:
         """
         metadata = replica_set.get("metadata")
         owner = controller_of(metadata) if isinstance(metadata, dict) else None
-        if owner is None or owner.kind != DEPLOYMENT.kind:
+        if owner is None or owner.kind != DEPLOYMENT.group_kind:
             return
-        if self._state.store.get(DEPLOYMENT.kind, namespace, owner.name) is None:
+        if self._state.store.get(DEPLOYMENT.group_kind, namespace, owner.name) is None:
             self._state.store.put(await self._state.kube.get(DEPLOYMENT, namespace, owner.name))
 
     def _report_claims(self, key: JobKey) -> None:
@@ -299,7 +300,7 @@ class Reconciler:
                 self._claims[entry.uid] = QUEUED
                 log.warning(
                     "ignoring %s %s/%s: its labels name FineTuneJob %s, its owners do not",
-                    entry.kind,
+                    entry.kind.name,
                     *entry.key[1:],
                     key,
                 )
@@ -307,7 +308,7 @@ class Reconciler:
 
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
-        attempt = None if running is None else (job.uid, Stage(running.name), running.attempt)
+        attempt = None if running is None else (job.uid, running.name, running.attempt)
         progress = self._state.progress
         return Observed(
             children=self._state.store.children(job.id),
@@ -397,7 +398,7 @@ class Reconciler:
             # Another object has the name: the one that was meant is deleted.
             remaining = None
         if remaining is None:
-            self._state.store.mark_deleted(ref.kind, namespace, ref.name, ref.uid)
+            self._state.store.mark_deleted(ref.group_kind, namespace, ref.name, ref.uid)
         else:
             await self._state.put(remaining)
         log.info("%s: deleted %s %s", namespace, ref.kind, ref.name)
@@ -425,7 +426,7 @@ class Reconciler:
             return Refusal(ref, error.code, error.message)
         else:
             log.info("%s/%s: created %s %s", job.namespace, job.name, ref.kind, ref.name)
-        if ref.kind in _STORED_KINDS:
+        if ref.group_kind in _STORED_KINDS:
             self._state.store.put(stored)
         return None
 
@@ -447,7 +448,7 @@ class Reconciler:
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
         log.info("%s/%s: applied %s %s", job.namespace, job.name, ref.kind, ref.name)
-        if ref.kind in _STORED_KINDS:
+        if ref.group_kind in _STORED_KINDS:
             self._state.store.put(stored)
         return None
 
@@ -455,7 +456,7 @@ class Reconciler:
         """Delete the object if it exists and is this job's."""
         found = await self._found(job, ref)
         if found is None:
-            self._state.store.mark_deleted(ref.kind, job.namespace, ref.name, ref.uid)
+            self._state.store.mark_deleted(ref.group_kind, job.namespace, ref.name, ref.uid)
         elif _is_ours(found, job) and not _is_being_deleted(found):
             await self._delete(job.namespace, replace(ref, uid=_uid(found)))
 
@@ -501,7 +502,7 @@ class Reconciler:
             self._state.queue.add_after(key, CONFLICT_SECONDS)
             return "conflict"
         except NotFoundError:
-            self._state.store.mark_deleted(FINETUNE_JOB.kind, key.namespace, key.name, job.uid)
+            self._state.store.mark_deleted(FINETUNE_JOB.group_kind, key.namespace, key.name, job.uid)
             self.forget(key)
             return "gone"
         memory.progress_written = time.monotonic()
@@ -518,7 +519,7 @@ class Reconciler:
         try:
             await self._state.put(await self._state.kube.get(FINETUNE_JOB, key.namespace, key.name))
         except NotFoundError:
-            self._state.store.mark_deleted(FINETUNE_JOB.kind, key.namespace, key.name)
+            self._state.store.mark_deleted(FINETUNE_JOB.group_kind, key.namespace, key.name)
 
     def _queue_events(
         self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory
@@ -590,12 +591,12 @@ class Reconciler:
             try:
                 child = await self._state.kube.get(resource_of(ref.api_version, ref.kind), key.namespace, ref.name)
             except NotFoundError:
-                self._state.store.mark_deleted(ref.kind, key.namespace, ref.name, ref.uid)
+                self._state.store.mark_deleted(ref.group_kind, key.namespace, ref.name, ref.uid)
             else:
                 self._state.store.put(child)
         labels = f"{UID_LABEL}={memory.uid}"
         pods, version = await self._state.kube.list_objects(POD, key.namespace, labels)
-        self._state.store.replace_of_job(POD.kind, job_id, pods, version)
+        self._state.store.replace_of_job(POD.group_kind, job_id, pods, version)
 
     # -------------------------------------------------------------------------------------------------------- memory
 
@@ -659,7 +660,7 @@ def _involved(entry: Entry) -> Manifest:
     version = entry.view.ref.api_version if isinstance(entry.view, ChildView | EndpointView) else POD.api_version
     return {
         "apiVersion": version,
-        "kind": entry.kind,
+        "kind": entry.kind.name,
         "namespace": entry.namespace,
         "name": entry.name,
         "uid": entry.uid,

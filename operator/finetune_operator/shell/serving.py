@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from finetune_contract.choices import Stage
 from finetune_operator.api.types import ProgressStatus
 from finetune_operator.kubernetes_api.errors import (
     AlreadyExistsError,
@@ -166,7 +165,7 @@ class OperatorView:
 
     def pod(self, namespace: str, name: str) -> KnownPod | None:
         """See `progress_server.World`. Pods of a deleted job belong to none."""
-        entry = self._state.store.get(POD.kind, namespace, name)
+        entry = self._state.store.get(POD.group_kind, namespace, name)
         if entry is None or not isinstance(entry.view, PodView) or not self._state.store.belongs(entry):
             return None
         job = self._state.store.job(entry.job)
@@ -207,9 +206,7 @@ class OperatorView:
     def _last_progress_at(self, job: JobView) -> datetime | None:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
         return (
-            None
-            if running is None
-            else self._state.progress.last_progress_at(job.uid, Stage(running.name), running.attempt)
+            None if running is None else self._state.progress.last_progress_at(job.uid, running.name, running.attempt)
         )
 
     def faults(self) -> Sequence[str]:

@@ -16,13 +16,14 @@ from typing import Protocol
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
+from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 from finetune_operator.shell.job_validation import JobValidator
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.queue import JobKey, WorkQueue
-from finetune_operator.shell.store import JOB_KIND, Entry, Store, key_of
+from finetune_operator.shell.store import Entry, Store, key_of
 
 LISTEN_SECONDS = 1.0
 BREAK_SECONDS = 10.0
@@ -181,7 +182,7 @@ class OperatorState:
     async def put(self, raw: Manifest) -> Entry | None:
         """Put an object into the store, as `Store.put` does; a job is validated off the event loop before."""
         kind, namespace, name = key_of(raw)
-        if kind != JOB_KIND:
+        if kind != FINETUNE_JOB.group_kind:
             return self.store.put(raw)
         return self.store.put(raw, await self.validator.view(raw, self.store.job(JobKey(namespace, name))))
 

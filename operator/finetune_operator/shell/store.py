@@ -22,8 +22,16 @@ from typing import TypeAlias
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.objects import GroupKind
 from finetune_operator.api.settings import Settings
-from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, REPLICA_SET
+from finetune_operator.kubernetes_api.resources import (
+    DEPLOYMENT,
+    FINETUNE_JOB,
+    INFERENCE_SERVICE,
+    JOB,
+    POD,
+    REPLICA_SET,
+)
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
 from finetune_operator.reconcile.observed import job_view, pod_view
@@ -32,15 +40,14 @@ from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
 from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, OwnedObjects, Owner, controller_of, expected_owners
 from finetune_operator.shell.queue import JobKey
 
-JOB_KIND = "FineTuneJob"
 TOMBSTONE_SECONDS = 600.0
 """Life of the tombstone of a deleted object; no request takes longer than a fraction of it."""
 DELETED_VERSION = 2**64
 """Version of a tombstone for an object that is known to be deleted: every update below it is late."""
 
 View: TypeAlias = JobView | ChildView | EndpointView | PodView
-Key: TypeAlias = tuple[str, str, str]
-"""Kind, namespace, name. Group and version are left out: no two kinds of ours share a name."""
+Key: TypeAlias = tuple[GroupKind, str, str]
+"""Kind, namespace, name."""
 JobId: TypeAlias = tuple[str, str]
 """Namespace and uid of a job. A uid alone would let an object of another namespace claim the job by a label."""
 Raw: TypeAlias = Mapping[str, JsonValue]
@@ -54,7 +61,7 @@ class UnreadableError(ValueError):
 class Entry:
     """One object as it was read last."""
 
-    kind: str
+    kind: GroupKind
     namespace: str
     name: str
     uid: str
@@ -102,17 +109,17 @@ class Store:
 
     def job(self, key: JobKey) -> JobView | None:
         """Return the job of that name."""
-        entry = self._entries.get((JOB_KIND, key.namespace, key.name))
+        entry = self._entries.get((FINETUNE_JOB.group_kind, key.namespace, key.name))
         return entry.view if entry is not None and isinstance(entry.view, JobView) else None
 
     def job_version(self, key: JobKey) -> str | None:
         """Return the resourceVersion of the view that `job` returns."""
-        entry = self._entries.get((JOB_KIND, key.namespace, key.name))
+        entry = self._entries.get((FINETUNE_JOB.group_kind, key.namespace, key.name))
         return None if entry is None else str(entry.version)
 
     def jobs(self) -> list[JobKey]:
         """Return all jobs."""
-        return [entry.job for entry in self._entries.values() if entry.kind == JOB_KIND]
+        return [entry.job for entry in self._entries.values() if entry.kind == FINETUNE_JOB.group_kind]
 
     def children(self, job: JobId) -> tuple[ChildView, ...]:
         """Return the objects that run the job's attempts, by stage and attempt."""
@@ -128,7 +135,7 @@ class Store:
         job = self.job(key)
         if job is None or job.job is None or job.job.spec.endpoint is None:
             return False
-        before = (one for one in job.status.stages if one.name != Stage.SERVE.value)
+        before = (one for one in job.status.stages if one.name is not Stage.SERVE)
         if not all(one.state == "Succeeded" for one in before):
             return False
         there = {view.runtime for view in self.endpoints(job.id)}
@@ -145,7 +152,7 @@ class Store:
         others = [uid for uid in self._uids.get(key, ()) if uid != job_uid]
         return tuple(pod for uid in others for pod in self.pods((key.namespace, uid)))
 
-    def get(self, kind: str, namespace: str, name: str) -> Entry | None:
+    def get(self, kind: GroupKind, namespace: str, name: str) -> Entry | None:
         """Return one object."""
         return self._entries.get((kind, namespace, name))
 
@@ -225,7 +232,7 @@ class Store:
         """
         owner, view = entry.owner, entry.view
         if isinstance(view, EndpointView):
-            return owner is not None and owner.kind == INFERENCE_SERVICE.kind and owner.uid in owned
+            return owner is not None and owner.kind == INFERENCE_SERVICE.group_kind and owner.uid in owned
         assert isinstance(view, PodView)
         names = tuple(expected_owners(entry.job.name, view.stage, view.attempt))
         if owner is None:
@@ -274,10 +281,11 @@ class Store:
 
     def remove(self, raw: Raw) -> Entry | None:
         """Remove an object that a watch reports as deleted, with its last state. Return its entry, if there was one."""
-        uid, last = _text(_metadata(raw), "uid"), None if _text(raw, "kind") != "Pod" else pod_view(raw)
-        return self._tombstone(key_of(raw), uid, _version(raw), last)
+        key = key_of(raw)
+        uid, last = _text(_metadata(raw), "uid"), pod_view(raw) if key[0] == POD.group_kind else None
+        return self._tombstone(key, uid, _version(raw), last)
 
-    def mark_deleted(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
+    def mark_deleted(self, kind: GroupKind, namespace: str, name: str, uid: str | None = None) -> Entry | None:
         """Remove an object that the API server no longer has; with `uid`, only this very one."""
         key = (kind, namespace, name)
         known = self._entries.get(key)
@@ -285,7 +293,7 @@ class Store:
         return None if uid is None else self._tombstone(key, uid, DELETED_VERSION)
 
     def retain_listed(
-        self, kind: str, listed: Collection[Key], version: int, namespaces: Collection[str] | None = None
+        self, kind: GroupKind, listed: Collection[Key], version: int, namespaces: Collection[str] | None = None
     ) -> set[JobKey]:
         """Remove the objects of the kind that a list, read at `version` from `namespaces` (None: from all), does not
         name, unless they are newer than the list. Return the jobs of the removed objects.
@@ -297,7 +305,7 @@ class Store:
                 touched.add(entry.job)
         return touched
 
-    def replace_of_job(self, kind: str, job: JobId, raws: Iterable[Raw], version: int) -> None:
+    def replace_of_job(self, kind: GroupKind, job: JobId, raws: Iterable[Raw], version: int) -> None:
         """Put the listed objects of one job, and remove its others of the kind as `retain_listed` does."""
         listed = set()
         for raw in raws:
@@ -313,17 +321,17 @@ class Store:
         labels = labels if isinstance(labels, dict) else {}
         view: View | None
         match kind:
-            case "FineTuneJob":
+            case FINETUNE_JOB.group_kind:
                 view, job, job_uid = (
                     parsed or job_view(raw, self._settings, self.job(JobKey(namespace, name))),
                     name,
                     uid,
                 )
-            case "Pod":
+            case POD.group_kind:
                 view, job, job_uid = pod_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
-            case "Deployment":
+            case DEPLOYMENT.group_kind:
                 view, job, job_uid = endpoint_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
-            case "InferenceService":
+            case INFERENCE_SERVICE.group_kind:
                 view, job, job_uid = inference_service_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
             case _:
                 view, job, job_uid = child_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
@@ -395,15 +403,16 @@ def _has_intermediate_owner(pod: Entry) -> bool:
     between a Deployment and its servers.
     """
     owner, view = pod.owner, pod.view
-    if owner is not None and owner.kind == REPLICA_SET.kind:
+    if owner is not None and owner.kind == REPLICA_SET.group_kind:
         return isinstance(view, PodView) and view.stage is Stage.SERVE
-    return owner is not None and owner.kind == "Job" and owner.name.endswith(JOBS_BETWEEN)
+    return owner is not None and owner.kind == JOB.group_kind and owner.name.endswith(JOBS_BETWEEN)
 
 
 def key_of(raw: Raw) -> Key:
     """Return the key under which an object is stored. Raises UnreadableError."""
     metadata = _metadata(raw)
-    return _text(raw, "kind"), _text(metadata, "namespace"), _text(metadata, "name")
+    kind = GroupKind.of(_text(raw, "apiVersion"), _text(raw, "kind"))
+    return kind, _text(metadata, "namespace"), _text(metadata, "name")
 
 
 def _version(raw: Raw) -> int:

@@ -38,7 +38,7 @@ class Syncer:
     def __init__(self, state: OperatorState, discovery: Discovery) -> None:
         self._state = state
         self._discovery = discovery
-        self._requests: dict[str, str] = {}
+        self._requests: dict[Resource, str] = {}
         """Kinds to be listed again, with the reason."""
         self._requested = asyncio.Event()
         self._listing = asyncio.Lock()
@@ -56,15 +56,15 @@ class Syncer:
             self._state.synced.set()
             return
 
-    def request(self, kind: str, reason: str) -> None:
+    def request(self, resource: Resource, reason: str) -> None:
         """Have a kind listed again soon."""
-        self._requests.setdefault(kind, reason)
+        self._requests.setdefault(resource, reason)
         self._requested.set()
 
     def request_all(self, reason: str) -> None:
         """Have all kinds listed again soon."""
         for resource in self._resources():
-            self.request(resource.kind, reason)
+            self.request(resource, reason)
 
     async def run(self) -> None:
         """Serve requests, for ever."""
@@ -73,13 +73,13 @@ class Syncer:
             await asyncio.sleep(QUIET_SECONDS)
             self._requested.clear()
             requests, self._requests = self._requests, {}
-            resources = [resource for resource in self._resources() if resource.kind in requests]
+            resources = [resource for resource in self._resources() if resource in requests]
             try:
                 await self._list(resources, *set(requests.values()))
             except ApiError as error:
                 log.warning("cannot list the objects of the cluster, retrying: %s", error)
-                for kind, reason in requests.items():
-                    self.request(kind, reason)
+                for resource, reason in requests.items():
+                    self.request(resource, reason)
                 await asyncio.sleep(AGAIN_SECONDS)
 
     async def launchers(self) -> None:
@@ -158,7 +158,9 @@ async def read_all(state: OperatorState, resource: Resource, namespace: str | No
             await store_object(state, resource, raw)
             with suppress(UnreadableError):
                 listed.add(key_of(raw))
-    for key in state.store.retain_listed(resource.kind, listed, version, None if namespace is None else {namespace}):
+    for key in state.store.retain_listed(
+        resource.group_kind, listed, version, None if namespace is None else {namespace}
+    ):
         state.queue.add(key)
     return version
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.control_plane import ROOT
 from finetune_contract.layout import JobPaths
 from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.reconcile.status_times import moment
 from finetune_operator.rendering.endpoint_objects import KINDS, REVISION_KINDS
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
@@ -341,11 +341,10 @@ def test_endpoint_that_is_removed_leaves_a_job_that_has_succeeded(served: Served
 def test_time_from_the_end_of_the_evaluation_to_ready_is_recorded(
     served: Served, record_testsuite_property: Any
 ) -> None:
-    times = {name: moment(stage_of(served.status, name)["completionTime"]) for name in ("train", "evaluate")}
-    ready = moment(condition(served.status, "Ready")["lastTransitionTime"])
-    assert ready is not None
-    for name, end in times.items():
-        assert end is not None
+    ends = {name: stage_of(served.status, name)["completionTime"] for name in ("train", "evaluate")}
+    ready = datetime.fromisoformat(condition(served.status, "Ready")["lastTransitionTime"])
+    for name, text in ends.items():
+        end = datetime.fromisoformat(text)
         assert end <= ready
         record_testsuite_property(f"endpoint ready after {name}", f"{(ready - end).total_seconds():.0f} s")
 

@@ -11,23 +11,38 @@ otherwise all be one line in memory.
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 import lzma
-import shlex
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from operator import eq
-from typing import IO, Any, Literal, NoReturn, Protocol, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from typing import IO, NoReturn, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from finetune_contract.layout import FailureClass
+from finetune_trainer.data.raw_files import (
+    COMPRESSIONS,
+    LINE_BYTES,
+    RawFile,
+    ReadRow,
+    Rejected,
+    compression_of,
+    corrupt,
+    open_decompressed,
+    unreadable,
+)
+from finetune_trainer.data.text_formats import (
+    BYTE_ORDER_MARK,
+    json_array,
+    json_lines,
+    kind_of,
+    lines_of,
+    no_utf8,
+    refuse_other_content,
+    separated,
+    shortened_value,
+    text_lines,
+)
 from finetune_trainer.failures import StageError
 
 _CHUNK_ROWS = 65_536
@@ -36,62 +51,8 @@ _CHUNK_BYTES = 16 << 20
 """Bytes of rows, as written in the file, after which a chunk ends: limits live memory to some tens of MB, however long
 the rows are.
 """
-_BLOCK_BYTES = 1 << 20
-"""Size of one read from a file."""
 _BATCH_ROWS = 1024
 """Rows read from Parquet at once: reading more is no faster."""
-LINE_BYTES = 64 << 20
-"""Largest line, in bytes; of CSV the largest record, in characters. A book has 1 MB of text, and the largest of
-Wikipedia's articles 2 MB; parsing a line takes some ten times its length.
-"""
-ARRAY_BYTES = 1 << 30
-"""Largest file that is one JSON array, in bytes without compression: it is read whole, and parsing takes some 5 GB."""
-TEXT = "text"
-"""Column of a plain text file."""
-
-
-class RawFile(Protocol):
-    """A file that can be opened repeatedly."""
-
-    @property
-    def name(self) -> str:
-        """Name in errors."""
-
-    def open(self) -> IO[bytes]:
-        """Open the content, from the start."""
-
-
-def corrupt(file: RawFile, line: int, why: str) -> StageError:
-    """Return the error for a line that cannot be read; lines count from 1."""
-    return StageError(
-        FailureClass.DATA,
-        "CorruptLine",
-        f"{file.name}, line {line}: {why}",
-        "Correct or remove this line; no line is skipped silently.",
-    )
-
-
-def unreadable(file: RawFile, why: object) -> StageError:
-    """Return the error for a file that cannot be read at all."""
-    return StageError(FailureClass.DATA, "CorruptFile", f"{file.name} cannot be read: {why}", "Write the file again.")
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A row of text that cannot be read."""
-
-    line: int
-    """Last line of the row, from 1."""
-    why: str
-    content: str
-    """Excerpt for people."""
-    size: int
-    """Bytes in the file, approximately."""
-    of: Literal["line", "encoding", "array"] = "line"
-
-
-ReadRow: TypeAlias = tuple[int, dict[str, object], int]
-"""Line, columns, and approximate number of bytes in the file."""
 
 
 def _strict(file: RawFile, rows: Iterator[ReadRow | Rejected]) -> Iterator[ReadRow]:
@@ -102,7 +63,7 @@ def _strict(file: RawFile, rows: Iterator[ReadRow | Rejected]) -> Iterator[ReadR
                 case "line":
                     raise corrupt(file, row.line, row.why)
                 case "encoding":
-                    raise _not_utf8(file)
+                    raise no_utf8(file)
                 case "array":
                     raise unreadable(file, row.why)
         yield row
@@ -162,8 +123,8 @@ def _refuse_mixed(file: RawFile, name: str, values: list[object], lines: Sequenc
     raise StageError(
         FailureClass.DATA,
         "MixedTypes",
-        f"{file.name}, line {lines[other]}: column {name!r} is {_short(values[other])}, a {_kind(values[other])}, "
-        f"where line {lines[first]} has a {_kind(values[first])}.",
+        f"{file.name}, line {lines[other]}: column {name!r} is {shortened_value(values[other])}, "
+        f"a {kind_of(values[other])}, where line {lines[first]} has a {kind_of(values[first])}.",
         "Use one type in all rows of the column.",
     )
 
@@ -176,337 +137,7 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _kind(value: object) -> str:
-    return {str: "text", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}.get(
-        type(value), "value"
-    )
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 # ------------------------------------------------------------------------------------------------------ the formats
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _lines(file: RawFile, stream: IO[bytes], *, first: bool = True) -> Iterator[tuple[int, bytes]]:
-    """Yield lines numbered from 1, with their ends, without a byte order mark at the start of the file (`first`: the
-    stream is at its first line). Raise StageError DATA for one over `LINE_BYTES`.
-    """
-    for number, line in enumerate(iter(partial(stream.readline, LINE_BYTES + 1), b""), start=1):
-        if len(line) > LINE_BYTES:
-            raise _too_long(file, number)
-        yield number, line.removeprefix(_BOM) if first and number == 1 else line
-
-
-def _too_long(file: RawFile, line: int, record: str = "the line") -> StageError:
-    return StageError(
-        FailureClass.DATA,
-        "LineTooLong",
-        f"{file.name}, line {line}: {record} is longer than {_size(LINE_BYTES)}.",
-        "End each row with a newline and divide longer rows; Parquet has no lines.",
-    )
-
-
-def _size(count: int) -> str:
-    """Format a number of bytes in the largest unit that divides it."""
-    return next((f"{count >> shift} {unit}" for shift, unit in _UNITS if count % (1 << shift) == 0), f"{count} bytes")
-
-
-_UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
-
-
-def _json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[ReadRow | Rejected]:
-    for number, line in lines:
-        if not line.strip():
-            continue
-        try:
-            row = _DECODER.decode(line.decode("utf-8").strip())
-        except UnicodeDecodeError:
-            yield _wrong_encoding(number, line)
-            continue
-        except (ValueError, RecursionError) as error:
-            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            shown = _excerpt(line)
-            yield Rejected(number, f"not a JSON object: {why}: {shown}", shown, len(line))
-            continue
-        if isinstance(row, dict):
-            yield number, row, len(line)
-        else:
-            shown = _excerpt(line)
-            why = f"a JSON {_kind(row)}, where each line must be an object: {shown}"
-            yield Rejected(number, why, shown, len(line))
-
-
-def _text_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[ReadRow | Rejected]:
-    """Yield a row for each line, also for an empty one: predictions keep the lines' order and number."""
-    for number, line in lines:
-        try:
-            yield number, {TEXT: line.decode("utf-8").removesuffix("\n").removesuffix("\r")}, len(line)
-        except UnicodeDecodeError:
-            yield _wrong_encoding(number, line)
-
-
-def _wrong_encoding(number: int, line: bytes) -> Rejected:
-    return Rejected(number, "not UTF-8.", _excerpt(line), len(line), of="encoding")
-
-
-def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[ReadRow | Rejected]:
-    """Read a file that is one JSON array of objects, as a whole; `line` of its rows is the index from 1, because the
-    parser reports no lines.
-    """
-    content = stream.read(ARRAY_BYTES + 1)
-    if len(content) > ARRAY_BYTES:
-        raise StageError(
-            FailureClass.DATA,
-            "ArrayTooLong",
-            f"{file.name} is one JSON array of more than {_size(ARRAY_BYTES)}, which must be read at once.",
-            "Write it as JSON Lines: one object per line, without brackets and commas around them.",
-        )
-    try:
-        rows = _DECODER.decode(content.decode("utf-8-sig").strip())
-    except UnicodeDecodeError:
-        raise _not_utf8(file) from None
-    except json.JSONDecodeError as error:
-        raise corrupt(file, error.lineno, f"not JSON: {error.msg}.") from None
-    except (ValueError, RecursionError) as error:
-        raise unreadable(file, error) from None
-    for number, row in enumerate(rows, start=1):
-        size = len(content) // len(rows)
-        if isinstance(row, dict):
-            yield number, row, size
-        else:
-            why = f"element {number} of its array is a {_kind(row)}, not an object."
-            yield Rejected(number, why, _short(row), size, of="array")
-
-
-def _separated(
-    usual: str, wanted: Sequence[str], notes: list[str]
-) -> Callable[[RawFile, IO[bytes]], Iterator[ReadRow | Rejected]]:
-    def rows(file: RawFile, stream: IO[bytes]) -> Iterator[ReadRow | Rejected]:
-        # The default limit of 128 KiB for one field is below real documents, and a setting of the whole module.
-        # `_Records` has a limit of its own.
-        csv.field_size_limit(sys.maxsize)
-        delimiter = _delimiter(file, usual, wanted)
-        if delimiter != usual:
-            notes.append(f"{file.name}: read with {_DELIMITERS[delimiter]} as separators of columns.")
-        records = _Records(file, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
-        reader = csv.reader(records, delimiter=delimiter, strict=True)
-        try:
-            header = next(reader, [])
-            if wanted and not set(header) & set(wanted) and _is_row(file, header, delimiter):
-                raise _no_header(file, header, delimiter, wanted)
-            if len(set(header)) < len(header):
-                raise corrupt(file, 1, f"the header names a column twice: {', '.join(header)}.")
-            records.begin()
-            for row in _records_of(reader):
-                records.begin()
-                if isinstance(row, Rejected):
-                    yield row
-                elif len(row) == len(header):
-                    yield reader.line_num, dict(zip(header, row, strict=True)), sum(map(len, row))
-                elif row:
-                    why = f"{len(row)} fields, where the header has {len(header)}."
-                    yield Rejected(reader.line_num, why, _excerpt(delimiter.join(row).encode()), sum(map(len, row)))
-        except UnicodeDecodeError:
-            raise _not_utf8(file) from None
-        except csv.Error as error:
-            raise corrupt(file, max(reader.line_num, 1), f"not CSV: {error}.") from None
-
-    return rows
-
-
-def _records_of(reader: Any) -> Iterator[list[str] | Rejected]:
-    """Yield records of a `csv.reader`, which continues at the next line after one that it cannot read."""
-    while True:
-        try:
-            yield next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield Rejected(reader.line_num, f"not CSV: {error}.", "", 0)
-
-
-_DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
-
-
-def _delimiter(file: RawFile, usual: str, wanted: Sequence[str]) -> str:
-    """Return the separator of the columns: `usual`, unless only another character gives the first line columns that the
-    job names, or several columns at all.
-    """
-    with _decompressed(file) as ahead:
-        _, line = next(_lines(file, ahead), (1, b""))
-    headers = {each: set(_fields(line.decode("utf-8", "replace"), each)) for each in _DELIMITERS}
-    if headers[usual] & set(wanted):
-        return usual
-    best = max(_DELIMITERS, key=lambda each: (len(headers[each] & set(wanted)), len(headers[each]), each == usual))
-    return best if headers[best] & set(wanted) or len(headers[usual]) == 1 else usual
-
-
-def _fields(line: str, delimiter: str) -> list[str]:
-    try:
-        return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter, strict=True), [])
-    except csv.Error:
-        return []
-
-
-def _is_row(file: RawFile, header: Sequence[str], delimiter: str) -> bool:
-    """Return True if the first line is no header: it has a number, a long text, or a value of a later row."""
-    if any(_is_number(name) or len(name.split()) > _NAME_WORDS for name in header):
-        return True
-    with _decompressed(file) as ahead:
-        following = [line.decode("utf-8", "replace") for _, line in islice(_lines(file, ahead), 1, 1 + _ROWS_AHEAD)]
-    rows = [_fields(line, delimiter) for line in following]
-    return any(len(row) == len(header) and any(map(eq, row, header)) for row in rows)
-
-
-_NAME_WORDS = 5
-"""Limit of words in a column's name, where a file may be without a header."""
-_ROWS_AHEAD = 100
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _no_header(file: RawFile, header: Sequence[str], delimiter: str, wanted: Sequence[str]) -> StageError:
-    names = delimiter.join(wanted)
-    return StageError(
-        FailureClass.DATA,
-        "NoHeader",
-        f"{file.name}, line 1: {_excerpt(delimiter.join(header).encode())} looks like a row, and the first line must "
-        "name the columns.",
-        f"Add a first line with the names of its {len(header)} columns, such as {names!r}.",
-    )
-
-
-class _Records:
-    """Lines of a CSV file for its parser, as long as a record is not too long: an unclosed quote takes all lines behind
-    it into one field.
-    """
-
-    def __init__(self, file: RawFile, text: io.TextIOWrapper) -> None:
-        self._file = file
-        self._text = text
-        self._line = self._taken = 0
-
-    def begin(self) -> None:
-        """Count the length of the next record from here."""
-        self._taken = 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._text.readline(LINE_BYTES + 1)
-        if not line:
-            raise StopIteration
-        self._line += 1
-        self._taken += len(line)
-        if self._taken > LINE_BYTES:
-            raise _too_long(self._file, self._line, "the record, which may have an open quote before it,")
-        return line
-
-
-def _not_utf8(file: RawFile) -> StageError:
-    """Return the error, with the line found by decoding line after line; the parsers read ahead and do not know it."""
-    utf8 = False
-    with _decompressed(file) as stream:
-        for number, line in _lines(file, stream):
-            try:
-                utf8 |= not line.decode("utf-8").isascii()
-            except UnicodeDecodeError as error:
-                return _encoding_error(file, number, line, error.start, utf8 or not line[: error.start].isascii())
-    return unreadable(file, "it is not UTF-8.")
-
-
-def _encoding_error(file: RawFile, number: int, line: bytes, at: int, utf8: bool) -> StageError:
-    """Return the error. `utf8`: True if UTF-8 letters come before, so the file is damaged, not in another encoding."""
-    why = f"not UTF-8 at byte {at + 1} of the line"
-    if utf8:
-        return corrupt(file, number, f"{why}, though other letters before it are.")
-    shown = line[max(0, at - 20) : at + 20].decode("cp1252", "replace").strip()
-    return StageError(
-        FailureClass.DATA,
-        "CorruptLine",
-        f"{file.name}, line {number}: {why}. Read as Windows-1252 (Latin-1), it is {shown!r}.",
-        f"If that is right, convert the file: {_conversion(file, 'WINDOWS-1252')}. If not, use its encoding in that "
-        "command.",
-    )
-
-
-def _conversion(file: RawFile, encoding: str) -> str:
-    """Return the command that writes the file in UTF-8 and keeps the old one under a name that is not read."""
-    name = file.name.removesuffix(_compression(file.name))
-    path, old = shlex.quote(name), shlex.quote(f"{name}.old")
-    return f"mv {path} {old} && iconv -f {encoding} -t UTF-8 {old} > {path}"
-
-
-def _refuse_other_content(file: RawFile) -> None:
-    """Raise StageError DATA for a text file that begins like files of other kinds or in other encodings."""
-    with _decompressed(file) as stream:
-        start = stream.read(_START_BYTES)
-    for mark, (kind, hint) in _OTHER_CONTENT.items():
-        if start.startswith(mark):
-            raise StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {kind}, not text.", hint)
-    encoding = next((name for mark, name in _ENCODING_MARKS.items() if start.startswith(mark)), None)
-    if encoding is None and start.count(0) * 4 > len(start):
-        encoding = "UTF-16LE" if start[1::2].count(0) > start[::2].count(0) else "UTF-16BE"
-    if encoding is not None:
-        raise StageError(
-            FailureClass.DATA,
-            "OtherEncoding",
-            f"{file.name} is written in {encoding}; text files must be UTF-8.",
-            f"Convert it: {_conversion(file, encoding)}. Excel writes UTF-8 as 'CSV UTF-8'.",
-        )
-
-
-_START_BYTES = 1024
-_BOM = b"\xef\xbb\xbf"
-_ENCODING_MARKS = {b"\xff\xfe\x00\x00": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-_EXCEL = "Save its sheet as 'CSV UTF-8', and use that file."
-_OTHER_CONTENT = {
-    b"PK\x03\x04": ("an Excel workbook or another zip archive", _EXCEL),
-    b"\xd0\xcf\x11\xe0": ("an old Excel workbook", _EXCEL),
-    b"PAR1": ("Parquet", "Rename it to end in .parquet."),
-    b"ARROW1": ("an Arrow file", "Rename it to end in .arrow."),
-    b"\x1f\x8b": ("compressed", "Add .gz to its name."),
-    b"(\xb5/\xfd": ("compressed", "Add .zst to its name."),
-    b"BZh": ("compressed", "Add .bz2 to its name."),
-    b"\xfd7zXZ": ("compressed", "Add .xz to its name."),
-}
-"""First bytes of other kinds of files -> the kind, and the hint."""
-
-
-def _excerpt(line: bytes) -> str:
-    text = line.decode("utf-8", "replace").strip()
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")
-
-
-def _decompressed(file: RawFile) -> IO[bytes]:
-    ending, stream = _compression(file.name), file.open()
-    if not ending:
-        # Files of remote file systems return only whole lines, however long they are.
-        return cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK_BYTES))
-    if ending == ".xz":
-        return cast(IO[bytes], lzma.open(stream))
-    return cast(IO[bytes], io.BufferedReader(pa.CompressedInputStream(stream, _COMPRESSIONS[ending])))
-
-
-def _compression(name: str) -> str:
-    return next((ending for ending in _COMPRESSIONS if name.endswith(ending)), "")
 
 
 def _opens_array(stream: IO[bytes]) -> bool:
@@ -519,20 +150,18 @@ def _opens_array(stream: IO[bytes]) -> bool:
 
 # -------------------------------------------------------------------------------------------------- the entry point
 
-_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
-"""Ending -> codec; all are pyarrow's but xz, which the standard library has."""
 _COLUMNAR = (".parquet", ".arrow")
 _TEXTUAL = (".jsonl", ".json", ".csv", ".tsv", ".txt")
-SUFFIXES = (*_TEXTUAL, *_COLUMNAR, *(kind + ending for ending in _COMPRESSIONS for kind in _TEXTUAL))
+SUFFIXES = (*_TEXTUAL, *_COLUMNAR, *(kind + ending for ending in COMPRESSIONS for kind in _TEXTUAL))
 """File name endings that `read` supports."""
-ENDINGS = f"{', '.join(_TEXTUAL)} (also with {', '.join(_COMPRESSIONS)} behind them), {', '.join(_COLUMNAR)}"
+ENDINGS = f"{', '.join(_TEXTUAL)} (also with {', '.join(COMPRESSIONS)} behind them), {', '.join(_COLUMNAR)}"
 """The same endings as a text for people."""
 
 
 def format_of(name: str) -> str | None:
     """Return the format by the file's name: `jsonl`, `json`, `csv`, `tsv`, `txt`, `parquet`, `arrow`; or None."""
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
-    return suffix.removesuffix(_compression(name)).removeprefix(".") if suffix else None
+    return suffix.removesuffix(compression_of(name)).removeprefix(".") if suffix else None
 
 
 def read(
@@ -559,9 +188,9 @@ def text_rows(file: RawFile, wanted: Sequence[str], notes: list[str]) -> Iterato
     be read any further.
     """
     kind = format_of(file.name)
-    with _decompressed(file) as stream:
+    with open_decompressed(file) as stream:
         try:
-            _refuse_other_content(file)
+            refuse_other_content(file)
             yield from _rows(file, stream, kind, wanted, notes)
         except (EOFError, lzma.LZMAError) as error:
             raise unreadable(file, error) from error
@@ -576,14 +205,14 @@ def has_lines(file: RawFile) -> bool:
     """Return True if each row is a line of text, so that reading can start at any byte of the decompressed file."""
     kind = format_of(file.name)
     if kind == "json":
-        with _decompressed(file) as ahead:
+        with open_decompressed(file) as ahead:
             return not _opens_array(ahead)
     return kind in ("jsonl", "txt")
 
 
 def is_compressed(file: RawFile) -> bool:
     """Return True if the file can only be read from its start."""
-    return bool(_compression(file.name))
+    return bool(compression_of(file.name))
 
 
 def rows_between(file: RawFile, start: int, stop: int) -> Iterator[ReadRow | Rejected]:
@@ -591,36 +220,36 @@ def rows_between(file: RawFile, start: int, stop: int) -> Iterator[ReadRow | Rej
     those that cannot be read; lines are counted from the range's first one.
     """
     if start == 0:
-        _refuse_other_content(file)
-    with _decompressed(file) as stream:
+        refuse_other_content(file)
+    with open_decompressed(file) as stream:
         at, mark = start, 0
         if start:
             stream.seek(start - 1)
             at = start - 1 + len(stream.readline(LINE_BYTES + 1))  # behind the rest of a line that begins before
-        elif cast(io.BufferedReader, stream).peek(len(_BOM)).startswith(_BOM):
-            mark = len(_BOM)
+        elif cast(io.BufferedReader, stream).peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+            mark = len(BYTE_ORDER_MARK)
 
         def lines() -> Iterator[tuple[int, bytes]]:
             nonlocal at
-            for number, line in _lines(file, stream, first=start == 0):
+            for number, line in lines_of(file, stream, first=start == 0):
                 if at >= stop:
                     return
                 at += len(line) + (mark if number == 1 else 0)
                 yield number, line
 
-        yield from (_text_lines if format_of(file.name) == "txt" else _json_lines)(lines())
+        yield from (text_lines if format_of(file.name) == "txt" else json_lines)(lines())
 
 
 def _rows(
     file: RawFile, stream: IO[bytes], kind: str | None, wanted: Sequence[str], notes: list[str]
 ) -> Iterator[ReadRow | Rejected]:
     if kind == "json" and not has_lines(file):
-        return _json_array(file, stream)
+        return json_array(file, stream)
     if kind in ("json", "jsonl"):
-        return _json_lines(_lines(file, stream))
+        return json_lines(lines_of(file, stream))
     if kind == "txt":
-        return _text_lines(_lines(file, stream))
-    return _separated("\t" if kind == "tsv" else ",", wanted, notes)(file, stream)
+        return text_lines(lines_of(file, stream))
+    return separated("\t" if kind == "tsv" else ",", wanted, notes)(file, stream)
 
 
 def _read_parquet(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:

@@ -41,8 +41,9 @@ from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
-from finetune_trainer.inference.prediction_workers import Crew, Sharing, SingleWorker, Worker, result_of
+from finetune_trainer.inference.prediction_workers import Crew, Sharing, SingleWorker, result_of
 from finetune_trainer.inference.runner import Means, used_model, weights_version
+from finetune_trainer.inference.shard_claims import Worker
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.tasks.task_protocol import Coding

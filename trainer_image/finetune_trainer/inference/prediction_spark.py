@@ -26,7 +26,8 @@ from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.inference.predict import predict_as
-from finetune_trainer.inference.prediction_workers import OtherFailedError, Worker, publish_failure, would_help
+from finetune_trainer.inference.prediction_workers import OtherFailedError, publish_failure, would_help
+from finetune_trainer.inference.shard_claims import Worker
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.spark_session import SparkRequest, spark_session
 from finetune_trainer.stage_console import quiet_libraries, settle_console

@@ -181,15 +181,11 @@ def train(
     quiet_transformers()
     strategy = strategy_for(training, deepspeed, paths.offload)
     memory_before = resident_peak()
-    _refuse_fp8(training, without_units=fp8_without_units)
-    run = _Run(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
-    _refuse_smoothing(job, training, run.task, run.prepared)
+    run = _run_of(job, training, paths, world, strategy, fp8_without_units=fp8_without_units)
     stopper = _stopper(run)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
     order = _order(run)
-    # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw a
-    # new head on rank 0 alone, from another state of the generator than every other strategy.
     start = _start(run)
     saver = _saver(run, start, stopper)
     resume = saver.find() is not None
@@ -204,7 +200,6 @@ def train(
         progress.update(saver.first_step, training.max_steps)
         interruption.defer()
         _train(loop, resume=resume)
-
     clock.enter("finish")
     give_back_freed_memory()
     with _trained_weights(run, loop, stopper) as weights:
@@ -220,6 +215,22 @@ def train(
     done = {"seconds": seconds, "steps": loop.state.global_step}
     surroundings = _surroundings(devices, communication)
     return _outcome(run, RunFigures(lines), done, peaks, measurements, stopper, clock, surroundings)
+
+
+def _run_of(
+    job: TrainerJob,
+    training: Training,
+    paths: JobPaths,
+    world: ProcessWorld,
+    strategy: Strategy,
+    *,
+    fp8_without_units: bool,
+) -> _Run:
+    """Return the inputs of the stage. Raise StageError for a precision or a setting that is not possible with them."""
+    _refuse_fp8(training, without_units=fp8_without_units)
+    run = _Run(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
+    _refuse_smoothing(job, training, run.task, run.prepared)
+    return run
 
 
 def _surroundings(devices: MeasuredDevices | None, communication: Communication | None) -> dict[str, Any]:
@@ -252,6 +263,9 @@ def _order(run: _Run) -> EpochOrder:
 
 
 def _start(run: _Run) -> _Start:
+    """Load the model, before `training_arguments`: with a ZeRO-3 configuration alive, transformers would load it in
+    shards and draw a new head on rank 0 alone, from another state of the generator than every other strategy.
+    """
     training = run.training
     began_with, _ = pinned(run.job)
     model = as_stored(lambda: run.task.build_model(began_with, run.prepared.facts))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
 from pydantic.alias_generators import to_camel
+
+from finetune_operator.api.status_times import whole_seconds
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
@@ -124,3 +128,11 @@ class StatusModel(BaseModel):
         validate_by_alias=True,
         validate_by_name=True,
     )
+
+    def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
+        """Return a copy with these fields changed; times are rounded down, as they are when they are read."""
+        changes = {
+            name: whole_seconds(value) if isinstance(value, datetime) else value
+            for name, value in (update or {}).items()
+        }
+        return super().model_copy(update=changes, deep=deep)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, JsonValue, StringConstraints
+from pydantic import Field, JsonValue, StringConstraints, WithJsonSchema
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.status_times import OptionalTime, StatusTime
 from finetune_operator.api.types.field_types import StatusModel
 
 Phase: TypeAlias = Literal[
@@ -24,6 +25,8 @@ Phase: TypeAlias = Literal[
 ConditionType: TypeAlias = Literal[
     "Accepted", "Planned", "Admitted", "Running", "Ready", "Stalled", "Succeeded", "Failed"
 ]
+StageText: TypeAlias = Annotated[Stage, WithJsonSchema({"type": "string"})]
+"""Stage of a field whose schema is any text: the CRD of an earlier version has no list of stages there."""
 
 
 class Condition(StatusModel):
@@ -37,7 +40,7 @@ class Condition(StatusModel):
     message: Annotated[str, StringConstraints(max_length=32768)] = Field(
         default="", description="Human-readable details of the last transition."
     )
-    last_transition_time: str = Field(description="Time of the last change of status, RFC 3339.")
+    last_transition_time: StatusTime = Field(description="Time of the last change of status, RFC 3339.")
     observed_generation: int | None = Field(
         default=None, ge=0, description="Generation of the spec that the condition was set for."
     )
@@ -58,19 +61,19 @@ class ChildReference(StatusModel):
 class StageStatus(StatusModel):
     """State of one stage."""
 
-    name: Literal["prepare", "train", "evaluate", "predict", "serve"] = Field(description="Name of the stage.")
+    name: Stage = Field(description="Name of the stage.")
     state: Literal["Pending", "Running", "Succeeded", "Failed", "Suspended"] = Field(description="State of the stage.")
     attempt: int = Field(ge=0, description="Number of the current attempt, from 1; 0 before the first.")
-    start_time: str | None = Field(default=None, description="Start of the current attempt, RFC 3339.")
-    completion_time: str | None = Field(default=None, description="End of the stage, RFC 3339.")
+    start_time: OptionalTime = Field(default=None, description="Start of the current attempt, RFC 3339.")
+    completion_time: OptionalTime = Field(default=None, description="End of the stage, RFC 3339.")
     child: ChildReference | None = Field(default=None, description="Object that runs the current attempt.")
-    next_attempt_time: str | None = Field(
+    next_attempt_time: OptionalTime = Field(
         default=None, description="Start of the next attempt after a failure, RFC 3339."
     )
     failures_in_row: int = Field(
         default=0, ge=0, description="Failed attempts since one ran for long, a count. The back-off grows with it."
     )
-    blocked_since: str | None = Field(
+    blocked_since: OptionalTime = Field(
         default=None,
         description="Time since which a container of the current attempt cannot start because of its image or mounts, "
         "RFC 3339.",
@@ -84,7 +87,7 @@ class StageStatus(StatusModel):
         description="Restarts since freeSince that do not count against runPolicy.maxRestarts, a count; limited by the "
         "operator's settings.",
     )
-    free_since: str | None = Field(default=None, description="Time of the first of those restarts, RFC 3339.")
+    free_since: OptionalTime = Field(default=None, description="Time of the first of those restarts, RFC 3339.")
     avoided_nodes: tuple[str, ...] = Field(
         default=(), max_length=16, description="Nodes on which an attempt failed; later pods prefer other nodes."
     )
@@ -93,10 +96,10 @@ class StageStatus(StatusModel):
         description="Kind of nodes of the current attempt, or of the next one after a fallback. Unset if the job does "
         "not use spot nodes.",
     )
-    nodes_since: str | None = Field(
+    nodes_since: OptionalTime = Field(
         default=None, description="Time since which pods of the current attempt are scheduled to nodes, RFC 3339."
     )
-    running_since: str | None = Field(
+    running_since: OptionalTime = Field(
         default=None, description="Time since which all pods of the current attempt run, RFC 3339."
     )
     replaced_pods: int = Field(
@@ -127,7 +130,7 @@ class EstimateStatus(StatusModel):
 class InferenceStatus(StatusModel):
     """GPUs of a stage that evaluates or predicts."""
 
-    stage: str = Field(description="Stage.")
+    stage: StageText = Field(description="Stage.")
     processes: int = Field(ge=1, description="Processes of one pod that share the rows.")
     gpus_per_process: int = Field(ge=1, description="GPUs that hold the model of one process.")
 
@@ -277,7 +280,7 @@ class ProgressStatus(StatusModel):
     replaced_pods: int | None = Field(
         default=None, ge=0, description="Spark executors that were lost and replaced, a count. Unset if not known."
     )
-    last_update_time: str | None = Field(default=None, description="Time of this report, RFC 3339.")
+    last_update_time: OptionalTime = Field(default=None, description="Time of this report, RFC 3339.")
 
 
 class FailureStatus(StatusModel):
@@ -287,7 +290,7 @@ class FailureStatus(StatusModel):
     reason: str = Field(description="CamelCase reason within the class.")
     message: str = Field(description="Human-readable cause: field, value and rule.")
     hint: str | None = Field(default=None, description="Suggested fix.")
-    stage: str | None = Field(default=None, description="Stage that failed.")
+    stage: StageText | None = Field(default=None, description="Stage that failed.")
     attempt: int | None = Field(default=None, ge=0, description="Attempt that failed.")
     pod: str | None = Field(default=None, description="Pod that failed first.")
     node: str | None = Field(default=None, description="Node of that pod.")
@@ -341,7 +344,7 @@ class CostStatus(StatusModel):
 class SpotStatus(StatusModel):
     """State of the training on spot nodes."""
 
-    since: str | None = Field(
+    since: OptionalTime = Field(
         default=None,
         description="Time from which spot.maxWaitSeconds counts, RFC 3339. Unset while the job is suspended, as it "
         "does not count then.",
@@ -387,9 +390,9 @@ class RevisionStatus(StatusModel):
     endpoint: dict[str, JsonValue] = Field(
         default_factory=dict, description="spec.endpoint of this revision, without the number of servers."
     )
-    start_time: str = Field(description="Creation time of its servers, RFC 3339.")
-    ready_time: str | None = Field(default=None, description="Time at which the URL first led to it, RFC 3339.")
-    end_time: str | None = Field(default=None, description="End of the revision, RFC 3339.")
+    start_time: StatusTime = Field(description="Creation time of its servers, RFC 3339.")
+    ready_time: OptionalTime = Field(default=None, description="Time at which the URL first led to it, RFC 3339.")
+    end_time: OptionalTime = Field(default=None, description="End of the revision, RFC 3339.")
     reason: str | None = Field(default=None, description="CamelCase reason why it ended or is not ready yet.")
     message: str | None = Field(default=None, max_length=1024, description="Human-readable details of the reason.")
 
@@ -432,10 +435,10 @@ class FineTuneJobStatus(StatusModel):
     counted_restarts: int = Field(
         default=0, ge=0, description="Restarts that count against runPolicy.maxRestarts, a count."
     )
-    start_time: str | None = Field(
+    start_time: OptionalTime = Field(
         default=None, description="Time at which the job started, or resumed after a suspension, RFC 3339."
     )
-    completion_time: str | None = Field(
+    completion_time: OptionalTime = Field(
         default=None, description="Time at which the job succeeded or failed, RFC 3339."
     )
     plan_check: PlanCheckStatus | None = Field(

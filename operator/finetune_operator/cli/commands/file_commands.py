@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from finetune_operator.api.settings import Settings
     from finetune_operator.cli.checking import EntryCheck
     from finetune_operator.cli.job_files import Inputs, JobEntry
-    from finetune_operator.planning.plan_types import JobPlan
+    from finetune_operator.planning.gpu_nodes import Node
+    from finetune_operator.planning.plan_types import Facts, JobPlan, NodesFacts
 
     Launcher: TypeAlias = StrEnum
 else:
@@ -143,6 +144,28 @@ def _validation(
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
+MeasureModel: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--measure/--no-measure",
+        help="Measure the model's size with the trainer, or assume it. Default: measure, except with --cluster.",
+    ),
+]
+ReadNodes: TypeAlias = Annotated[
+    bool, typer.Option("--nodes", help="With --cluster: read the GPUs of the cluster's nodes, as the operator does.")
+]
+CompareForms: TypeAlias = Annotated[
+    bool, typer.Option("--alternatives", help="Compare all forms of the training: memory, time, cost, and why not.")
+]
+WhatIf: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if", metavar="KEY=VALUE,...", help="Compare hardware: the keys of --hardware, and nodes. Repeatable."
+    ),
+]
+GoalOfRows: TypeAlias = Annotated[Goal, typer.Option("--goal", help="Order of the rows of --what-if.")]
+
+
 def plan(
     files: Files = None,
     filename: Filenames = None,
@@ -150,30 +173,11 @@ def plan(
     hardware: Hardware = None,
     settings: LocalSettings = None,
     workspace: EarlierWorkspace = None,
-    measure: Annotated[
-        bool | None,
-        typer.Option(
-            "--measure/--no-measure",
-            help="Measure the model's size with the trainer, or assume it. Default: measure, except with --cluster.",
-        ),
-    ] = None,
-    nodes: Annotated[
-        bool,
-        typer.Option("--nodes", help="With --cluster: read the GPUs of the cluster's nodes, as the operator does."),
-    ] = False,
-    others: Annotated[
-        bool,
-        typer.Option("--alternatives", help="Compare all forms of the training: memory, time, cost, and why not."),
-    ] = False,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if",
-            metavar="KEY=VALUE,...",
-            help="Compare hardware: the keys of --hardware, and nodes. Repeatable.",
-        ),
-    ] = None,
-    goal: Annotated[Goal, typer.Option("--goal", help="Order of the rows of --what-if.")] = Goal.TIME,
+    measure: MeasureModel = None,
+    nodes: ReadNodes = False,
+    others: CompareForms = False,
+    what_if: WhatIf = None,
+    goal: GoalOfRows = Goal.TIME,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
@@ -197,52 +201,66 @@ def plan(
       finetune plan job.yaml --hardware gpu=H100,gpus=8,network=3200 --alternatives
       finetune plan job.yaml --what-if gpu=H100,gpus=8,nodes=2 --what-if gpu=A100-80GB,gpus=8,nodes=4 --goal cost
     """
-    from finetune_operator.cli.commands.steps import (
-        checked_jobs,
-        cluster_facts,
-        cluster_nodes,
-        hardware_of,
-        local_facts,
-        planned,
-        refuse_absent,
-        settings_of,
-    )
-    from finetune_operator.planning.gpu_nodes import facts_of_nodes
+    from finetune_operator.cli.commands import steps
 
+    _check_options(others, what_if, nodes=nodes, cluster=cluster, hardware=hardware)
+    limits = steps.settings_of(settings, cluster=cluster)
+    node = steps.hardware_of(hardware, limits)
+    compare = _comparison(others, what_if or (), goal, limits, output)
+    entries = steps.checked_jobs([*(files or []), *(filename or [])], limits, output)
+    if not cluster and measure is not False:
+        steps.refuse_absent(entries, output)
+    listed_nodes = steps.cluster_nodes(kubeconfig, context) if nodes else None
+    plans = []
+    for entry in entries:
+        if cluster:
+            gpus = _facts_of_nodes(listed_nodes, entry, limits)
+            facts = steps.cluster_facts(entry, node, workspace, measure is True, gpus)
+        else:
+            facts = steps.local_facts(entry, node, workspace or Path("runs"), measure is not False)
+        if compare is None:
+            plans.append(steps.planned(entry, facts, limits, output, as_known=True))
+        else:
+            compare(entry, facts)
+    if compare is None:
+        _print_plans(plans, output)
+
+
+def _check_options(
+    others: bool, what_if: Sequence[str] | None, *, nodes: bool, cluster: bool, hardware: str | None
+) -> None:
+    """Raise UsageError for options of `plan` that exclude each other."""
     if others and what_if:
         raise UsageError("--alternatives: it compares forms on one hardware, and --what-if hardware; leave one out")
     if nodes and (not cluster or hardware is not None):
         raise UsageError("--nodes requires --cluster, and excludes --hardware")
-    limits = settings_of(settings, cluster=cluster)
-    node = hardware_of(hardware, limits)
-    if others or what_if:
-        from finetune_operator.cli.plan_comparison import compare_forms, compare_hardware, described
 
-        asked = [described(text, limits) for text in what_if or ()]
-    plans = []
-    entries = checked_jobs([*(files or []), *(filename or [])], limits, output)
-    if not cluster and measure is not False:
-        refuse_absent(entries, output)
-    listed_nodes = cluster_nodes(kubeconfig, context) if nodes else ()
-    for entry in entries:
-        if cluster:
-            nodes_found = (
-                facts_of_nodes(listed_nodes, entry.job.spec, limits)
-                if nodes and entry.job.spec.resources.gpus_per_node
-                else None
-            )
-            facts = cluster_facts(entry, node, workspace, measure is True, nodes_found)
-        else:
-            facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
-        if others or what_if:
-            if what_if:
-                compare_hardware(entry, facts, limits, asked, by_cost=goal is Goal.COST, output=output)
-            else:
-                compare_forms(entry, facts, limits, output)
-            continue
-        plans.append(planned(entry, facts, limits, output, as_known=True))
-    if others or what_if:
-        return
+
+def _comparison(
+    others: bool, what_if: Sequence[str], goal: Goal, limits: Settings, output: Output
+) -> Callable[[JobEntry, Facts], None] | None:
+    """Return the function that compares a job's plans and prints them; None if one plan is requested."""
+    if not others and not what_if:
+        return None
+    from finetune_operator.cli.plan_comparison import compare_forms, compare_hardware, described
+
+    if not what_if:
+        return lambda entry, facts: compare_forms(entry, facts, limits, output)
+    asked = [described(text, limits) for text in what_if]
+    by_cost = goal is Goal.COST
+    return lambda entry, facts: compare_hardware(entry, facts, limits, asked, by_cost=by_cost, output=output)
+
+
+def _facts_of_nodes(listed: tuple[Node, ...] | None, entry: JobEntry, limits: Settings) -> NodesFacts | None:
+    """Return the GPUs of the listed nodes; None if none were listed, or the job needs none."""
+    from finetune_operator.planning.gpu_nodes import facts_of_nodes
+
+    if listed is None or not entry.job.spec.resources.gpus_per_node:
+        return None
+    return facts_of_nodes(listed, entry.job.spec, limits)
+
+
+def _print_plans(plans: Sequence[JobPlan], output: Output) -> None:
     if output is not Output.TEXT:
         emit([json.loads(job_plan.to_json()) for job_plan in plans], output)
         return

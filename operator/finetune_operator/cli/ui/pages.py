@@ -39,9 +39,10 @@ from finetune_operator.cli.jobview import (
 )
 from finetune_operator.cli.jobview import figures as cluster_figures
 from finetune_operator.cli.ui.reading import Content
+from finetune_operator.cli.ui.run_reading import Run, readable_lines, shown_name
 from finetune_operator.cli.ui.ui_jobs import ClusterJobs, JobDetails
 from finetune_operator.cli.ui.ui_runs import LOG_LINES as RUN_LOG_LINES
-from finetune_operator.cli.ui.ui_runs import Run, Workspace, readable_lines, shown_name
+from finetune_operator.cli.ui.ui_runs import Workspace
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.planning.summary import summarise
 from finetune_operator.reconcile.spot import words
