@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import select
@@ -35,8 +36,10 @@ def answer(port: Port, sent: bytes, whole: bool = False) -> bytes:
                 connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(65536):
                 received += part
-        except ConnectionError:
-            pass  # the server did not read all of it
+        except OSError as error:
+            # The server did not read all of it, and may have closed already.
+            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                raise
     return received
 
 
