@@ -240,7 +240,8 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
     held: tuple[str, ...] = ()
     if adapter.method == "qlora":
         held = tuple(each.name for each in block_linears(model))
-        four_bits().hold(model, held, precision)
+        divided = job.training is not None and job.training.strategy.name == "fsdp"
+        four_bits().hold(model, held, precision, divided=divided)
     adapted = Adapted(adapter, layers, frozenset(matrices | whole), base, held, precision)
     if adapter.method == "dora":
         # peft takes the norms of the weights, in their type.

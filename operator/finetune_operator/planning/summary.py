@@ -15,6 +15,8 @@ from finetune_operator.planning.adapter_sizes import trained_parameters
 from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.plan_types import Estimate, JobPlan, MemoryEstimate
 
+MEMORY_SECTION = "Memory of one process"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,7 +41,7 @@ def summarise(plan: JobPlan) -> tuple[Section, ...]:
     sections = (
         Section("What runs", _stage_rows(plan)),
         Section("Training", () if training is None else _training(plan, training)),
-        Section("Memory of one process", () if plan.memory is None else _memory(plan.memory)),
+        Section(MEMORY_SECTION, () if plan.memory is None else _memory(plan.memory)),
         Section("Endpoint", _endpoint(plan)),
         Section("Estimate", _estimate(plan.estimate)),
         Section("Reasons", tuple(Row("", reason) for reason in plan.reasons)),
@@ -108,13 +110,14 @@ def _training(plan: JobPlan, training: Training) -> tuple[Row, ...]:
     every = (
         f"{schedule.every_steps:,} steps" if schedule.every_minutes is None else f"{schedule.every_minutes:g} minutes"
     )
+    beside = ", written beside the training" if schedule.asynchronous else ""
     return (
         Row("batch", batch_arithmetic(training.batch)),
         Row("steps", f"{training.max_steps:,}", f"{training.steps_per_epoch:,} an epoch"),
         Row("precision", training.precision),
         *_adapter(plan, training.adapter),
         Row("optimizer", training.optimizer, f"learning rate {training.learning_rate:g}, {training.scheduler}"),
-        Row("checkpoints", f"every {every}", f"{schedule.keep} kept"),
+        Row("checkpoints", f"every {every}", f"{schedule.keep} kept{beside}"),
     )
 
 

@@ -36,8 +36,11 @@ FP8_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
 """Strategies with which layers were observed to multiply in fp8."""
 WHOLE_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp")
 """Strategies that keep matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed flattens all
-weights into one vector, and transformers' Adafactor does not support torch's DTensor. 4-bit weights are packed layer by
-layer.
+weights into one vector, and transformers' Adafactor does not support torch's DTensor.
+"""
+FOUR_BIT_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
+"""Strategies that leave the bits of packed 4-bit weights alone. DeepSpeed converts all weights to the type that it
+computes in.
 """
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]

@@ -289,7 +289,7 @@ RULES: tuple[Rule, ...] = (
         "!has(self.training) || has(self.dataset)",
         lambda spec: spec.training is None or spec.dataset is not None,
         "is required for training",
-        "set spec.dataset.uri, or leave out spec.training",
+        "set spec.dataset.uri, such as hf://ORG/NAME, or leave out spec.training",
     ),
     Rule(
         "evaluation-needs-dataset",
