@@ -31,6 +31,7 @@ from finetune_operator.reconcile.observed import job_view, pod_view, pods_being_
 from finetune_operator.reconcile.reconcile_types import (
     NO_FINDINGS,
     AutoscalerView,
+    CanaryReading,
     Decision,
     EndpointView,
     EventNote,
@@ -120,6 +121,8 @@ class World:
     """True if InferenceServices are served."""
     custom_metrics: bool = False
     """True if the custom metrics API is served."""
+    canary_reading: CanaryReading | None = None
+    """Last reading of the servers' metrics."""
     autoscaler: AutoscalerView | None = None
     """State of the endpoint's autoscaler."""
     servers: dict[str, Any] = field(default_factory=dict)
@@ -185,7 +188,7 @@ class World:
         endpoints = joined(view for view in views if view is not None)
         seen = replace(
             seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
-            custom_metrics=self.custom_metrics, autoscaler=self.autoscaler,
+            custom_metrics=self.custom_metrics, autoscaler=self.autoscaler, canary_reading=self.canary_reading,
         )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")

@@ -77,6 +77,7 @@ def ways(bench) -> dict[str, Any]:
         "ddp on 2": bench.spread("ddp", 2),
         "fsdp on 3, which divides nothing evenly": bench.spread("fsdp", 3),
         "tensor on 2": bench.in_replicas(Strategy(name="ddp", tensor=2), 1, 4),
+        "fsdp over split layers on 2 x 2": bench.in_replicas(Strategy(name="fsdp", tensor=2), 2, 4),
         "fsdp on 2 x 2, hybrid": bench.spread("fsdp", 4, fsdp_sharding="hybrid"),
         "fsdp on 1": bench.spread("fsdp", 1),
     }
@@ -94,7 +95,7 @@ def test_a_checkpoint_is_read_bit_by_bit_however_the_model_is_divided(bench, dec
         before = out
 
 
-@pytest.mark.parametrize("name", ["fsdp on 2", "single", "ddp on 2", "tensor on 2"])
+@pytest.mark.parametrize("name", ["fsdp on 2", "single", "ddp on 2", "fsdp over split layers on 2 x 2"])
 def test_the_gathered_checkpoint_of_an_earlier_release_is_read(name: str, bench, decoder, tmp_path: Path):
     before = go_on(bench.spread("fsdp", 2), decoder, tmp_path / "before", None, gathered=True)
     assert {path.name for path in (before / "step-2" / "state").iterdir()} == {"weights.pt", "optimizer.pt"}

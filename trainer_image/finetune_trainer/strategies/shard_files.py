@@ -46,6 +46,7 @@ from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import patiently_gathered, waiting_group
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import EntryName, FileEntry, write_hashed
+from finetune_trainer.strategies.divided_tensors import blocks_of
 from finetune_trainer.tensor_files import TensorForm, storage_order, type_name_of, type_of_name, write_tensors
 
 INDEX = "index.json"
@@ -172,28 +173,22 @@ def read_state(part: CheckpointPart, index: StateIndex, tensors: Mapping[str, to
 
 def _checkpointable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` in a form whose parts DCP knows. A process has several parts of a packed matrix, one of each of
-    the matrices side by side, for which DCP computes wrong places (torch 2.15).
+    the matrices side by side, and data ranks cut what tensor ranks have; DCP computes wrong places for both (torch
+    2.15).
     """
-    if not isinstance(tensor, DTensor) or not any(isinstance(each, _StridedShard) for each in tensor.placements):
+    if not isinstance(tensor, DTensor):
         return tensor
-    (placement,) = tensor.placements
-    assert isinstance(placement, _StridedShard)
+    several = sum(not each.is_replicate() for each in tensor.placements) > 1
+    if not several and not any(isinstance(each, _StridedShard) for each in tensor.placements):
+        return tensor
     given: Any = tensor.detach()
-    dimension, packed = placement.dim % tensor.dim(), placement.split_factor
+    blocks = blocks_of(given)
     local = given.to_local()
     local = local.view_as(local)  # DCP finds the places as attributes, which the model's own tensor must not get
-    processes, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
-    stride, width = tensor.shape[dimension] // packed, local.shape[dimension] // packed
-    if width * processes * packed != tensor.shape[dimension]:
-        raise ValueError(f"{tuple(tensor.shape)} of {packed} matrices is not divided evenly among {processes}.")
-
-    def at(offset: int) -> tuple[int, ...]:
-        return tuple(offset if each == dimension else 0 for each in range(tensor.dim()))
-
     local.global_shape = tuple(tensor.shape)
-    local.global_offsets = tuple(at(number * stride + rank * width) for number in range(packed))
-    local.local_offsets = tuple(at(number * width) for number in range(packed))
-    local.local_sizes = (tuple(width if each == dimension else size for each, size in enumerate(local.shape)),) * packed
+    local.global_offsets = tuple(block.offsets for block in blocks)
+    local.local_offsets = tuple(block.local_offsets for block in blocks)
+    local.local_sizes = tuple(block.sizes for block in blocks)
     return local  # type: ignore[no-any-return]
 
 
