@@ -234,6 +234,45 @@ def test_canary_is_rolled_back_by_its_errors_and_takes_over_without(world: World
         assert "EndpointNotReady" not in reasons
 
 
+def test_endpoint_is_taken_over_by_another_job_and_back(world: World) -> None:
+    for job in ("old", "new"):
+        world.kubelet.playbook.set(job, "serve", RUNS)
+    world.apply("old", {**ALONE, "endpoint": DEPLOYED})
+    answers(world, "old")
+    path = world.path("v1", "services", "old-endpoint")
+    before = world.api.get(path)
+    claim = {"name": "old", "takesOver": "old"}
+    world.apply("new", {**ALONE, "endpoint": {**DEPLOYED, **claim, "resources": {"cpu": "4000"}}})
+    status = world.wait("new", "its servers start", lambda one: condition(one, "Ready").get("reason") != "InProgress")
+    assert conditions(status)["Ready"] == "False"
+    assert world.api.get(path) == before, "the URL leads to the old job until the new one's servers answer"
+    world.change("new", {"endpoint": {"resources": None}})
+    status = answers(world, "new")
+    assert status["endpoint"]["takenOverFrom"] == "old"
+    assert status["artifacts"]["endpointUrl"] == f"http://old-endpoint.{world.namespace}.svc"
+    found = world.api.get(path)
+    assert before is not None
+    assert found is not None
+    assert (found["metadata"]["uid"], found["spec"]["clusterIP"]) == (
+        before["metadata"]["uid"], before["spec"]["clusterIP"],
+    )  # fmt: skip
+    assert [one["name"] for one in found["metadata"]["ownerReferences"]] == ["new"]
+    assert found["spec"]["selector"]["finetune.dev/job"] == "new"
+    status = world.wait_phase("old", "Succeeded")
+    assert status["endpoint"]["takenOverBy"] == "new"
+    wait_until(lambda: world.of_job("old", APPS, "deployments") == [], "the old job's servers are gone")
+    world.wait_event("old", "the takeover is reported", lambda kind, reason, _: reason == "EndpointTakenOver")
+    world.delete("new")
+    wait_until(
+        lambda: (
+            (world.api.get(path) or {"metadata": {}})["metadata"].get("ownerReferences", [{}])[0].get("name") == "old"
+        ),
+        "the old job serves again",
+    )
+    answers(world, "old")
+    assert world.status("old")["phase"] == "Serving"
+
+
 def test_job_that_only_serves_needs_no_claim_and_stops_while_suspended(world: World) -> None:
     world.kubelet.playbook.set("alone", "serve", RUNS)
     world.apply("alone", ALONE)
