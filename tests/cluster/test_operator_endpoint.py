@@ -268,8 +268,8 @@ def test_endpoint_is_taken_over_by_another_job_and_back(world: World) -> None:
         ),
         "the old job serves again",
     )
-    answers(world, "old")
-    assert world.status("old")["phase"] == "Serving"
+    world.wait_phase("old", "Serving")
+    assert "takenOverBy" not in answers(world, "old")["endpoint"]
 
 
 def test_job_that_only_serves_needs_no_claim_and_stops_while_suspended(world: World) -> None:

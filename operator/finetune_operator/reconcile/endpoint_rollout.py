@@ -232,8 +232,8 @@ def _without_canary(
     )
     status = history.status(number, number, revisions, None)
     entry = next(one for one in revisions if one.number == failed)
-    told = _held_message(history.state, entry)[:MESSAGE_LIMIT]
-    status = status.model_copy(update={"rolled_back_from": failed, "rollback": told})
+    message = _held_message(history.state, entry)[:MESSAGE_LIMIT]
+    status = status.model_copy(update={"rolled_back_from": failed, "rollback": message})
     return Rollout(history.before, status, number, view, serving, number, (), canary, failed)
 
 
@@ -359,8 +359,10 @@ class _History:
         """
         if canary is not None:
             passed = canary.passed_time is not None
-            told = {"canary_result": "Passed" if passed else "Running", "canary_time": canary.start_time}
-            return one.model_copy(update={**told, "canary_message": figures(canary, serving_revision)[:MESSAGE_LIMIT]})
+            changes = {"canary_result": "Passed" if passed else "Running", "canary_time": canary.start_time}
+            return one.model_copy(
+                update={**changes, "canary_message": figures(canary, serving_revision)[:MESSAGE_LIMIT]}
+            )
         return _aborted(one) if one.canary_result == "Running" else one
 
     def _wanted(
@@ -429,8 +431,8 @@ def with_rollout_events(state: ReconcileState, rolled: Rollout, desired: Desired
     """Return the state with the events of this reconcile."""
     if rolled.failed is not None:
         return state.with_event("CanaryFailed", rolled.status.rollback or "", warning=True)
-    told = desired.message is None or desired.message[:MESSAGE_LIMIT] == rolled.before.rollback
-    if desired.message is not None and not told and not desired.automatic:
+    reported = desired.message is None or desired.message[:MESSAGE_LIMIT] == rolled.before.rollback
+    if desired.message is not None and not reported and not desired.automatic:
         state = state.with_event(
             "RollbackIgnored" if desired.held_back is None else "RolledBack",
             desired.message,
