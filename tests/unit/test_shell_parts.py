@@ -1,6 +1,7 @@
 """Small decisions of the operator's shell: when a status is written, who leads where, and which settings are valid."""
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import Callable
@@ -13,10 +14,16 @@ from pydantic import JsonValue
 from typer.testing import CliRunner
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.settings import Settings
+from finetune_contract.facts import DeviceFacts
+from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.report import Communication
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import API_VERSION, KIND, FineTuneJobStatus, ProgressStatus, StageStatus
+from finetune_operator.kubernetes_api.errors import NoClusterError
+from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.fleet_metrics import Fleet
+from finetune_operator.reconcile.reconcile_types import NO_FINDINGS, Findings
 from finetune_operator.rendering.render_types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
 from finetune_operator.shell.command import _set_up_logs, app
@@ -26,6 +33,7 @@ from finetune_operator.shell.operator_options import LogFormat, LogLevel
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
 from finetune_operator.shell.serving import OperatorView
+from finetune_operator.shell.startup import Options, run
 from finetune_operator.shell.state import OperatorState, ProgressBook, ReportWindow
 from finetune_operator.shell.store import Store
 
@@ -77,6 +85,18 @@ def test_the_progress_of_an_attempt_is_that_attempts_alone():
     assert book.last_report_at("uid") > 0
     book.forget("uid")
     assert (book.of("uid", Stage.EVALUATE, 1), book.last_report_at("uid")) == (None, 0.0)
+
+
+def test_measurements_of_an_attempt_outlast_reports_without_them():
+    book, progress = ProgressBook(), ProgressStatus(step=1)
+    found = Findings(communication=Communication(between="ib"))
+    book.note("uid", Stage.TRAIN, 1, progress, "", NOON, found)
+    devices = MeasuredDevices(device=DeviceFacts(product="L4", memory_bytes=1), processes=1, per_node=1)
+    later = Findings(devices).after(book.findings_of("uid", Stage.TRAIN, 1))
+    assert later == Findings(devices, found.communication)
+    book.note("uid", Stage.TRAIN, 1, progress, "", NOON, later)
+    assert book.findings_of("uid", Stage.TRAIN, 1) == later
+    assert book.findings_of("uid", Stage.TRAIN, 2) == NO_FINDINGS
 
 
 def test_a_report_moves_when_its_mark_is_another_or_the_attempt_is():
@@ -248,3 +268,12 @@ def test_a_log_line_in_json_is_one_object(capsys: pytest.CaptureFixture[str]):
     assert len(lines) == 1
     entry = json.loads(lines[0])
     assert (entry["level"], entry["message"]) == ("info", 'team/demo: "new"\n-> more')
+
+
+def test_full_collections_leave_out_imported_code(tmp_path: Path) -> None:
+    options = Options(CLUSTER_SETTINGS, "ops", kubeconfig=tmp_path / "absent")
+    before = gc.get_freeze_count()
+    new = [[] for _ in range(1000)]
+    with pytest.raises(NoClusterError):
+        asyncio.run(run(options, decide))
+    assert gc.get_freeze_count() >= before + len(new)

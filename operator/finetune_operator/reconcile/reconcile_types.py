@@ -10,7 +10,8 @@ from datetime import datetime
 from typing import Literal
 
 from finetune_contract.choices import Stage
-from finetune_contract.report import TrainerReport
+from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.report import Communication, TrainerReport
 from finetune_operator.api.objects import GroupKind
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, ProgressStatus
@@ -260,6 +261,21 @@ class NodesRead:
 
 
 @dataclass(frozen=True)
+class Findings:
+    """Measurements of an attempt at train; None: it has reported none."""
+
+    devices: MeasuredDevices | None = None
+    communication: Communication | None = None
+
+    def after(self, before: Findings) -> Findings:
+        """Return these, with those that they lack as they were `before` in the same attempt."""
+        return Findings(self.devices or before.devices, self.communication or before.communication)
+
+
+NO_FINDINGS = Findings()
+
+
+@dataclass(frozen=True)
 class Observed:
     """Everything known about one job besides the job itself."""
 
@@ -267,6 +283,8 @@ class Observed:
     pods: tuple[PodView, ...] = ()
     progress: ProgressStatus | None = None
     """Newest report of the running attempt."""
+    findings: Findings = NO_FINDINGS
+    """Measurements in its reports."""
     logs: tuple[tuple[str, str], ...] = ()
     """Name of a pod and its log tail, for pods that `wanted_logs` asked for; empty text: no log can be read."""
     last_logs: tuple[tuple[str, str], ...] = ()

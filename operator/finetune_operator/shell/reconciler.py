@@ -57,6 +57,7 @@ from finetune_operator.reconcile.observed import pods_being_deleted, redacted_lo
 from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
+    NO_FINDINGS,
     AutoscalerView,
     ChildView,
     Decision,
@@ -333,6 +334,7 @@ class Reconciler:
             former_endpoint=self._former_endpoint(job),
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else progress.of(*attempt),
+            findings=NO_FINDINGS if attempt is None else progress.findings_of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,

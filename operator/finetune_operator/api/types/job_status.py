@@ -163,7 +163,7 @@ class PlanStatus(StatusModel):
     memory_per_device: dict[str, int] = Field(
         default_factory=dict, description="Estimated device memory in bytes by component, and the total."
     )
-    estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
+    estimated: EstimateStatus = Field(default=EstimateStatus.model_construct(), description="Expected time and cost.")
     data_parallel: int | None = Field(
         default=None,
         ge=1,
@@ -505,8 +505,8 @@ class FineTuneJobStatus(StatusModel):
     )
     communication: CommunicationStatus | None = Field(
         default=None,
-        description="Transports between the processes of the training. Unset before it has succeeded, and if NCCL was "
-        "not used or its log is not known.",
+        description="Transports between the processes of the last training attempt that reported them. Unset if NCCL "
+        "was not used or its log is not known.",
     )
     spot: SpotStatus | None = Field(
         default=None, description="State of the training on spot nodes. Unset if the job does not use spot nodes."
