@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from finetune_contract.choices import RungName
-from finetune_operator.api.types.field_types import Auto, Count, Quantity, SpecModel, Text, Uri
+from finetune_operator.api.types.field_types import (
+    ENDPOINT_NAME_PATTERN,
+    Auto,
+    Count,
+    ObjectName,
+    Quantity,
+    SpecModel,
+    Text,
+    Uri,
+)
 from finetune_operator.api.types.spec_data import DatasetSpec
 from finetune_operator.api.types.spec_resources import SecretKeySpec
 
@@ -172,6 +181,16 @@ class TrafficSpec(SpecModel):
 class EndpointSpec(SpecModel):
     """A server for the model, which starts once every stage before it has succeeded."""
 
+    name: Annotated[str, StringConstraints(pattern=ENDPOINT_NAME_PATTERN, max_length=54)] | None = Field(
+        default=None,
+        description="Name in the endpoint's URL, http://NAME-endpoint.NAMESPACE.svc. Defaults to the name of the job.",
+    )
+    takes_over: ObjectName | None = Field(
+        default=None,
+        description="Name of the job in the same namespace that has the endpoint of this name. Once all servers of "
+        "this job answer, its URL leads to them, and that job's servers end. If unset, a name that another job has is "
+        "refused.",
+    )
     runtime: Literal["auto", "deployment", "kserve"] = Field(
         default="auto",
         description="Runtime of the servers: a Deployment, or an InferenceService of KServe. Defaults to auto: KServe "
