@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from finetune_contract.choices import OptimizerName, Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Strategy
-from finetune_operator.planning.adapter_sizes import FOUR_BIT_BYTES
+from finetune_operator.planning.adapter_sizes import FOUR_BIT_BYTES, PACKED_BYTES
 from finetune_operator.planning.architectures import activation_shape
 from finetune_operator.planning.model_parallel_plan import bubble
 
@@ -32,6 +32,8 @@ FP8_EAGER_SHARE = 0.14
 """Share without torch.compile: 0.7 of the speed in bf16. Each tensor is read and written several times to be rounded;
 on an H100 two layers took 1.4 times as long as in bf16 (pytorch/ao, issue 2262).
 """
+TF32_SHARE = MATMUL_SHARE
+"""Share of the TF32 peak, which is half of the 16-bit peak, as factors are twice as wide: assumed to be as large."""
 FP32_SHARE = 0.6
 """Share of the plain fp32 peak; it is higher, as there are no matrix units that wait for data."""
 ATTENTION_SHARE = 0.32
@@ -136,6 +138,8 @@ class Machine:
     host: float
     """Bandwidth between one GPU and host memory, in one direction."""
     cores_per_node: int
+    tf32_flops: float = 0.0
+    """Peak of products in TF32; 0: the GPU has none."""
 
     @property
     def link_rate(self) -> float:
@@ -203,6 +207,8 @@ class StepWork:
     """Share of the matrix products that selective checkpointing repeats; 0 in this project's trainer."""
     split_norms: bool = False
     """True if tensor ranks share what lies between split layers, too; False in this project's trainer."""
+    tf32: bool = False
+    """True if a training in fp32 multiplies in TF32 on GPUs that have it."""
     reduced_bytes: int = 4
     """Bytes of an element of the gradients that fsdp reduces; 4 in this project's trainer."""
 
@@ -210,6 +216,10 @@ class StepWork:
     def width(self) -> int:
         """Return the bytes of one element of a matrix product."""
         return 4 if self.precision == "fp32" else 2
+
+    def held_bytes(self, width: int) -> float:
+        """Return the bytes of one copy of all weights, those that are not in 4 bits with `width` bytes each."""
+        return (self.model.parameters + self.added - self.four_bit) * width + PACKED_BYTES * self.four_bit
 
     @property
     def slice(self) -> float:
@@ -323,6 +333,9 @@ def _product_seconds(work: StepWork, machine: Machine, again: float) -> float:
     of_head = ((6 if work.chunked_loss else 4) * head + 2 * min(head, work.trained)) * work.tokens
     half = machine.half_flops * MATMUL_SHARE
     match work.precision:
+        case "fp32" if work.tf32 and machine.tf32_flops:
+            # Not attention: torch's fused kernels for fp32 do not follow the setting.
+            return (operations + of_head) / (machine.tf32_flops * TF32_SHARE)
         case "fp32":
             return (operations + of_head) / (machine.fp32_flops * FP32_SHARE)
         case "fp8":
@@ -429,7 +442,7 @@ def _sending(work: StepWork, machine: Machine, computing: float) -> float:
     if ranks == 1:
         return 0.0
     micros, split, share = work.accumulation, strategy.model_ranks, (ranks - 1) / ranks
-    held, trained = (work.model.parameters + work.added) / split, work.trained / split
+    held, trained = work.held_bytes(work.width) / split, work.trained / split
     last_backward = computing / micros * 2 / 3
     rate = machine.ring_rate
     if strategy.name == "fsdp" or strategy.zero_stage == 3:
@@ -458,7 +471,9 @@ def _replica_rate(machine: Machine) -> float:
 
 
 def _gathering(work: StepWork, machine: Machine, computing: float, held: float, trained: float) -> float:
-    """Return the seconds of ZeRO-3's and fsdp's gathers and reductions that computation does not hide."""
+    """Return the seconds of ZeRO-3's and fsdp's gathers and reductions that computation does not hide; `held`: bytes of
+    the weights, `trained`: their number.
+    """
     strategy, layers = work.strategy, work.model.layers
     # A pipeline keeps its weights gathered and reduces once a step, as torchtitan does.
     micros = work.accumulation if strategy.pipeline is None else 1
@@ -468,13 +483,9 @@ def _gathering(work: StepWork, machine: Machine, computing: float, held: float, 
     ranks = machine.gpus_per_node if hybrid else work.data_ranks
     share = (ranks - 1) / ranks
     # grad-op keeps the blocks gathered from forward to backward; ZeRO++ gathers inside a node in the backward pass.
-    again = (
-        0.0
-        if strategy.fsdp_sharding == "grad-op"
-        else held * work.width / (inside if work.secondary_shards > 1 else rate)
-    )
+    again = 0.0 if strategy.fsdp_sharding == "grad-op" else held / (inside if work.secondary_shards > 1 else rate)
     reduced = work.reduced_bytes if strategy.name == "fsdp" else work.width
-    once = share * (held * work.width / rate + again + trained * reduced / rate)
+    once = share * (held / rate + again + trained * reduced / rate)
     waits = 3 * layers * (LINK_SECONDS * (machine.gpus_per_node - 1) if hybrid else machine.latency)
     total = micros * (once + waits)
     # Nothing computes beside the first gather and the last reduction.
@@ -523,10 +534,10 @@ def _streaming(work: StepWork, machine: Machine, computing: float) -> float:
     gradients = micros * work.trained / ranks * width / machine.host_rate
     weights = 0.0
     if strategy.offload_parameters != "none":
-        held = (work.model.parameters + work.added) / ranks
-        weights = 2 * micros * held * width / machine.host_rate
+        held = work.held_bytes(width) / ranks
+        weights = 2 * micros * held / machine.host_rate
         if strategy.offload_parameters == "nvme":
-            weights = max(weights, 2 * micros * held * machine.gpus_per_node * width / DISK_BYTES)
+            weights = max(weights, 2 * micros * held * machine.gpus_per_node / DISK_BYTES)
     return max(0.0, max(weights, gradients) - computing)
 
 

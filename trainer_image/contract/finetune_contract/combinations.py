@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from finetune_contract.arguments import compiles
 from finetune_contract.choices import (
+    FOUR_BIT_STRATEGIES,
     FP8_STRATEGIES,
     WHOLE_STRATEGIES,
     ActivationOffload,
@@ -320,10 +321,26 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "model-parallel-has-replicas",
         "parallelism.strategy",
         when=(none_of("model_ranks", 1),),
-        needs=(one_of("strategy", "ddp"), one_of("zero_stage")),
-        rule="must be ddp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1, which "
-        "are combined with replicas of the model only",
-        hint="set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
+        needs=(one_of("strategy", "ddp", "fsdp"), one_of("zero_stage")),
+        rule="must be ddp, fsdp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set strategy to fsdp, ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
+    ),
+    Constraint(
+        "spread-models-shard-over-all-replicas",
+        "parallelism.sharding",
+        when=(none_of("model_ranks", 1),),
+        needs=(none_of("sharding", "hybrid"),),
+        rule="must be full or grad-op with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set it to full or grad-op",
+    ),
+    Constraint(
+        "spread-models-keep-state-on-devices",
+        "parallelism.offload",
+        when=(none_of("model_ranks", 1),),
+        needs=(one_of("offload", "none+none"),),
+        rule="of optimizer state or parameters cannot be combined with spec.parallelism.tensor or pipeline.degree "
+        "above 1",
+        hint="leave it out",
     ),
     Constraint(
         "model-parallel-trains-all-weights",
@@ -376,14 +393,13 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     # Adapters and packs.
     Constraint(
-        "qlora-keeps-layers-whole",
+        "qlora-keeps-packed-weights",
         "parallelism.strategy",
         when=(one_of("adapter", "qlora"),),
-        needs=(one_of("strategy", *WHOLE_STRATEGIES), one_of("zero_stage")),
-        rule="must be single, ddp or auto, without zeroStage, with spec.model.adapter.method qlora, which packs "
-        "layers as a whole",
-        hint="set it to auto, single or ddp and leave zeroStage and spec.parallelism.offload out, "
-        "or set spec.model.adapter.method to lora",
+        needs=(one_of("strategy", *FOUR_BIT_STRATEGIES), one_of("zero_stage")),
+        rule=f"must be {', '.join(FOUR_BIT_STRATEGIES)} or auto, without zeroStage, with spec.model.adapter.method "
+        "qlora, whose packed weights DeepSpeed would convert",
+        hint="set it to auto or fsdp and leave zeroStage out, or set spec.model.adapter.method to lora",
     ),
     Constraint(
         "packing-is-of-text-generation",
