@@ -710,7 +710,7 @@ def test_random_body_gets_200_or_400_and_accepted_ones_a_status() -> None:
                 assert answer == {} if status == 200 else isinstance(answer["error"], str)
                 assert len(operator.reported) == (status == 200)
                 for _, progress in operator.reported:
-                    json.dumps(progress.model_dump(), allow_nan=False)
+                    json.dumps(progress.model_dump(), allow_nan=False, default=datetime.isoformat)
                     ProgressStatus.model_validate(progress.model_dump())
 
             checked = examples(150, suppress_health_check=list(HealthCheck))(given(bodies)(one))
