@@ -479,7 +479,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.training.epochs", "Duplicate", "a field may be set once; it is already set on line 9"),
     ],
     "yaml-tab": [
-        ("", "Syntax", "indent with spaces if this is a tab; put text that begin"),
+        ("", "Syntax", "indent with spaces: line "),
     ],
     "zero-stage-with-ddp": [
         ("spec.parallelism.zeroStage", "Invalid", "is a DeepSpeed setting and needs spec.parallelism.strate"),
@@ -666,7 +666,7 @@ def test_hint_for_a_missing_field_lists_its_values() -> None:
             "write one of text-classification, token-classification, question-answering, text-generation, "
             "preference-tuning, summarization, translation, masked-lm",
         ),
-        ("spec.model", "write it with uri below it"),
+        ("spec.model", "write it with uri below it, e.g. {uri: hf://org/name}"),
     ]
 
 
