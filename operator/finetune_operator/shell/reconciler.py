@@ -45,11 +45,13 @@ from finetune_operator.kubernetes_api.resources import (
     LAUNCHER_RESOURCES,
     POD,
     REPLICA_SET,
+    SERVICE,
     resource_of,
 )
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import LearnedRatios
 from finetune_operator.reconcile.autoscaling import autoscaler_view, has_autoscaler, is_due
+from finetune_operator.reconcile.endpoint_takeover import former_job, service_of, taken_by
 from finetune_operator.reconcile.learning import learned_from
 from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
 from finetune_operator.reconcile.plan_checks import plan_check_of
@@ -149,6 +151,8 @@ class Reconciler:
         """Events to be created: the object that they are about, their salt, and the note."""
         self._claims: OrderedDict[str, float] = OrderedDict()
         """Time when an object that claims a job and is not its own was seen first, by uid."""
+        self._formers: dict[JobKey, str] = {}
+        """Former job of each job that takes an endpoint over."""
         self._claims_rate = Rate(burst=CLAIMS_BURST, per_second=CLAIMS_PER_SECOND)
 
     async def work(self) -> None:
@@ -222,6 +226,7 @@ class Reconciler:
     async def _reconcile(self, key: JobKey) -> Outcome | StatusWrite:
         job = self._state.store.job(key)
         if job is None:
+            self._requeue_former(key, None)
             self.forget(key)
             self._report_claims(key)
             return "gone"
@@ -260,6 +265,8 @@ class Reconciler:
         outcome = await self._write_status(key, job, version, decision, memory)
         if outcome != "done":
             return outcome
+        if decision.status != job.status and (former_job(job) is not None or key in self._formers):
+            self._requeue_former(key, former_job(job))
         self._queue_events(key, job, version, decision.events, memory)
         if decision.delete_job:
             await self._delete(key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid))
@@ -323,6 +330,8 @@ class Reconciler:
             custom_metrics=self._discovery.custom_metrics,
             autoscaler=memory.autoscaler,
             canary_reading=memory.servers.reading,
+            taken_by=taken_by(job, self._others(job)) if service_of(job) is not None else None,
+            former_endpoint=self._former_endpoint(job),
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else progress.of(*attempt),
             findings=NO_FINDINGS if attempt is None else progress.findings_of(*attempt),
@@ -335,6 +344,25 @@ class Reconciler:
             last_progress_at=None if attempt is None else progress.last_progress_at(*attempt),
             reports_complete_since=self._state.reports_complete_since(),
         )
+
+    def _others(self, job: JobView) -> list[JobView]:
+        """Return the namespace's other jobs."""
+        keys = (key for key in self._state.store.jobs() if key.namespace == job.namespace and key.name != job.name)
+        return [view for key in keys if (view := self._state.store.job(key)) is not None]
+
+    def _former_endpoint(self, job: JobView) -> str | None:
+        """Return the Service of the job whose endpoint this one takes over."""
+        former = former_job(job)
+        view = None if former is None else self._state.store.job(JobKey(job.namespace, former))
+        return None if view is None or view.deleting else service_of(view)
+
+    def _requeue_former(self, key: JobKey, former: str | None) -> None:
+        """Reconcile the job whose endpoint another one takes over, or no longer does: it has to know."""
+        known = self._formers.pop(key, None)
+        if former is not None:
+            self._formers[key] = former
+        for name in {known, former} - {None}:
+            self._state.queue.add(JobKey(key.namespace, str(name)))
 
     def _learned(self, job: JobView) -> tuple[LearnedRatios, ...]:
         """Return the ratios of the namespace's finished jobs, until the job has started, if the settings allow it."""
@@ -441,7 +469,7 @@ class Reconciler:
         """Create the object, or change the existing one if it is this job's."""
         ref = _ref(manifest)
         found = await self._found(job, ref)
-        if found is not None and not _is_ours(found, job):
+        if found is not None and not _is_ours(found, job) and not _is_taken_over(found, job):
             if _is_being_deleted(found) or _is_of_earlier_job(found, job):
                 raise ConflictError(
                     f"{ref.kind} {ref.name}", 409, "Conflict", "an object of that name is being deleted"
@@ -450,7 +478,10 @@ class Reconciler:
                 ref, CONFLICT_CODE, f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
             )
         try:
-            stored = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
+            uid = None if found is None else _uid(found)
+            # Two jobs may want one Service: none overwrites what it has not read.
+            version = _version(found) if found is not None and ref.kind == SERVICE.kind else None
+            stored = await self._state.kube.apply(manifest, job.namespace, uid, version)
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
@@ -664,6 +695,23 @@ def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
         return isinstance(labels, dict) and labels.get(JOB_LABEL) == job.name
     owner = controller_of(metadata)
     return owner is not None and owner.uid == job.uid
+
+
+def _is_taken_over(found: Mapping[str, JsonValue], job: JobView) -> bool:
+    """Return whether it is the Service of the job whose endpoint this one takes over."""
+    metadata = found.get("metadata")
+    if not isinstance(metadata, dict) or found.get("kind") != SERVICE.kind or metadata.get("name") != service_of(job):
+        return False
+    if _is_being_deleted(found):
+        return False
+    owner = controller_of(metadata)
+    return owner is not None and (owner.kind, owner.name) == (FINETUNE_JOB.group_kind, former_job(job))
+
+
+def _version(found: Mapping[str, JsonValue]) -> str:
+    metadata = found["metadata"]
+    assert isinstance(metadata, dict)
+    return str(metadata["resourceVersion"])
 
 
 def _involved(entry: Entry) -> Manifest:
