@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from finetune_contract.facts import BF16_FROM, FP8_FROM, DeviceFacts
 from finetune_operator.api.quantities import parse_quantity
-from finetune_operator.api.settings import HardwareRow
+from finetune_operator.api.settings_nodes import HardwareRow
 from finetune_operator.planning.gpu_table import GPU_MODELS, KARPENTER_LABEL, MIB, NVIDIA_LABEL, GpuModel, Labels
 
 __all__ = [

@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import LANGUAGE_TASKS, RUNG_TASKS, WRITING_TASKS, InferencePrecision, Stage
 from finetune_contract.plans import REQUESTED_LOGITS
-from finetune_operator.api.quantities import human_bytes, human_seconds
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.cost import (
     CPU_FLOPS_PER_CORE,

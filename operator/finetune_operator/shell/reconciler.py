@@ -405,7 +405,7 @@ class Reconciler:
 
     async def _create(self, job: JobView, manifest: Manifest) -> Refusal | None:
         """Create the object, or adopt the existing one if it is this job's."""
-        ref = _ref(manifest)
+        ref = ObjectRef.of(manifest)
         try:
             stored = await self._state.kube.create(manifest, job.namespace)
         except AlreadyExistsError as error:
@@ -432,7 +432,7 @@ class Reconciler:
 
     async def _apply(self, job: JobView, manifest: Manifest) -> Refusal | None:
         """Create the object, or change the existing one if it is this job's."""
-        ref = _ref(manifest)
+        ref = ObjectRef.of(manifest)
         found = await self._found(job, ref)
         if found is not None and not _is_ours(found, job):
             if _is_being_deleted(found) or _is_of_earlier_job(found, job):
@@ -624,12 +624,6 @@ def status_body(status: FineTuneJobStatus) -> dict[str, JsonValue]:
 def only_progress_differs(new: FineTuneJobStatus, old: FineTuneJobStatus) -> bool:
     """Return whether nothing but the progress differs."""
     return new.progress != old.progress and new.model_copy(update={"progress": old.progress}) == old
-
-
-def _ref(manifest: Manifest) -> ObjectRef:
-    metadata = manifest["metadata"]
-    assert isinstance(metadata, dict)
-    return ObjectRef(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
 
 
 def _uid(found: Mapping[str, JsonValue]) -> str:
