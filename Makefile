@@ -3,8 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 WORKSPACE ?= runs
-# Processes that test files are dealt out to.
-WORKERS ?= logical
+# Processes that test files are dealt out to: one more than there are cores, as every tenth second of a test is a wait.
+WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)))
 BIN := $(VENV)/bin
 # Programs for images, releases and requirements, apart from what the project imports.
 TOOLS ?= .venv-tools

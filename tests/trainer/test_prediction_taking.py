@@ -207,6 +207,36 @@ def test_killed_worker_without_replacement_is_left_behind():
     assert play.ended[0] < 9 * 40 + SILENT_SECONDS
 
 
+class EndingFiles(CountedFiles):
+    """Files whose first reader of the heartbeat `beat` finds that its worker has just written a part and ended."""
+
+    beat = ""
+    part = ""
+    incarnation = ""
+
+    def read(self, name: str) -> str | None:
+        if name == self.beat:
+            self.write(f"{PARTS}/{self.part}.json", "")
+            self.write(name, Beat(incarnation=self.incarnation, beat=2, ended=True).to_json())
+        return super().read(name)
+
+
+def test_part_of_a_worker_that_has_just_ended_is_not_taken_over():
+    files = EndingFiles()
+    keys = [ShardKey(0, 0), ShardKey(0, 1)]
+    crew = [Worker(index, 2, "attempt") for index in range(2)]
+    for worker in crew:
+        beat = Beat(incarnation=f"{worker.index}", beat=1)
+        files.write(beat_name(worker.folder(PARTS), worker.index), beat.to_json())
+    first, other = (ShardClaimer(worker, PARTS, files, f"{worker.index}") for worker in crew)
+    assert first.takes(0, keys[0])
+    assert other.takes(1, keys[1])
+    files.write(f"{PARTS}/{keys[0]}.json", "")
+    files.beat, files.part, files.incarnation = beat_name(crew[1].folder(PARTS), 1), str(keys[1]), "1"
+    assert first.look(keys, 1.0) is False
+    assert first.through is False
+
+
 def test_a_worker_that_lives_and_is_stuck_is_a_straggler():
     play = Play(3, 9)
     running = [play.start(index) for index in range(3)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from finetune_contract.facts import BF16_FROM, FP8_FROM, DeviceFacts
 from finetune_operator.api.quantities import parse_quantity
@@ -56,9 +57,14 @@ def find_gpu(product: str, rows: Rows = ()) -> GpuModel | None:
     for row in rows:
         if _plain(product) in (_plain(name) for name in _names(row)):
             return _of_row(row)
-    exact = (gpu for gpu in GPU_MODELS for values in gpu.labels.values() if product in values)
-    built_in = next(exact, None) or next(_variants(upper), None)
+    built_in = _built_in(product)
     return None if built_in is None else _overridden(built_in, rows)
+
+
+@lru_cache(maxsize=256)
+def _built_in(product: str) -> GpuModel | None:
+    exact = (gpu for gpu in GPU_MODELS for values in gpu.labels.values() if product in values)
+    return next(exact, None) or next(_variants(product.upper()), None)
 
 
 def _names(row: HardwareRow) -> Iterator[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
@@ -137,17 +138,17 @@ class Workload:
     end: PipelineEnd | None = None
     """Stage of the process in a pipeline; None: no pipeline, or the larger one of both ends."""
 
-    @property
+    @cached_property
     def autocast(self) -> bool:
         """Return whether autocast casts weights and inputs; DeepSpeed and FSDP compute with 16-bit weights."""
         return self.casts and self.compute_bytes < 4 and self.strategy.name not in ("deepspeed", "fsdp")
 
-    @property
+    @cached_property
     def wide(self) -> int:
         """Return the bytes of an element of a norm's input: autocast leaves norms and sums in fp32."""
         return 4 if self.autocast else self.compute_bytes
 
-    @property
+    @cached_property
     def head(self) -> int:
         """Return the weights of a language model's head, a process's part of them; 0 for other tasks."""
         if self.task not in LANGUAGE_TASKS or self.end == "first":
@@ -158,12 +159,12 @@ class Workload:
     def deepspeed(self) -> bool:
         return self.strategy.name == "deepspeed"
 
-    @property
+    @cached_property
     def compute_bytes(self) -> int:
         """Return the bytes of one element of a matrix product."""
         return compute_bytes(self.precision)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """Return the bytes of one weight on the device."""
         return weight_bytes(self.strategy, self.precision)
@@ -173,14 +174,14 @@ class Workload:
         """Return the data-parallel ranks."""
         return self.world.size // self.strategy.model_ranks
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Return the parameters with gradients and optimizer state."""
         if self.strategy.model_ranks > 1:
             return self.held
         return trained_parameters(self.model, self.adapter).trained
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Return all parameters, including an adapter's; with tensor or pipeline parallelism, those of one process."""
         if self.strategy.model_ranks > 1:
@@ -188,22 +189,27 @@ class Workload:
             return parameters_of_a_process(self.model, self.strategy, end=self.end, head=head)
         return self.model.parameters + trained_parameters(self.model, self.adapter).added
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """Return the layers of one process."""
         head = self.model.vocabulary_size * self.model.hidden_size if self.task in LANGUAGE_TASKS else 0
         return layers_of_a_process(self.model, self.strategy.pipeline, end=self.end, head=head)
 
-    @property
+    @cached_property
     def four_bit(self) -> int:
         """Return the number of held weights that are in 4 bits."""
         return four_bit_weights(self.model, self.adapter)
 
-    @property
+    @cached_property
     def narrow(self) -> int:
         """Return the number of frozen weights that are in 16 bits beside trained ones in fp32."""
         narrow = self.autocast or (self.compute_bytes < 4 and self.strategy.name == "fsdp")
         return narrow_weights(self.model, self.adapter, self.head) if narrow else 0
+
+    @cached_property
+    def saved_per_token(self) -> int:
+        """Return the bytes that one layer saves for the backward pass, for one token."""
+        return activation_bytes_per_token(self)
 
     @property
     def shards(self) -> int:
@@ -563,7 +569,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
     model, width, wide = work.model, work.compute_bytes, work.wide
     match work.strategy.activation_checkpointing:
         case "none":
-            layer = activation_bytes_per_token(work)
+            layer = work.saved_per_token
             return layer, f"{layer:,}"
         case "full":
             return model.hidden_size * wide, "layer inputs"
@@ -582,7 +588,7 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     """Return the activations on the device at `moment`, and the bytes of offloaded activations."""
     model, length = work.model, slice_tokens(work.length, work.strategy.sequence)
     tokens = work.micro_batch * work.sequences * length
-    layer = activation_bytes_per_token(work)
+    layer = work.saved_per_token
     ends = 3 * model.hidden_size * work.wide  # embedding output, its norm and dropout; the final norm
     judged = _chunk(work) or tokens
     judges = work.task in LANGUAGE_TASKS and work.end != "first"

@@ -207,6 +207,10 @@ class ShardClaimer:
             return True
         lost = [name for name in self._watched(missing) if self._left_behind(name, claimed[name], now, self._patience)]
         if lost:
+            # A worker may have written its last part and ended since the parts were listed.
+            done = self.there()
+            if not done.isdisjoint(lost):
+                return self.look(keys, now)
             self._wanted = {name: claimed[name] + 1 for name in self._share(lost)}
             return True
         if not self._worker.leads and self._waited > self._patience:
